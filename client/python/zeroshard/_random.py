@@ -71,8 +71,11 @@ class RandomState:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> RandomState:
-        """The inverse of :meth:`to_json`. A library that the program has not imported is omitted,
-        and so is CUDA if this process has another number of devices."""
+        """The inverse of :meth:`to_json`. A library that the program has not imported is omitted.
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if it has the state of another number of
+        CUDA devices.
+        """
         version, words, gauss = found["python"]
         values: dict[str, Any] = {"python": (version, tuple(array("I", _bytes(words))), gauss)}
         numpy, torch = map(sys.modules.get, ("numpy", "torch"))
@@ -82,7 +85,13 @@ class RandomState:
         if torch is not None:
             if "torch" in found:
                 values["torch"] = _tensor(torch, found["torch"])
-            if len(found.get("cuda", ())) == torch.cuda.device_count() > 0:
+            devices, saved = torch.cuda.device_count(), len(found.get("cuda", ()))
+            if saved not in (0, devices):
+                raise InvalidArgumentError(
+                    f"the checkpoint has the random state of {saved} CUDA device(s), and this "
+                    f"process has {devices}; start it with as many devices"
+                )
+            if saved:
                 values["cuda"] = [_tensor(torch, one) for one in found["cuda"]]
         return cls(values)
 

@@ -73,7 +73,7 @@ class _Steps(Generic[B]):
         self._restore = restore
         self._step: Step[B] | None = None
         self._failures = 0
-        #: The random state of the first step.
+        #: The random state before step 0, if the loop has begun with it.
         self._first: RandomState | None = None
 
     def __iter__(self) -> Iterator[Step[B]]:
@@ -84,8 +84,9 @@ class _Steps(Generic[B]):
         error = None if last is None else last._error
         self._failures = 0 if error is None else self._failures + 1
         if last is None:
-            self._step = self._new(0 if self._checkpoints is None else self._resumed())
-            self._first = self._step._random
+            number = 0 if self._checkpoints is None else self._resumed()
+            self._first = RandomState.current() if number == 0 else None
+            self._step = self._new(number)
         elif isinstance(error, StepAbortedError):
             self._step = self._again(last, error)
         elif error is not None:
@@ -127,7 +128,8 @@ class _Steps(Generic[B]):
             raise NoCheckpointError(
                 f"job {name!r} is at version {version}, for which zeroshard.steps has saved no "
                 "data: the coordinator was restarted after that step, or another loop has trained "
-                f"the job; run `zsctl delete {name}` to continue from its last checkpoint"
+                f"the job; run `zsctl delete {name}` and remove the checkpoint of version "
+                f"{version} (zsctl checkpoint rm) to continue from an earlier one"
             )
         if self._restore is not None:
             self._restore(own)
@@ -136,8 +138,7 @@ class _Steps(Generic[B]):
         elif version == 0 and self._first is not None:
             self._first.restore()
         checkpoints.follow(self.state)
-        # Another loop may have written the checkpoint.
-        number: int = version if loop is None else loop["number"]
+        number: int = 0 if loop is None else loop["number"]
         return number
 
     def state(self, own: bytes | None) -> bytes:
@@ -146,8 +147,8 @@ class _Steps(Generic[B]):
         assert step is not None, "the loop has begun"
         if any(model.has_stepped for model in step._models):
             raise InvalidArgumentError(
-                f"step {step.number} of zeroshard.steps calls optimizer.step() twice; a loop with "
-                "checkpoints can continue only between its steps, so call it once in each"
+                f"step {step.number} of zeroshard.steps calls optimizer.step() more than once; a "
+                "loop with checkpoints can continue only between its steps, so call it once in each"
             )
         random = RandomState.current().to_json()
         return packed({"number": step.number + 1, "random": random}, own)
@@ -185,26 +186,31 @@ def steps(
 
     :class:`~zeroshard.StepAbortedError` ends the block, and the loop continues with the same number
     and batch. The block is the whole step: forwards, all backward passes, clipping, and one
-    ``optimizer.step()``. After that follows everything that depends on the step: schedulers, the
-    ``update()`` of a gradient scaler, evaluation, logs. Code that comes after the block is also run
-    when the step was aborted. A block without ``optimizer.step()`` is not repeated.
+    ``optimizer.step()``. After that follows everything that depends on the step and does not need
+    the servers: schedulers, the ``update()`` of a gradient scaler, logs. The other code in the body
+    of the loop runs again as well, also that after the block. Earlier blocks are not run again, so
+    gradients cannot be accumulated over several blocks.
 
-    A step begins without gradients, as after ``zero_grad()``. When it is run again, these have the
-    values with which it began:
+    A step begins without gradients, as after ``zero_grad(set_to_none=True)``. When it is run again,
+    these have the values with which it began:
 
     - the random state of Python's ``random``, ``numpy.random``, torch (CPU and CUDA) and Paddle;
     - the buffers of sharded models, such as the running statistics of batch norm.
 
     Restored are not: generators that the program has created (``torch.Generator``,
-    ``numpy.random.default_rng``), the random state of other devices, buffers of models that are not
-    sharded, and other objects that the block changes before ``optimizer.step()``.
+    ``numpy.random.default_rng``), the random state of other devices, buffers and gradients of
+    models that are not sharded, and other objects that the block changes before
+    ``optimizer.step()``.
+
+    A step may be aborted on some ranks only. Therefore the block must not contain collective calls
+    (``torch.distributed.all_reduce``, for example).
 
     With ``checkpoints``, the loop begins with the step that follows the checkpoint, and continues
     from there after :class:`~zeroshard.RolledBackError`. The number of the step and the random
-    state of each rank are a part of the checkpoint, except Paddle's. The random state is that at
-    ``optimizer.step()``: random numbers that are drawn between it and the next step are not drawn
-    again. The loop trains one model. The program saves other data with ``state`` of the
-    checkpoints, which is passed to ``restore``.
+    state of each rank are a part of the checkpoint; Paddle's random state is not. The random state
+    is that at ``optimizer.step()``: random numbers that are drawn between it and the next step are
+    not drawn again. The loop is that of the whole run, not of an epoch, and trains one model. The
+    program saves other data with ``state`` of the checkpoints, which is passed to ``restore``.
 
     Args:
         batches: the number of steps, or the batches. With checkpoints, batches must be a sequence
@@ -217,14 +223,15 @@ def steps(
     Raises:
         InvalidArgumentError: ``checkpoints`` are used with batches that are not a sequence, or only
             one of ``state`` and ``restore`` is given. In the loop: an aborted step cannot be run
-            again, because a gradient was computed before its block, because the block has made
-            another step or has changed parameters, or because models are in ``DataParallel``; or a
-            block makes two steps in a loop with checkpoints.
+            again, because a gradient was computed before its block, because the block has made a
+            step or has changed parameters, because the model has SyncBatchNorm or distributed
+            parameters, or because gradients are averaged by ``DataParallel`` or
+            ``fused_allreduce_gradients``; or a block makes two steps in a loop with checkpoints.
         InvalidTypeError: ``batches`` is neither a number nor iterable.
         NoCheckpointError: the job continues, but the data of its last step is gone, because the
             coordinator was restarted after it.
         StepAbortedError: the step was aborted 100 times.
-        RolledBackError: a server was lost, and ``checkpoints`` is None.
+        RolledBackError: a server was lost, and ``checkpoints`` is None; or this happened 100 times.
     """
     if (checkpoints is not None and checkpoints.has_state) != (restore is not None):
         raise InvalidArgumentError(

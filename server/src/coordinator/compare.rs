@@ -75,8 +75,9 @@ impl Cluster {
         let [one, other] = [server, other].map(|id| self.name(id));
         let reason = format!(
             "{one} and {other} have different content of slice {slice} ({range}) at version \
-             {version}; the memory of one of them is damaged: test it, delete the job, and continue \
-             from a checkpoint of an earlier version"
+             {version}; the memory of one of them is damaged: test it, delete the job, remove its \
+             checkpoints after version {}, and continue from an earlier one",
+            version.saturating_sub(spec.compare_every)
         );
         self.fail(&job.name, &reason, now, out);
     }

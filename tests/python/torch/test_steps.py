@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import random
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,10 @@ from torch import Tensor, nn
 import models
 import ranks
 import zeroshard as zs
-from servers import killable, server, servers, start
+from servers import BINARY, killable, server, servers, start
 from test_checkpoints import EVERY, STEPS, assert_same_buffers, in_memory, network, wait_for
 from training import LEVELS, SEGMENT
-from zeroshard.torch import DataParallel, group_sharded_parallel
+from zeroshard.torch import DataParallel, fused_allreduce_gradients, group_sharded_parallel
 
 #: The step in which a server is killed or an abort is simulated.
 DISTURBED = 3
@@ -335,6 +337,10 @@ def make_steps(rank: int, directory: str, total: int) -> list[int]:
     return made
 
 
+def zsctl(*arguments: str) -> None:
+    subprocess.run([BINARY.with_name("zsctl"), *arguments], check=True)
+
+
 def test_a_run_whose_data_was_lost_with_the_coordinator_is_not_continued(
     tmp_path: Path,
 ) -> None:
@@ -354,6 +360,11 @@ def test_a_run_whose_data_was_lost_with_the_coordinator_is_not_continued(
         coordinator, _ = start("coordinator", listen=address)
         with pytest.raises(ranks.RankFailed, match="zsctl delete gone/sharded-0"):
             run(3)
+        # As the error says.
+        url = f"file://{tmp_path}"
+        zsctl("delete", "gone/sharded-0/all", "--address", address)
+        zsctl("checkpoint", "rm", "gone/sharded-0/all", "2", "--url", url)
+        assert run(3) == [1, 2]
 
 
 def loop_of(model: Any, optimizer: Any, total: int, body: Callable[[int], None]) -> list[int]:
@@ -382,7 +393,7 @@ def test_what_cannot_be_run_again_is_refused(cluster: zs.Session) -> None:
         optimizer.step()
         abort_first(times)
 
-    with pytest.raises(zs.InvalidArgumentError, match="one step in each block"):
+    with pytest.raises(zs.InvalidArgumentError, match="after an optimizer.step"):
         loop_of(model, optimizer, 1, step_twice)
 
     def write(times: int) -> None:
@@ -395,6 +406,13 @@ def test_what_cannot_be_run_again_is_refused(cluster: zs.Session) -> None:
         loop_of(model, optimizer, 1, write)
 
     optimizer.zero_grad()
+    # Neither does a block that has no backward pass of its own.
+    model(*models.batch("mlp", 0, 8)).backward()
+    with pytest.raises(zs.InvalidArgumentError, match="had a gradient before the block"):
+        for step in zs.steps(1):
+            with step:
+                optimizer.zero_grad()
+                raise zs.StepAbortedError("a rank was lost")
     model(*models.batch("mlp", 0, 8)).backward()
     with pytest.raises(zs.InvalidArgumentError, match="had a gradient before the block"):
         loop_of(model, optimizer, 1, abort_first)
@@ -451,6 +469,48 @@ def test_batches_are_numbers_sequences_or_iterables_and_are_kept_for_a_repetitio
             zs.steps(batches, *more)  # type: ignore[call-overload]
     with pytest.raises(zs.InvalidArgumentError, match="both or neither"):
         zs.steps(1, checkpoints, restore=print)
+
+
+class Normed(nn.Module):
+    """A model whose ranks communicate in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.SyncBatchNorm(2)
+
+
+def abort_shared(rank: int) -> tuple[str, str]:
+    """The errors of aborted steps in which ranks communicate, or that average gradients."""
+    found = []
+    with zs.init():
+        bare = Normed()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+        sharded = group_sharded_parallel(bare, optimizer, "os")
+        found.append(abort_empty())
+        del sharded, bare, optimizer
+        gc.collect()
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        fused_allreduce_gradients(parameter)
+        found.append(abort_empty())
+    return found[0], found[1]
+
+
+def abort_empty() -> str:
+    try:
+        for step in zs.steps(1):
+            with step:
+                raise zs.StepAbortedError("a rank was lost")
+    except zs.InvalidArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_steps_in_which_ranks_communicate_are_not_repeated() -> None:
+    for normed, fused in ranks.run(2, abort_shared):
+        assert "SyncBatchNorm" in normed
+        assert "fused_allreduce_gradients" in fused
 
 
 def average(rank: int) -> str:

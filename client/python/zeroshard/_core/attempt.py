@@ -18,9 +18,9 @@ class Attempt(Generic[T]):
         # Weak: the job ends with the model.
         self._sharding = weakref.ref(model)
         self._steps = model.steps
-        #: A parameter with a gradient that no step has used, and the number of computed gradients.
+        #: A parameter with a gradient that no step has used.
         self._unused = model.gradients.begin()
-        self._computed = model.gradients.computed
+        self._events = model.gradients.events
         self._restore_buffers: Callable[[], None] = model.job.record_buffers()
 
     @property
@@ -33,12 +33,12 @@ class Attempt(Generic[T]):
         """Drops the gradients of the aborted step, and restores the buffers.
 
         Raises :class:`~zeroshard.InvalidArgumentError` if there were gradients before the attempt,
-        or the program has written to parameters.
+        the program has written to parameters, or ranks communicate with each other in the step.
         """
         model = self._sharding()
         if model is None:
             return
-        if self._unused is not None and model.gradients.computed == self._computed:
+        if self._unused is not None and model.gradients.events == self._events:
             # The program has left these gradients before, and the step does not train the model.
             self._restore_buffers()
             return
@@ -54,6 +54,13 @@ class Attempt(Generic[T]):
                 f"parameter {self._unused.name!r} had a gradient before the block of the step that "
                 "was aborted, which cannot be computed again; put all backward passes of a step "
                 "into its block, and call zero_grad() or clear_grad() at the end of the block"
+            )
+        shared = model.job.communicates()
+        if shared is not None:
+            raise InvalidArgumentError(
+                f"a step was aborted, and the model has {shared}; zeroshard.steps cannot run the "
+                "step again, because other ranks may not have been aborted: start all ranks again "
+                "from a checkpoint"
             )
         written = model.job.written()
         if written:
@@ -74,11 +81,12 @@ def check_restorable(begun: Iterable[Attempt[Any]]) -> None:
     begun cannot be run again."""
     if any(attempt.has_stepped for attempt in begun):
         raise InvalidArgumentError(
-            "a step was aborted after optimizer.step() had made another one in the same block, "
-            "which cannot be undone; make one step in each block of zeroshard.steps"
+            "a block of zeroshard.steps was aborted after an optimizer.step(), which cannot be "
+            "undone; make one step in each block, and call nothing after it that needs the servers"
         )
     if reducer.any_averages():
         raise InvalidArgumentError(
-            "a step was aborted, and zeroshard.steps does not restore models of DataParallel; use "
-            "group_sharded_parallel, or catch StepAbortedError in the program"
+            "a step was aborted, and zeroshard.steps does not restore models of DataParallel, or "
+            "gradients of fused_allreduce_gradients; use group_sharded_parallel, or catch "
+            "StepAbortedError in the program"
         )

@@ -64,8 +64,8 @@ class Gradients(Generic[T]):
         #: Indices in ``_sent`` of parameters without a gradient that were not reported yet.
         self._absent: list[int] = []
         self._hooks: list[Hook] = []
-        #: The number of gradients that were computed since the beginning.
-        self.computed = 0
+        #: The number of gradients that were computed, and of steps that began again.
+        self.events = 0
         self.watch()
 
     def watch(self) -> None:
@@ -128,7 +128,7 @@ class Gradients(Generic[T]):
         return accumulated
 
     def _count(self, entry: Entry[T]) -> None:
-        self.computed += 1
+        self.events += 1
         if self.hold:
             return
         mean = self._job.framework.shown_mean(entry.tensor)
@@ -413,6 +413,7 @@ class Gradients(Generic[T]):
         """Repeats the open step, without the gradients that were sent. ``keep``: parameters keep
         gradients of which this rank has no values, because the program sets them next."""
         framework = self._job.framework
+        self.events += 1
         for mean in self._means.values():
             tensor = mean.entry.tensor
             if mean.own is None and framework.shown_mean(tensor) is mean and not keep:
@@ -426,13 +427,18 @@ class Gradients(Generic[T]):
         """Drops the gradients of the last step. Does nothing if there are gradients that no step
         has used, as far as the framework can tell; returns one of their parameters."""
         framework = self._job.framework
-        for entry in self._job.trained:
+        for entry in self._job.parameters:
             is_own = framework.shown_mean(entry.tensor) is None
-            if not self.is_complete or is_own and framework.gradient(entry.tensor) is not None:
+            has_own = is_own and framework.gradient(entry.tensor) is not None
+            if has_own or entry.trained and not self.is_complete:
                 return entry
-        for entry in self._job.trained:
-            framework.set_gradient(entry.tensor, None)
+        self.drop()
         return None
+
+    def drop(self) -> None:
+        """Removes the gradients of all parameters."""
+        for entry in self._job.parameters:
+            self._job.framework.set_gradient(entry.tensor, None)
 
     def end_step(self, clip_factor: float) -> None:
         """The step was complete, so its number of backward passes counts. ``clip_factor``: the

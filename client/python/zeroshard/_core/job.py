@@ -76,6 +76,19 @@ class ModelJob(Generic[T]):
         """The entries of the model's buffers."""
         return (entry for entry in self.entries if entry.buffer)
 
+    @property
+    def parameters(self) -> Iterable[Entry[T]]:
+        """The entries of the parameters, also of those that are not trained."""
+        return (entry for entry in self.entries if not entry.buffer)
+
+    def communicates(self) -> str | None:
+        """What makes the ranks communicate in a forward or a backward pass, if anything does."""
+        shared = next((entry for entry in self.entries if entry.layout is not None), None)
+        if shared is not None:
+            return f"parameter {shared.name!r}, which is distributed over ranks"
+        names = {type(module).__name__ for module in self.framework.modules(self._model)}
+        return "SyncBatchNorm" if "SyncBatchNorm" in names and self.group.size > 1 else None
+
     def record_buffers(self) -> Callable[[], None]:
         """Copies the model's buffers. Returns a function that restores them."""
         return self.framework.record_buffers(self._model)

@@ -287,8 +287,9 @@ class Reducer(Generic[T]):
 
 
 def any_averages() -> bool:
-    """Whether a model of this process has gradients that are averaged after each backward pass."""
-    return any(reducer.averager is not None for reducer in _all)
+    """Whether gradients are averaged in this process: after the backward passes of a model, or
+    with :func:`average_now`."""
+    return _fused.any() or any(reducer.averager is not None for reducer in _all)
 
 
 def average_now(framework: Framework[T], parameters: Iterable[T], group: ProcessGroup) -> None:
@@ -332,6 +333,10 @@ class _Jobs:
                 weakref.ref(parameter, lambda _: self._drop(key)) for parameter in parameters
             ]
         return averager
+
+    def any(self) -> bool:
+        """Whether there is a job."""
+        return bool(self._jobs)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
         self._jobs.pop(key, None)

@@ -254,8 +254,7 @@ class Sharding(Generic[T]):
         dropped."""
         self.job.job.forget()
         self.gradients.restart()
-        for entry in self.job.trained:
-            self.job.framework.set_gradient(entry.tensor, None)
+        self.gradients.drop()
         self._clip_once = None
         if self.gatherer is not None:
             self.gatherer.restart()

@@ -165,25 +165,23 @@ impl<B: Backend> Job<B> {
         self.progress().version = Some(next.step);
         self.changed.send_replace(());
         if self.spec.compares_at(next.step) {
-            self.tell_hashes(next.epoch, next.step)?;
+            self.tell_hashes(next.epoch, next.step);
         }
         Ok(())
     }
 
     /// Sends the hashes of all slices that have content, which the coordinator compares with those
-    /// of their other servers.
-    fn tell_hashes(&self, epoch: u64, version: u64) -> Result<()> {
+    /// of their other servers. A slice is omitted if there is no memory for a second version of it,
+    /// which the next step needs while this one is read.
+    fn tell_hashes(&self, epoch: u64, version: u64) {
         let hash = |(index, slice): (usize, &OnceLock<Slice<B>>)| {
             let slice = slice.get().filter(|slice| slice.role().has_content())?;
-            let digest = slice.digest(self.backend(), &self.spec.name, version);
-            let hash =
-                digest.map(|digest| u64::from_le_bytes(std::array::from_fn(|at| digest[at])));
-            Some(hash.map(|hash| pb::SliceHash { slice: index as u32, hash }))
+            let digest = slice.digest(self.backend(), &self.spec.name, version).ok()?;
+            let hash = u64::from_le_bytes(std::array::from_fn(|at| digest[at]));
+            Some(pb::SliceHash { slice: index as u32, hash })
         };
-        let slices = self.slices.par_iter().enumerate().filter_map(hash);
-        let slices = slices.collect::<Result<_>>()?;
+        let slices = self.slices.par_iter().enumerate().filter_map(hash).collect();
         self.tell(JobEvent::Hashes { epoch, version, slices });
-        Ok(())
     }
 
     /// Checks and stores the decision. Returns the first attempt at the next step.
