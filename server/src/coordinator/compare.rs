@@ -72,12 +72,12 @@ impl Cluster {
         let tensor = &spec.manifest.tensors()[of.tensor].name;
         let end = of.offset + of.numel;
         let range = format!("elements {} to {} of tensor {tensor:?}", of.offset, end - 1);
+        let equal = version.saturating_sub(spec.compare_every);
         let [one, other] = [server, other].map(|id| self.name(id));
         let reason = format!(
             "{one} and {other} have different content of slice {slice} ({range}) at version \
              {version}; the memory of one of them is damaged: test it, delete the job, remove its \
-             checkpoints after version {}, and continue from an earlier one",
-            version.saturating_sub(spec.compare_every)
+             checkpoints after version {equal}, and continue from an earlier one"
         );
         self.fail(&job.name, &reason, now, out);
     }
