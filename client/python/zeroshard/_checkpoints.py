@@ -100,15 +100,8 @@ class Checkpoints:
             CheckpointDamagedError: the data of this rank is damaged.
             StorageError: the checkpoint cannot be read.
         """
-        sharding = self._bound("resume")
-        sharding.roll_back()
-        job = sharding.job
-        if job.version != job.started_at:
-            raise InvalidArgumentError(
-                f"resume() was called after step {job.version - 1}; call it before the first step "
-                "or after RolledBackError"
-            )
-        return job.version, unpacked(self._saved(sharding, job.group.rank))[1]
+        version, _, own = self.resume_loop()
+        return version, own
 
     def save(self) -> int:
         """Waits until the model is saved as it is after its last step: for example at the end of a
@@ -165,15 +158,22 @@ class Checkpoints:
         name: str = self._bound("job_name").job.job.name
         return name
 
-    def loop_state(self) -> dict[str, Any] | None:
-        """The state of the loop at the step from which :meth:`resume` has continued. A rank that
-        has none takes that of rank 0, without what belongs to the rank."""
-        sharding = self._bound("loop_state")
-        own = unpacked(self._saved(sharding, sharding.job.group.rank))[0]
-        if own is not None:
-            return own
-        first = unpacked(self._saved(sharding, 0))[0]
-        return None if first is None else {"number": first["number"]}
+    def resume_loop(self) -> tuple[int, dict[str, Any] | None, bytes | None]:
+        """As :meth:`resume`, with the state of the loop at that step between its two results. A
+        rank that has none takes that of rank 0, without what belongs to the rank."""
+        sharding = self._bound("resume")
+        sharding.roll_back()
+        job = sharding.job
+        if job.version != job.started_at:
+            raise InvalidArgumentError(
+                f"resume() was called after step {job.version - 1}; call it before the first step "
+                "or after RolledBackError"
+            )
+        loop, own = unpacked(self._saved(sharding, job.group.rank))
+        if loop is None and job.group.rank != 0:
+            first, _ = unpacked(self._saved(sharding, 0))
+            loop = None if first is None else {"number": first["number"]}
+        return job.version, loop, own
 
     # ---- called by the sharded model
 

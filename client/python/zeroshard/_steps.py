@@ -121,8 +121,7 @@ class _Steps(Generic[B]):
         """Continues from the checkpoint. Returns the number of the step."""
         checkpoints = self._checkpoints
         assert checkpoints is not None, "the loop has checkpoints"
-        version, own = checkpoints.resume()
-        loop = checkpoints.loop_state()
+        version, loop, own = checkpoints.resume_loop()
         if version and loop is None:
             name = checkpoints.job_name
             raise NoCheckpointError(
@@ -187,9 +186,9 @@ def steps(
     :class:`~zeroshard.StepAbortedError` ends the block, and the loop continues with the same number
     and batch. The block is the whole step: forwards, all backward passes, clipping, and one
     ``optimizer.step()``. After that follows everything that depends on the step and does not need
-    the servers: schedulers, the ``update()`` of a gradient scaler, logs. The other code in the body
-    of the loop runs again as well, also that after the block. Earlier blocks are not run again, so
-    gradients cannot be accumulated over several blocks.
+    the servers: schedulers, the ``update()`` of a gradient scaler, logs. Code of the loop before or
+    after the block runs again as well. Earlier blocks do not, so gradients cannot be accumulated
+    over several blocks.
 
     A step begins without gradients, as after ``zero_grad(set_to_none=True)``. When it is run again,
     these have the values with which it began:

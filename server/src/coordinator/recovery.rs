@@ -100,7 +100,7 @@ impl Held {
         (self.term, self.attempt.epoch)
     }
 
-    /// The slices of which the server, which has described the job, has the content.
+    /// The slices whose content `server` has. It must be the one that has sent this description.
     pub(super) fn full_slices(&self, server: ServerId) -> BTreeSet<u32> {
         let slices = self.plan.placement.slices_of(server).map(|(slice, _)| slice as u32);
         slices.filter(|slice| !self.empty.contains(slice)).collect()
@@ -325,7 +325,7 @@ impl Cluster {
             return;
         };
         recovery.lost.extend(lost);
-        // A server that is not back yet may describe a later placement, without the lost ones.
+        // A server that is not back yet may describe a later placement, without the lost servers.
         if is_complete && !(waits && has_replicas && !recovery.has_every_slice()) {
             self.recover(name, now, out);
         }

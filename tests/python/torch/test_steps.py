@@ -135,7 +135,7 @@ def train_undisturbed_levels(rank: int) -> dict[str, Result]:
 
 
 def train_through_kills(rank: int, place: str, victims: list[int]) -> dict[str, Result]:
-    """Trains each level, and kills another server in each."""
+    """Trains at each level, and kills a different server each time."""
     with zs.init(replicas=2):
         return {
             level: train(level, Killing(place, victim))
