@@ -11,7 +11,7 @@ use std::{
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
-    transport::{CONNECT_TIMEOUT, Connection, MAX_CONTROL_MESSAGE, endpoint},
+    transport::{Addresses, CONNECT_TIMEOUT, Connection, MAX_CONTROL_MESSAGE},
 };
 
 use crate::{
@@ -78,9 +78,10 @@ impl From<&JobSpec> for CreateJob {
 }
 
 impl Cluster {
-    /// Connects to the coordinator at `address`, `host:port`. Waits for its answer for
+    /// Connects to the coordinator at `address`, `host:port`; with several coordinators, of which
+    /// one is the leader, their addresses are separated by commas. Waits for an answer for
     /// [`Options::connect_timeout`], at most for [`Options::timeout`], and prints one line on
-    /// standard error if it has not answered after a second.
+    /// standard error if there is none after a second.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
@@ -89,8 +90,9 @@ impl Cluster {
         let peer = format!("coordinator {address}");
         let limit = options.connect_timeout.min(options.timeout);
         // At least two tries, so that the cause is known if the host does not respond at all.
-        let endpoint = endpoint(address)?.connect_timeout(CONNECT_TIMEOUT.min(limit / 2));
-        let connection = Connection::new(endpoint.connect_lazy(), &options.token)?;
+        let addresses = Addresses::parse(address)?;
+        let addresses = addresses.connect_timeout(CONNECT_TIMEOUT.min(limit / 2));
+        let connection = Connection::new(addresses.connect_lazy(), &options.token)?;
         let shards = Arc::new(Shards::new(options.token.clone()));
         let cluster = Self { connection, peer, options, shards };
         first_answer(&cluster, limit).await?;

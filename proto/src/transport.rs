@@ -1,5 +1,7 @@
 //! The HTTP/2 settings of both ends, and connections to servers.
 
+mod addresses;
+
 use std::{
     task::{Context, Poll},
     time::Duration,
@@ -16,6 +18,8 @@ use crate::{
     Error, Result, deadline,
     token::{Bearer, Token},
 };
+
+pub use addresses::Addresses;
 
 /// The largest HTTP/2 frame that a receiver accepts. It has the largest effect of all settings of
 /// the data plane: the default of 16 KiB costs a third of the throughput.

@@ -23,7 +23,7 @@ use zeroshard_proto::{
     transport::{FRAME_BYTES, WINDOW_BYTES},
 };
 
-pub use values::{Address, AdminListen, Listen, Malformed};
+pub use values::{Address, Addresses, AdminListen, Etcd, Listen, Malformed};
 
 /// The longest wait that a caller may request.
 pub const MAX_WAIT: Duration = Duration::from_secs(600);
@@ -225,6 +225,16 @@ pub struct Coordinator {
     /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
     #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
     pub job_timeout: u64,
+    /// The election in etcd, which makes one of several coordinators the leader; the others wait
+    /// until it is lost. Shard servers and clients get the addresses of all coordinators, separated
+    /// by commas. Only coordinators with the same members and NAME (zeroshard by default) form a
+    /// cluster
+    #[arg(long, env = "ZEROSHARD_ELECTION", value_name = "etcd://HOST:PORT[,HOST:PORT...][/NAME]")]
+    pub election: Option<Etcd>,
+    /// Time after which another coordinator takes over from a leader that died or does not reach
+    /// etcd. A leader that is stopped with SIGTERM is replaced at once
+    #[arg(long, env = "ZEROSHARD_ELECTION_SECONDS", value_name = "SECONDS", default_value_t = 10)]
+    pub election_seconds: u64,
 }
 
 impl Default for Coordinator {
@@ -237,6 +247,20 @@ impl Coordinator {
     /// [`Self::job_timeout`]; `None`: never.
     pub fn job_timeout(&self) -> Option<Duration> {
         optional_seconds(self.job_timeout)
+    }
+
+    /// [`Self::election_seconds`].
+    pub fn election_duration(&self) -> Duration {
+        Duration::from_secs(self.election_seconds)
+    }
+
+    fn validate(&self) -> Result<(), Error> {
+        // etcd chooses a longer lease than one that is shorter than its own election.
+        if (3..=600).contains(&self.election_seconds) {
+            return Ok(());
+        }
+        let (key, found) = ("election_seconds", self.election_seconds);
+        Err(Error::value("coordinator", key, found, "3 to 600"))
     }
 }
 
@@ -257,9 +281,10 @@ pub struct Shard {
         default_value = "127.0.0.1:9401"
     )]
     pub admin_listen: AdminListen,
-    /// Address of the coordinator, which may start later
-    #[arg(long, env = "ZEROSHARD_COORDINATOR", value_name = "HOST:PORT")]
-    pub coordinator: Option<Address>,
+    /// Address of the coordinator, which may start later. Several coordinators, of which one is the
+    /// leader, are separated by commas
+    #[arg(long, env = "ZEROSHARD_COORDINATOR", value_name = "HOST:PORT[,HOST:PORT...]")]
+    pub coordinator: Option<Addresses>,
     /// Address that other processes dial to reach this server; by default the address on which it
     /// listens. Port 0 stands for the port on which it listens
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
@@ -382,6 +407,8 @@ struct Flags<R: Args> {
 ///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7401
 ///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7402 --admin-listen off
 ///
+/// With --election etcd://HOST:PORT several coordinators can run, and one of them is the leader.
+///
 /// Workers connect to the coordinator. SIGTERM or SIGINT shuts a server down gracefully.
 #[derive(Debug, Parser)]
 #[command(name = "zeroshard-server", version, verbatim_doc_comment)]
@@ -440,7 +467,11 @@ pub fn load(
     let common: Common = layered("common", matches, file.as_ref())?;
     common.validate()?;
     let role = match section {
-        "coordinator" => Role::Coordinator(layered("coordinator", matches, file.as_ref())?),
+        "coordinator" => {
+            let coordinator: Coordinator = layered("coordinator", matches, file.as_ref())?;
+            coordinator.validate()?;
+            Role::Coordinator(coordinator)
+        }
         "shard" => {
             let shard: Shard = layered("shard", matches, file.as_ref())?;
             check_advertise("shard", shard.listen, shard.advertise.as_ref())?;

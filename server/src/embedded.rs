@@ -10,6 +10,7 @@ use zeroshard_proto::token::Bearer;
 
 use crate::{
     config::{self, Address, Common, Listen},
+    coordinator::leadership::Leadership,
     failure::Failure,
     roles::{self, Site},
     serve::Error,
@@ -73,7 +74,7 @@ impl Cluster {
         let site = Site::bind(listen, &common).await?;
         let address = Address::from(site.address);
         let failure = site.context.failure.clone();
-        let parts = roles::coordinator(&site, None, &shutdown);
+        let parts = roles::coordinator(&site, Leadership::alone(), None, &shutdown);
         let mut tasks = JoinSet::new();
         tasks.spawn(site.run(parts, shutdown.clone()));
         let mut healths = Vec::with_capacity(shards);
@@ -81,7 +82,7 @@ impl Cluster {
             let mut site = Site::bind(listen, &common).await?;
             site.context.failure = failure.clone();
             let config = config::Shard { parked_bytes, ..config::Shard::default() };
-            let parts = roles::shard(&config, address.clone(), &site, &shutdown)?;
+            let parts = roles::shard(&config, address.clone().into(), &site, &shutdown)?;
             healths.push(site.context.health.clone());
             tasks.spawn(site.run(parts, shutdown.clone()));
         }

@@ -10,6 +10,7 @@ pub mod backend;
 pub mod config;
 mod connection;
 pub mod coordinator;
+mod election;
 pub mod embedded;
 pub mod failure;
 pub mod health;

@@ -1,5 +1,7 @@
 //! Runs a process: binds its listeners, announces them, and serves until the shutdown.
 
+mod elected;
+
 use std::{
     io::{self, Write as _},
     net::SocketAddr,
@@ -7,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -15,8 +17,8 @@ use tonic::service::Routes;
 use crate::{
     admin::{self, Admin},
     backend::Cpu,
-    config::{self, Address, AdminListen, Common, Config, Listen, Role},
-    coordinator::Coordinator,
+    config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
+    coordinator::{Coordinator, leadership::Leadership},
     failure::Failure,
     health::Health,
     metrics::Metrics,
@@ -32,6 +34,15 @@ pub struct Parts {
     pub background: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
+async fn context(common: &Common) -> Context {
+    Context {
+        common: common.clone(),
+        metrics: Metrics::new(),
+        health: Health::new().await,
+        failure: Failure::default(),
+    }
+}
+
 /// A bound listener and its context.
 pub(crate) struct Site {
     pub(crate) listener: TcpListener,
@@ -44,12 +55,7 @@ pub(crate) struct Site {
 impl Site {
     pub(crate) async fn bind(listen: Listen, common: &Common) -> Result<Self, Error> {
         let (listener, address) = bind(listen).await?;
-        let context = Context {
-            common: common.clone(),
-            metrics: Metrics::new(),
-            health: Health::new().await,
-            failure: Failure::default(),
-        };
+        let context = context(common).await;
         Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
     }
 
@@ -80,15 +86,22 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
     let Config { role, common, json } = config;
     match role {
         Role::Coordinator(config) => {
+            if let Some(election) = config.election.clone() {
+                return elected::run(config, election, &common, json, shutdown).await;
+            }
             let site = Site::bind(config.listen, &common).await?;
-            let admin = AdminSite::bind(config.admin_listen, "coordinator", &site).await?;
+            let admin =
+                AdminSite::bind(config.admin_listen, "coordinator", site.address, &site.context)
+                    .await?;
             announce(json, "coordinator", site.address, admin.as_ref());
-            let parts = coordinator(&site, config.job_timeout(), &shutdown);
+            let leadership = Leadership::alone();
+            let parts = coordinator(&site, leadership, config.job_timeout(), &shutdown);
             tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
         }
         Role::Shard(config) => {
             let site = Site::bind(config.listen, &common).await?;
-            let admin = AdminSite::bind(config.admin_listen, "shard", &site).await?;
+            let admin =
+                AdminSite::bind(config.admin_listen, "shard", site.address, &site.context).await?;
             let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
             let parts = shard(&config, coordinator, &site, &shutdown)?;
             announce(json, "shard", site.address, admin.as_ref());
@@ -100,9 +113,16 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             // One process has one set of metrics, and is ready when its shard server is ready.
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
-            let admin = AdminSite::bind(config.admin_listen, "all", &shard_site).await?;
-            let parts = coordinator(&site, config.job_timeout(), &shutdown);
-            let dial = dial_self(site.address);
+            let admin = AdminSite::bind(
+                config.admin_listen,
+                "all",
+                shard_site.address,
+                &shard_site.context,
+            )
+            .await?;
+            let leadership = Leadership::alone();
+            let parts = coordinator(&site, leadership, config.job_timeout(), &shutdown);
+            let dial = dial_self(site.address).into();
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
             announce(json, "shard", shard_site.address, admin.as_ref());
@@ -119,10 +139,12 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
 /// The coordinator's parts. `job_timeout`: the idle timeout of jobs that have none of their own.
 pub(crate) fn coordinator(
     site: &Site,
+    leadership: Leadership,
     job_timeout: Option<Duration>,
     shutdown: &CancellationToken,
 ) -> Parts {
-    let coordinator = Coordinator::new(site.context.clone(), site.has_new_address, job_timeout);
+    let is_first = site.has_new_address;
+    let coordinator = Coordinator::new(site.context.clone(), leadership, is_first, job_timeout);
     let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
     Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
 }
@@ -134,7 +156,7 @@ pub(crate) fn coordinator(
 /// [`Error::Invalid`] if the system has no random numbers.
 pub(crate) fn shard(
     config: &config::Shard,
-    coordinator: Address,
+    coordinator: Addresses,
     site: &Site,
     shutdown: &CancellationToken,
 ) -> Result<Parts, Error> {
@@ -172,12 +194,13 @@ impl AdminSite {
     async fn bind(
         listen: AdminListen,
         role: &'static str,
-        site: &Site,
+        serves: SocketAddr,
+        context: &Context,
     ) -> Result<Option<Self>, Error> {
         let AdminListen::On(listen) = listen else { return Ok(None) };
         let (listener, address) = bind(listen).await?;
-        let Context { metrics, health, .. } = site.context.clone();
-        let admin = Admin { role, address: site.address, started: Instant::now(), metrics, health };
+        let Context { metrics, health, .. } = context.clone();
+        let admin = Admin { role, address: serves, started: Instant::now(), metrics, health };
         Ok(Some(Self { listener, address, admin }))
     }
 }
@@ -193,8 +216,12 @@ async fn serve_admin(site: Option<AdminSite>, shutdown: CancellationToken) -> Re
 fn announce(json: bool, role: &str, address: SocketAddr, admin: Option<&AdminSite>) {
     let admin = admin.map(|site| site.address);
     tracing::info!(role, %address, admin = admin.map(tracing::field::display), "listening");
+    print(json, &json!({"event": "listening", "role": role, "address": address, "admin": admin}));
+}
+
+/// Prints an event for the program that started this process.
+fn print(json: bool, event: &Value) {
     if json {
-        let event = json!({"event": "listening", "role": role, "address": address, "admin": admin});
         let mut out = io::stdout().lock();
         // If the parent process does not read the output, it does not need the event.
         let _ = writeln!(out, "{event}").and_then(|()| out.flush());

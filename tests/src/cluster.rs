@@ -1,6 +1,6 @@
 //! A coordinator and shard servers.
 
-use std::process::Command;
+use std::{net::SocketAddr, process::Command};
 
 use zeroshard_proto::token::TOKEN_VARIABLE;
 
@@ -77,6 +77,17 @@ impl Cluster {
             "--admin-listen",
             "127.0.0.1:0",
         ]))
+    }
+
+    /// Starts only a coordinator that takes part in the election of the etcd at `etcd`.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn candidate(address: &str, etcd: SocketAddr) -> Process {
+        let mut command =
+            server(&["coordinator", "--listen", address, "--admin-listen", "127.0.0.1:0"]);
+        command.args(["--election", &format!("etcd://{etcd}"), "--election-seconds", "3"]);
+        Process::start(command)
     }
 
     /// Starts a shard server that registers with the coordinator at `address`.

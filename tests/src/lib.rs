@@ -5,6 +5,7 @@
 #![expect(clippy::panic, reason = "helpers of tests and benchmarks panic if they cannot continue")]
 
 mod cluster;
+mod etcd;
 pub mod phase;
 mod process;
 mod proxy;
@@ -13,6 +14,7 @@ pub mod synthetic;
 pub mod training;
 
 pub use cluster::Cluster;
+pub use etcd::Etcd;
 pub use process::{Process, binary, run};
 pub use proxy::FaultProxy;
 pub use training::{Trained, Training};

@@ -76,7 +76,8 @@ def init(
     """Connects this process to a cluster, or starts one.
 
     Args:
-        address: the coordinator's ``host:port``; ``ZEROSHARD_ADDRESS`` by default. If neither is
+        address: the coordinator's ``host:port``, or those of several coordinators, of which one is
+            the leader, separated by commas; ``ZEROSHARD_ADDRESS`` by default. If neither is
             given, a cluster starts inside this process. With several ranks (``torchrun``,
             ``torch.multiprocessing.spawn``) rank 0 hosts it and the others connect to it.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.

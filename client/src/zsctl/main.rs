@@ -15,11 +15,12 @@ use zeroshard_proto::Token;
 #[derive(Debug, Parser)]
 #[command(name = "zsctl", version)]
 struct Arguments {
-    /// The address of the coordinator
+    /// The address of the coordinator; several coordinators, of which one is the leader, are
+    /// separated by commas
     #[arg(
         long,
         env = "ZEROSHARD_ADDRESS",
-        value_name = "HOST:PORT",
+        value_name = "HOST:PORT[,HOST:PORT...]",
         default_value = "127.0.0.1:7400",
         global = true
     )]

@@ -97,7 +97,36 @@ fn values_out_of_range_are_refused_wherever_they_come_from() {
     assert_eq!(wrong_key(with_file("[common]\nframe_bytes = 1\n", &[])), "frame_bytes");
     assert_eq!(wrong_key(shard(&["--log", "a=b=c"])), "log");
     assert_eq!(wrong_key(load(["zeroshard-server", "shard"])), "coordinator");
+    let elected = ["zeroshard-server", "coordinator", "--election-seconds", "2"];
+    assert_eq!(wrong_key(load(elected)), "election_seconds");
     assert!(matches!(shard(&["--parked-bytes", "-1"]), Err(Error::CommandLine(_))));
+}
+
+#[test]
+fn an_election_names_the_members_of_etcd_and_a_cluster() {
+    let election = |text: &str| text.parse::<Etcd>().map(|etcd| etcd.to_string());
+    assert_eq!(election("etcd://a:1").unwrap(), "etcd://a:1/zeroshard");
+    let several = "etcd://a:1,[::1]:2/teams/vision";
+    assert_eq!(election(several).unwrap(), several);
+    for bad in [
+        "a:1",
+        "http://a:1",
+        "etcd://",
+        "etcd://a",
+        "etcd://a:1/",
+        "etcd://u:p@a:1",
+        "etcd://a:1/x y",
+    ] {
+        assert!(election(bad).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn a_shard_server_accepts_the_addresses_of_several_coordinators() {
+    let load = |text| load(["zeroshard-server", "shard", "--coordinator", text]);
+    let Role::Shard(shard) = load("a:1,b:2").unwrap().role else { panic!("role") };
+    assert_eq!(shard.coordinator.unwrap().to_string(), "a:1,b:2");
+    assert!(matches!(load("a:1,"), Err(Error::CommandLine(_))));
 }
 
 #[test]

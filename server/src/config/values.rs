@@ -143,6 +143,78 @@ impl fmt::Display for Address {
     }
 }
 
+/// The addresses of the coordinators of a cluster, of which one is the leader.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Addresses(Vec<Address>);
+
+impl From<Address> for Addresses {
+    fn from(address: Address) -> Self {
+        Self(vec![address])
+    }
+}
+
+impl FromStr for Addresses {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        let expected = "HOST:PORT, or several that are separated by commas, such as a:7400,b:7400";
+        let malformed = |_| Malformed { found: text.to_owned(), expected };
+        text.split(',').map(str::parse).collect::<Result<_, _>>().map(Self).map_err(malformed)
+    }
+}
+
+impl fmt::Display for Addresses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = self.0.iter().map(Address::to_string).collect::<Vec<_>>();
+        f.write_str(&all.join(","))
+    }
+}
+
+/// An election in etcd: the members of etcd, and the name of the election.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Etcd {
+    members: Addresses,
+    election: String,
+}
+
+impl Etcd {
+    /// The addresses of the members, separated by commas.
+    pub(crate) fn members(&self) -> String {
+        self.members.to_string()
+    }
+
+    /// The name of the election: a prefix of the keys of its candidates.
+    pub(crate) fn election(&self) -> &str {
+        &self.election
+    }
+}
+
+impl FromStr for Etcd {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        let expected = "etcd://HOST:PORT[,HOST:PORT...][/NAME], such as etcd://10.0.0.7:2379 or \
+                        etcd://a:2379,b:2379,c:2379/my-cluster";
+        let malformed = || Malformed { found: text.to_owned(), expected };
+        let rest = text.strip_prefix("etcd://").ok_or_else(malformed)?;
+        let (members, election) = rest.split_once('/').unwrap_or((rest, "zeroshard"));
+        let is_name = |c: char| c.is_ascii_alphanumeric() || "-._/".contains(c);
+        if election.is_empty() || !election.chars().all(is_name) {
+            return Err(malformed());
+        }
+        let members = members.parse().map_err(|_| malformed())?;
+        Ok(Self { members, election: election.to_owned() })
+    }
+}
+
+impl fmt::Display for Etcd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "etcd://{}/{}", self.members, self.election)
+    }
+}
+
 /// Implements Serde through `FromStr` and `Display`.
 macro_rules! as_text {
     ($($name:ident),*) => {$(
@@ -162,7 +234,7 @@ macro_rules! as_text {
     )*};
 }
 
-as_text!(Listen, AdminListen, Address);
+as_text!(Listen, AdminListen, Address, Addresses, Etcd);
 
 #[cfg(test)]
 mod tests {

@@ -286,28 +286,6 @@ impl Cluster {
         });
         (self.servers.len(), jobs)
     }
-
-    /// Ends every open call and stream, because this process is stopping.
-    pub(crate) fn stop(&mut self) -> Vec<Action> {
-        let error = || Error::Unavailable {
-            peer: "coordinator".to_owned(),
-            cause: "it is shutting down".to_owned(),
-        };
-        let mut out = Vec::new();
-        // The ends of their control streams are no longer events.
-        self.servers.clear();
-        let confirmations = std::mem::take(&mut self.confirmations);
-        let waiters = confirmations.into_waiters();
-        out.extend(waiters.map(|waiter| Action::Answer(waiter.caller, Err(error()))));
-        for job in std::mem::take(&mut self.jobs).into_values() {
-            let (waiters, members) = job.phase.into_waiting();
-            out.extend(
-                waiters.into_iter().map(|waiter| Action::Answer(waiter.caller, Err(error()))),
-            );
-            out.extend(members.into_iter().map(|lease| Action::End(lease, Some(error()))));
-        }
-        out
-    }
 }
 
 impl Open {

@@ -30,11 +30,6 @@ impl Confirmations {
     pub(super) fn next_deadline(&self) -> Option<Now> {
         self.open.values().flat_map(|open| &open.waiters).map(|waiter| waiter.deadline).min()
     }
-
-    /// All waiting calls.
-    pub(super) fn into_waiters(self) -> impl Iterator<Item = Waiter> {
-        self.open.into_values().flat_map(|open| open.waiters)
-    }
 }
 
 impl Cluster {

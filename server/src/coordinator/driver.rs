@@ -22,6 +22,7 @@ use super::{
     control::Registration,
     events::{Caller, Command, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
+    leadership::Leadership,
 };
 use crate::{failure::Failure, metrics::Metrics};
 
@@ -34,8 +35,8 @@ pub(crate) const MAX_COMMANDS: usize = 8192;
 pub(crate) struct Driver {
     pub(super) me: Weak<Self>,
     started: Instant,
-    /// The term in every command to a server.
-    pub(super) term: u64,
+    /// Its term is part of every command to a server.
+    leadership: Leadership,
     pub(super) metrics: Arc<Metrics>,
     pub(super) failure: Failure,
     inner: Mutex<Inner>,
@@ -87,10 +88,10 @@ impl Driver {
         mut cluster: Cluster,
         metrics: Arc<Metrics>,
         failure: Failure,
-        term: u64,
+        leadership: Leadership,
     ) -> Arc<Self> {
         // The saves of earlier coordinators have other numbers.
-        cluster.saves = term << 20;
+        cluster.saves = leadership.term() << 20;
         let inner = Inner {
             cluster,
             calls: HashMap::new(),
@@ -105,7 +106,7 @@ impl Driver {
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
             started: Instant::now(),
-            term,
+            leadership,
             metrics,
             failure,
             inner: Mutex::new(inner),
@@ -122,9 +123,17 @@ impl Driver {
         read(&self.lock().cluster)
     }
 
+    /// The term of the coordinator.
+    pub(super) fn term(&self) -> u64 {
+        self.leadership.term()
+    }
+
     /// Passes on an event without an answer.
     pub(crate) fn tell(&self, event: Event) {
-        self.handle(&mut self.lock(), event);
+        let mut inner = self.lock();
+        if self.check_running(&mut inner).is_ok() {
+            self.handle(&mut inner, event);
+        }
     }
 
     /// Passes on an event and waits for its answer, which the state sends at the event's deadline
@@ -134,7 +143,7 @@ impl Driver {
         let (sender, answer) = oneshot::channel();
         let mut open = {
             let mut inner = self.lock();
-            inner.check_running()?;
+            self.check_running(&mut inner)?;
             inner.last_caller += 1;
             let caller = Caller(inner.last_caller);
             let event = event(caller);
@@ -151,12 +160,13 @@ impl Driver {
     /// Registers a shard server.
     pub(crate) fn add_server(&self, registration: Registration) -> Result<Control> {
         let Registration { server, term: before, held, failed } = registration;
-        if before > self.term {
+        let term = self.term();
+        if before > term {
             // It refuses the commands of this coordinator.
-            return Err(Error::StaleTerm { term: self.term, current: before });
+            return Err(Error::StaleTerm { term, current: before });
         }
         let mut inner = self.lock();
-        inner.check_running()?;
+        self.check_running(&mut inner)?;
         inner.last_stream += 1;
         let (link, dismissed) =
             (Link { server: server.id, stream: inner.last_stream }, CancellationToken::new());
@@ -166,7 +176,7 @@ impl Driver {
         if let Some(old) = inner.servers.insert(server.id, new) {
             old.dismissed.cancel();
         }
-        let is_new = before != 0 && before != self.term;
+        let is_new = before != 0 && before != term;
         self.handle(
             &mut inner,
             Event::ServerJoined { stream: link.stream, server, held, failed, is_new },
@@ -188,7 +198,9 @@ impl Driver {
     pub(crate) fn end_lease(&self, job: String, rank: u32, lease: Lease) {
         let mut inner = self.lock();
         inner.members.remove(&lease);
-        self.handle(&mut inner, Event::LeaseEnded { job, rank, lease });
+        if self.check_running(&mut inner).is_ok() {
+            self.handle(&mut inner, Event::LeaseEnded { job, rank, lease });
+        }
     }
 
     /// The next membership for a worker, or registers its waker.
@@ -233,13 +245,44 @@ impl Driver {
                 () = shutdown.cancelled() => break,
             }
         }
-        let mut inner = self.lock();
+        self.stop(&mut self.lock());
+    }
+
+    /// Ends every call and stream.
+    fn stop(&self, inner: &mut Inner) {
         inner.stopped = true;
-        let actions = inner.cluster.stop();
-        self.act(&mut inner, actions);
+        inner.cluster = Cluster::default();
+        for call in std::mem::take(&mut inner.calls).into_values() {
+            // Sending fails if the caller has disconnected.
+            let _ = call.send(Err(self.stopped()));
+        }
+        for member in inner.members.values_mut() {
+            member.ended.get_or_insert_with(|| Some(self.stopped()));
+            member.waker.take().into_iter().for_each(Waker::wake);
+        }
+        self.show(inner);
         for server in std::mem::take(&mut inner.servers).into_values() {
             server.dismissed.cancel();
         }
+    }
+
+    /// Checks that the coordinator may decide. Each event is checked: a process that stood still
+    /// for a while does not know that another coordinator was elected meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] after the end of the leadership, or when it is shutting down.
+    fn check_running(&self, inner: &mut Inner) -> Result<()> {
+        if !inner.stopped && !self.leadership.is_valid() {
+            self.stop(inner);
+        }
+        if inner.stopped { Err(self.stopped()) } else { Ok(()) }
+    }
+
+    /// The error of calls to a coordinator that has stopped.
+    fn stopped(&self) -> Error {
+        let is_leader = self.leadership.is_valid();
+        let cause = if is_leader { "it is shutting down" } else { "it is no longer the leader" };
+        Error::Unavailable { peer: "coordinator".to_owned(), cause: cause.to_owned() }
     }
 
     fn handle(&self, inner: &mut Inner, event: Event) {
@@ -261,16 +304,6 @@ impl Driver {
     }
 }
 
-impl Inner {
-    fn check_running(&self) -> Result<()> {
-        if self.stopped {
-            let cause = "it is shutting down".to_owned();
-            return Err(Error::Unavailable { peer: "coordinator".to_owned(), cause });
-        }
-        Ok(())
-    }
-}
-
 /// A call that waits for its answer.
 struct OpenCall<'a> {
     driver: &'a Driver,
@@ -287,6 +320,7 @@ impl Drop for OpenCall<'_> {
         }
         let mut inner = self.driver.lock();
         if inner.calls.remove(&self.caller).is_some()
+            && self.driver.check_running(&mut inner).is_ok()
             && let Some(gone) = self.gone.take()
         {
             self.driver.handle(&mut inner, gone);

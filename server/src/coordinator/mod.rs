@@ -6,7 +6,8 @@
 //! `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
 //! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`.
 //!
-//! `driver` is the clock; `actions` and `probe` carry out the actions. `service`, `requests`,
+//! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
+//! for which the coordinator decides. `service`, `requests`,
 //! `responses` and `control` implement the protocol, and only they know its messages.
 //!
 //! The coordinator stores nothing on disk: the durable state is on the servers.
@@ -26,6 +27,7 @@ mod driver;
 pub(crate) mod events;
 pub(crate) mod feed;
 pub(crate) mod jobs;
+pub mod leadership;
 mod leases;
 mod members;
 pub mod placement;
@@ -46,10 +48,7 @@ mod storage;
 mod succession;
 mod terms;
 
-use std::{
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::{sync::Arc, time::Duration};
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -58,6 +57,7 @@ use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 use crate::serve::Context;
 use cluster::Cluster;
 use driver::Driver;
+use leadership::Leadership;
 use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
@@ -70,15 +70,19 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator without servers and jobs. Its term is the time in milliseconds since the Unix
-    /// epoch. `is_first`: no other coordinator has used its address, so no server has jobs.
-    /// `job_timeout`: the idle timeout of jobs that have none of their own.
-    pub fn new(context: Context, is_first: bool, job_timeout: Option<Duration>) -> Self {
+    /// A coordinator without servers and jobs. `is_first`: no other coordinator has used its
+    /// address, so no server has jobs. `job_timeout`: the idle timeout of jobs that have none of
+    /// their own.
+    pub fn new(
+        context: Context,
+        leadership: Leadership,
+        is_first: bool,
+        job_timeout: Option<Duration>,
+    ) -> Self {
         let cluster = if is_first { Cluster::default() } else { Cluster::starting() };
         let cluster = cluster.with_job_timeout(job_timeout);
-        let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
-        let term = since_epoch.as_millis() as u64;
-        let driver = Driver::new(cluster, context.metrics.clone(), context.failure.clone(), term);
+        let (metrics, failure) = (context.metrics.clone(), context.failure.clone());
+        let driver = Driver::new(cluster, metrics, failure, leadership);
         Self { context, driver }
     }
 

@@ -183,7 +183,9 @@ impl coordinator_service_server::CoordinatorService for Service {
                 };
             driver.tell(Event::ServerLost { from, cause });
         });
-        Ok(Response::new(commands(control, self.driver.term, self.driver.failure.clone()).boxed()))
+        Ok(Response::new(
+            commands(control, self.driver.term(), self.driver.failure.clone()).boxed(),
+        ))
     }
 }
 

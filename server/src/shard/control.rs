@@ -21,7 +21,7 @@ use zeroshard_proto::{
         self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event,
         serve_response::Command as Wire,
     },
-    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
+    transport::{Addresses, Connection, MAX_CONTROL_MESSAGE},
 };
 
 use super::{
@@ -153,7 +153,8 @@ impl<'a, B: Backend> Session<'a, B> {
         let Contact { coordinator, advertised, token, server_id, incarnation, term } = contact;
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
-        let channel = endpoint(coordinator)?.connect().await.map_err(|e| unavailable(chain(&e)))?;
+        let addresses = Addresses::parse(coordinator)?;
+        let channel = addresses.connect().await.map_err(|e| unavailable(chain(&e)))?;
         let mut client = CoordinatorServiceClient::new(Connection::new(channel, token)?)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);

@@ -10,6 +10,7 @@ mod checkpoints;
 mod command_line;
 mod departures;
 mod dtypes;
+mod election;
 mod exactly_once;
 mod faults;
 mod isolation;

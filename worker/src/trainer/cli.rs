@@ -198,8 +198,14 @@ pub struct Train {
     /// Run each server and each worker in a separate process
     #[arg(long, conflicts_with_all = ["address", "rank"], help_heading = "Cluster")]
     pub processes: bool,
-    /// Address of the coordinator of a running cluster
-    #[arg(long, value_name = "HOST:PORT", env = "ZEROSHARD_ADDRESS", help_heading = "Cluster")]
+    /// Address of the coordinator of a running cluster; several coordinators, of which one is the
+    /// leader, are separated by commas
+    #[arg(
+        long,
+        value_name = "HOST:PORT[,HOST:PORT...]",
+        env = "ZEROSHARD_ADDRESS",
+        help_heading = "Cluster"
+    )]
     pub address: Option<String>,
     /// Token of the cluster, also for servers that this command starts. Prefer the environment
     /// variable, since other users of the machine can see flags

@@ -143,15 +143,3 @@ fn a_deleted_job_is_removed_and_all_waiting_calls_are_answered() {
     assert_eq!(script.ended.len(), 2);
     assert_eq!(script.join(0), Err(Error::UnknownJob { job: "job".into() }));
 }
-
-#[test]
-fn stopping_answers_all_calls() {
-    let (mut script, leases) = Script::training(2, 1);
-    script.commit(commit(leases[0], 1, 0, 0));
-    script.create(JobSpec { name: "other".into(), min_servers: 2, ..spec(1) });
-    let actions = script.cluster.stop();
-    let answers =
-        actions.iter().filter(|a| matches!(a, Action::Answer(_, Err(Error::Unavailable { .. }))));
-    assert_eq!(answers.count(), 2);
-    assert_eq!(actions.iter().filter(|a| matches!(a, Action::End(_, Some(_)))).count(), 2);
-}

@@ -1,6 +1,6 @@
 //! The service over real connections, with a shard server that implements only the control stream.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, time::Instant};
 
 use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::UnboundedReceiverStream;
@@ -18,6 +18,7 @@ use crate::{
         Coordinator,
         control::Registration,
         driver::{Driver, MAX_COMMANDS},
+        leadership::Leadership,
         requests::Waits,
     },
     failure::Failure,
@@ -39,6 +40,10 @@ impl Fixture {
     }
 
     async fn start_with(common: Common) -> Self {
+        Self::start_as(Leadership::alone(), common).await
+    }
+
+    async fn start_as(leadership: Leadership, common: Common) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let context = Context {
@@ -47,7 +52,7 @@ impl Fixture {
             health: Health::new().await,
             failure: Failure::default(),
         };
-        let coordinator = Coordinator::new(context.clone(), true, None);
+        let coordinator = Coordinator::new(context.clone(), leadership, true, None);
         let shutdown = CancellationToken::new();
         let (token, used) = (shutdown.clone(), context.clone());
         let server = tokio::spawn(async move {
@@ -291,6 +296,43 @@ async fn a_shard_that_disconnects_fails_the_job() {
 }
 
 #[tokio::test]
+async fn a_coordinator_whose_leadership_has_ended_decides_nothing_and_ends_every_call_and_stream() {
+    let leadership = Leadership::elected(5, Instant::now() + Duration::from_secs(3600));
+    let fixture = Fixture::start_as(leadership.clone(), Common::default()).await;
+    let mut client = fixture.client().await;
+    let mut shard = FakeShard::connect(&mut client, "127.0.0.1:1").await.unwrap();
+    let (created, _) = tokio::join!(client.create_job(create(1)), shard.open());
+    created.unwrap();
+    let mut member = client.join(join(0)).await.unwrap().into_inner();
+    member.message().await.unwrap().unwrap();
+    let more = JobSpec { name: "more".into(), min_servers: 2, ..spec(1) };
+    let more = pb::CreateJobRequest { spec: Some((&more).into()), ..Default::default() };
+    let mut waiting = {
+        let mut client = fixture.client().await;
+        tokio::spawn(async move { client.create_job(more).await })
+    };
+    // The call waits for a second server.
+    while client.status(pb::StatusRequest {}).await.unwrap().into_inner().jobs.len() < 2 {
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+    }
+    // As if this process had stood still for longer than its leadership lasts.
+    leadership.end();
+    let refused = error(client.create_job(create(1)).await);
+    let Error::Unavailable { cause, .. } = refused else { panic!("{refused:?}") };
+    assert!(cause.contains("no longer the leader"), "{cause}");
+    assert!(matches!(error((&mut waiting).await.unwrap()), Error::Unavailable { .. }));
+    let ended = loop {
+        match member.message().await {
+            Ok(Some(_)) => {}
+            ended => break ended,
+        }
+    };
+    assert!(matches!(error(ended), Error::Unavailable { .. }));
+    fixture.stop().await;
+}
+
+#[tokio::test]
 async fn the_clock_ends_a_wait() {
     let fixture = Fixture::start().await;
     let mut request = Request::new(create(1));
@@ -332,7 +374,8 @@ async fn a_creation_whose_caller_disconnects_closes_the_job_on_its_servers() {
 
 #[tokio::test]
 async fn a_server_that_does_not_read_its_commands_is_dismissed() {
-    let driver = Driver::new(Cluster::default(), Metrics::new(), Failure::default(), 7);
+    let driver =
+        Driver::new(Cluster::default(), Metrics::new(), Failure::default(), Leadership::alone());
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let (held, failed) = (Vec::new(), BTreeMap::new());
     let registration = Registration { server, term: 0, held, failed };

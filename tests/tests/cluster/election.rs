@@ -1,0 +1,137 @@
+//! Several coordinators, of which etcd makes one the leader.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use zeroshard_client::Job;
+use zeroshard_proto::JobSpec;
+use zeroshard_tests::{Cluster, Etcd, Process, Training, synthetic, training};
+
+use crate::{adamw, job, start, until};
+
+fn spec(name: &str) -> JobSpec {
+    JobSpec { min_servers: 3, ..job(name, 2, adamw(), synthetic::kinds(&adamw())) }
+}
+
+/// Three coordinators and three shard servers.
+struct Elected {
+    coordinators: Vec<Process>,
+    /// The addresses of the coordinators, separated by commas.
+    addresses: String,
+    shards: Vec<Process>,
+    etcd: Etcd,
+}
+
+impl Elected {
+    fn start() -> Self {
+        let etcd = Etcd::start();
+        let coordinators: Vec<_> =
+            (0..3).map(|_| Cluster::candidate("127.0.0.1:0", etcd.address())).collect();
+        let addresses = coordinators.iter().map(Process::address).collect::<Vec<_>>().join(",");
+        let shards = (0..3).map(|_| Cluster::shard(&addresses, &[])).collect();
+        Self { coordinators, addresses, shards, etcd }
+    }
+
+    /// The leader, if there is one. A standby is not ready.
+    fn leader(&self) -> Option<usize> {
+        self.coordinators.iter().position(is_ready)
+    }
+
+    /// Waits until there is a leader other than `last`.
+    async fn next_leader(&self, last: Option<usize>) -> usize {
+        let other = || self.leader().filter(|&leader| Some(leader) != last);
+        until("another coordinator is the leader", || other().is_some()).await;
+        other().unwrap()
+    }
+
+    /// Kills a coordinator, and starts it again.
+    fn restart(&mut self, coordinator: usize) {
+        let address = self.coordinators[coordinator].address().to_owned();
+        self.coordinators[coordinator].kill();
+        self.coordinators[coordinator] = Cluster::candidate(&address, self.etcd.address());
+    }
+}
+
+fn is_ready(coordinator: &Process) -> bool {
+    coordinator.get("/readyz") == "ready\n"
+}
+
+async fn calm(steps: u64) -> String {
+    let cluster = Cluster::start(3);
+    let run = Training { steps, ..Training::new(spec("calm")) };
+    run.run(cluster.address()).await.unwrap().hash
+}
+
+async fn train(jobs: &[Job], steps: std::ops::Range<u64>, done: &AtomicU64) {
+    let rank = async |job: &Job| {
+        for step in steps.clone() {
+            training::step(job, step).await.unwrap();
+            done.fetch_max(step, Ordering::Relaxed);
+        }
+    };
+    tokio::join!(rank(&jobs[0]), rank(&jobs[1]));
+}
+
+#[tokio::test]
+async fn another_coordinator_continues_the_run_when_the_leader_dies() {
+    const STEPS: u64 = 30;
+    let mut cluster = Elected::start();
+    let jobs = start(&cluster.addresses, &spec("elected")).await;
+    let (epoch, done) = (jobs[0].epoch(), AtomicU64::new(0));
+    let addresses = cluster.addresses.clone();
+    let kills = async {
+        for kill in 1..3 {
+            until("the next kill is due", || done.load(Ordering::Relaxed) >= kill * 10).await;
+            let leader = cluster.leader().unwrap();
+            cluster.restart(leader);
+            assert_ne!(cluster.next_leader(Some(leader)).await, leader);
+        }
+    };
+    tokio::join!(train(&jobs, 0..STEPS, &done), kills);
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), calm(STEPS).await);
+    assert_eq!(jobs[0].epoch(), epoch);
+    // A client that starts now finds the leader, too.
+    let status = crate::connect(&addresses).await.status().await.unwrap();
+    assert_eq!((status.servers.len(), status.jobs.len()), (3, 1));
+    drop(cluster.shards);
+}
+
+#[tokio::test]
+async fn a_leader_that_stood_still_for_too_long_decides_nothing_and_becomes_a_standby() {
+    let mut cluster = Elected::start();
+    let jobs = start(&cluster.addresses, &spec("still")).await;
+    let done = AtomicU64::new(0);
+    train(&jobs, 0..2, &done).await;
+    let first = cluster.leader().unwrap();
+    cluster.coordinators[first].stand_still(Duration::from_secs(5));
+    // The gradients are sent, and the commits wait at the leader that stands still.
+    train(&jobs, 2..6, &done).await;
+    let second = cluster.next_leader(None).await;
+    assert_ne!(first, second);
+    assert!(!is_ready(&cluster.coordinators[first]));
+    // A leader that is stopped gives its leadership back, and each of the others may follow.
+    assert!(cluster.coordinators.remove(second).stop().success());
+    train(&jobs, 6..8, &done).await;
+    assert_eq!(jobs[0].state_hash(8).await.unwrap(), calm(8).await);
+}
+
+#[tokio::test]
+async fn the_leader_stops_deciding_while_it_cannot_reach_etcd_and_the_run_continues_afterwards() {
+    let mut cluster = Elected::start();
+    let jobs = start(&cluster.addresses, &spec("silent")).await;
+    let (epoch, done) = (jobs[0].epoch(), AtomicU64::new(0));
+    train(&jobs, 0..2, &done).await;
+    let leader = cluster.leader();
+    // A short restart of etcd is not noticed.
+    cluster.etcd.restart();
+    train(&jobs, 2..4, &done).await;
+    assert_eq!(cluster.leader(), leader);
+    cluster.etcd.kill();
+    until("there is no leader", || cluster.leader().is_none()).await;
+    // The ranks begin without a leader.
+    tokio::join!(train(&jobs, 4..6, &done), async { cluster.etcd.restart() });
+    assert_eq!(jobs[0].state_hash(6).await.unwrap(), calm(6).await);
+    assert_eq!(jobs[0].epoch(), epoch);
+}
