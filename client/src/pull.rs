@@ -140,6 +140,8 @@ pub(crate) struct PullOf<'a> {
     pub(crate) epoch: u64,
     pub(crate) version: u64,
     pub(crate) part: StatePart<'a>,
+    /// The number of the server's pin that keeps the version; 0: none.
+    pub(crate) pin: u64,
     pub(crate) chunk_bytes: usize,
     pub(crate) timeout: Duration,
 }
@@ -189,6 +191,7 @@ impl ServerPull<'_> {
             extents: extents.collect(),
             part: Some(of.part.into()),
             job_id: of.job_id,
+            pin: of.pin,
         };
         let body = Full::new(encode_message(&request));
         let connection = shard.pull.within(of.timeout);

@@ -60,6 +60,17 @@ impl Tries {
         self.deadline.limit(|| self.missing().unwrap_or_else(waiting_for), work).await
     }
 
+    /// Checks that there is time for another try.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`].
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.deadline.left() > MARGIN {
+            true => Ok(()),
+            false => Err(self.deadline.timeout(self.missing().unwrap_or_default())),
+        }
+    }
+
     /// The error of the last try that failed.
     pub(crate) fn last(&self) -> Option<&Error> {
         self.last.as_ref()

@@ -296,6 +296,9 @@ pub struct Shard {
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
+    /// Maximum number of bytes of versions that readers have pinned; further pins are refused
+    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
+    pub pinned_bytes: u64,
 }
 
 impl Default for Shard {
@@ -331,6 +334,9 @@ pub struct All {
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
+    /// Maximum number of bytes of versions that readers have pinned; further pins are refused
+    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
+    pub pinned_bytes: u64,
     /// Seconds after which a job without workers is deleted, and saved before if it has a policy
     /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
     #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
@@ -352,6 +358,7 @@ impl All {
             advertise: self.advertise.clone(),
             id: None,
             parked_bytes: self.parked_bytes,
+            pinned_bytes: self.pinned_bytes,
         }
     }
 }

@@ -29,6 +29,8 @@ pub struct Memory {
     pub published: IntGauge,
     /// Early gradients.
     pub parked: IntGauge,
+    /// Versions that readers have pinned.
+    pub pinned: IntGauge,
 }
 
 /// The duration of the phases of a step on a shard server, each observed once per step, in seconds.
@@ -153,6 +155,7 @@ impl Metrics {
                 accumulator: memory.with_label_values(&["accumulator"]),
                 published: memory.with_label_values(&["published"]),
                 parked: memory.with_label_values(&["parked"]),
+                pinned: memory.with_label_values(&["pinned"]),
             },
             phases: Phases {
                 reduce: phase.with_label_values(&["reduce"]),

@@ -240,6 +240,7 @@ impl Job {
                 epoch,
                 version,
                 part,
+                pin: 0,
                 chunk_bytes: cluster.options.chunk_bytes,
                 timeout: tries.timeout(),
             };

@@ -13,6 +13,7 @@ use zeroshard_proto::{
 use super::{
     budget::Budget,
     events::{Events, JobEvent},
+    pin::Pins,
     round::Chunk,
     senders::{self, Sent, describe},
     slice::{Memory, Reduced, Role, Slice, Upload},
@@ -84,6 +85,8 @@ pub(crate) struct Job<B: Backend> {
     /// Notified when a slice has a new version, and when another attempt is open.
     changed: watch::Sender<()>,
     closed: CancellationToken,
+    /// The versions that readers have pinned.
+    pub(crate) pins: Pins<B>,
     /// Notified when gradients arrive, after which parked ones may have their turn.
     contributed: Notify,
 }
@@ -120,6 +123,7 @@ impl<B: Backend> Job<B> {
             ranks: RwLock::default(),
             changed: watch::Sender::new(()),
             closed,
+            pins: Pins::default(),
             contributed: Notify::new(),
         })
     }

@@ -12,6 +12,7 @@ mod data;
 pub(crate) mod events;
 pub(crate) mod job;
 pub(crate) mod part;
+pub(crate) mod pin;
 pub(crate) mod pull;
 mod push;
 mod ranges;
@@ -68,6 +69,7 @@ impl<B: Backend> Shard<B> {
             wait: common.wait(),
             max_message: common.max_message_bytes,
             parked_bytes: config.parked_bytes,
+            pinned_bytes: config.pinned_bytes,
         };
         Ok(Self {
             store: Arc::new(Store::new(backend, limits, metrics, failure)),

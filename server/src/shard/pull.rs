@@ -15,7 +15,7 @@ use zeroshard_proto::{
     pb::{self, state_part},
 };
 
-use super::{budget::Space, job::Job, part::Part, slice::Slice, store::Store};
+use super::{budget::Space, job::Job, part::Part, pin::Pin, slice::Slice, store::Store};
 use crate::{attempt::Attempt, backend::Backend};
 
 /// The payload of one message if the caller does not specify it.
@@ -38,7 +38,7 @@ struct Wanted<B: Backend> {
 struct Held<B: Backend> {
     buffer: Arc<B::Buffer>,
     /// A part of the budget for all pulls; `None` for the slice that is being sent when the budget
-    /// is exhausted.
+    /// is exhausted, and for a slice that is pinned, which is part of another budget.
     _space: Option<Space>,
 }
 
@@ -48,6 +48,8 @@ struct Pull<B: Backend> {
     /// The epoch in which the caller is a member; `None`: a reader.
     epoch: Option<u64>,
     content: Content,
+    /// The pin that keeps the version, if the caller has one.
+    pin: Option<Arc<Pin<B>>>,
     dtype: DType,
     chunk: usize,
     deadline: Deadline,
@@ -113,15 +115,24 @@ pub(super) fn pull<B: Backend>(
         bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
     };
     let boxes = boxes(&job.spec, &request.boxes)?;
+    let pin = pinned(&job, request, content)?;
     let wanted = request
         .extents
         .iter()
-        .map(|extent| wanted(&job, content.part, &boxes, extent))
+        .map(|extent| {
+            // A slice that is pinned may have moved to another server.
+            let slice = match &pin {
+                Some(pin) if pin.slice(extent.slice).is_some() => job.slice(extent.slice),
+                _ => job.primary_slice(extent.slice),
+            };
+            wanted(&job, slice?, content.part, &boxes, extent)
+        })
         .collect::<Result<_>>()?;
     let mut pull = Pull {
         store: store.clone(),
         epoch,
         content,
+        pin,
         dtype,
         chunk: bytes / dtype.size(),
         deadline: store.deadline(deadline),
@@ -163,13 +174,31 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
     Ok(boxes)
 }
 
+/// The pin of a pull, if there is one that has not ended.
+///
+/// # Errors
+/// [`Error::Invalid`] for another version or part than the pinned one.
+fn pinned<B: Backend>(
+    job: &Job<B>,
+    request: &pb::PullRequest,
+    content: Content,
+) -> Result<Option<Arc<Pin<B>>>> {
+    let Some(pin) = job.pins.get(request.pin) else { return Ok(None) };
+    if content.part != Part::Parameters || content.version != pin.version {
+        let found = format!("{:?} at version {}", content.part, content.version);
+        let expected = format!("the parameters at version {}", pin.version);
+        return Err(Error::invalid("pull with a pin", found, expected));
+    }
+    Ok(Some(pin))
+}
+
 fn wanted<B: Backend>(
     job: &Job<B>,
+    slice: &Slice<B>,
     part: Part,
     boxes: &Boxes,
     extent: &pb::Extent,
 ) -> Result<Wanted<B>> {
-    let slice = job.primary_slice(extent.slice)?;
     let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
     part.check(slice.group.is_some(), slice.shape_of(part), tensor)?;
     let elements = match boxes.get(&slice.spec.tensor) {
@@ -200,7 +229,7 @@ fn wanted<B: Backend>(
 }
 
 /// The additional memory that a step needs for `slice` if `part` of it is held.
-fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
+pub(super) fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
     let dtype = match part {
         Part::Parameters => job.spec.manifest.tensors()[slice.spec.tensor].dtype,
         Part::Master | Part::State(_) | Part::GradientSum => DType::F32,
@@ -212,8 +241,12 @@ impl<B: Backend> Pull<B> {
     /// Holds the available data within the budget, so that later steps do not overwrite it.
     fn hold(&mut self) -> Result<()> {
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
+            if let Some(buffer) = self.pin.as_ref().and_then(|pin| pin.slice(wanted.slice)) {
+                wanted.held = Some(Held { buffer: buffer.clone(), _space: None });
+                continue;
+            }
             let slice = self.job.slice(wanted.slice)?;
-            let Some(space) = self.store.pins.take(bytes_of(&self.job, slice, self.content.part))
+            let Some(space) = self.store.held.take(bytes_of(&self.job, slice, self.content.part))
             else {
                 return Ok(()); // the rest is held when it is sent
             };
@@ -229,7 +262,7 @@ impl<B: Backend> Pull<B> {
         if wanted.held.is_none() {
             let slice = self.job.slice(wanted.slice)?;
             let buffer = self.content.read(&self.job, slice)?;
-            let space = || self.store.pins.take(bytes_of(&self.job, slice, self.content.part));
+            let space = || self.store.held.take(bytes_of(&self.job, slice, self.content.part));
             wanted.held = buffer.map(|buffer| Held { buffer, _space: space() });
         }
         Ok(wanted.held.is_some())
@@ -295,7 +328,7 @@ impl<B: Backend> Pull<B> {
             )
         };
         let buffer = self.job.wait_for(self.deadline, ready, waiting_for).await?;
-        let _space = self.store.pins.take(bytes_of(&self.job, slice, content.part));
+        let _space = self.store.held.take(bytes_of(&self.job, slice, content.part));
         self.wanted.front_mut().expect("something is wanted").held = Some(Held { buffer, _space });
         self.hold()
     }

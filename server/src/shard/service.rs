@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use futures_util::{StreamExt, stream::BoxStream};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use zeroshard_proto::{
@@ -9,8 +10,10 @@ use zeroshard_proto::{
     pb::{self, shard_service_server},
 };
 
-use super::store::Store;
+use super::{pin, store::Store};
 use crate::backend::Backend;
+
+type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
 pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
@@ -43,6 +46,15 @@ impl<B: Backend> Service<B> {
         Ok(pb::DigestResponse { slices })
     }
 
+    async fn pinned(&self, request: Request<pb::PinRequest>) -> Result<PinStream> {
+        let deadline = self.deadline(&request);
+        let request = request.into_inner();
+        let job = self.store.job(&request.job, request.job_id)?;
+        let held = pin::hold(&self.store.pinned, &job, &request, deadline).await?;
+        let shutdown = self.shutdown.clone().cancelled_owned();
+        Ok(held.until_released().take_until(shutdown).boxed())
+    }
+
     async fn applied_steps(&self, request: Request<pb::StepsRequest>) -> Result<pb::StepsResponse> {
         let deadline = self.deadline(&request);
         let request = request.into_inner();
@@ -69,6 +81,15 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
     ) -> Result<Response<pb::DigestResponse>, Status> {
         tokio::select! {
             digests = self.digests(request) => Ok(Response::new(digests?)),
+            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
+        }
+    }
+
+    type PinStream = PinStream;
+
+    async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<PinStream>, Status> {
+        tokio::select! {
+            pinned = self.pinned(request) => Ok(Response::new(pinned?)),
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
         }
     }

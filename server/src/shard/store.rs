@@ -11,7 +11,7 @@ use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metri
 
 /// The maximum memory that pulls hold of slices that they do not send yet. A step needs the same
 /// amount of memory in addition.
-const PINNED_BYTES: u64 = 256 << 20;
+const HELD_BYTES: u64 = 256 << 20;
 
 /// The limits on the resources of a caller.
 #[derive(Debug, Clone, Copy)]
@@ -22,6 +22,8 @@ pub(crate) struct Limits {
     pub(crate) max_message: usize,
     /// The maximum memory for early gradients, in bytes.
     pub(crate) parked_bytes: u64,
+    /// The maximum memory for versions that readers have pinned, in bytes.
+    pub(crate) pinned_bytes: u64,
 }
 
 /// All jobs of one server.
@@ -32,7 +34,9 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) failure: Failure,
     pub(crate) budget: Arc<Budget>,
     /// The budget for the memory that pulls hold before they send it.
-    pub(crate) pins: Arc<Budget>,
+    pub(crate) held: Arc<Budget>,
+    /// The budget for the versions that readers have pinned.
+    pub(crate) pinned: Arc<Budget>,
     pub(crate) readers: Readers,
     /// The jobs, by name.
     jobs: DashMap<String, Arc<Job<B>>>,
@@ -43,7 +47,8 @@ impl<B: Backend> Store<B> {
         Self {
             backend: Arc::new(backend),
             budget: Budget::new(limits.parked_bytes),
-            pins: Budget::new(PINNED_BYTES),
+            held: Budget::new(HELD_BYTES),
+            pinned: Budget::new(limits.pinned_bytes),
             readers: Readers::default(),
             limits,
             metrics,
@@ -127,6 +132,7 @@ impl<B: Backend> Store<B> {
         metrics.memory.accumulator.set(stats.accumulator_bytes as i64);
         metrics.memory.published.set(stats.published_bytes as i64);
         metrics.memory.parked.set(stats.parked_bytes as i64);
+        metrics.memory.pinned.set(self.pinned.used() as i64);
         for job in &stats.jobs {
             metrics.epoch.with_label_values(&[&job.job]).set(job.epoch as i64);
             if let Some(version) = job.version {

@@ -52,9 +52,10 @@ impl Subject {
             wait: std::time::Duration::from_secs(60),
             max_message: 1 << 20,
             parked_bytes: 0,
+            pinned_bytes: 0,
         };
         let mut store = Store::new(Cpu::new(), limits, Metrics::new(), Failure::default());
-        store.pins = Budget::new(pins);
+        store.held = Budget::new(pins);
         let store = Arc::new(store);
         let events = Events::default();
         let said = events.connect();
@@ -345,13 +346,13 @@ impl Subject {
 async fn pulls_hold_slices_within_the_budget_and_lose_the_others_after_a_step() {
     let subject = small(2).await;
     let pull = subject.begin();
-    assert_eq!(subject.store.pins.used(), 2 * BYTES);
+    assert_eq!(subject.store.held.used(), 2 * BYTES);
     let other = subject.begin();
-    assert_eq!(subject.store.pins.used(), 2 * BYTES, "it is room for all pulls");
+    assert_eq!(subject.store.held.used(), 2 * BYTES, "it is room for all pulls");
     subject.step().await;
     let gone: Result<Vec<Bytes>> = pull.try_collect().await;
     assert!(matches!(gone, Err(Error::VersionGone { version: 0, current: 1, .. })), "{gone:?}");
-    assert_eq!(subject.store.pins.used(), 0);
+    assert_eq!(subject.store.held.used(), 0);
     drop(other);
 
     let subject = small(SLICES.into()).await;
@@ -359,7 +360,7 @@ async fn pulls_hold_slices_within_the_budget_and_lose_the_others_after_a_step() 
     subject.step().await;
     let frames: Vec<Bytes> = pull.try_collect().await.unwrap();
     assert!(frames.iter().map(Bytes::len).sum::<usize>() > SLICES as usize * BYTES as usize);
-    assert_eq!(subject.store.pins.used(), 0);
+    assert_eq!(subject.store.held.used(), 0);
 }
 
 #[tokio::test]

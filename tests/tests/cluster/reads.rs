@@ -1,8 +1,8 @@
 //! A pull returns one version of every slice in the request.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_client::{Commit, Error, Job, Target, TensorData, TensorId};
+use zeroshard_client::{Commit, Error, Job, Pin, Pinned, Target, TensorData, TensorId};
 use zeroshard_proto::{DType, Placement, TensorSpec, geometry::blocks::SLICE, pb};
 use zeroshard_tests::{Cluster, stock, training};
 
@@ -276,4 +276,129 @@ async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bou
         assert!(last.is_err(), "it is told");
     }
     step(STEPS).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn readers_pin_the_latest_version_of_a_fast_run_and_read_it_at_any_time() {
+    const STEPS: u64 = 40;
+    let cluster = Cluster::start(2);
+    let numel = 2 * SLICE + 1000;
+    let spec = job("pins", 1, sgd(1.0), vec![TensorSpec::new("w", [numel as u64])]);
+    let client = connect(cluster.address()).await;
+    client.create_job(&spec).await.unwrap();
+    let trainer = client.join("pins", 0).await.unwrap();
+    trainer.initialise(vec![TensorData::new(TensorId::new(0), vec![0.0; numel])]).await.unwrap();
+    let training = tokio::spawn(async move {
+        count_up(&trainer, STEPS).await;
+        trainer
+    });
+    let reader = connect(cluster.address()).await;
+    let check = async |pinned: &Pinned| {
+        let mut values = vec![f32::NAN; numel];
+        pinned.pull(vec![Target::new(pinned.tensor("w").unwrap(), &mut values)]).await.unwrap();
+        let expected = pinned.version() as f32;
+        assert!(values.iter().all(|&value| value == expected), "version {expected}");
+    };
+    let mut pins = vec![pinned_while_empty(&reader, "pins").await];
+    let mut versions = BTreeSet::new();
+    while pins.last().unwrap().version() < STEPS {
+        pins.push(reader.pin("pins", &Pin::default()).await.unwrap());
+        versions.insert(pins.last().unwrap().version());
+        if pins.len() > 4 {
+            // Later versions have been made since this one was pinned.
+            check(&pins.remove(0)).await;
+        }
+    }
+    training.await.unwrap();
+    for pinned in &pins {
+        check(pinned).await;
+    }
+    assert!(versions.len() > 4, "{versions:?}");
+}
+
+/// Pins the latest version of a job whose initial parameters may not be complete yet.
+async fn pinned_while_empty(reader: &zeroshard_client::Cluster, job: &str) -> Pinned {
+    loop {
+        match reader.pin(job, &Pin::default()).await {
+            Err(Error::Invalid { .. }) => {}
+            pinned => return pinned.unwrap(),
+        }
+    }
+}
+
+/// The error of a read of whole tensors, or their first values.
+async fn read(pinned: &Pinned, tensors: &[&str]) -> Result<Vec<f32>, Error> {
+    let mut values = Vec::new();
+    for name in tensors {
+        let tensor = pinned.tensor(name)?;
+        let numel = pinned.spec().manifest.tensors()[tensor.index()].numel() as usize;
+        let mut one = vec![f32::NAN; numel];
+        pinned.pull(vec![Target::new(tensor, &mut one)]).await?;
+        values.push(one[0]);
+    }
+    Ok(values)
+}
+
+#[tokio::test]
+async fn a_pin_keeps_some_tensors_until_its_limit_or_until_the_reader_leaves() {
+    let cluster = Cluster::start(2);
+    let tensors = ["a", "b"].map(|name| TensorSpec::new(name, [10]));
+    let spec = job("some", 1, sgd(1.0), tensors.to_vec());
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let step = async |number| training::step(&trainer, number).await.unwrap();
+    let reader = connect(cluster.address()).await;
+    let unknown = Pin { tensors: Some(vec!["c".into()]), ..Pin::default() };
+    assert!(matches!(reader.pin("some", &unknown).await, Err(Error::Invalid { .. })));
+    let all = reader.pin("some", &Pin::default()).await.unwrap();
+    let one = Pin { tensors: Some(vec!["a".into()]), ..Pin::default() };
+    let one = reader.pin("some", &one).await.unwrap();
+    let before = read(&all, &["a", "b"]).await.unwrap();
+    step(0).await;
+    training::pull(&trainer, 1).await.unwrap();
+    assert_eq!(read(&all, &["b", "a", "a"]).await.unwrap(), [before[1], before[0], before[0]]);
+    assert_eq!(read(&one, &["a"]).await.unwrap(), [before[0]]);
+    let gone = |read: Result<Vec<f32>, Error>| {
+        assert!(matches!(read, Err(Error::VersionGone { version: 0, current: 1, .. })), "{read:?}");
+    };
+    gone(read(&one, &["b"]).await);
+    gone(reader.pin("some", &Pin { version: Some(0), ..Pin::default() }).await.map(|_| vec![]));
+    // A pin of a version that does not exist yet waits for it.
+    let third = Pin { version: Some(2), ..Pin::default() };
+    let (third, ()) = tokio::join!(reader.pin("some", &third), async { _ = step(1).await });
+    assert_eq!(third.unwrap().version(), 2);
+    let short = Pin { limit: std::time::Duration::from_millis(1), ..Pin::default() };
+    let short = reader.pin("some", &short).await.unwrap();
+    step(2).await;
+    while read(&short, &["a"]).await.is_ok() {}
+    // The memory is released when the last reader has left.
+    let pinned = || {
+        cluster.shards.iter().any(|shard| {
+            !shard.get("/metrics").contains("zeroshard_memory_bytes{kind=\"pinned\"} 0\n")
+        })
+    };
+    until("pins are shown", pinned).await;
+    drop((all, one, short));
+    until("the pins are released", || !pinned()).await;
+}
+
+#[tokio::test]
+async fn pins_beyond_the_memory_for_them_are_refused_and_do_not_disturb_training() {
+    let cluster = Cluster::start_with(1, &["--pinned-bytes", "100"]);
+    let tensors = ["a", "b"].map(|name| TensorSpec::new(name, [20]));
+    let spec = job("full", 1, sgd(1.0), tensors.to_vec());
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let reader = connect(cluster.address()).await;
+    let one = Pin { tensors: Some(vec!["a".into()]), ..Pin::default() };
+    let held = reader.pin("full", &one).await.unwrap();
+    let refused = reader.pin("full", &one).await.unwrap_err();
+    let text = refused.to_string();
+    assert!(
+        matches!(refused, Error::OutOfMemory { .. }) && text.contains("--pinned-bytes"),
+        "{text}"
+    );
+    drop(held);
+    training::step(&trainer, 0).await.unwrap();
+    // The server notices shortly that the reader has left.
+    let again = async { while reader.pin("full", &one).await.is_err() {} };
+    tokio::time::timeout(std::time::Duration::from_secs(30), again).await.unwrap();
 }

@@ -1,0 +1,268 @@
+//! Readers: one version of a job's parameters, read by a program that is not a member of the job,
+//! while training goes on.
+
+use std::{collections::HashMap, time::Duration};
+
+use futures_util::future::try_join_all;
+use tonic::Streaming;
+use zeroshard_proto::{
+    DType, Deadline, Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId,
+    geometry::LocalTensor,
+    pb::{self, shard_service_client::ShardServiceClient},
+};
+
+use crate::{
+    Cluster, Description, StatePart, Target, pull,
+    retry::{Next, Tries},
+};
+
+/// How long a pin waits for a version that does not exist yet. It asks for such a version only if
+/// steps are so fast that the current one was replaced before all servers held it.
+const NEXT_VERSION: Duration = Duration::from_secs(1);
+
+/// What a reader wants to keep.
+#[derive(Debug, Clone)]
+pub struct Pin {
+    /// The version; `None`: the latest one.
+    pub version: Option<u64>,
+    /// The tensors, by name; `None`: all tensors of the job.
+    pub tensors: Option<Vec<String>>,
+    /// The time limit, at most 10 minutes. The servers release the version afterwards.
+    pub limit: Duration,
+}
+
+impl Default for Pin {
+    fn default() -> Self {
+        Self { version: None, tensors: None, limit: Duration::from_secs(60) }
+    }
+}
+
+/// One version of a job's parameters, which the servers keep while training goes on. They release
+/// it when this value is dropped, or at the time limit. Pins count in the memory of the servers
+/// (`--pinned-bytes`).
+#[derive(Debug)]
+pub struct Pinned {
+    cluster: Cluster,
+    of: Description,
+    version: u64,
+    locals: Vec<LocalTensor>,
+    /// The number of each server's pin, by the id of the server.
+    pins: HashMap<u64, u64>,
+    /// The open calls; the servers release the version when they end.
+    _calls: Vec<Streaming<pb::PinResponse>>,
+}
+
+impl Cluster {
+    /// Keeps one version of a job's parameters on all servers, for a reader. The reader need not be
+    /// a member of the job.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an unknown tensor, or a job without initial
+    /// parameters; [`Error::VersionGone`] if [`Pin::version`] has been replaced;
+    /// [`Error::OutOfMemory`] if a server has no room for another pin; [`Error::Timeout`].
+    pub async fn pin(&self, job: &str, pin: &Pin) -> Result<Pinned> {
+        let mut tries = Tries::until(Deadline::after(self.options.timeout));
+        let mut ahead = 0;
+        loop {
+            let of = self.describe_job(job).await?;
+            let version = match (pin.version, of.version) {
+                (Some(version), _) => version,
+                (None, Some(version)) => version + ahead,
+                (None, None) => return Err(not_initialised(job)),
+            };
+            let wait = match pin.version {
+                None if ahead > 0 => NEXT_VERSION.min(tries.timeout()),
+                _ => tries.timeout(),
+            };
+            let error = match self.pin_at(of, version, pin, wait).await {
+                Err(Error::VersionGone { .. }) if pin.version.is_none() => {
+                    // The steps are fast: ask for a version before it exists.
+                    ahead = (2 * ahead).clamp(2, 64);
+                    tries.check()?;
+                    continue;
+                }
+                Err(Error::Timeout { .. }) if ahead > 0 => {
+                    // There are no more steps.
+                    ahead = 0;
+                    tries.check()?;
+                    continue;
+                }
+                Err(error) => error,
+                pinned => return pinned,
+            };
+            if let Next::Refresh(_) = tries.next(error).await? {
+                // The next description has the new placement.
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+
+    async fn pin_at(
+        &self,
+        of: Description,
+        version: u64,
+        pin: &Pin,
+        wait: Duration,
+    ) -> Result<Pinned> {
+        let calls = slices(&of, pin)?.into_iter().map(|(server, slices)| {
+            let limit_ms = u32::try_from(pin.limit.as_millis()).unwrap_or(u32::MAX).max(1);
+            let (job, job_id) = (of.spec.name.clone(), of.id);
+            let request = pb::PinRequest { job, job_id, version, slices, limit_ms };
+            self.pin_one(server, request, wait)
+        });
+        let (mut pins, mut open) = (HashMap::new(), Vec::new());
+        for (server, number, call) in try_join_all(calls).await? {
+            pins.insert(server, number);
+            open.push(call);
+        }
+        let locals = LocalTensor::all(&of.spec, 0);
+        Ok(Pinned { cluster: self.clone(), of, version, locals, pins, _calls: open })
+    }
+
+    /// Pins slices on one server. Returns its id, the number of the pin, and the open call.
+    async fn pin_one(
+        &self,
+        server: Server,
+        request: pb::PinRequest,
+        wait: Duration,
+    ) -> Result<(u64, u64, Streaming<pb::PinResponse>)> {
+        let shard = self.shards.get(&server)?;
+        let failed = |status: tonic::Status| Error::from_status(&status, &shard.peer);
+        // The call lasts as long as the pin, so only its first message has a time limit.
+        let held = async {
+            let mut client = ShardServiceClient::new(shard.pull.clone());
+            let mut call = client.pin(request).await.map_err(failed)?.into_inner();
+            let first = call.message().await.map_err(failed)?;
+            let number = first.ok_or_else(|| Error::Unavailable {
+                peer: shard.peer.clone(),
+                cause: "it ended a pin at once".to_owned(),
+            })?;
+            Ok((server.id, number.pin, call))
+        };
+        let waiting_for = || format!("{} to hold the version", shard.peer);
+        Deadline::after(wait).limit(waiting_for, held).await?
+    }
+}
+
+/// The slices to pin, by server.
+fn slices(of: &Description, pin: &Pin) -> Result<Vec<(Server, Vec<u32>)>> {
+    let (manifest, placement) = (&of.spec.manifest, &of.placement);
+    let mut of_server = vec![Vec::new(); placement.servers().len()];
+    let mut add = |tensor: usize| {
+        for slice in manifest.slices_of(manifest.owner(tensor)) {
+            of_server[placement.primary(slice)].push(slice as u32);
+        }
+    };
+    match &pin.tensors {
+        None => (0..manifest.tensors().len())
+            .filter(|&tensor| manifest.owner(tensor) == tensor)
+            .for_each(&mut add),
+        Some(names) => {
+            let mut tensors = names
+                .iter()
+                .map(|name| tensor(&of.spec, name).map(|id| manifest.owner(id.index())))
+                .collect::<Result<Vec<_>>>()?;
+            tensors.sort_unstable();
+            tensors.dedup();
+            tensors.into_iter().for_each(&mut add);
+        }
+    }
+    let pairs = placement.servers().iter().cloned().zip(of_server);
+    Ok(pairs.filter(|(_, slices)| !slices.is_empty()).collect())
+}
+
+fn tensor(spec: &JobSpec, name: &str) -> Result<TensorId> {
+    let found = spec.manifest.tensors().iter().position(|tensor| tensor.name == name);
+    found.map(TensorId::new).ok_or_else(|| {
+        let what = format!("tensor of job {:?}", spec.name);
+        Error::invalid(what, format!("{name:?}"), "the name of one of its tensors")
+    })
+}
+
+/// A target without bounds, for the whole tensor.
+fn whole<'a>(manifest: &Manifest, mut target: Target<'a>) -> Target<'a> {
+    if let Some(spec) = manifest.tensors().get(target.tensor.index()) {
+        target.bounds.get_or_insert_with(|| TensorBox::whole(&spec.shape));
+    }
+    target
+}
+
+fn not_initialised(job: &str) -> Error {
+    Error::invalid(
+        format!("version of job {job:?}"),
+        "none",
+        "one that exists: wait until the initial parameters are uploaded",
+    )
+}
+
+impl Pinned {
+    /// The version.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The spec of the job.
+    pub fn spec(&self) -> &JobSpec {
+        &self.of.spec
+    }
+
+    /// The tensor with this name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is none.
+    pub fn tensor(&self, name: &str) -> Result<TensorId> {
+        tensor(&self.of.spec, name)
+    }
+
+    /// Fills the targets with the pinned version. Targets without bounds receive the whole tensor,
+    /// whatever its layout is. Buffers are transferred as f32, regardless of the wire dtype.
+    ///
+    /// # Errors
+    /// [`Error::VersionGone`] for tensors that are not pinned, after the time limit, or after the
+    /// server was lost; [`Error::Invalid`] for sizes that do not match, [`Error::Timeout`].
+    pub async fn pull(&self, targets: Vec<Target<'_>>) -> Result<()> {
+        let Self { cluster, of, locals, .. } = self;
+        let manifest = &of.spec.manifest;
+        let (buffers, others): (Vec<_>, _) =
+            targets.into_iter().map(|target| whole(manifest, target)).partition(|target| {
+                let tensor = target.tensor.index();
+                tensor < manifest.tensors().len()
+                    && manifest.tensors()[manifest.owner(tensor)].buffer
+            });
+        let deadline = Deadline::after(cluster.options.timeout);
+        let mut pulls = Vec::new();
+        for (dtype, targets) in [(DType::F32, buffers), (cluster.options.wire, others)] {
+            pulls.extend(pull::plan(manifest, &of.placement, locals, dtype, targets)?);
+        }
+        let pulls = pulls.into_iter().map(|pull| self.pull_from_one(pull, deadline));
+        try_join_all(pulls).await.map(drop)
+    }
+
+    async fn pull_from_one(
+        &self,
+        mut pull: pull::ServerPull<'_>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let Self { cluster, of, version, pins, .. } = self;
+        let mut tries = Tries::until(deadline);
+        loop {
+            let of = pull::PullOf {
+                job: &of.spec.name,
+                job_id: of.id,
+                epoch: 0,
+                version: *version,
+                part: StatePart::Parameters,
+                pin: pins.get(&pull.server.id).copied().unwrap_or_default(),
+                chunk_bytes: cluster.options.chunk_bytes,
+                timeout: tries.timeout(),
+            };
+            let waiting_for =
+                format!("version {version} from shard server {}", pull.server.address);
+            let pulled = pull.pull(&cluster.shards, &of);
+            let Err(error) = tries.limit(|| waiting_for, pulled).await? else { return Ok(()) };
+            if let Next::Refresh(error) = tries.next(error).await? {
+                return Err(error);
+            }
+        }
+    }
+}

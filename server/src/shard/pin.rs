@@ -1,0 +1,135 @@
+//! `Pin`: keeps a version of the parameters for a reader, while steps produce later ones.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, RwLock},
+    time::Duration,
+};
+
+use futures_util::{Stream, StreamExt, stream};
+use tonic::Status;
+use zeroshard_proto::{Deadline, Error, Result, pb};
+
+use super::{
+    budget::{Budget, Space},
+    job::Job,
+    part::Part,
+    pull::{Content, bytes_of},
+};
+use crate::{backend::Backend, config::MAX_WAIT, identity};
+
+/// The time limit of a pin for which the caller does not set one.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A version of slices that steps do not overwrite.
+pub(crate) struct Pin<B: Backend> {
+    pub(super) version: u64,
+    slices: HashMap<u32, (Arc<B::Buffer>, Space)>,
+}
+
+impl<B: Backend> Pin<B> {
+    /// The parameters of a slice, if it is pinned.
+    pub(super) fn slice(&self, index: u32) -> Option<&Arc<B::Buffer>> {
+        self.slices.get(&index).map(|(buffer, _)| buffer)
+    }
+}
+
+/// The pins of a job, by number.
+pub(crate) struct Pins<B: Backend>(RwLock<HashMap<u64, Arc<Pin<B>>>>);
+
+impl<B: Backend> Default for Pins<B> {
+    fn default() -> Self {
+        Self(RwLock::default())
+    }
+}
+
+impl<B: Backend> Pins<B> {
+    /// The pin with this number, unless it has ended.
+    pub(super) fn get(&self, number: u64) -> Option<Arc<Pin<B>>> {
+        self.0.read().expect("no holder of the lock panics").get(&number).cloned()
+    }
+}
+
+/// A pin, which ends when this value is dropped.
+pub(super) struct HeldPin<B: Backend> {
+    job: Arc<Job<B>>,
+    number: u64,
+    limit: Duration,
+}
+
+impl<B: Backend> Drop for HeldPin<B> {
+    fn drop(&mut self) {
+        self.job.pins.0.write().expect("no holder of the lock panics").remove(&self.number);
+    }
+}
+
+impl<B: Backend> HeldPin<B> {
+    /// The response: its only message, and its end when the pin ends.
+    pub(super) fn until_released(
+        self,
+    ) -> impl Stream<Item = Result<pb::PinResponse, Status>> + Send {
+        let held = stream::iter([Ok(pb::PinResponse { pin: self.number })]);
+        let released = stream::once(async move {
+            tokio::select! {
+                () = tokio::time::sleep(self.limit) => None,
+                () = self.job.closed().cancelled() => Some(Err(self.job.closed_error().into())),
+            }
+        });
+        held.chain(released.filter_map(std::future::ready))
+    }
+}
+
+/// Waits for the version of a request, and keeps it.
+///
+/// # Errors
+/// [`Error::VersionGone`]; [`Error::NotHere`] for a slice of which another server is the primary;
+/// [`Error::OutOfMemory`] if the budget for pinned versions is exhausted; [`Error::Timeout`].
+pub(super) async fn hold<B: Backend>(
+    budget: &Arc<Budget>,
+    job: &Arc<Job<B>>,
+    request: &pb::PinRequest,
+    deadline: Deadline,
+) -> Result<HeldPin<B>> {
+    let content = Content { version: request.version, part: Part::Parameters, attempt: None };
+    let mut missing: Vec<u32> = match request.slices.is_empty() {
+        true => job.primary_slices().map(|(index, _)| index).collect(),
+        false => request.slices.clone(),
+    };
+    let mut slices = HashMap::with_capacity(missing.len());
+    let all_held = || {
+        // Each slice is held as soon as it has the version: the next step may follow at once.
+        for index in std::mem::take(&mut missing) {
+            let slice = job.primary_slice(index)?;
+            let Some(buffer) = content.read(job, slice)? else {
+                missing.push(index);
+                continue;
+            };
+            let bytes = bytes_of(job, slice, Part::Parameters);
+            let space = budget.take(bytes).ok_or_else(|| exhausted(budget, content.version))?;
+            slices.insert(index, (buffer, space));
+        }
+        Ok(missing.is_empty().then_some(()))
+    };
+    let waiting_for = || format!("version {} of job {:?}", content.version, job.spec.name);
+    job.wait_for(deadline, all_held, waiting_for).await?;
+    let number = identity::random()?;
+    let pin = Arc::new(Pin { version: content.version, slices });
+    job.pins.0.write().expect("no holder of the lock panics").insert(number, pin);
+    let limit = match request.limit_ms {
+        0 => LIMIT,
+        limit => Duration::from_millis(limit.into()).min(MAX_WAIT),
+    };
+    Ok(HeldPin { job: job.clone(), number, limit })
+}
+
+fn exhausted(budget: &Budget, version: u64) -> Error {
+    Error::OutOfMemory {
+        what: format!(
+            "pinning version {version}: pins of this server may hold {} bytes \
+             (--pinned-bytes), and hold {}",
+            budget.limit(),
+            budget.used()
+        ),
+        bytes: budget.limit(),
+    }
+}
