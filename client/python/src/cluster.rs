@@ -15,6 +15,7 @@ use crate::{
     job::Job,
     mesh::Mesh,
     optimizer::{Group, optimizers},
+    pin::Pinned,
     plan::lock,
     runtime::wait,
 };
@@ -173,6 +174,20 @@ impl Cluster {
     fn save_checkpoint(&self, py: Python<'_>, name: String) -> PyResult<(u64, u64)> {
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.save_checkpoint(&name, None).await })
+    }
+
+    #[pyo3(signature = (name, *, version=None, tensors=None, seconds=60.0))]
+    fn pin(
+        &self,
+        py: Python<'_>,
+        name: String,
+        version: Option<u64>,
+        tensors: Option<Vec<String>>,
+        seconds: f64,
+    ) -> PyResult<Pinned> {
+        let limit = self::seconds("seconds", seconds)?;
+        let (cluster, pin) = (self.cluster.clone(), client::Pin { version, tensors, limit });
+        wait(py, async move { cluster.pin(&name, &pin).await }).map(Pinned::new)
     }
 
     fn state_hash(&self, py: Python<'_>, name: String) -> PyResult<String> {

@@ -10,6 +10,7 @@ mod hash;
 mod job;
 mod mesh;
 mod optimizer;
+mod pin;
 mod plan;
 mod progress;
 mod runtime;
@@ -34,6 +35,8 @@ mod _native {
     use mesh::{Layout, Mesh, TensorBox, redistribution};
     #[pymodule_export]
     use optimizer::Optimizer;
+    #[pymodule_export]
+    use pin::Pinned;
     #[pymodule_export]
     use plan::{Buckets, Schedule};
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from . import errors
 from ._checkpoints import Checkpoints
 from ._native import __version__
+from ._pin import Pinned
 from ._report import TrainingReport, report
 from ._session import Session, init, shutdown, status
 from ._status import JobStatus, ServerStatus, Status
@@ -76,6 +77,7 @@ __all__ = [
     "NotInitialisedError",
     "OutOfMemoryError",
     "ParkingFullError",
+    "Pinned",
     "RankLeftError",
     "RankTakenError",
     "ServerStatus",

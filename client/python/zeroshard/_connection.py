@@ -12,7 +12,7 @@ from typing import Any
 from ._activity import Activity
 from ._native import CheckpointPolicy, Cluster, Job, Mesh, TensorSpec, Transfer
 from ._rendezvous import ProcessGroup, Rendezvous
-from ._status import JobStatus, ServerStatus, Status
+from ._status import JobStatus, Status, status_of
 from .errors import Error, UnknownJobError
 
 #: Seconds for which rank 0 keeps its embedded cluster when no rank has a job, but not all ranks
@@ -113,9 +113,7 @@ class Connection:
 
     def status(self) -> Status:
         """Servers and jobs of the cluster."""
-        found: dict[str, Any] = json.loads(self.cluster.status())
-        servers = [ServerStatus(**server) for server in found["servers"]]
-        return Status(self.cluster.address, servers, [JobStatus(**job) for job in found["jobs"]])
+        return status_of(self.cluster)
 
     def status_of(self, job: Job) -> JobStatus:
         """The status of a job."""

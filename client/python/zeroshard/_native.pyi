@@ -18,6 +18,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "Optimizer",
+    "Pinned",
     "Report",
     "Rest",
     "Schedule",
@@ -242,11 +243,34 @@ class Cluster:
     def save_checkpoint(self, name: str) -> tuple[int, int]:
         """Saves the current version of a job where its policy says. Returns the version and the
         size in bytes when the checkpoint is complete."""
+    def pin(
+        self,
+        name: str,
+        *,
+        version: int | None = None,
+        tensors: Sequence[str] | None = None,
+        seconds: float = 60.0,
+    ) -> Pinned:
+        """Keeps a version of the parameters on the servers, the latest one by default."""
     def state_hash(self, name: str) -> str: ...
     def traffic(self) -> tuple[int, int]:
         """Payload bytes pulled and pushed so far."""
     def close(self) -> None:
         """Stops an embedded cluster and waits until it has stopped."""
+
+@final
+class Pinned:
+    """A version of a job's parameters that the servers keep."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def tensors(self) -> list[tuple[str, list[int], str, bool]]:
+        """Name, shape, dtype, and whether it is a buffer, of all tensors of the job."""
+    def pull(self, arrays: Sequence[tuple[int, Array]]) -> None:
+        """Fills the arrays with whole tensors, which are given by their indices."""
+    def close(self) -> None:
+        """Releases the version."""
 
 @final
 class Job:

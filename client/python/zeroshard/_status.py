@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
+
+from ._native import Cluster
 
 
 @dataclass(frozen=True)
@@ -60,3 +64,10 @@ class Status:
                 f"{job.parameters:,} parameters, {state}"
             )
         return "\n".join(lines)
+
+
+def status_of(cluster: Cluster) -> Status:
+    """The servers and jobs of ``cluster``."""
+    found: dict[str, Any] = json.loads(cluster.status())
+    servers = [ServerStatus(**server) for server in found["servers"]]
+    return Status(cluster.address, servers, [JobStatus(**job) for job in found["jobs"]])

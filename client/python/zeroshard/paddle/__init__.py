@@ -25,6 +25,7 @@ from ._layer import shard_layer
 from ._mesh import Partial, Placement, ProcessMesh, Replicate, Shard
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
+from ._pin import pin
 from ._placement import reshard, shard_tensor
 from ._save import load_group_sharded_model, save_group_sharded_model
 from ._scaler import GradScaler
@@ -55,6 +56,7 @@ __all__ = [
     "fused_allreduce_gradients",
     "group_sharded_parallel",
     "load_group_sharded_model",
+    "pin",
     "reshard",
     "save_group_sharded_model",
     "shard_dataloader",

@@ -13,6 +13,7 @@ from ._layer import shard_layer
 from ._mesh import Partial, ProcessMesh, Replicate, Shard
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
+from ._pin import pin
 from ._placement import reshard, shard_tensor
 from ._save import load_group_sharded_model, save_group_sharded_model
 from ._scaler import GradScaler
@@ -44,6 +45,7 @@ __all__ = [
     "join",
     "load_group_sharded_model",
     "parallel",
+    "pin",
     "reshard",
     "save_group_sharded_model",
     "shard_dataloader",

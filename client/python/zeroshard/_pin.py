@@ -1,0 +1,150 @@
+"""Readers: one version of a job's parameters, in a program that does not take part in the job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from . import _session
+from ._core.entry import Entry
+from ._core.framework import Framework
+from ._native import Cluster
+from ._native import Pinned as _Pinned
+from ._status import status_of
+from .errors import InvalidArgumentError, NotInitialisedError
+
+T = TypeVar("T")
+
+
+class Pinned(Generic[T]):
+    """One version of a job's parameters, which the shard servers keep while training goes on. They
+    release it at the end of the ``with`` block, or at the time limit."""
+
+    def __init__(self, framework: Framework[T], pinned: _Pinned) -> None:
+        self._framework = framework
+        self._pinned = pinned
+        self._tensors = {
+            name: (index, shape, dtype, buffer)
+            for index, (name, shape, dtype, buffer) in enumerate(pinned.tensors)
+        }
+
+    @property
+    def version(self) -> int:
+        """The number of steps after which the parameters had these values."""
+        return self._pinned.version
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the job's tensors: parameters and buffers, as the model of the job has
+        them."""
+        return list(self._tensors)
+
+    def __getitem__(self, name: str) -> T:
+        """The tensor with this name, as float32 on the CPU. A buffer of another dtype is part of
+        :meth:`load` only.
+
+        Raises:
+            InvalidArgumentError: the job has no such tensor.
+        """
+        if name not in self._tensors:
+            raise InvalidArgumentError(
+                f"the job has no tensor {name!r}; its tensors are {self.names}"
+            )
+        index, shape, _, _ = self._tensors[name]
+        host = self._framework.host(shape)
+        self._pinned.pull([(index, self._framework.array(host))])
+        return host
+
+    def load(self, model: Any) -> None:
+        """Gives the parameters and buffers of ``model`` the values of this version.
+
+        The model has the names, shapes and dtypes of the job's model before it was wrapped. A job
+        sends its buffers with each step if it has checkpoints, or with ``sync_buffers``; without
+        them, buffers have their initial values.
+
+        Raises:
+            InvalidArgumentError: a tensor of the model is missing in the job, or has another shape.
+                The model is unchanged.
+            VersionGoneError: the time limit has passed, or a server was lost.
+        """
+        framework = self._framework
+        named = [(name, tensor, False) for name, tensor in framework.parameters(model)]
+        named += [(name, tensor, True) for name, tensor in framework.buffers(model)]
+        missing = [name for name, _, _ in named if name not in self._tensors]
+        if missing:
+            raise InvalidArgumentError(f"Missing key(s) in the job: {missing}")
+        incoming = []
+        for name, tensor, buffer in named:
+            index, shape, _, _ = self._tensors[name]
+            dtype = framework.dtype(tensor)
+            raw = dtype is None or (buffer and dtype != "f32")
+            entry = Entry(framework, name, tensor, False, buffer, 0, index, raw)
+            if list(entry.wire_shape) != shape:
+                raise InvalidArgumentError(
+                    f"tensor {name!r} of the model has the shape {list(entry.wire_shape)}, and "
+                    f"{shape} in the job; create the model with the sizes of the job's model"
+                )
+            incoming.append((index, entry.incoming()))
+        self._pinned.pull([(index, memory.array) for index, memory in incoming])
+        for _, memory in incoming:
+            memory.finish()
+
+    def close(self) -> None:
+        """Releases the version."""
+        self._pinned.close()
+
+    def __enter__(self) -> Pinned[T]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def pin(
+    framework: Framework[T],
+    job: str,
+    version: int | None,
+    tensors: Sequence[str] | None,
+    seconds: float,
+    address: str | None,
+    token: str | None,
+) -> Pinned[T]:
+    cluster = _cluster(address, token)
+    names = None if tensors is None else list(tensors)
+    pinned = cluster.pin(_name(cluster, job), version=version, tensors=names, seconds=seconds)
+    return Pinned(framework, pinned)
+
+
+def _cluster(address: str | None, token: str | None) -> Cluster:
+    """The cluster at ``address``, or the one of the session, or that of ``ZEROSHARD_ADDRESS``."""
+    if address is None and _session._current is not None:
+        return _session._current._connection.cluster
+    address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
+    if address is None:
+        raise NotInitialisedError(
+            "the address of the cluster is missing; pass address=..., set ZEROSHARD_ADDRESS, or "
+            "call zeroshard.init() first"
+        )
+    return Cluster.connect(address, token=token or os.environ.get("ZEROSHARD_TOKEN") or None)
+
+
+def _name(cluster: Cluster, job: str) -> str:
+    """The full name of a job whose name begins with that of a run: the names of jobs have a random
+    part."""
+    names = [status.name for status in status_of(cluster).jobs]
+    found = [name for name in names if name == job] or [
+        name for name in names if name.startswith((f"{job}-", f"{job}/"))
+    ]
+    if len(found) != 1:
+        raise InvalidArgumentError(
+            f"{len(found)} jobs have the name {job!r} or belong to a run of this name; the jobs of "
+            f"the cluster are {names}"
+        )
+    return found[0]
