@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
-use zeroshard_checkpoint::{Manifest, SavedSlice, Storage};
+use zeroshard_checkpoint::{Manifest, Storage};
 use zeroshard_proto::{Error, Restore, RestoreVersion, Result, pb};
 
 use super::{job::Job, store::Store};
 use crate::backend::Backend;
 
-/// The number of slices that are read at the same time. Each is held in memory once more until it
-/// is stored.
-const READS: usize = 8;
+/// The number of slices that are read at the same time. Each has a thread, since its bytes are also
+/// hashed and stored; more of them than cores hide the time for which the disk is waited for.
+const READS: usize = 4;
 
 /// Reads the slices of `job`, which no client can reach yet, and publishes the version.
 ///
@@ -24,7 +24,7 @@ pub(super) async fn restore<B: Backend>(
     job: &Arc<Job<B>>,
     checkpoint: pb::Restore,
 ) -> Result<()> {
-    let restored = job.closed().run_until_cancelled(read(store, job, checkpoint)).await;
+    let restored = job.closed().run_until_cancelled(read(job, checkpoint)).await;
     let version = restored.unwrap_or_else(|| Err(job.closed_error()))?;
     let publish = {
         let job = job.clone();
@@ -34,11 +34,7 @@ pub(super) async fn restore<B: Backend>(
 }
 
 /// Reads all slices. Returns the version.
-async fn read<B: Backend>(
-    store: &Arc<Store<B>>,
-    job: &Arc<Job<B>>,
-    checkpoint: pb::Restore,
-) -> Result<u64> {
+async fn read<B: Backend>(job: &Arc<Job<B>>, checkpoint: pb::Restore) -> Result<u64> {
     let Restore { url, job: name, version } = Restore::try_from(checkpoint)?;
     let RestoreVersion::Exactly(version) = version else {
         return Err(Error::Internal { cause: "a checkpoint without a version".to_owned() });
@@ -51,7 +47,7 @@ async fn read<B: Backend>(
     }
     let slices: Vec<u32> = job.slices().map(|(index, _)| index).collect();
     stream::iter(slices)
-        .map(|index| fill(store, job, &storage, &manifest, index))
+        .map(|index| fill(job, &storage, &manifest, index))
         .buffer_unordered(READS)
         .try_collect::<()>()
         .await?;
@@ -60,14 +56,16 @@ async fn read<B: Backend>(
 
 /// Reads one slice and stores it.
 async fn fill<B: Backend>(
-    store: &Arc<Store<B>>,
     job: &Arc<Job<B>>,
     storage: &Storage,
     manifest: &Manifest,
     index: u32,
 ) -> Result<()> {
-    let saved: SavedSlice = storage.read_slice(manifest, index).await?;
-    let job = job.clone();
-    let fill = move || job.slice(index)?.restore(job.backend(), &saved);
-    store.failure.blocking("fill a slice from a checkpoint", fill).await
+    let filled = job.clone();
+    let store = move |part, at, bytes: &[u8]| {
+        filled.slice(index)?.restore(filled.backend(), part, at, bytes)
+    };
+    let applied = storage.stream_slice(manifest, index, store).await?;
+    job.slice(index)?.carry_applied(applied);
+    Ok(())
 }

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zeroshard_checkpoint::{Part, SavedSlice};
+use zeroshard_checkpoint::Part;
 use zeroshard_proto::{AppliedSteps, DType, Error, Result};
 
-use super::{Inner, Reduced, Slice, Versioned};
+use super::{Inner, Reduced, Slice};
 use crate::{attempt::Attempt, backend::Backend};
 
 /// One version of a slice.
@@ -78,23 +78,27 @@ impl<B: Backend> Slice<B> {
         Ok(reduced.map(|reduced| (inner.attempt, reduced)))
     }
 
-    /// Fills the slice from a checkpoint.
+    /// Stores bytes from a checkpoint: those of a part from byte `at` on.
     ///
     /// # Errors
-    /// [`Error::CheckpointDamaged`] if the content has not the size of the slice;
-    /// [`Error::OutOfMemory`] if the slice has readers, which is impossible before it is published.
-    pub(crate) fn restore(&self, backend: &B, saved: &SavedSlice) -> Result<()> {
+    /// [`Error::CheckpointDamaged`] if the part is smaller; [`Error::OutOfMemory`] if the slice has
+    /// readers, which is impossible before it is published.
+    pub(crate) fn restore(&self, backend: &B, part: Part, at: usize, bytes: &[u8]) -> Result<()> {
         let mut inner = self.lock();
-        let inner = &mut *inner;
-        let dtype = self.master_dtype();
-        store(backend, &mut inner.master, &saved.values, dtype)?;
-        if inner.state.len() != saved.state.len() {
-            return Err(damaged(saved.state.len(), inner.state.len(), "state tensors"));
+        let (buffer, dtype) = match part {
+            Part::Values => (Some(&mut inner.master), self.master_dtype()),
+            Part::State(position) => (inner.state.get_mut(position), DType::F32),
+        };
+        let damaged = || Error::CheckpointDamaged {
+            file: "a slice".to_owned(),
+            cause: format!("{part:?} has more bytes than the job needs"),
+        };
+        let buffer = buffer.ok_or_else(damaged)?.write(backend)?;
+        let elements = at / dtype.size()..(at + bytes.len()) / dtype.size();
+        if elements.end > backend.numel(buffer) {
+            return Err(damaged());
         }
-        for (state, saved) in inner.state.iter_mut().zip(&saved.state) {
-            store(backend, state, saved, DType::F32)?;
-        }
-        inner.applied = saved.applied;
+        backend.store(buffer, elements, bytes, dtype);
         Ok(())
     }
 }
@@ -103,27 +107,5 @@ impl<B: Backend> Inner<B> {
     /// Reserves the memory for a second version of all parts that are being read.
     pub(super) fn reserve(&mut self, backend: &B) -> Result<()> {
         self.buffers().try_for_each(|buffer| buffer.reserve(backend))
-    }
-}
-
-fn store<B: Backend>(
-    backend: &B,
-    buffer: &mut Versioned<B>,
-    bytes: &Bytes,
-    dtype: DType,
-) -> Result<()> {
-    let buffer = buffer.write(backend)?;
-    let numel = backend.numel(buffer);
-    if bytes.len() != numel * dtype.size() {
-        return Err(damaged(bytes.len(), numel * dtype.size(), "bytes"));
-    }
-    backend.store(buffer, 0..numel, bytes, dtype);
-    Ok(())
-}
-
-fn damaged(found: usize, expected: usize, what: &str) -> Error {
-    Error::CheckpointDamaged {
-        file: "a slice".to_owned(),
-        cause: format!("it has {found} {what}, and the job needs {expected}"),
     }
 }
