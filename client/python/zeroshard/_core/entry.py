@@ -111,12 +111,11 @@ class Entry(Generic[T]):
             and before.raw == self.raw
         )
 
-    def outgoing(self) -> Array:
-        """Its values for a push."""
+    def outgoing(self, value: T | None = None) -> Array:
+        """Its values, or ``value`` instead of them, for a push."""
+        values = self.tensor if value is None else value
         return (
-            self.framework.outgoing_words(self.tensor)
-            if self.raw
-            else self.framework.outgoing(self.tensor)
+            self.framework.outgoing_words(values) if self.raw else self.framework.outgoing(values)
         )
 
     def incoming(self) -> Incoming:

@@ -66,6 +66,10 @@ class ModelJob(Generic[T]):
         """The entry of a tensor of the model."""
         return self._by_tensor[id(tensor)]
 
+    def find(self, tensor: T) -> Entry[T] | None:
+        """The entry of a tensor. None if the job does not have the tensor."""
+        return self._by_tensor.get(id(tensor))
+
     @property
     def trained(self) -> Iterator[Entry[T]]:
         """The entries that the servers update, in manifest order."""
@@ -268,8 +272,16 @@ class ModelJob(Generic[T]):
             if text:
                 raise JobFailedError(f"rank {rank} has failed to initialise the model: {text}")
 
-    def reopen(self, states: Mapping[int, State[T]] | None = None) -> None:
+    def reopen(
+        self,
+        states: Mapping[int, State[T]] | None = None,
+        values: Iterable[tuple[T, T]] | None = None,
+    ) -> None:
         """Continues with a new job from the last version of the current one.
+
+        ``values``: gives the tensors that this rank uploads and that are on this worker new values,
+        and yields the others that it uploads with their new values, which are not needed any more
+        when the next ones are requested.
 
         The servers copy the master weights and, unless ``states`` is given, the optimizer state
         where it still fits. Buffers, and parameters that are new or that the program has written
@@ -278,15 +290,33 @@ class ModelJob(Generic[T]):
         old, before = self.job, {entry.name: entry for entry in self.entries}
         fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
         self._start(fetched, (old, self.version), fresh_state=states is not None)
-        ours = self.uploaded
-        kept = [entry for entry in ours if entry.continues(before.get(entry.name))]
-        indices = {entry.index for entry in kept}
-        uploaded = [entry for entry in ours if entry.index not in indices]
-        self._upload(uploaded, kept, states or {})
+        if values is None:
+            self._upload_changed(before, states or {})
+        else:
+            given = values
+            self._together(lambda: self._upload_changed(before, states or {}, given))
         self.job.initialised()
         self.receive(entry for entry in self.received if entry.resident)
         self.mark()
         self.connection.leave(old)
+
+    def _upload_changed(
+        self,
+        before: Mapping[str, Entry[T]],
+        states: Mapping[int, State[T]],
+        values: Iterable[tuple[T, T]] = (),
+    ) -> None:
+        """Uploads everything that the servers cannot copy from the previous job."""
+        sent: set[int] = set()
+        for tensor, value in values:
+            entry = self.entry(tensor)
+            self.job.initialise([(entry.index, entry.outgoing(value))], label="uploading")
+            sent.add(entry.index)
+        ours = [entry for entry in self.uploaded if entry.index not in sent]
+        kept = [entry for entry in ours if entry.continues(before.get(entry.name))]
+        indices = {entry.index for entry in kept}
+        uploaded = [entry for entry in ours if entry.index not in indices]
+        self._upload(uploaded, kept, states)
 
     def _start(
         self,
@@ -445,10 +475,15 @@ class ModelJob(Generic[T]):
         """Returns the value that each rank has passed for ``what``. Every rank must call it."""
         return self.connection.exchange(f"{self.job.name}/{what}", value, self.group.ranks)
 
-    def states(self) -> Iterator[tuple[Entry[T], State[T]]]:
-        """The whole optimizer state of all trained entries that were updated."""
+    def states(self, only: T | None = None) -> Iterator[tuple[Entry[T], State[T]]]:
+        """The whole optimizer state of all trained entries that were updated, or of one of
+        them."""
         applied = self.job.applied_steps(self.version)
-        updated = [entry for entry in self.trained if applied[entry.index][0]]
+        updated = [
+            entry
+            for entry in self.trained
+            if applied[entry.index][0] and (only is None or entry.tensor is only)
+        ]
         for chunk in _chunks(updated):
             fetched: dict[str, list[tuple[int, Array]]] = {}
             states: list[dict[str, T]] = []

@@ -214,6 +214,21 @@ class Sharding(Generic[T]):
         if not self.gradients.any_sent:
             self._reopen(None)
 
+    def load(self, values: Iterable[tuple[T, T]]) -> None:
+        """All ranks take new values, those of ``values`` on the ranks that upload them: see
+        :meth:`ModelJob.reopen`. Every rank must call it."""
+        self.follow_changes()
+        self._check_nothing_sent("weights are loaded", "load them")
+        self._reopen(None, values)
+
+    def _check_nothing_sent(self, event: str, advice: str) -> None:
+        if self.gradients.any_sent and self.level != "os":
+            raise InvalidArgumentError(
+                f"{event} between backward and step {self.job.version}, after gradients were sent "
+                f"to the servers; {advice} before backward, or after optimizer.step() or "
+                "zero_grad()"
+            )
+
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
         """Continues with a new job, with ``states`` as its optimizer state if given.
 
@@ -221,12 +236,7 @@ class Sharding(Generic[T]):
         of the open step are on the servers only, which a new job does not take over.
         """
         self._check_may_reopen()
-        if self.gradients.any_sent and self.level != "os":
-            raise InvalidArgumentError(
-                f"the state of the optimizer is loaded between backward and step {self.job.version}"
-                ", after gradients were sent to the servers; load it before backward, or after "
-                "optimizer.step() or zero_grad()"
-            )
+        self._check_nothing_sent("the state of the optimizer is loaded", "load it")
         self.discard()
         self._reopen(states)
 
@@ -275,9 +285,13 @@ class Sharding(Generic[T]):
                 "or after the loops under zeroshard.torch.join"
             )
 
-    def _reopen(self, states: Mapping[int, State[T]] | None) -> None:
+    def _reopen(
+        self,
+        states: Mapping[int, State[T]] | None,
+        values: Iterable[tuple[T, T]] | None = None,
+    ) -> None:
         self._check_may_reopen()
-        self.job.reopen(states)
+        self.job.reopen(states, values)
         self.gradients.watch()
         if self.gatherer is not None:
             self.gatherer.new_version()
