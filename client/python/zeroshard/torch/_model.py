@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,6 +101,27 @@ class GroupSharded(nn.Module):
         result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
         self.sharding.take_values()
         return result
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the model, with the keys of ``state_dict``."""
+        if not recurse:
+            return iter(())
+        return self.module.named_parameters(prefix, remove_duplicate=remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of the model, with the keys of ``state_dict``."""
+        if not recurse:
+            return iter(())
+        return self.module.named_buffers(prefix, remove_duplicate=remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Read by ``torch.distributed.checkpoint.state_dict``: the name of the child that is not in
+        the keys of ``state_dict``."""
+        return {"": "module"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain copy of the whole model, which is not sharded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -32,6 +33,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._sharding = sharding
+        self.state = _StateOnServers(sharding)
         self._given = optimizer
         #: Whether a scaler makes the step, which may be skipped.
         self.is_scaled = False
@@ -140,6 +142,25 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             if number in by_number
         }
         self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
+
+
+class _StateOnServers(defaultdict[Tensor, Any]):
+    """The attribute ``state`` of an optimizer whose state is on the servers.
+
+    It holds no elements, but is true if the servers hold state, and fetches that of a parameter.
+    Otherwise ``torch.distributed.checkpoint.state_dict`` would make a step to create the state.
+    """
+
+    def __init__(self, sharding: Sharding[Tensor]) -> None:
+        super().__init__()
+        self._job = sharding.job
+
+    def __bool__(self) -> bool:
+        return any(applied for applied, _ in self._job.job.applied_steps(self._job.version))
+
+    def __missing__(self, parameter: Tensor) -> dict[str, Any]:
+        found = next(self._job.states(only=parameter), None)
+        return {} if found is None else _conversion.to_torch(self._job.optimizer_name, found[1])
 
 
 def optimizer_states(
