@@ -10,6 +10,7 @@ from ._dataloader import ShardDataloader, shard_dataloader
 from ._dist_model import DistModel, to_static
 from ._join import join
 from ._layer import shard_layer
+from ._load import load_weights
 from ._mesh import Partial, ProcessMesh, Replicate, Shard
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
@@ -44,6 +45,7 @@ __all__ = [
     "group_sharded_parallel",
     "join",
     "load_group_sharded_model",
+    "load_weights",
     "parallel",
     "pin",
     "reshard",

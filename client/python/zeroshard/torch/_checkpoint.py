@@ -1,129 +1,117 @@
-"""A directory of safetensors files in the format of Hugging Face, read tensor by tensor."""
+"""Matches the names and shapes of a checkpoint with those of a model."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import InvalidArgumentError
-
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Bytes that are read at a time.
-_PART = 1 << 24
-#: Names that an error lists.
-_SHOWN = 5
+from ._dtensor import local, part
+from ._weight_files import WeightFiles, open_files
 
 
 class Checkpoint:
-    """The values of all parameters and persistent buffers of a model."""
+    """The values of the parameters and persistent buffers of a model."""
 
-    def __init__(self, directory: str | os.PathLike[str], model: nn.Module) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True
+    ) -> None:
         """Reads the names and shapes.
 
-        Raises :class:`~zeroshard.InvalidArgumentError` if they are not those of the model, or if
-        the directory is not in the format. Of tied tensors one is enough.
+        Raises :class:`~zeroshard.InvalidArgumentError` if the checkpoint is in no known format, or
+        if the shapes, or with ``strict`` the names, are not those of the model. Of tied tensors one
+        is enough.
         """
-        self._directory = Path(directory)
-        found = dict(self._shapes())
-        model_names = dict(_saved(model))
-        #: The name in the checkpoint, by the id of the tensor. As in ``load_state_dict``, the last
-        #: one of tied tensors counts.
-        self._name_of = {id(t): name for name, t in model_names.items() if name in found}
-        missing = [name for name, t in model_names.items() if id(t) not in self._name_of]
-        unexpected = [name for name in found if name not in model_names]
-        wrong = [
-            f"{name} has shape {found[name]} instead of {list(tensor.shape)}"
-            for name, tensor in model_names.items()
-            if name in found and found[name] != list(tensor.shape)
-        ]
+        self._files: WeightFiles = open_files(path)
+        shapes = self._files.shapes
+        own = dict(_saved(model))
+        #: The name in the checkpoint and the tensor, by the id of the tensor. As in
+        #: ``load_state_dict``, the last one of tied tensors counts.
+        self._sources = {id(t): (name, t) for name, t in own.items() if name in shapes}
+        #: As ``load_state_dict`` returns it.
+        self.keys = _IncompatibleKeys(
+            [name for name, tensor in own.items() if id(tensor) not in self._sources],
+            [name for name in shapes if name not in own],
+        )
         problems = [
-            f"{what}: {', '.join(names[:_SHOWN])}"
-            + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-            for what, names in (
-                ("missing keys", missing),
-                ("unexpected keys", unexpected),
-                ("wrong shapes", wrong),
-            )
-            if names
+            f"{kind} key(s) in state_dict: " + ", ".join(f'"{name}"' for name in names) + "."
+            for kind, names in zip(("Missing", "Unexpected"), self.keys, strict=True)
+            if names and strict
         ]
+        for name, tensor in own.items():
+            found = shapes.get(name, list(tensor.shape))
+            if found is None:
+                problems.append(f"{name} is not a tensor in the checkpoint.")
+            elif found != list(tensor.shape):
+                problems.append(
+                    f"size mismatch for {name}: copying a param with shape {torch.Size(found)} "
+                    f"from checkpoint, the shape in current model is {tensor.shape}."
+                )
         if problems:
             raise InvalidArgumentError(
-                f"checkpoint {str(self._directory)!r} does not match the model: "
-                + "; ".join(problems)
+                f"Error(s) in loading checkpoint {os.fspath(path)!r} into {type(model).__name__}:"
+                + "".join(f"\n\t{problem}" for problem in problems)
             )
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._name_of
+        return id(tensor) in self._sources
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the model that the checkpoint has values for."""
+        return [tensor for _, tensor in self._sources.values()]
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Forgets the values of all other tensors."""
+        self._sources = {id(tensor): self._sources[id(tensor)] for tensor in tensors}
 
     def read(self, tensor: Tensor) -> None:
-        """Copies the values of a tensor of the model from the checkpoint."""
-        name = self._name_of[id(tensor)]
-        path = self._files[name]
-        if tensor.dim() == 0:
-            with _open(path) as file:
-                tensor.copy_(file.get_tensor(name))
-            return
-        rows = max(1, _PART // max(1, tensor[:1].nbytes))
-        for start in range(0, len(tensor), rows):
-            # Opened for each part, since what was read of a mapped file is memory of the process.
-            with _open(path) as file:
-                tensor[start : start + rows].copy_(file.get_slice(name)[start : start + rows])
+        """Copies the values of a tensor of the model, which has memory, from the checkpoint."""
+        if isinstance(tensor, DTensor):
+            local(tensor).copy_(self.value(tensor))
+        else:
+            self._files.read(self._sources[id(tensor)][0], tensor)
 
-    def _shapes(self) -> Iterator[tuple[str, list[int]]]:
-        """The names and shapes in the files."""
-        self._files = {name: self._directory / file for name, file in self._index()}
-        for path in dict.fromkeys(self._files.values()):
-            with _open(path) as file:
-                names = set(file.keys())
-                for name in [name for name, other in self._files.items() if other == path]:
-                    if name not in names:
-                        raise InvalidArgumentError(
-                            f"{str(path)!r} does not contain {name!r}, contrary to {_INDEX}"
-                        )
-                    yield name, list(file.get_slice(name).get_shape())
-
-    def _index(self) -> Iterator[tuple[str, str]]:
-        """The names of all tensors, and the file of each."""
-        if (self._directory / _FILE).is_file():
-            with _open(self._directory / _FILE) as file:
-                yield from ((name, _FILE) for name in file.keys())
-            return
-        path = self._directory / _INDEX
-        try:
-            files: dict[str, str] = json.loads(path.read_text())["weight_map"]
-            yield from files.items()
-        except FileNotFoundError:
-            raise InvalidArgumentError(
-                f"checkpoint {str(self._directory)!r} has neither {_FILE} nor {_INDEX}; it must be "
-                "a directory as save_pretrained of transformers writes it"
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidArgumentError(f"{str(path)!r} is not an index: {error!r}") from error
+    def value(self, tensor: Tensor) -> Tensor:
+        """The values of a tensor of the model in host memory, in the tensor's dtype. Of a DTensor,
+        this rank's part."""
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._files.read(self._sources[id(tensor)][0], whole)
+        return part(whole, tensor)
 
 
-def _open(path: Path) -> Any:
-    """An open safetensors file."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            "checkpoint needs the package 'safetensors', which cannot be imported "
-            f"({error}); install it with: pip install safetensors"
-        ) from error
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise InvalidArgumentError(f"cannot open the checkpoint {str(path)!r}: {error}") from error
+#: The checkpoints whose values modules on the meta device take when they are sharded.
+_postponed: WeakKeyDictionary[nn.Module, Checkpoint] = WeakKeyDictionary()
+
+
+def postpone(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """The module takes the values of a checkpoint when ``group_sharded_parallel`` gives it
+    memory."""
+    _postponed[module] = checkpoint
+
+
+def postponed(model: nn.Module) -> list[Checkpoint]:
+    """The checkpoints of a model and the modules in it."""
+    return [_postponed[module] for module in model.modules() if module in _postponed]
+
+
+def settle(model: nn.Module) -> None:
+    """Forgets the checkpoints of a model that has taken their values."""
+    for module in model.modules():
+        _postponed.pop(module, None)
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and persistent buffers of a model by name, tied ones under all names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
+        registered: dict[str, Any]
         for registered in (module._parameters, module._buffers):
             for key, tensor in registered.items():
                 if tensor is not None and key not in module._non_persistent_buffers_set:

@@ -7,7 +7,7 @@ if it creates the modules in the order in which it registers them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,17 +39,18 @@ class Materializer:
         optimizer: torch.optim.Optimizer,
         device: torch.device | str | None,
         param_init_fn: Callable[[nn.Module], Any] | None,
-        checkpoint: Checkpoint | None,
+        checkpoints: Sequence[Checkpoint],
         is_source: bool,
     ) -> None:
-        """``is_source``: whether the values of this rank are those of all ranks.
+        """``checkpoints``: of a tensor that several have, the value of the last one counts.
+        ``is_source``: whether the values of this rank are those of all ranks.
 
         Raises :class:`~zeroshard.InvalidArgumentError` if it is known that the model cannot be
         initialised.
         """
         self._device = torch.device("cpu" if device is None else device)
         self._param_init_fn = param_init_fn
-        self._checkpoint = checkpoint
+        self._loaded = {id(t): checkpoint for checkpoint in checkpoints for t in checkpoint.tensors}
         self._is_source = is_source
         self._names: dict[int, str] = {}
         #: The modules by name, and the tensors of each that no earlier module has.
@@ -115,7 +116,7 @@ class Materializer:
         if unset:
             self._initialised.add(name)
             if self._initialiser(module) is None:
-                missing = "" if self._checkpoint is None else ", are not in the checkpoint"
+                missing = ", are not in the checkpoint" if self._loaded else ""
                 raise InvalidArgumentError(
                     f"{', '.join(map(repr, unset))} of module {name!r} ({type(module).__name__}) "
                     f"are on the meta device{missing}, and the module has no reset_parameters(); "
@@ -143,7 +144,7 @@ class Materializer:
         return None
 
     def _is_loaded(self, tensor: Tensor) -> bool:
-        return self._checkpoint is not None and tensor in self._checkpoint
+        return id(tensor) in self._loaded
 
     # ---- one module
 
@@ -172,9 +173,10 @@ class Materializer:
                 for key, registered, tensor in own:
                     registered[key] = tensor
                 raise
-        for tensor in tensors if self._is_source else ():
-            if self._checkpoint is not None and tensor in self._checkpoint:
-                self._checkpoint.read(tensor)
+        for tensor in tensors:
+            # Of a distributed tensor, every rank has the values of its part.
+            if self._is_loaded(tensor) and (self._is_source or isinstance(tensor, DTensor)):
+                self._loaded[id(tensor)].read(tensor)
 
     def _put_back(self, module: nn.Module, own: list[tuple[str, dict[str, Any], Tensor]]) -> None:
         """Copies the values of tensors that have replaced those of a module, which the optimizer

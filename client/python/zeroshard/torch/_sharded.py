@@ -15,7 +15,7 @@ from .._core.sharding import Sharding, is_sharded
 from .._session import connection
 from ..errors import InvalidArgumentError
 from . import _conversion
-from ._checkpoint import Checkpoint
+from ._checkpoint import Checkpoint, postponed, settle
 from ._clip import max_norm_of
 from ._framework import TORCH, TorchOptimizer, process_group
 from ._materialize import Materializer
@@ -75,10 +75,9 @@ def group_sharded_parallel(
         param_init_fn: initialises the parameters and buffers of the module that it is called with,
             without those of its children. It is called for each module that has some on the meta
             device and not in the checkpoint; None: the module's ``reset_parameters()``.
-        checkpoint: a directory with ``model.safetensors``, or with
-            ``model.safetensors.index.json`` and its files, as Hugging Face writes it. It has the
-            values of all parameters and persistent buffers. All ranks read the names, and rank 0 of
-            the group the values.
+        checkpoint: a file or directory in a format of :func:`~zeroshard.torch.load_weights`. It has
+            the values of all parameters and persistent buffers. All ranks read the names, and rank
+            0 of the group the values.
         device: where tensors on the meta device get their memory; None: the CPU.
         checkpoints: when and where the servers save the model and the optimizer, and from which
             checkpoint they start. If there is one, all values come from it. Parameters, parameter
@@ -109,7 +108,7 @@ def group_sharded_parallel(
         optimizer,
         device,
         param_init_fn,
-        None if checkpoint is None else Checkpoint(checkpoint, model),
+        [*postponed(model), *(() if checkpoint is None else (Checkpoint(checkpoint, model),))],
         is_source=ranks.rank == 0,
     )
     try:
@@ -130,6 +129,7 @@ def group_sharded_parallel(
     except BaseException:
         initial.undo()
         raise
+    settle(model)
     optimizer.state.clear()
     shared = None if scaler is None else GradScaler.sharing(scaler)
     return (
