@@ -4,11 +4,37 @@
 
 mod common;
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 use common::{JOB, Saved, VERSION};
-use zeroshard_checkpoint::{Export, Manifest, exported_bytes};
+use zeroshard_checkpoint::{Export, Manifest, Part, SavedSlice, exported_bytes};
 use zeroshard_proto::{Error, Optimizer};
+
+/// A slice as [`zeroshard_checkpoint::Storage::stream_slice`] passes it on.
+async fn streamed(saved: &Saved, manifest: &Manifest, slice: u32) -> Result<SavedSlice, Error> {
+    let expected = saved.content.slice(slice);
+    let state = vec![Vec::new(); expected.state.len()];
+    let received = Arc::new(Mutex::new((Vec::new(), state)));
+    let parts = received.clone();
+    let store = move |part, at, bytes: &[u8]| {
+        let mut parts = parts.lock().unwrap();
+        let to = match part {
+            Part::Values => &mut parts.0,
+            Part::State(position) => &mut parts.1[position],
+        };
+        assert_eq!(to.len(), at, "the pieces are passed in order");
+        to.extend_from_slice(bytes);
+        Ok(())
+    };
+    let applied = saved.storage.stream_slice(manifest, slice, store).await?;
+    let (values, state) = std::mem::take(&mut *received.lock().unwrap());
+    let state = state.into_iter().map(Into::into).collect();
+    Ok(SavedSlice { values: values.into(), state, applied })
+}
 
 #[tokio::test]
 async fn slices_and_data_are_read_as_they_were_written() {
@@ -20,6 +46,7 @@ async fn slices_and_data_are_read_as_they_were_written() {
         for slice in 0..saved.content.spec.manifest.number_of_slices() as u32 {
             let read = saved.storage.read_slice(&manifest, slice).await.unwrap();
             assert_eq!(read, saved.content.slice(slice), "{optimizer}, slice {slice}");
+            assert_eq!(streamed(&saved, &manifest, slice).await.unwrap(), read);
             assert!(saved.content.done.lock().unwrap().contains(&slice));
         }
         assert_eq!(manifest.ranks(), [0, 3]);
@@ -95,7 +122,9 @@ async fn a_damaged_slice_is_not_restored() {
     let slices = 0..saved.content.spec.manifest.number_of_slices() as u32;
     let mut damaged = 0;
     for slice in slices {
-        match saved.storage.read_slice(&manifest, slice).await {
+        let read = saved.storage.read_slice(&manifest, slice).await;
+        assert_eq!(streamed(&saved, &manifest, slice).await.is_ok(), read.is_ok());
+        match streamed(&saved, &manifest, slice).await.and(read) {
             Ok(_) => {}
             Err(Error::CheckpointDamaged { file, cause }) => {
                 assert!(file.ends_with(".safetensors") && cause.contains("exp_avg_sq"), "{cause}");
@@ -105,6 +134,33 @@ async fn a_damaged_slice_is_not_restored() {
         }
     }
     assert_eq!(damaged, 1);
+}
+
+#[tokio::test]
+async fn a_slice_whose_file_is_missing_or_too_short_is_not_streamed() {
+    let saved = Saved::new("sgd");
+    let manifest = saved.save(VERSION, 5).await;
+    let slices = 0..saved.content.spec.manifest.number_of_slices() as u32;
+    let mut causes = Vec::new();
+    for path in saved.paths() {
+        let contents = fs::read(&path).unwrap();
+        for damage in [contents.len() - 1, 0] {
+            match damage {
+                0 => fs::remove_file(&path).unwrap(),
+                length => fs::write(&path, &contents[..length]).unwrap(),
+            }
+            for slice in slices.clone() {
+                match streamed(&saved, &manifest, slice).await {
+                    Ok(_) => {}
+                    Err(Error::CheckpointDamaged { cause, .. }) => causes.push(cause),
+                    Err(other) => panic!("{other}"),
+                }
+            }
+            fs::write(&path, &contents).unwrap();
+        }
+    }
+    assert!(causes.iter().any(|cause| cause.contains("ends 1 bytes early")), "{causes:?}");
+    assert!(causes.iter().any(|cause| cause.contains("missing")), "{causes:?}");
 }
 
 #[tokio::test]
