@@ -4,6 +4,7 @@
 //! `slice` computes on a backend. `control` receives the commands of the coordinator, and
 //! `commands` carries them out for a job. Only `carry` and `replicate` know the other servers.
 
+mod background;
 pub(crate) mod budget;
 mod carry;
 pub(crate) mod commands;

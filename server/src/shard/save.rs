@@ -7,17 +7,18 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    io,
     sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
 use bytes::Bytes;
-use tokio::sync::watch;
+use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 use zeroshard_checkpoint::{Part, Save, Source, Storage, write};
 use zeroshard_proto::{AppliedSteps, Error, Result, pb};
 
-use super::{events::JobEvent, job::Job, slice::HeldSlice, store::Store};
+use super::{background, events::JobEvent, job::Job, slice::HeldSlice, store::Store};
 use crate::backend::Backend;
 
 /// How long a step waits for slices without memory for a second version. The save is given up
@@ -94,21 +95,32 @@ async fn run<B: Backend>(
 ) {
     let &pb::WriteCheckpoint { save, version, .. } = request;
     let save = Save { spec: Arc::new(job.spec.clone()), version, save, server };
-    let writing = async {
-        let storage = Storage::open(&request.url)?;
-        let slices = snapshot.slices();
-        tokio::select! {
-            written = write(&storage, &save, slices, snapshot.clone()) => written,
-            never = snapshot.release_written() => match never {},
-            () = snapshot.stalled() => Err(Error::OutOfMemory {
-                what: "a second version of slices that are being saved, which were not written \
-                       within a minute"
-                    .to_owned(),
-                bytes: 0,
-            }),
+    let written = match start_writing(request.url.clone(), save.clone(), snapshot.clone()) {
+        Ok(mut writing) => {
+            let written = tokio::select! {
+                written = &mut writing => Some(written.unwrap_or_else(|error| {
+                    Err(Error::Internal { cause: format!("the save ended: {error}") })
+                })),
+                never = snapshot.release_written() => match never {},
+                () = snapshot.stalled() => Some(Err(Error::OutOfMemory {
+                    what: "a second version of slices that are being saved, which were not \
+                           written within a minute"
+                        .to_owned(),
+                    bytes: 0,
+                })),
+                () = cancelled.cancelled() => None,
+            };
+            if !writing.is_finished() {
+                // It must not create another file after its files have been removed.
+                writing.abort();
+                let _ = writing.await;
+            }
+            written
+        }
+        Err(error) => {
+            Some(Err(Error::Internal { cause: format!("cannot start threads: {error}") }))
         }
     };
-    let written = cancelled.run_until_cancelled(writing).await;
     let is_written = matches!(written, Some(Ok(_)));
     snapshot.release_all().await;
     if !is_written
@@ -123,6 +135,18 @@ async fn run<B: Backend>(
         cause: "the save was given up".to_owned(),
     };
     report(job, request, written.unwrap_or_else(|| Err(given_up())));
+}
+
+/// Writes the slices of a snapshot, hashed, beside the steps of the job.
+fn start_writing<B: Backend>(
+    url: String,
+    save: Save,
+    snapshot: Arc<Snapshot<B>>,
+) -> io::Result<JoinHandle<Result<Vec<pb::CheckpointFile>>>> {
+    background::spawn(async move {
+        let storage = Storage::open(&url)?;
+        write(&storage, &save, snapshot.slices(), snapshot.clone()).await
+    })
 }
 
 /// Informs the coordinator about the end of a save.
