@@ -146,7 +146,7 @@ impl Process {
     /// # Panics
     /// If the system does not report it.
     pub fn peak_memory(&self) -> u64 {
-        self.status_bytes("VmHWM:")
+        status_bytes(self.id(), "VmHWM:")
     }
 
     /// The resident memory of the process, in bytes.
@@ -154,15 +154,15 @@ impl Process {
     /// # Panics
     /// If the system does not report it.
     pub fn memory(&self) -> u64 {
-        self.status_bytes("VmRSS:")
+        Self::memory_of(self.id())
     }
 
-    fn status_bytes(&self, field: &str) -> u64 {
-        let status =
-            std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("/proc exists");
-        let line = status.lines().find(|line| line.starts_with(field)).expect("Linux reports it");
-        let kilobytes = line.split_whitespace().nth(1).expect("a number");
-        kilobytes.parse::<u64>().expect("a number") * 1024
+    /// The resident memory of a process, in bytes.
+    ///
+    /// # Panics
+    /// If the system does not report it.
+    pub fn memory_of(id: u32) -> u64 {
+        status_bytes(id, "VmRSS:")
     }
 
     /// Inverts a bit of the first of these values wherever they follow each other in the memory of
@@ -224,7 +224,15 @@ impl Process {
     /// # Panics
     /// If it has ended.
     pub fn stand_still(&self, duration: Duration) {
-        let pid = self.id().to_string();
+        Self::stand_still_for(self.id(), duration);
+    }
+
+    /// Stops a process (SIGSTOP), and lets it continue after `duration`.
+    ///
+    /// # Panics
+    /// If it has ended.
+    pub fn stand_still_for(id: u32, duration: Duration) {
+        let pid = id.to_string();
         signal("-STOP", &pid);
         thread::spawn(move || {
             thread::sleep(duration);
@@ -259,4 +267,11 @@ impl Drop for Process {
 fn signal(name: &str, pid: &str) {
     let sent = Command::new("kill").args([name, pid]).status();
     assert!(sent.is_ok_and(|status| status.success()), "kill {name} {pid} has failed");
+}
+
+fn status_bytes(id: u32, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{id}/status")).expect("/proc exists");
+    let line = status.lines().find(|line| line.starts_with(field)).expect("Linux reports it");
+    let kilobytes = line.split_whitespace().nth(1).expect("a number");
+    kilobytes.parse::<u64>().expect("a number") * 1024
 }

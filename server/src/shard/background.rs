@@ -8,9 +8,9 @@ use tokio::{
     task::JoinHandle,
 };
 
-/// How many of the 20 lower priorities ("nice") the threads have. A thread with 10 gets a tenth of
-/// the time of one with 0 that competes with it for a core, and all of the time of an idle core.
-const NICE: i32 = 10;
+/// The difference in priority ("nice") to other threads. A thread with 15 gets a thirtieth of the
+/// time of one with 0 that competes with it for a core, and all of the time of an idle core.
+const NICE: i32 = 15;
 
 /// The threads of all servers of this process. They are never stopped.
 static RUNTIME: OnceLock<Runtime> = OnceLock::new();

@@ -4,4 +4,6 @@
 
 mod absence;
 mod chaos;
+mod disturbed;
 mod epochs;
+mod soak;
