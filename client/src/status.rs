@@ -17,6 +17,8 @@ pub struct Status {
 pub struct ServerStatus {
     /// The server.
     pub server: Server,
+    /// What fails together with it, such as a rack; empty: a zone of its own.
+    pub zone: String,
     /// Number of slices.
     pub slices: u32,
     /// Bytes of master weights.
@@ -77,6 +79,7 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
         let stats = message.stats.unwrap_or_default();
         Ok(Self {
             server: server.into(),
+            zone: message.zone,
             slices: stats.jobs.iter().map(|job| job.slices).sum(),
             master_bytes: stats.master_bytes,
             state_bytes: stats.state_bytes,

@@ -293,6 +293,10 @@ pub struct Shard {
     /// address that it advertises
     #[arg(long, env = "ZEROSHARD_ID", value_name = "NAME")]
     pub id: Option<String>,
+    /// What fails together with this server, such as a rack or an availability zone. The replicas
+    /// of a job are in different zones, where there are enough
+    #[arg(long, env = "ZEROSHARD_ZONE", value_name = "NAME")]
+    pub zone: Option<String>,
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
@@ -357,6 +361,7 @@ impl All {
             coordinator: None,
             advertise: self.advertise.clone(),
             id: None,
+            zone: None,
             parked_bytes: self.parked_bytes,
             pinned_bytes: self.pinned_bytes,
         }

@@ -215,6 +215,7 @@ fn server(status: &client::ServerStatus) -> serde_json::Value {
     json!({
         "id": status.server.id,
         "address": status.server.address,
+        "zone": status.zone,
         "master_bytes": status.master_bytes,
         "state_bytes": status.state_bytes,
         "accumulator_bytes": status.accumulator_bytes,

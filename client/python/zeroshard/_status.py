@@ -11,10 +11,12 @@ from ._native import Cluster
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """A shard server, and the bytes that it holds."""
+    """A shard server, and the bytes that it holds. ``zone`` is empty unless it was started with
+    ``--zone``."""
 
     id: int
     address: str
+    zone: str
     master_bytes: int
     state_bytes: int
     accumulator_bytes: int

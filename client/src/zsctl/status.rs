@@ -27,6 +27,7 @@ fn servers(servers: &[ServerStatus]) -> Table {
         "GRADIENTS",
         "PUBLISHED",
         "PARKED",
+        "ZONE",
     ]);
     for status in servers {
         let bytes = [
@@ -38,7 +39,8 @@ fn servers(servers: &[ServerStatus]) -> Table {
         ];
         let server = &status.server;
         let head = [server.id.to_string(), server.address.clone(), status.slices.to_string()];
-        table.add_row(head.into_iter().chain(bytes.map(human)));
+        let zone = if status.zone.is_empty() { "-".to_owned() } else { status.zone.clone() };
+        table.add_row(head.into_iter().chain(bytes.map(human)).chain([zone]));
     }
     table
 }
@@ -69,7 +71,7 @@ fn jobs(jobs: &[JobStatus]) -> Table {
 fn server_json(status: &ServerStatus) -> serde_json::Value {
     json!({
         "event": "server", "id": status.server.id, "address": status.server.address,
-        "slices": status.slices,
+        "zone": status.zone, "slices": status.slices,
         "master_bytes": status.master_bytes, "state_bytes": status.state_bytes,
         "accumulator_bytes": status.accumulator_bytes, "published_bytes": status.published_bytes,
         "parked_bytes": status.parked_bytes,

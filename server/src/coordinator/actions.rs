@@ -81,8 +81,8 @@ impl Driver {
 
     async fn plan(&self, placing: Placing) -> Result<Placed> {
         let checkpoint = storage::find(&placing).await?;
-        let Placing { spec, live, .. } = placing;
-        let plan = move || Plan::new(&spec, &live);
+        let Placing { spec, live, zones, .. } = placing;
+        let plan = move || Plan::new(&spec, &live, &zones);
         Ok(Placed { plan: self.failure.blocking("place a job", plan).await?, checkpoint })
     }
 

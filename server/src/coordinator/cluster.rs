@@ -78,10 +78,10 @@ impl Cluster {
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::ServerJoined { stream, server, held, failed, is_new } => {
+            Event::ServerJoined { stream, server, zone, held, failed, is_new } => {
                 let id = server.id;
                 self.has_returning = Some(is_new || self.has_returning == Some(true));
-                self.server_joined(stream, server, failed, now, &mut out);
+                self.server_joined(stream, (server, zone), failed, now, &mut out);
                 self.take_over(id, held, is_new, now, &mut out);
             }
             Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),

@@ -56,11 +56,15 @@ const REGISTRATION_LIMIT: Duration = Duration::from_secs(30);
 
 /// The maximum number of jobs that a server may describe.
 const MAX_HELD_JOBS: u32 = 4096;
+/// The longest name of a zone, in bytes.
+const MAX_ZONE: usize = 256;
 
 /// A server that registers.
 #[derive(Debug)]
 pub(crate) struct Registration {
     pub(crate) server: Server,
+    /// Its zone; empty: a zone of its own.
+    pub(crate) zone: String,
     /// The term of the coordinator that it has followed before; 0 for none.
     pub(crate) term: u64,
     /// The jobs that it holds.
@@ -90,7 +94,7 @@ async fn read_registration(
         Some(serve_request::Event::Hello(hello)) => hello,
         _ => return Err(unexpected("first message", "another message", "Hello").into()),
     };
-    let server = server(&hello)?;
+    let (server, zone) = (server(&hello)?, zone(&hello)?);
     if hello.held_jobs > MAX_HELD_JOBS {
         let what = format!("held_jobs of shard server {}", server.address);
         let expected = format!("at most {MAX_HELD_JOBS}");
@@ -109,7 +113,7 @@ async fn read_registration(
         }
     }
     let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.reason));
-    Ok(Registration { server, term: hello.term, held, failed: failed.collect() })
+    Ok(Registration { server, zone, term: hello.term, held, failed: failed.collect() })
 }
 
 fn unexpected(what: &str, found: &str, expected: &str) -> Error {
@@ -128,6 +132,15 @@ fn server(hello: &pb::Hello) -> Result<Server> {
         }
     }
     Ok(Server { id: hello.server_id, incarnation: hello.incarnation, address })
+}
+
+fn zone(hello: &pb::Hello) -> Result<String> {
+    if hello.zone.len() > MAX_ZONE {
+        let what = format!("zone of shard server {}", hello.address);
+        let found = format!("{} bytes long", hello.zone.len());
+        return Err(Error::invalid(what, found, format!("at most {MAX_ZONE} bytes")));
+    }
+    Ok(hello.zone.clone())
 }
 
 /// Passes on the messages of the server until its stream ends.

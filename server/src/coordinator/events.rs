@@ -11,6 +11,7 @@ use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Restore, Result, Ser
 use super::{
     decisions::{Decision, Report},
     jobs::Plan,
+    placement::Zones,
     recovery::Held,
     reduce::{Norm, Reduced},
     responses::{Files, Stats},
@@ -78,6 +79,8 @@ pub(crate) enum Event {
     ServerJoined {
         stream: u64,
         server: Server,
+        /// Empty: a zone of its own.
+        zone: String,
         held: Vec<Held>,
         failed: BTreeMap<u64, String>,
         is_new: bool,
@@ -318,6 +321,7 @@ pub(crate) struct Placing {
     pub(crate) job: JobRef,
     pub(crate) spec: Arc<JobSpec>,
     pub(crate) live: Vec<Server>,
+    pub(crate) zones: Zones,
     /// The checkpoint from which the job starts, if it does.
     pub(crate) restore: Option<Arc<Restore>>,
 }

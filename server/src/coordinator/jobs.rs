@@ -19,7 +19,7 @@ use super::{
         Action, Caller, Command, Create, JobRef, Now, OpenJob, Placed, Placing, Reply, ServerId,
         Waiter,
     },
-    placement::place,
+    placement::{Zones, place},
     recovery::unknown_yet,
     replicas::Replicas,
     restore::same_checkpoint,
@@ -54,12 +54,13 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Places the slices of `spec` on `live`. This can take a second, and needs no state.
+    /// Places the slices of `spec` on `live`, which are in these zones. This can take a second, and
+    /// needs no state.
     ///
     /// # Errors
     /// Those of [`place`].
-    pub(crate) fn new(spec: &JobSpec, live: &[Server]) -> Result<Self> {
-        Ok(Self::of(spec, place(None, live, &weights(spec), spec.replicas as usize)?))
+    pub(crate) fn new(spec: &JobSpec, live: &[Server], zones: &Zones) -> Result<Self> {
+        Ok(Self::of(spec, place(None, live, zones, &weights(spec), spec.replicas as usize)?))
     }
 
     /// The plan with this placement.
@@ -148,7 +149,13 @@ impl Cluster {
             None => restore.clone(),
         };
         let (job, spec) = (JobRef { name: name.to_owned(), id: *id }, spec.clone());
-        out.push(Action::Place(Placing { job, spec, live: self.live(), restore }));
+        out.push(Action::Place(Placing {
+            job,
+            spec,
+            live: self.live(),
+            zones: self.zones(),
+            restore,
+        }));
     }
 
     /// Waiting -> Opening.

@@ -11,13 +11,18 @@
 //! With one server per slice, steps 1 and 2 are sufficient when a server is lost: then only its
 //! slices move.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use zeroshard_proto::{Error, Placement, Result, Server};
 
+/// The zones of servers, by id: what fails together, such as a rack. A server that is not listed is
+/// a zone of its own.
+pub type Zones = BTreeMap<u64, String>;
+
 /// Places slices with `weights` (bytes each) on the `live` servers, `replicas` distinct servers for
-/// each slice, as close to `previous` as the balance allows. The placement lists only servers that
-/// hold slices, by id.
+/// each slice, as close to `previous` as the balance allows. The servers of a slice are in
+/// different zones, where there are enough. The placement lists only servers that hold slices, by
+/// id.
 ///
 /// # Errors
 /// [`Error::Invalid`] if there are fewer servers than replicas, or if `previous` has a different
@@ -25,6 +30,7 @@ use zeroshard_proto::{Error, Placement, Result, Server};
 pub fn place(
     previous: Option<&Placement>,
     live: &[Server],
+    zones: &Zones,
     weights: &[u64],
     replicas: usize,
 ) -> Result<Placement> {
@@ -46,7 +52,7 @@ pub fn place(
     let mut servers = live.to_vec();
     servers.sort_by_key(|server| server.id);
     servers.dedup_by_key(|server| server.id);
-    let mut plan = Plan::new(&servers, weights, replicas);
+    let mut plan = Plan::new(&servers, zones, weights, replicas);
     if let Some(previous) = previous {
         plan.keep(&servers, previous);
     }
@@ -56,13 +62,15 @@ pub fn place(
 }
 
 /// Keeps each slice on the servers `kept`, the first of which is the primary, and adds servers
-/// where these are fewer than `replicas`, as far as there are any. No slice moves.
+/// where these are fewer than `replicas`, as far as there are any, of other zones first. No slice
+/// moves.
 ///
 /// # Errors
 /// [`Error::Invalid`] if there is no server.
 pub fn replace_lost(
     kept: &[Vec<Server>],
     live: &[Server],
+    zones: &Zones,
     weights: &[u64],
     replicas: usize,
 ) -> Result<Placement> {
@@ -73,7 +81,7 @@ pub fn replace_lost(
     if replicas == 0 {
         return Err(Error::invalid("number of shard servers", 0, "at least 1"));
     }
-    let mut plan = Plan::new(&servers, weights, replicas);
+    let mut plan = Plan::new(&servers, zones, weights, replicas);
     let position = |server: &Server| servers.iter().position(|other| other == server);
     for (slice, kept) in kept.iter().enumerate() {
         let owners = kept.iter().filter_map(position).map(|owner| owner as u32);
@@ -87,6 +95,8 @@ pub fn replace_lost(
 struct Plan<'a> {
     weights: &'a [u64],
     replicas: usize,
+    /// The zone of each live server; `None`: a zone of its own.
+    zones: Vec<Option<&'a str>>,
     /// Positions in the list of live servers, primary first, of each slice; at most `replicas`.
     owners: Vec<Vec<u32>>,
     loads: Vec<u64>,
@@ -95,14 +105,22 @@ struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    fn new(servers: &[Server], weights: &'a [u64], replicas: usize) -> Self {
+    fn new(servers: &[Server], zones: &'a Zones, weights: &'a [u64], replicas: usize) -> Self {
+        let zone = |server: &Server| zones.get(&server.id).map(String::as_str);
         Self {
             weights,
             replicas,
+            zones: servers.iter().map(zone).collect(),
             owners: vec![Vec::with_capacity(replicas); weights.len()],
             loads: vec![0; servers.len()],
             order: (0..servers.len() as u32).map(|server| (0, server)).collect(),
         }
+    }
+
+    /// Whether one of `owners` is in the zone of `server`.
+    fn shares_zone(&self, owners: &[u32], server: u32) -> bool {
+        let zone = self.zones[server as usize];
+        zone.is_some() && owners.iter().any(|&owner| self.zones[owner as usize] == zone)
     }
 
     fn add(&mut self, server: u32, bytes: u64) {
@@ -145,6 +163,16 @@ impl<'a> Plan<'a> {
         self.order = self.loads.iter().enumerate().map(|(s, &load)| (load, s as u32)).collect();
     }
 
+    /// The least loaded server that does not hold the slice: of another zone, if there is one.
+    fn free(&self, owners: &[u32]) -> Option<u32> {
+        let free = || {
+            let servers = self.order.iter().map(|&(_, server)| server);
+            servers.filter(|server| !owners.contains(server))
+        };
+        let elsewhere = free().find(|&server| !self.shares_zone(owners, server));
+        elsewhere.or_else(|| free().next())
+    }
+
     /// Finds servers for slices that have too few, largest first.
     fn fill(&mut self) {
         let mut lacking: Vec<usize> = (0..self.weights.len())
@@ -152,14 +180,8 @@ impl<'a> Plan<'a> {
             .collect();
         lacking.sort_by_key(|&slice| (std::cmp::Reverse(self.weights[slice]), slice));
         for slice in lacking {
-            let owners = &self.owners[slice];
-            let free = self
-                .order
-                .iter()
-                .map(|&(_, server)| server)
-                .filter(|server| !owners.contains(server));
-            let chosen: Vec<u32> = free.take(self.replicas - owners.len()).collect();
-            for server in chosen {
+            while self.owners[slice].len() < self.replicas {
+                let Some(server) = self.free(&self.owners[slice]) else { break };
                 self.owners[slice].push(server);
                 self.add(server, self.weights[slice]);
             }
@@ -167,7 +189,7 @@ impl<'a> Plan<'a> {
     }
 
     /// Moves slices from the fullest to the emptiest server until they differ by at most the
-    /// largest slice.
+    /// largest slice, or until another move would put two servers of a slice into one zone.
     fn balance(&mut self) {
         let largest = self.weights.iter().copied().max().unwrap_or(0);
         let mut held: Option<Vec<Vec<usize>>> = None;
@@ -181,12 +203,15 @@ impl<'a> Plan<'a> {
             }
             let held = held.get_or_insert_with(|| self.held());
             // The fullest server holds more than the emptiest, so it has a slice that the other
-            // server does not hold.
+            // server does not hold. (It may be in the zone of another server of the slice.)
             let list = &mut held[from as usize];
-            let Some(index) = list.iter().rposition(|&slice| !self.owners[slice].contains(&to))
-            else {
-                return;
+            let may_move = |&slice: &usize| {
+                let owners = &self.owners[slice];
+                let others: Vec<u32> = owners.iter().copied().filter(|&one| one != from).collect();
+                !owners.contains(&to)
+                    && (!self.shares_zone(&others, to) || self.shares_zone(&others, from))
             };
+            let Some(index) = list.iter().rposition(may_move) else { return };
             let slice = list.remove(index);
             let place = self.owners[slice].iter_mut().find(|owner| **owner == from);
             *place.expect("`held` lists what the server owns") = to;
@@ -238,7 +263,35 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{place as place_in, *};
+
+    /// Places without zones.
+    fn place(
+        previous: Option<&Placement>,
+        live: &[Server],
+        weights: &[u64],
+        replicas: usize,
+    ) -> Result<Placement> {
+        place_in(previous, live, &Zones::new(), weights, replicas)
+    }
+
+    /// The zone of each server of a slice, in a cluster whose zones are the ids modulo `zones`.
+    fn zones_of(placement: &Placement, slice: usize, zones: u64) -> Vec<u64> {
+        ids(placement, slice).into_iter().map(|id| id % zones).collect()
+    }
+
+    #[test]
+    fn a_lost_server_is_replaced_by_one_of_another_zone_if_there_is_one() {
+        let zones: Zones = (0..4).map(|id| (id, format!("zone {}", id % 2))).collect();
+        let weights = [10, 20, 30];
+        let kept = vec![servers([0]), servers([1]), servers([0])];
+        let placed = replace_lost(&kept, &servers(0..4), &zones, &weights, 2).unwrap();
+        for slice in 0..3 {
+            assert_eq!(zones_of(&placed, slice, 2).iter().sum::<u64>(), 1, "{placed:?}");
+        }
+        let placed = replace_lost(&kept[..1], &servers([0, 2]), &zones, &weights[..1], 2).unwrap();
+        assert_eq!(ids(&placed, 0), [0, 2], "better than none");
+    }
 
     fn servers(ids: impl IntoIterator<Item = u64>) -> Vec<Server> {
         ids.into_iter()
@@ -328,6 +381,27 @@ mod tests {
             let reversed: Vec<_> = live.iter().rev().cloned().collect();
             prop_assert_eq!(&place(None, &reversed, &weights, replicas).unwrap(), &placement);
             prop_assert_eq!(&place(Some(&placement), &live, &weights, replicas).unwrap(), &placement);
+        }
+
+        #[test]
+        fn the_servers_of_a_slice_are_in_as_many_zones_as_possible(
+            weights in prop::collection::vec(0u64..1000, 1..100), count in 1u64..9, zones in 1u64..5,
+            replicas in 1usize..4,
+        ) {
+            let live = servers(0..count);
+            let replicas = replicas.min(live.len());
+            let of: Zones = (0..count).map(|id| (id, format!("zone {}", id % zones))).collect();
+            let mut placement = place_in(None, &live, &of, &weights, replicas).unwrap();
+            for _ in 0..2 {
+                for slice in 0..weights.len() {
+                    let mut found = zones_of(&placement, slice, zones);
+                    found.sort_unstable();
+                    found.dedup();
+                    prop_assert_eq!(found.len(), replicas.min(zones.min(count) as usize));
+                }
+                let next = place_in(Some(&placement), &live, &of, &weights, replicas);
+                placement = next.unwrap();
+            }
         }
 
         #[test]

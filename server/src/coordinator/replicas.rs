@@ -255,7 +255,7 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let live = self.live();
+        let (live, zones) = (self.live(), self.zones());
         let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
@@ -264,7 +264,7 @@ impl Cluster {
             .into_iter()
             .filter(|server| !refused.contains(&(server.id, server.incarnation)))
             .collect();
-        let placed = replace_lost(&kept, &live, &weights(spec), spec.replicas as usize);
+        let placed = replace_lost(&kept, &live, &zones, &weights(spec), spec.replicas as usize);
         let placement = match placed {
             Ok(placement) => placement,
             Err(error) => return self.fail(name, &error.to_string(), now, out),

@@ -7,7 +7,7 @@ use super::{
     decisions::Report,
     feed::{Change, Peer},
     reduce::{Absent, Norm, Overflow},
-    state::{Job, Phase},
+    state::{Job, Phase, ServerState},
 };
 
 impl From<Description> for pb::DescribeJobResponse {
@@ -104,13 +104,13 @@ impl Stats {
 
 impl From<&Cluster> for pb::StatusResponse {
     fn from(cluster: &Cluster) -> Self {
-        let stats = cluster.servers.values().map(|known| known.stats.clone());
-        let server = |(server, stats): (Server, Option<Stats>)| pb::ServerStatus {
+        let status = |(server, known): (Server, &ServerState)| pb::ServerStatus {
             server: Some(server.into()),
-            stats: stats.map(|Stats(stats)| stats),
+            stats: known.stats.clone().map(|Stats(stats)| stats),
+            zone: known.zone.clone(),
         };
         Self {
-            servers: cluster.live().into_iter().zip(stats).map(server).collect(),
+            servers: cluster.live().into_iter().zip(cluster.servers.values()).map(status).collect(),
             jobs: cluster.jobs.values().map(Into::into).collect(),
         }
     }

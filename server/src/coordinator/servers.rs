@@ -8,6 +8,7 @@ use super::{
     absence::patience,
     cluster::Cluster,
     events::{Action, Command, Link, Now, ServerId},
+    placement::Zones,
     state::{Job, Phase, ServerState},
 };
 use crate::listing::some_of;
@@ -18,7 +19,7 @@ impl Cluster {
     pub(super) fn server_joined(
         &mut self,
         stream: u64,
-        server: Server,
+        (server, zone): (Server, String),
         failed: BTreeMap<u64, String>,
         now: Now,
         out: &mut Vec<Action>,
@@ -38,7 +39,7 @@ impl Cluster {
             self.server_lost(link, "another server connected with its address", now, out);
         }
         out.push(Action::Note(format!("shard server {address} joined, id {id:016x}")));
-        let state = ServerState { stream, incarnation, address, stats: None, failed };
+        let state = ServerState { stream, incarnation, address, zone, stats: None, failed };
         self.servers.insert(id, state);
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
@@ -108,6 +109,12 @@ impl Cluster {
             address: known.address.clone(),
         };
         self.servers.iter().map(server).collect()
+    }
+
+    /// The zones of the connected shard servers that have one.
+    pub(super) fn zones(&self) -> Zones {
+        let zoned = self.servers.iter().filter(|(_, known)| !known.zone.is_empty());
+        zoned.map(|(&id, known)| (id, known.zone.clone())).collect()
     }
 
     /// `shard server 127.0.0.1:7401`.

@@ -48,6 +48,8 @@ pub(super) struct Contact<'a> {
     pub(super) token: &'a Token,
     /// The address that other processes dial to reach this server.
     pub(super) advertised: &'a str,
+    /// The zone of this server; empty: a zone of its own.
+    pub(super) zone: &'a str,
     pub(super) server_id: u64,
     pub(super) incarnation: u64,
     /// The highest term of a coordinator so far.
@@ -150,7 +152,8 @@ impl<'a, B: Backend> Session<'a, B> {
         contact: Contact<'a>,
         tasks: &'a mut Tasks,
     ) -> Result<(Self, Commands)> {
-        let Contact { coordinator, advertised, token, server_id, incarnation, term } = contact;
+        let Contact { coordinator, advertised, zone, token, server_id, incarnation, term } =
+            contact;
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let addresses = Addresses::parse(coordinator)?;
@@ -163,6 +166,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let held = tasks.describe(store).await?;
         let hello = pb::Hello {
             address: advertised.to_owned(),
+            zone: zone.to_owned(),
             server_id,
             incarnation,
             term: term.load(Ordering::Acquire),

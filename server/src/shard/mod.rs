@@ -55,6 +55,8 @@ pub struct Shard<B: Backend> {
     token: Token,
     /// The name that the operator gave this server.
     id: Option<String>,
+    /// The zone of this server, if the operator gave it one.
+    zone: Option<String>,
     /// The incarnation of this process.
     incarnation: u64,
 }
@@ -77,6 +79,7 @@ impl<B: Backend> Shard<B> {
             health,
             token: common.token,
             id: config.id.clone(),
+            zone: config.zone.clone(),
             incarnation: crate::identity::random()?,
         })
     }
@@ -106,6 +109,7 @@ impl<B: Backend> Shard<B> {
             coordinator,
             token: &self.token,
             advertised,
+            zone: self.zone.as_deref().unwrap_or_default(),
             server_id: crate::identity::of_server(id),
             incarnation: self.incarnation,
             term: &AtomicU64::new(0),

@@ -235,7 +235,7 @@ impl World {
             }
             Action::Command(server, command) => self.send_command(server, command),
             Action::Place(placing) => {
-                let plan = Plan::new(&placing.spec, &placing.live);
+                let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
                 let placed = plan.map(|plan| Placed { plan, checkpoint: None });
                 let event = Box::new(Event::Placed { job: placing.job, placed });
                 self.later(Happening::Event { life, stream: None, event });

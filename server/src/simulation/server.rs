@@ -219,6 +219,7 @@ impl World {
         let joined = Event::ServerJoined {
             stream,
             server: of.server(),
+            zone: String::new(),
             held: held.collect(),
             failed: failed.collect(),
             is_new: term != 0 && term != coordinator,

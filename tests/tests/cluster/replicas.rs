@@ -1,12 +1,15 @@
 //! Jobs with replicas: servers are killed while they train.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use zeroshard_client::{Commit, Error, Job};
 use zeroshard_proto::JobSpec;
 use zeroshard_tests::{Cluster, Process, Training, synthetic, training};
 
-use crate::{adamw, job, start, until};
+use crate::{adamw, connect, job, start, until};
 
 fn spec(name: &str, replicas: u32) -> JobSpec {
     let tensors = synthetic::kinds_and_large(&adamw());
@@ -102,6 +105,40 @@ async fn a_run_survives_the_death_of_the_coordinator_and_a_server_at_the_same_in
         cluster.shards[server] = Cluster::shard(&address, &[]);
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_run_survives_the_loss_of_a_whole_zone() {
+    const STEPS: u64 = 12;
+    let expected = calm(STEPS).await;
+    let mut cluster = Cluster::start(0);
+    // Without zones, about a sixth of the slices would be on the first two servers only.
+    let zones = ["north", "north", "south", "south"];
+    for zone in zones {
+        cluster.shards.push(Cluster::shard(cluster.address(), &["--zone", zone]));
+    }
+    let client = connect(cluster.address()).await;
+    let all = async || client.status().await.unwrap().servers;
+    while all().await.len() < 4 {}
+    let zone_of: BTreeMap<u64, String> =
+        all().await.into_iter().map(|server| (server.server.id, server.zone)).collect();
+    let spec = JobSpec { min_servers: 4, ..spec("zones", 2) };
+    let jobs = start(cluster.address(), &spec).await;
+    let placement = client.describe_job("zones").await.unwrap().placement;
+    for slice in 0..placement.slices() {
+        let server = |&owner: &u32| &placement.servers()[owner as usize].id;
+        let zones: BTreeSet<&String> =
+            placement.owners(slice).iter().map(|owner| &zone_of[server(owner)]).collect();
+        assert_eq!(zones.len(), 2, "slice {slice}");
+    }
+    let done = AtomicU64::new(0);
+    let kill = async {
+        until("six steps are made", || done.load(Ordering::Relaxed) >= 6).await;
+        cluster.shards[0].kill();
+        cluster.shards[1].kill();
+    };
+    tokio::join!(train(&jobs[0], 0..STEPS, &done), train(&jobs[1], 0..STEPS, &done), kill);
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
 }
 
 #[tokio::test]

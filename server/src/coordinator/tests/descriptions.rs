@@ -17,7 +17,7 @@ fn descriptions_that_differ_fail_the_job_and_name_both_servers() {
     assert!(script.closed().contains(&1) && script.closed().contains(&2));
     let mut other = before.held();
     let reversed = [2, 1].map(|id| Server { id, incarnation: 1, address: format!("host:{id}") });
-    other.plan = Plan::new(&before.spec, &reversed[..1]).unwrap();
+    other.plan = Plan::new(&before.spec, &reversed[..1], &Zones::new()).unwrap();
     let script = before.recover([before.held(), other]);
     assert!(script.failure().unwrap().contains("host:2 describe different placements"));
 }
@@ -28,7 +28,7 @@ fn an_earlier_job_of_the_same_name_does_not_replace_a_later_one() {
     let stale = |servers: &[u64]| {
         let server = |&id| Server { id, incarnation: 1, address: format!("host:{id}") };
         let servers: Vec<_> = servers.iter().map(server).collect();
-        let plan = Plan::new(&before.spec, &servers).unwrap();
+        let plan = Plan::new(&before.spec, &servers, &Zones::new()).unwrap();
         Held { id: 55, term: 3, plan, ..before.held() }
     };
     // A server that was away since an earlier coordinator describes its old job first or last, and
@@ -118,7 +118,14 @@ fn servers_of_an_earlier_coordinator_have_time_to_return_after_a_new_one() {
         let stream = script.next();
         script.links.insert(3, Link { server: 3, stream });
         let (held, failed) = (Vec::new(), BTreeMap::new());
-        script.event(Event::ServerJoined { stream, server, held, failed, is_new: false });
+        script.event(Event::ServerJoined {
+            stream,
+            server,
+            zone: String::new(),
+            held,
+            failed,
+            is_new: false,
+        });
         let creating = script.create(JobSpec { min_servers: 1, ..JobSpec::clone(&before.spec) });
         let unknown = script.attach(0, before.leases[0]);
         assert!(matches!(unknown, Err(Error::Unavailable { .. })), "{unknown:?}");

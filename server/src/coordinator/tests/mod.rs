@@ -39,6 +39,7 @@ use super::{
     },
     feed::Change,
     jobs::Plan,
+    placement::Zones,
     reduce::{Absent, Norm, Overflow, Reduced},
     responses::Files,
     save::{Completion, Save, Saved},
@@ -143,7 +144,7 @@ impl Script {
                 return said.map(|said| Event::Said { from: self.links[&server], said });
             }
             Action::Place(placing) => {
-                let plan = Plan::new(&placing.spec, &placing.live);
+                let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
                 let found = placing.restore.and(self.found.clone());
                 let placed = plan.map(|plan| Placed { plan, checkpoint: found });
                 return Some(Event::Placed { job: placing.job, placed });
@@ -186,7 +187,14 @@ impl Script {
         let stream = self.next();
         self.links.insert(server.id, Link { server: server.id, stream });
         let (held, failed) = (Vec::new(), BTreeMap::new());
-        self.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
+        self.event(Event::ServerJoined {
+            stream,
+            server,
+            zone: String::new(),
+            held,
+            failed,
+            is_new: true,
+        });
     }
 
     /// The process of a server ends.

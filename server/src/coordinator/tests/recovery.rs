@@ -21,7 +21,7 @@ impl Before {
     pub(super) fn new() -> Self {
         let server = |id| Server { id, incarnation: 1, address: format!("host:{id}") };
         let spec = JobSpec { min_servers: 2, ..spec(2) };
-        let plan = Plan::new(&spec, &[server(1), server(2)]).unwrap();
+        let plan = Plan::new(&spec, &[server(1), server(2)], &Zones::new()).unwrap();
         Self { spec: Arc::new(spec), plan, leases: [Lease(70), Lease(71)] }
     }
 
@@ -98,7 +98,14 @@ impl Script {
         let stream = self.next();
         self.links.insert(id, Link { server: id, stream });
         let failed = failed.iter().map(|&(id, reason)| (id, reason.to_owned())).collect();
-        self.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
+        self.event(Event::ServerJoined {
+            stream,
+            server,
+            zone: String::new(),
+            held,
+            failed,
+            is_new: true,
+        });
     }
 
     pub(super) fn attach(&mut self, rank: u32, lease: Lease) -> Result<()> {

@@ -378,7 +378,7 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
         Driver::new(Cluster::default(), Metrics::new(), Failure::default(), Leadership::alone());
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let (held, failed) = (Vec::new(), BTreeMap::new());
-    let registration = Registration { server, term: 0, held, failed };
+    let registration = Registration { server, zone: String::new(), term: 0, held, failed };
     let mut control = driver.add_server(registration).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });
     let create =

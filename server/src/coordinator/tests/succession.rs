@@ -217,10 +217,10 @@ fn copies(before: (TensorSpec, &str), after: (TensorSpec, &str)) -> Vec<SliceCop
     };
     let live = [Server { id: 1, incarnation: 1, address: "host:1".into() }];
     let (before, after) = (job(before), job(after));
-    let placement = Plan::new(&after, &live).unwrap().placement;
+    let placement = Plan::new(&after, &live, &Zones::new()).unwrap().placement;
     let source = Source {
         succession: from(0).unwrap().into(),
-        placement: Plan::new(&before, &live).unwrap().placement,
+        placement: Plan::new(&before, &live, &Zones::new()).unwrap().placement,
         spec: before.into(),
     };
     source.copies(&after, &placement, 1)

@@ -225,7 +225,7 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
     use crate::coordinator::recovery::Held;
     let spec = spec(2);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
-    let placement = Plan::new(&spec, &[server]).unwrap().placement;
+    let placement = Plan::new(&spec, &[server], &Zones::new()).unwrap().placement;
     let held = || pb::HeldJob {
         spec: Some((&spec).into()),
         placement: Some(placement.as_ref().into()),
