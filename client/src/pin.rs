@@ -20,6 +20,10 @@ use crate::{
 /// steps are so fast that the current one was replaced before all servers held it.
 const NEXT_VERSION: Duration = Duration::from_secs(1);
 
+/// The pause before the job is described again, after a server has refused a slice that it does not
+/// hold any more.
+const REFRESH: Duration = Duration::from_millis(20);
+
 /// What a reader wants to keep.
 #[derive(Debug, Clone)]
 pub struct Pin {
@@ -91,8 +95,9 @@ impl Cluster {
                 pinned => return pinned,
             };
             if let Next::Refresh(_) = tries.next(error).await? {
-                // The next description has the new placement.
-                tokio::task::yield_now().await;
+                // The coordinator may not know the new placement yet.
+                tries.check()?;
+                tokio::time::sleep(REFRESH).await;
             }
         }
     }

@@ -119,8 +119,13 @@ impl Driver {
     }
 
     /// Reads the state.
-    pub(crate) fn read<T>(&self, read: impl FnOnce(&Cluster) -> T) -> T {
-        read(&self.lock().cluster)
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] after the end of the leadership, or when it is shutting down.
+    pub(crate) fn read<T>(&self, read: impl FnOnce(&Cluster) -> T) -> Result<T> {
+        let mut inner = self.lock();
+        self.check_running(&mut inner)?;
+        Ok(read(&inner.cluster))
     }
 
     /// The term of the coordinator.

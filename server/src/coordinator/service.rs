@@ -67,7 +67,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::DescribeJobRequest>,
     ) -> Answer<pb::DescribeJobResponse> {
         let job = request.into_inner().job;
-        let description = self.driver.read(|cluster| cluster.describe(&job))?;
+        let description = self.driver.read(|cluster| cluster.describe(&job))??;
         Ok(Response::new(
             self.driver
                 .failure
@@ -156,7 +156,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusResponse> {
-        Ok(Response::new(self.driver.read(|cluster| cluster.into())))
+        Ok(Response::new(self.driver.read(|cluster| cluster.into())?))
     }
 
     type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServeResponse, Status>> + Send>>;

@@ -167,6 +167,10 @@ fn create(world: u32) -> pb::CreateJobRequest {
     pb::CreateJobRequest { spec: Some((&spec(world)).into()), ..Default::default() }
 }
 
+fn describe() -> pb::DescribeJobRequest {
+    pb::DescribeJobRequest { job: "job".into() }
+}
+
 /// The turn of rank 0 at step 0.
 fn turn(member: &pb::JoinResponse) -> pb::Turn {
     let &pb::JoinResponse { job_id, lease, epoch, .. } = member;
@@ -322,6 +326,9 @@ async fn a_coordinator_whose_leadership_has_ended_decides_nothing_and_ends_every
     let Error::Unavailable { cause, .. } = refused else { panic!("{refused:?}") };
     assert!(cause.contains("no longer the leader"), "{cause}");
     assert!(matches!(error((&mut waiting).await.unwrap()), Error::Unavailable { .. }));
+    // It does not know any more which jobs exist.
+    assert!(matches!(error(client.describe_job(describe()).await), Error::Unavailable { .. }));
+    assert!(matches!(error(client.status(pb::StatusRequest {}).await), Error::Unavailable { .. }));
     let ended = loop {
         match member.message().await {
             Ok(Some(_)) => {}
