@@ -1,10 +1,13 @@
 //! Readers: one version of a job's parameters, read by a program that is not a member of the job,
 //! while training goes on.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::Duration,
+};
 
 use futures_util::future::try_join_all;
-use tonic::Streaming;
+use tokio::task::JoinHandle;
 use zeroshard_proto::{
     DType, Deadline, Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId,
     geometry::LocalTensor,
@@ -50,10 +53,25 @@ pub struct Pinned {
     of: Description,
     version: u64,
     locals: Vec<LocalTensor>,
-    /// The number of each server's pin, by the id of the server.
-    pins: HashMap<u64, u64>,
-    /// The open calls; the servers release the version when they end.
-    _calls: Vec<Streaming<pb::PinResponse>>,
+    /// The slices that are kept.
+    slices: BTreeSet<u32>,
+    /// The pins, by the id of the server.
+    pins: HashMap<u64, ServerPin>,
+}
+
+/// The pin of one server.
+#[derive(Debug)]
+struct ServerPin {
+    number: u64,
+    /// Reads the call, which is open as long as the pin.
+    call: JoinHandle<()>,
+}
+
+impl Drop for ServerPin {
+    /// Ends the call.
+    fn drop(&mut self) {
+        self.call.abort();
+    }
 }
 
 impl Cluster {
@@ -79,25 +97,24 @@ impl Cluster {
                 _ => tries.timeout(),
             };
             let error = match self.pin_at(of, version, pin, wait).await {
-                Err(Error::VersionGone { .. }) if pin.version.is_none() => {
+                Err(error @ Error::VersionGone { .. }) if pin.version.is_none() => {
                     // The steps are fast: ask for a version before it exists.
                     ahead = (2 * ahead).clamp(2, 64);
-                    tries.check()?;
+                    tries.change(error, Duration::ZERO).await?;
                     continue;
                 }
-                Err(Error::Timeout { .. }) if ahead > 0 => {
+                Err(error @ Error::Timeout { .. }) if ahead > 0 => {
                     // There are no more steps.
                     ahead = 0;
-                    tries.check()?;
+                    tries.change(error, Duration::ZERO).await?;
                     continue;
                 }
                 Err(error) => error,
                 pinned => return pinned,
             };
-            if let Next::Refresh(_) = tries.next(error).await? {
+            if let Next::Refresh(error) = tries.next(error).await? {
                 // The coordinator may not know the new placement yet.
-                tries.check()?;
-                tokio::time::sleep(REFRESH).await;
+                tries.change(error, REFRESH).await?;
             }
         }
     }
@@ -109,28 +126,26 @@ impl Cluster {
         pin: &Pin,
         wait: Duration,
     ) -> Result<Pinned> {
-        let calls = slices(&of, pin)?.into_iter().map(|(server, slices)| {
+        let wanted = slices(&of, pin)?;
+        let slices = wanted.iter().flat_map(|(_, slices)| slices).copied().collect();
+        let calls = wanted.into_iter().map(|(server, slices)| {
             let limit_ms = u32::try_from(pin.limit.as_millis()).unwrap_or(u32::MAX).max(1);
             let (job, job_id) = (of.spec.name.clone(), of.id);
             let request = pb::PinRequest { job, job_id, version, slices, limit_ms };
             self.pin_one(server, request, wait)
         });
-        let (mut pins, mut open) = (HashMap::new(), Vec::new());
-        for (server, number, call) in try_join_all(calls).await? {
-            pins.insert(server, number);
-            open.push(call);
-        }
+        let pins = try_join_all(calls).await?.into_iter().collect();
         let locals = LocalTensor::all(&of.spec, 0);
-        Ok(Pinned { cluster: self.clone(), of, version, locals, pins, _calls: open })
+        Ok(Pinned { cluster: self.clone(), of, version, locals, slices, pins })
     }
 
-    /// Pins slices on one server. Returns its id, the number of the pin, and the open call.
+    /// Pins slices on one server. Returns its id and the pin.
     async fn pin_one(
         &self,
         server: Server,
         request: pb::PinRequest,
         wait: Duration,
-    ) -> Result<(u64, u64, Streaming<pb::PinResponse>)> {
+    ) -> Result<(u64, ServerPin)> {
         let shard = self.shards.get(&server)?;
         let failed = |status: tonic::Status| Error::from_status(&status, &shard.peer);
         // The call lasts as long as the pin, so only its first message has a time limit.
@@ -142,7 +157,8 @@ impl Cluster {
                 peer: shard.peer.clone(),
                 cause: "it ended a pin at once".to_owned(),
             })?;
-            Ok((server.id, number.pin, call))
+            let call = tokio::spawn(async move { while let Ok(Some(_)) = call.message().await {} });
+            Ok((server.id, ServerPin { number: number.pin, call }))
         };
         let waiting_for = || format!("{} to hold the version", shard.peer);
         Deadline::after(wait).limit(waiting_for, held).await?
@@ -223,11 +239,13 @@ impl Pinned {
     /// whatever its layout is. Buffers are transferred as f32, regardless of the wire dtype.
     ///
     /// # Errors
-    /// [`Error::VersionGone`] for tensors that are not pinned, after the time limit, or after the
-    /// server was lost; [`Error::Invalid`] for sizes that do not match, [`Error::Timeout`].
+    /// [`Error::VersionGone`] after the time limit, and after the job was restored from a checkpoint;
+    /// [`Error::Unavailable`] after a server was lost; [`Error::Invalid`] for tensors that are not
+    /// pinned and for sizes that do not match; [`Error::Timeout`].
     pub async fn pull(&self, targets: Vec<Target<'_>>) -> Result<()> {
         let Self { cluster, of, locals, .. } = self;
         let manifest = &of.spec.manifest;
+        targets.iter().try_for_each(|target| self.check_pinned(target.tensor))?;
         let (buffers, others): (Vec<_>, _) =
             targets.into_iter().map(|target| whole(manifest, target)).partition(|target| {
                 let tensor = target.tensor.index();
@@ -243,6 +261,19 @@ impl Pinned {
         try_join_all(pulls).await.map(drop)
     }
 
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor of which slices are not kept.
+    fn check_pinned(&self, tensor: TensorId) -> Result<()> {
+        let manifest = &self.of.spec.manifest;
+        let Some(spec) = manifest.tensors().get(tensor.index()) else { return Ok(()) };
+        let mut slices = manifest.slices_of(manifest.owner(tensor.index()));
+        if slices.all(|slice| self.slices.contains(&(slice as u32))) {
+            return Ok(());
+        }
+        let what = format!("tensor {:?} of a pinned version", spec.name);
+        Err(Error::invalid(what, "not pinned", "one of Pin::tensors"))
+    }
+
     async fn pull_from_one(
         &self,
         mut pull: pull::ServerPull<'_>,
@@ -250,6 +281,10 @@ impl Pinned {
     ) -> Result<()> {
         let Self { cluster, of, version, pins, .. } = self;
         let mut tries = Tries::until(deadline);
+        let Some(pin) = pins.get(&pull.server.id) else {
+            let cause = format!("shard server {} has no pin", pull.server.address);
+            return Err(Error::Internal { cause });
+        };
         loop {
             let of = pull::PullOf {
                 job: &of.spec.name,
@@ -257,7 +292,7 @@ impl Pinned {
                 epoch: 0,
                 version: *version,
                 part: StatePart::Parameters,
-                pin: pins.get(&pull.server.id).copied().unwrap_or_default(),
+                pin: pin.number,
                 chunk_bytes: cluster.options.chunk_bytes,
                 timeout: tries.timeout(),
             };
@@ -265,6 +300,10 @@ impl Pinned {
                 format!("version {version} from shard server {}", pull.server.address);
             let pulled = pull.pull(&cluster.shards, &of);
             let Err(error) = tries.limit(|| waiting_for, pulled).await? else { return Ok(()) };
+            if pin.call.is_finished() {
+                // The server was lost, or the pin has ended: it will not be there again.
+                return Err(error);
+            }
             if let Next::Refresh(error) = tries.next(error).await? {
                 return Err(error);
             }

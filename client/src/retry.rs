@@ -60,15 +60,17 @@ impl Tries {
         self.deadline.limit(|| self.missing().unwrap_or_else(waiting_for), work).await
     }
 
-    /// Checks that there is time for another try.
+    /// Waits for `pause` before another try, in another way than the one that failed with `error`.
     ///
     /// # Errors
-    /// [`Error::Timeout`].
-    pub(crate) fn check(&self) -> Result<()> {
-        match self.deadline.left() > MARGIN {
-            true => Ok(()),
-            false => Err(self.deadline.timeout(self.missing().unwrap_or_default())),
+    /// [`Error::Timeout`] if no time is left for it.
+    pub(crate) async fn change(&mut self, error: Error, pause: Duration) -> Result<()> {
+        self.last = Some(error);
+        if self.deadline.left() <= MARGIN + pause {
+            return Err(self.deadline.timeout(self.missing().unwrap_or_default()));
         }
+        tokio::time::sleep(pause).await;
+        Ok(())
     }
 
     /// The error of the last try that failed.

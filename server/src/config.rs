@@ -294,7 +294,8 @@ pub struct Shard {
     #[arg(long, env = "ZEROSHARD_ID", value_name = "NAME")]
     pub id: Option<String>,
     /// What fails together with this server, such as a rack or an availability zone. The replicas
-    /// of a job are in different zones, where there are enough
+    /// of a job are in different zones, where there are enough, so each zone needs about the same
+    /// memory
     #[arg(long, env = "ZEROSHARD_ZONE", value_name = "NAME")]
     pub zone: Option<String>,
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks

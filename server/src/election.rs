@@ -9,12 +9,14 @@ use std::{
     collections::hash_map::RandomState,
     convert::Infallible,
     hash::{BuildHasher, Hasher},
+    sync::atomic::{AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
-use tokio::time::{sleep, timeout};
-use tonic::transport::Channel;
-use zeroshard_proto::{Error, Result, transport::Addresses};
+use tokio::time::{sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
+use zeroshard_proto::{Error, Result, transport::endpoint};
 
 use crate::{config::Etcd, coordinator::leadership::Leadership};
 use pb::{LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest, lease_client::LeaseClient};
@@ -41,9 +43,11 @@ const RESERVE: u32 = 10;
 /// A candidate for the leadership of a cluster.
 #[derive(Debug)]
 pub(crate) struct Candidate {
-    lease: LeaseClient<Channel>,
-    election: ElectionClient<Channel>,
     etcd: Etcd,
+    members: Vec<Endpoint>,
+    /// The number of connections so far. Each is opened to the next member: one that answers may
+    /// have lost the other members.
+    connections: AtomicUsize,
     duration: Duration,
     /// The address of this coordinator, which is shown in etcd.
     address: String,
@@ -53,9 +57,10 @@ pub(crate) struct Candidate {
 #[derive(Debug)]
 struct Lease {
     id: i64,
+    client: LeaseClient<Channel>,
     duration: Duration,
-    /// The end of the lease, unless it is renewed.
-    until: Instant,
+    /// The time at which the request for the last renewal was sent.
+    renewed: Instant,
 }
 
 /// A leader, which has to renew its lease.
@@ -73,69 +78,78 @@ impl Candidate {
     /// # Errors
     /// [`Error::Invalid`] for invalid addresses of etcd.
     pub(crate) fn new(etcd: Etcd, duration: Duration, address: String) -> Result<Self> {
-        let channel = Addresses::parse(&etcd.members())?.connect_lazy();
-        let (lease, election) = (LeaseClient::new(channel.clone()), ElectionClient::new(channel));
-        Ok(Self { lease, election, etcd, duration, address })
+        let members = etcd.members().map(|member| endpoint(&member)).collect::<Result<_>>()?;
+        Ok(Self { etcd, members, connections: AtomicUsize::new(0), duration, address })
     }
 
-    /// Waits until this candidate is the leader. Errors are logged, and the candidate tries again.
-    pub(crate) async fn campaign(&self) -> Leader<'_> {
-        loop {
-            match self.run().await {
+    /// Waits until this candidate is the leader; `None` after `shutdown`. Errors are logged, and
+    /// the candidate tries again.
+    pub(crate) async fn campaign(&self, shutdown: &CancellationToken) -> Option<Leader<'_>> {
+        while !shutdown.is_cancelled() {
+            match self.run(shutdown).await {
                 Ok(leader) => return leader,
                 Err(error) => {
                     tracing::warn!(%error, "the election failed; trying again");
-                    sleep(pause()).await;
+                    shutdown.run_until_cancelled(sleep(pause())).await;
                 }
             }
         }
+        None
     }
 
-    async fn run(&self) -> Result<Leader<'_>> {
-        let mut lease = self.grant().await?;
+    async fn run(&self, shutdown: &CancellationToken) -> Result<Option<Leader<'_>>> {
+        let Some(granted) = shutdown.run_until_cancelled(self.grant()).await else {
+            return Ok(None);
+        };
+        let mut lease = granted?;
         let request = CampaignRequest {
             name: self.etcd.election().as_bytes().to_vec(),
             lease: lease.id,
             value: self.address.as_bytes().to_vec(),
         };
         tracing::info!(election = self.etcd.election(), "waiting to be elected");
-        let mut election = self.election.clone();
+        let mut election = ElectionClient::new(self.connect());
         let elected = tokio::select! {
-            elected = election.campaign(request) => elected,
+            elected = election.campaign(request) => Ok(Some(elected)),
             ended = lease.keep(self, |_| true) => match ended {
-                Err(error) => return Err(error),
+                Err(error) => Err(error),
                 Ok(never) => match never {},
             },
+            () = shutdown.cancelled() => Ok(None),
         };
-        let leader = match elected {
-            Ok(elected) => elected.into_inner().leader.unwrap_or_default(),
-            Err(status) => {
-                self.revoke(&lease).await;
-                return Err(self.failed(&status));
+        match elected {
+            Ok(Some(Ok(elected))) if lease.until() > Instant::now() => {
+                let leader = elected.into_inner().leader.unwrap_or_default();
+                let leadership = Leadership::elected(leader.rev as u64, lease.until());
+                Ok(Some(Leader { candidate: self, lease, leadership }))
             }
-        };
-        let leadership = Leadership::elected(leader.rev as u64, lease.until);
-        Ok(Leader { candidate: self, lease, leadership })
+            other => {
+                // Otherwise its key would be elected, or stay elected, until the lease ends.
+                lease.revoke(self).await;
+                match other {
+                    Ok(Some(Ok(_))) => Err(self.ended("was not renewed in time")),
+                    Ok(Some(Err(status))) => Err(self.failed(&status)),
+                    Ok(None) => Ok(None),
+                    Err(error) => Err(error),
+                }
+            }
+        }
+    }
+
+    /// A connection to the next member.
+    fn connect(&self) -> Channel {
+        let number = self.connections.fetch_add(1, Ordering::Relaxed);
+        self.members[number % self.members.len()].connect_lazy()
     }
 
     async fn grant(&self) -> Result<Lease> {
-        let (sent, mut client) = (Instant::now(), self.lease.clone());
+        let (renewed, mut client) = (Instant::now(), LeaseClient::new(self.connect()));
         let request = LeaseGrantRequest { ttl: self.duration.as_secs() as i64 };
         let granted = self.limit(self.duration, client.lease_grant(request)).await?.into_inner();
         if !granted.error.is_empty() {
             return Err(Error::Unavailable { peer: self.peer(), cause: granted.error });
         }
-        let duration = seconds(granted.ttl);
-        Ok(Lease { id: granted.id, duration, until: usable(sent, duration) })
-    }
-
-    /// Ends a lease, so that another candidate need not wait for its end.
-    async fn revoke(&self, lease: &Lease) {
-        let mut client = self.lease.clone();
-        let revoked = client.lease_revoke(LeaseRevokeRequest { id: lease.id });
-        if let Err(error) = self.limit(Duration::from_secs(1), revoked).await {
-            tracing::debug!(%error, "the lease was not revoked");
-        }
+        Ok(Lease { id: granted.id, client, duration: seconds(granted.ttl), renewed })
     }
 
     async fn limit<T>(
@@ -153,16 +167,26 @@ impl Candidate {
     }
 
     fn peer(&self) -> String {
-        format!("etcd {}", self.etcd.members())
+        self.etcd.to_string()
     }
 
     fn failed(&self, status: &tonic::Status) -> Error {
         let cause = status.message().to_owned();
         Error::Unavailable { peer: self.peer(), cause }
     }
+
+    fn ended(&self, how: &str) -> Error {
+        Error::Unavailable { peer: self.peer(), cause: format!("the lease {how}") }
+    }
 }
 
 impl Lease {
+    /// The time until which the lease may be used. It lasts longer in etcd: there it began after
+    /// the request was sent.
+    fn until(&self) -> Instant {
+        self.renewed + self.duration - self.duration / RESERVE
+    }
+
     /// Renews the lease, and passes each new end to `renewed`, until the lease is lost, or until
     /// `renewed` returns `false`.
     ///
@@ -173,29 +197,26 @@ impl Lease {
         candidate: &Candidate,
         mut renewed: impl FnMut(Instant) -> bool,
     ) -> Result<Infallible> {
-        let ended = |cause: &str| Error::Unavailable {
-            peer: candidate.peer(),
-            cause: format!("the lease {cause}"),
-        };
         let mut failed = None;
-        sleep(self.duration / 3).await;
+        sleep_until((self.renewed + self.duration / 3).into()).await;
         loop {
             let sent = Instant::now();
-            if self.until <= sent {
-                return Err(failed.unwrap_or_else(|| ended("was not renewed in time")));
+            if self.until() <= sent {
+                return Err(failed.unwrap_or_else(|| candidate.ended("was not renewed in time")));
             }
-            match self.renew(candidate, self.until - sent).await {
-                Ok(duration) if duration.is_zero() => return Err(ended("has ended")),
+            match self.renew(candidate, self.until() - sent).await {
+                Ok(duration) if duration.is_zero() => return Err(candidate.ended("has ended")),
                 Ok(duration) => {
-                    (self.until, failed) = (usable(sent, duration), None);
-                    if !renewed(self.until) {
-                        return Err(ended("was renewed too late"));
+                    (self.renewed, self.duration, failed) = (sent, duration, None);
+                    if !renewed(self.until()) {
+                        return Err(candidate.ended("was renewed too late"));
                     }
-                    sleep(self.duration / 3).await;
+                    sleep_until((self.renewed + self.duration / 3).into()).await;
                 }
                 Err(error) => {
                     tracing::debug!(%error, "the lease was not renewed; trying again");
                     failed = Some(error);
+                    self.client = LeaseClient::new(candidate.connect());
                     sleep(pause()).await;
                 }
             }
@@ -204,7 +225,7 @@ impl Lease {
 
     /// Renews the lease once. Returns its new duration: 0 if it has ended.
     async fn renew(&self, candidate: &Candidate, left: Duration) -> Result<Duration> {
-        let mut client = candidate.lease.clone();
+        let mut client = self.client.clone();
         let request = tokio_stream::once(LeaseKeepAliveRequest { id: self.id });
         let answer = async {
             let mut answers = client.lease_keep_alive(request).await?.into_inner();
@@ -212,30 +233,31 @@ impl Lease {
         };
         let limit = (self.duration / 3).min(left);
         let answer = candidate.limit(limit, answer).await?;
-        Ok(seconds(answer.unwrap_or_default().ttl))
+        let answer = answer.ok_or_else(|| candidate.ended("was not renewed"))?;
+        Ok(seconds(answer.ttl))
+    }
+
+    /// Ends the lease, so that another candidate need not wait for its end.
+    async fn revoke(&self, candidate: &Candidate) {
+        let mut client = self.client.clone();
+        let revoked = client.lease_revoke(LeaseRevokeRequest { id: self.id });
+        if let Err(error) = candidate.limit(Duration::from_secs(1), revoked).await {
+            tracing::debug!(%error, "the lease was not revoked");
+        }
     }
 }
 
 impl Leader<'_> {
-    /// Renews the lease until it is lost, and returns the reason. The leadership has ended then.
-    pub(crate) async fn hold(&mut self) -> Error {
+    /// Renews the lease until it is lost, and returns the reason, or until `shutdown`. The
+    /// leadership has ended then, so another candidate may be elected at once.
+    pub(crate) async fn hold(mut self, shutdown: &CancellationToken) -> Option<Error> {
         let leadership = self.leadership.clone();
-        let kept = self.lease.keep(self.candidate, |until| leadership.extend(until)).await;
-        leadership.end();
-        let Err(error) = kept;
-        error
+        let keep = self.lease.keep(self.candidate, |until| leadership.extend(until));
+        let kept = shutdown.run_until_cancelled(keep).await;
+        self.leadership.end();
+        self.lease.revoke(self.candidate).await;
+        kept.map(|Err(error)| error)
     }
-
-    /// Gives the leadership back, after the coordinator has stopped.
-    pub(crate) async fn resign(self) {
-        self.candidate.revoke(&self.lease).await;
-    }
-}
-
-/// The time until which a lease may be used that was granted or renewed for `duration` by a request
-/// that was sent at `sent`.
-fn usable(sent: Instant, duration: Duration) -> Instant {
-    sent + duration - duration / RESERVE
 }
 
 fn seconds(ttl: i64) -> Duration {

@@ -86,7 +86,9 @@ impl Cluster {
     pub fn candidate(address: &str, etcd: SocketAddr) -> Process {
         let mut command =
             server(&["coordinator", "--listen", address, "--admin-listen", "127.0.0.1:0"]);
-        command.args(["--election", &format!("etcd://{etcd}"), "--election-seconds", "3"]);
+        // Another member of etcd does not answer.
+        let election = format!("etcd://127.0.0.1:9,{etcd}");
+        command.args(["--election", &election, "--election-seconds", "4"]);
         Process::start(command)
     }
 

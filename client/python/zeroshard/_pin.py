@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -67,7 +68,8 @@ class Pinned(Generic[T]):
         Raises:
             InvalidArgumentError: a tensor of the model is missing in the job, or has another shape.
                 The model is unchanged.
-            VersionGoneError: the time limit has passed, or a server was lost.
+            VersionGoneError: the time limit has passed, or the job was restored.
+            UnavailableError: a server was lost.
         """
         framework = self._framework
         named = [(name, tensor, False) for name, tensor in framework.parameters(model)]
@@ -139,8 +141,10 @@ def _name(cluster: Cluster, job: str) -> str:
     """The full name of a job whose name begins with that of a run: the names of jobs have a random
     part."""
     names = [status.name for status in status_of(cluster).jobs]
+    # See Connection.job_name.
+    of_run = re.compile(re.escape(job) + r"(-[0-9a-f]{8})?/")
     found = [name for name in names if name == job] or [
-        name for name in names if name.startswith((f"{job}-", f"{job}/"))
+        name for name in names if of_run.match(name)
     ]
     if len(found) != 1:
         raise InvalidArgumentError(

@@ -106,7 +106,7 @@ fn values_out_of_range_are_refused_wherever_they_come_from() {
 fn an_election_names_the_members_of_etcd_and_a_cluster() {
     let election = |text: &str| text.parse::<Etcd>().map(|etcd| etcd.to_string());
     assert_eq!(election("etcd://a:1").unwrap(), "etcd://a:1/zeroshard");
-    let several = "etcd://a:1,[::1]:2/teams/vision";
+    let several = "etcd://a:1,[::1]:2/vision";
     assert_eq!(election(several).unwrap(), several);
     for bad in [
         "a:1",
@@ -116,6 +116,7 @@ fn an_election_names_the_members_of_etcd_and_a_cluster() {
         "etcd://a:1/",
         "etcd://u:p@a:1",
         "etcd://a:1/x y",
+        "etcd://a:1/b/c",
     ] {
         assert!(election(bad).is_err(), "{bad}");
     }

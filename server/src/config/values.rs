@@ -180,12 +180,13 @@ pub struct Etcd {
 }
 
 impl Etcd {
-    /// The addresses of the members, separated by commas.
-    pub(crate) fn members(&self) -> String {
-        self.members.to_string()
+    /// The addresses of the members.
+    pub(crate) fn members(&self) -> impl Iterator<Item = String> {
+        self.members.0.iter().map(Address::to_string)
     }
 
-    /// The name of the election: a prefix of the keys of its candidates.
+    /// The name of the election: a prefix of the keys of its candidates. It has no `/`, because
+    /// candidates of `a` would wait for those of `a/b`.
     pub(crate) fn election(&self) -> &str {
         &self.election
     }
@@ -200,7 +201,7 @@ impl FromStr for Etcd {
         let malformed = || Malformed { found: text.to_owned(), expected };
         let rest = text.strip_prefix("etcd://").ok_or_else(malformed)?;
         let (members, election) = rest.split_once('/').unwrap_or((rest, "zeroshard"));
-        let is_name = |c: char| c.is_ascii_alphanumeric() || "-._/".contains(c);
+        let is_name = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
         if election.is_empty() || !election.chars().all(is_name) {
             return Err(malformed());
         }

@@ -256,7 +256,9 @@ impl Driver {
     /// Ends every call and stream.
     fn stop(&self, inner: &mut Inner) {
         inner.stopped = true;
-        inner.cluster = Cluster::default();
+        let cluster = std::mem::take(&mut inner.cluster);
+        // A standby shows no jobs.
+        cluster.jobs.keys().for_each(|job| self.metrics.forget_job(job));
         for call in std::mem::take(&mut inner.calls).into_values() {
             // Sending fails if the caller has disconnected.
             let _ = call.send(Err(self.stopped()));

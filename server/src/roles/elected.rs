@@ -33,7 +33,7 @@ pub(super) async fn run(
     announce(json, "coordinator", address, admin.as_ref());
     let candidate = Candidate::new(election, config.election_duration(), address.to_string())?;
     let serving = async {
-        while let Some(leader) = shutdown.run_until_cancelled(candidate.campaign()).await {
+        while let Some(leader) = candidate.campaign(&shutdown).await {
             let term = leader.leadership.term();
             tracing::info!(term, "elected: this coordinator is the leader");
             print(json, &json!({"event": "leading", "address": address, "term": term}));
@@ -54,7 +54,7 @@ pub(super) async fn run(
 
 /// Serves at `site` until the leadership is lost, or until `shutdown`.
 async fn lead(
-    mut leader: Leader<'_>,
+    leader: Leader<'_>,
     site: Site,
     config: &Coordinator,
     shutdown: &CancellationToken,
@@ -63,17 +63,13 @@ async fn lead(
     let leadership = leader.leadership.clone();
     let parts = coordinator(&site, leadership, config.job_timeout(), &stop);
     let holding = async {
-        let lost = stop.run_until_cancelled(leader.hold()).await;
-        if let Some(error) = &lost {
+        if let Some(error) = leader.hold(&stop).await {
             tracing::warn!(%error, "the leadership is lost; this coordinator is a standby now");
-            stop.cancel();
         }
-        Ok(lost.is_some())
+        stop.cancel();
+        Ok(())
     };
-    let ((), is_lost) = tokio::try_join!(site.run(parts, stop.clone()), holding)?;
-    if !is_lost {
-        leader.resign().await;
-    }
+    tokio::try_join!(site.run(parts, stop.clone()), holding)?;
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! Work that can wait: it gets the time that steps leave on the cores.
 
-use std::{io, sync::OnceLock};
+use std::{io, sync::Mutex};
 
 use rustix::process::{getpriority_process, setpriority_process};
 use tokio::{
@@ -13,7 +13,7 @@ use tokio::{
 const NICE: i32 = 15;
 
 /// The threads of all servers of this process. They are never stopped.
-static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+static RUNTIME: Mutex<Option<Runtime>> = Mutex::new(None);
 
 /// Runs `work`, and the blocking tasks that it starts, on threads of low priority.
 ///
@@ -22,9 +22,11 @@ static RUNTIME: OnceLock<Runtime> = OnceLock::new();
 pub(super) fn spawn<T: Send + 'static>(
     work: impl Future<Output = T> + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    let runtime = match RUNTIME.get() {
+    // Held while the threads are started: a second runtime could not be dropped in an async task.
+    let mut runtime = RUNTIME.lock().expect("no holder of the lock panics");
+    let runtime = match &mut *runtime {
         Some(runtime) => runtime,
-        None => {
+        none => {
             // Threads begin with the priority of the thread that has started them.
             let nice = (getpriority_process(None)? + NICE).min(19);
             let started = Builder::new_multi_thread()
@@ -33,7 +35,7 @@ pub(super) fn spawn<T: Send + 'static>(
                 .thread_name("zeroshard-later")
                 .on_thread_start(move || lower_priority(nice))
                 .build()?;
-            RUNTIME.get_or_init(|| started)
+            none.insert(started)
         }
     };
     Ok(runtime.spawn(work))
@@ -61,5 +63,21 @@ mod tests {
         let lower = (before + NICE).min(19);
         assert_eq!(spawn(work).unwrap().await.unwrap(), (lower, lower));
         assert_eq!(priority(), before);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 8)]
+    async fn work_can_be_started_by_several_tasks_at_the_same_time() {
+        let start = std::sync::Arc::new(tokio::sync::Barrier::new(8));
+        let tasks = (0..8).map(|number| {
+            let start = start.clone();
+            tokio::spawn(async move {
+                start.wait().await;
+                spawn(async move { number }).unwrap().await.unwrap()
+            })
+        });
+        let tasks: Vec<_> = tasks.collect();
+        for (number, task) in tasks.into_iter().enumerate() {
+            assert_eq!(task.await.unwrap(), number);
+        }
     }
 }

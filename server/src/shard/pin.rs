@@ -95,6 +95,8 @@ pub(super) async fn hold<B: Backend>(
         true => job.primary_slices().map(|(index, _)| index).collect(),
         false => request.slices.clone(),
     };
+    missing.sort_unstable();
+    missing.dedup();
     let mut slices = HashMap::with_capacity(missing.len());
     let all_held = || {
         // Each slice is held as soon as it has the version: the next step may follow at once.

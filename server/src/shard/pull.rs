@@ -174,16 +174,24 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
     Ok(boxes)
 }
 
-/// The pin of a pull, if there is one that has not ended.
+/// The pin of a pull, if it has one.
 ///
 /// # Errors
-/// [`Error::Invalid`] for another version or part than the pinned one.
+/// [`Error::VersionGone`] if the pin has ended; [`Error::Invalid`] for another version or part than
+/// the pinned one.
 fn pinned<B: Backend>(
     job: &Job<B>,
     request: &pb::PullRequest,
     content: Content,
 ) -> Result<Option<Arc<Pin<B>>>> {
-    let Some(pin) = job.pins.get(request.pin) else { return Ok(None) };
+    if request.pin == 0 {
+        return Ok(None);
+    }
+    let Some(pin) = job.pins.get(request.pin) else {
+        // The version may exist again, after the job was restored from a checkpoint.
+        let (job, current) = (job.spec.name.clone(), job.version().unwrap_or_default());
+        return Err(Error::VersionGone { job, version: request.version, current });
+    };
     if content.part != Part::Parameters || content.version != pin.version {
         let found = format!("{:?} at version {}", content.part, content.version);
         let expected = format!("the parameters at version {}", pin.version);
@@ -240,11 +248,8 @@ pub(super) fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -
 impl<B: Backend> Pull<B> {
     /// Holds the available data within the budget, so that later steps do not overwrite it.
     fn hold(&mut self) -> Result<()> {
+        self.hold_pinned();
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
-            if let Some(buffer) = self.pin.as_ref().and_then(|pin| pin.slice(wanted.slice)) {
-                wanted.held = Some(Held { buffer: buffer.clone(), _space: None });
-                continue;
-            }
             let slice = self.job.slice(wanted.slice)?;
             let Some(space) = self.store.held.take(bytes_of(&self.job, slice, self.content.part))
             else {
@@ -254,6 +259,15 @@ impl<B: Backend> Pull<B> {
             wanted.held = buffer.map(|buffer| Held { buffer, _space: Some(space) });
         }
         Ok(())
+    }
+
+    /// Holds the slices that are pinned, which needs no further memory.
+    fn hold_pinned(&mut self) {
+        let Some(pin) = &self.pin else { return };
+        for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
+            let buffer = pin.slice(wanted.slice).cloned();
+            wanted.held = buffer.map(|buffer| Held { buffer, _space: None });
+        }
     }
 
     /// Holds the next slice to be sent, if it is available, even beyond the budget.

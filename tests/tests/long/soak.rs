@@ -34,6 +34,7 @@ impl Memory {
     }
 
     fn check(&self) {
+        assert!(self.server.len() >= 6, "the run is too short: {} samples", self.server.len());
         for (name, samples) in [("server 0", &self.server), ("worker 0", &self.worker)] {
             let third = samples.len() / 3;
             let peak = |samples: &[u64]| *samples.iter().max().expect("there are samples");
