@@ -239,9 +239,9 @@ impl Pinned {
     /// whatever its layout is. Buffers are transferred as f32, regardless of the wire dtype.
     ///
     /// # Errors
-    /// [`Error::VersionGone`] after the time limit, and after the job was restored from a checkpoint;
-    /// [`Error::Unavailable`] after a server was lost; [`Error::Invalid`] for tensors that are not
-    /// pinned and for sizes that do not match; [`Error::Timeout`].
+    /// [`Error::VersionGone`] after the time limit, and after the job was restored from a
+    /// checkpoint; [`Error::Unavailable`] after a server was lost; [`Error::Invalid`] for tensors
+    /// that are not pinned and for sizes that do not match; [`Error::Timeout`].
     pub async fn pull(&self, targets: Vec<Target<'_>>) -> Result<()> {
         let Self { cluster, of, locals, .. } = self;
         let manifest = &of.spec.manifest;

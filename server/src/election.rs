@@ -98,7 +98,9 @@ impl Candidate {
     }
 
     async fn run(&self, shutdown: &CancellationToken) -> Result<Option<Leader<'_>>> {
-        let Some(granted) = shutdown.run_until_cancelled(self.grant()).await else {
+        let channel = self.connect();
+        let grant = self.grant(LeaseClient::new(channel.clone()));
+        let Some(granted) = shutdown.run_until_cancelled(grant).await else {
             return Ok(None);
         };
         let mut lease = granted?;
@@ -108,7 +110,7 @@ impl Candidate {
             value: self.address.as_bytes().to_vec(),
         };
         tracing::info!(election = self.etcd.election(), "waiting to be elected");
-        let mut election = ElectionClient::new(self.connect());
+        let mut election = ElectionClient::new(channel);
         let elected = tokio::select! {
             elected = election.campaign(request) => Ok(Some(elected)),
             ended = lease.keep(self, |_| true) => match ended {
@@ -142,8 +144,8 @@ impl Candidate {
         self.members[number % self.members.len()].connect_lazy()
     }
 
-    async fn grant(&self) -> Result<Lease> {
-        let (renewed, mut client) = (Instant::now(), LeaseClient::new(self.connect()));
+    async fn grant(&self, mut client: LeaseClient<Channel>) -> Result<Lease> {
+        let renewed = Instant::now();
         let request = LeaseGrantRequest { ttl: self.duration.as_secs() as i64 };
         let granted = self.limit(self.duration, client.lease_grant(request)).await?.into_inner();
         if !granted.error.is_empty() {

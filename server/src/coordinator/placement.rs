@@ -1,8 +1,8 @@
 //! Chooses the servers of each slice. The choice is deterministic, balanced by bytes, and moves few
 //! slices.
 //!
-//! The loads of any two servers differ by at most the largest slice, unless the zones of the servers
-//! prevent it. The algorithm ensures this as follows:
+//! The loads of any two servers differ by at most the largest slice, unless the zones of the
+//! servers prevent it. The algorithm ensures this as follows:
 //! 1. Slices stay on their server, unless the server is gone.
 //! 2. Slices without a server go, largest first, to the least loaded servers (Graham's LPT rule).
 //! 3. While two servers differ by more than the largest slice (because a server has joined), the
