@@ -402,3 +402,23 @@ async fn pins_beyond_the_memory_for_them_are_refused_and_do_not_disturb_training
     let again = async { while reader.pin("full", &one).await.is_err() {} };
     tokio::time::timeout(std::time::Duration::from_secs(30), again).await.unwrap();
 }
+
+#[tokio::test]
+async fn a_pin_ends_with_the_server_that_keeps_the_version() {
+    let mut cluster = Cluster::start(1);
+    let tensors = ["a", "b"].map(|name| TensorSpec::new(name, [20]));
+    let spec = job("ended", 1, sgd(1.0), tensors.to_vec());
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let mut unknown = stock::read("ended", 0, [0]);
+    unknown.pin = 5;
+    let refused = stock::pull(cluster.shards[0].address(), unknown).await;
+    assert!(matches!(refused, Err(Error::VersionGone { version: 0, .. })), "{refused:?}");
+    let pinned = connect(cluster.address()).await.pin("ended", &Pin::default()).await.unwrap();
+    assert!(read(&pinned, &["a", "b"]).await.is_ok());
+    cluster.shards[0].kill();
+    let began = std::time::Instant::now();
+    let lost = read(&pinned, &["a"]).await;
+    assert!(matches!(lost, Err(Error::Unavailable { .. })), "{lost:?}");
+    assert!(began.elapsed() < crate::options().timeout, "it was not repeated until its deadline");
+    drop(trainer);
+}
