@@ -8,6 +8,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result};
 use super::{
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
+    placement::Zones,
     recovery::{LEARNING, RECOVERY, SETTLING, unknown_yet},
     state::{Job, Open, Phase, ServerState},
 };
@@ -16,6 +17,8 @@ use super::{
 #[derive(Debug, Default)]
 pub(crate) struct Cluster {
     pub(super) servers: BTreeMap<ServerId, ServerState>,
+    /// The zones of servers that have one, also while they are away.
+    pub(super) zones: Zones,
     pub(super) jobs: BTreeMap<String, Job>,
     /// The last epoch that was assigned; the epochs of all jobs come from this counter.
     epoch: u64,

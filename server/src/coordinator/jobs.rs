@@ -153,7 +153,7 @@ impl Cluster {
             job,
             spec,
             live: self.live(),
-            zones: self.zones(),
+            zones: self.zones.clone(),
             restore,
         }));
     }

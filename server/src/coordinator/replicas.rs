@@ -255,7 +255,7 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let (live, zones) = (self.live(), self.zones());
+        let (live, zones) = (self.live(), self.zones.clone());
         let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };

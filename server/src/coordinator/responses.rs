@@ -105,9 +105,9 @@ impl Stats {
 impl From<&Cluster> for pb::StatusResponse {
     fn from(cluster: &Cluster) -> Self {
         let status = |(server, known): (Server, &ServerState)| pb::ServerStatus {
+            zone: cluster.zones.get(&server.id).cloned().unwrap_or_default(),
             server: Some(server.into()),
             stats: known.stats.clone().map(|Stats(stats)| stats),
-            zone: known.zone.clone(),
         };
         Self {
             servers: cluster.live().into_iter().zip(cluster.servers.values()).map(status).collect(),

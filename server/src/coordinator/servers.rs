@@ -8,7 +8,6 @@ use super::{
     absence::patience,
     cluster::Cluster,
     events::{Action, Command, Link, Now, ServerId},
-    placement::Zones,
     state::{Job, Phase, ServerState},
 };
 use crate::listing::some_of;
@@ -39,7 +38,11 @@ impl Cluster {
             self.server_lost(link, "another server connected with its address", now, out);
         }
         out.push(Action::Note(format!("shard server {address} joined, id {id:016x}")));
-        let state = ServerState { stream, incarnation, address, zone, stats: None, failed };
+        match zone.is_empty() {
+            true => self.zones.remove(&id),
+            false => self.zones.insert(id, zone),
+        };
+        let state = ServerState { stream, incarnation, address, stats: None, failed };
         self.servers.insert(id, state);
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
@@ -109,12 +112,6 @@ impl Cluster {
             address: known.address.clone(),
         };
         self.servers.iter().map(server).collect()
-    }
-
-    /// The zones of the connected shard servers that have one.
-    pub(super) fn zones(&self) -> Zones {
-        let zoned = self.servers.iter().filter(|(_, known)| !known.zone.is_empty());
-        zoned.map(|(&id, known)| (id, known.zone.clone())).collect()
     }
 
     /// `shard server 127.0.0.1:7401`.

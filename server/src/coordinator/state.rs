@@ -32,8 +32,6 @@ pub(crate) struct ServerState {
     pub(crate) stream: u64,
     pub(crate) incarnation: u64,
     pub(crate) address: String,
-    /// Its zone; empty: a zone of its own.
-    pub(crate) zone: String,
     /// Its last report.
     pub(crate) stats: Option<Stats>,
     /// Why jobs had failed on it when it connected, by the id of the job.
