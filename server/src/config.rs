@@ -4,6 +4,7 @@
 //! Each struct is one section of the file and one group of flags, so that each field is declared
 //! once. Figment merges the four sources, and refuses unknown keys of the file.
 
+mod sections;
 mod values;
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -23,6 +24,7 @@ use zeroshard_proto::{
     transport::{FRAME_BYTES, WINDOW_BYTES},
 };
 
+pub use sections::{All, Coordinator, Shard};
 pub use values::{Address, Addresses, AdminListen, Etcd, Listen, Malformed};
 
 /// The longest wait that a caller may request.
@@ -204,191 +206,6 @@ impl Default for Common {
     }
 }
 
-/// The configuration of the coordinator.
-#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Coordinator {
-    /// Address on which the coordinator serves workers and shard servers. With 0.0.0.0:7400 other
-    /// machines can connect: then also set --token, and use it only in a trusted network, because
-    /// there is no encryption yet
-    #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
-    pub listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
-    #[arg(
-        long,
-        env = "ZEROSHARD_ADMIN_LISTEN",
-        value_name = "IP:PORT",
-        default_value = "127.0.0.1:9400"
-    )]
-    pub admin_listen: AdminListen,
-    /// Seconds after which a job without workers is deleted, and saved before if it has a policy
-    /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
-    #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
-    pub job_timeout: u64,
-    /// The election in etcd, which makes one of several coordinators the leader; the others wait
-    /// until it is lost. Shard servers and clients get the addresses of all coordinators, separated
-    /// by commas. Only coordinators with the same members and NAME (zeroshard by default) form a
-    /// cluster
-    #[arg(long, env = "ZEROSHARD_ELECTION", value_name = "etcd://HOST:PORT[,HOST:PORT...][/NAME]")]
-    pub election: Option<Etcd>,
-    /// Time after which another coordinator takes over from a leader that died or does not reach
-    /// etcd. A leader that is stopped with SIGTERM is replaced at once
-    #[arg(long, env = "ZEROSHARD_ELECTION_SECONDS", value_name = "SECONDS", default_value_t = 10)]
-    pub election_seconds: u64,
-}
-
-impl Default for Coordinator {
-    fn default() -> Self {
-        defaults()
-    }
-}
-
-impl Coordinator {
-    /// [`Self::job_timeout`]; `None`: never.
-    pub fn job_timeout(&self) -> Option<Duration> {
-        optional_seconds(self.job_timeout)
-    }
-
-    /// [`Self::election_seconds`].
-    pub fn election_duration(&self) -> Duration {
-        Duration::from_secs(self.election_seconds)
-    }
-
-    fn validate(&self) -> Result<(), Error> {
-        // etcd chooses a longer lease than one that is shorter than its own election.
-        if (3..=600).contains(&self.election_seconds) {
-            return Ok(());
-        }
-        let (key, found) = ("election_seconds", self.election_seconds);
-        Err(Error::value("coordinator", key, found, "3 to 600"))
-    }
-}
-
-/// The configuration of a shard server.
-#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Shard {
-    /// Address on which the server serves workers. With 0.0.0.0:7401 (and --advertise) other
-    /// machines can connect: then also set --token, and use it only in a trusted network, because
-    /// there is no encryption yet
-    #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
-    pub listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
-    #[arg(
-        long,
-        env = "ZEROSHARD_ADMIN_LISTEN",
-        value_name = "IP:PORT",
-        default_value = "127.0.0.1:9401"
-    )]
-    pub admin_listen: AdminListen,
-    /// Address of the coordinator, which may start later. Several coordinators, of which one is the
-    /// leader, are separated by commas
-    #[arg(long, env = "ZEROSHARD_COORDINATOR", value_name = "HOST:PORT[,HOST:PORT...]")]
-    pub coordinator: Option<Addresses>,
-    /// Address that other processes dial to reach this server; by default the address on which it
-    /// listens. Port 0 stands for the port on which it listens
-    #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
-    pub advertise: Option<Address>,
-    /// Name of this server, unique in the cluster and unchanged after a restart; by default the
-    /// address that it advertises
-    #[arg(long, env = "ZEROSHARD_ID", value_name = "NAME")]
-    pub id: Option<String>,
-    /// What fails together with this server, such as a rack or an availability zone. The replicas
-    /// of a job are in different zones, where there are enough, so each zone needs about the same
-    /// memory
-    #[arg(long, env = "ZEROSHARD_ZONE", value_name = "NAME")]
-    pub zone: Option<String>,
-    /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
-    #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
-    pub parked_bytes: u64,
-    /// Maximum number of bytes of versions that readers have pinned; further pins are refused
-    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
-    pub pinned_bytes: u64,
-}
-
-impl Default for Shard {
-    fn default() -> Self {
-        defaults()
-    }
-}
-
-/// The configuration of a process with a coordinator and one shard server.
-#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct All {
-    /// Address on which the coordinator serves workers and further shard servers. With an address
-    /// other than loopback, also set --token, and use it only in a trusted network, because there
-    /// is no encryption yet
-    #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
-    pub listen: Listen,
-    /// Address on which the shard server serves workers
-    #[arg(long, env = "ZEROSHARD_SHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
-    pub shard_listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
-    #[arg(
-        long,
-        env = "ZEROSHARD_ADMIN_LISTEN",
-        value_name = "IP:PORT",
-        default_value = "127.0.0.1:9400"
-    )]
-    pub admin_listen: AdminListen,
-    /// Address that other processes dial to reach the shard server; by default the address on which
-    /// it listens. Port 0 stands for the port on which it listens
-    #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
-    pub advertise: Option<Address>,
-    /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
-    #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
-    pub parked_bytes: u64,
-    /// Maximum number of bytes of versions that readers have pinned; further pins are refused
-    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
-    pub pinned_bytes: u64,
-    /// Seconds after which a job without workers is deleted, and saved before if it has a policy
-    /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
-    #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
-    pub job_timeout: u64,
-}
-
-impl All {
-    /// [`Self::job_timeout`]; `None`: never.
-    pub fn job_timeout(&self) -> Option<Duration> {
-        optional_seconds(self.job_timeout)
-    }
-
-    /// The configuration of the shard server; its coordinator is the one in this process.
-    pub fn shard(&self) -> Shard {
-        Shard {
-            listen: self.shard_listen,
-            admin_listen: AdminListen::Off,
-            coordinator: None,
-            advertise: self.advertise.clone(),
-            id: None,
-            zone: None,
-            parked_bytes: self.parked_bytes,
-            pinned_bytes: self.pinned_bytes,
-        }
-    }
-}
-
-/// Seconds as a duration; `None` for 0.
-fn optional_seconds(seconds: u64) -> Option<Duration> {
-    (seconds > 0).then(|| Duration::from_secs(seconds))
-}
-
-/// Checks that a listener on a wildcard address has an advertised address.
-fn check_advertise(
-    section: &'static str,
-    listen: Listen,
-    advertise: Option<&Address>,
-) -> Result<(), Error> {
-    if listen.0.ip().is_unspecified() && advertise.is_none() {
-        let found = format!("missing, and the server listens on the wildcard address {listen}");
-        let expected =
-            "the HOST:PORT at which workers reach this server (port 0: the port it listens on)";
-        return Err(Error::value(section, "advertise", found, expected));
-    }
-    Ok(())
-}
-
 #[derive(Debug, Args)]
 struct Process {
     /// TOML file with the sections [common] and [coordinator], [shard] or [all]. Its keys are the
@@ -487,7 +304,7 @@ pub fn load(
         }
         "shard" => {
             let shard: Shard = layered("shard", matches, file.as_ref())?;
-            check_advertise("shard", shard.listen, shard.advertise.as_ref())?;
+            sections::check_advertise("shard", shard.listen, shard.advertise.as_ref())?;
             if shard.coordinator.is_none() {
                 let expected = "the HOST:PORT of the coordinator, such as 127.0.0.1:7400";
                 return Err(Error::value("shard", "coordinator", "missing", expected));
@@ -496,7 +313,7 @@ pub fn load(
         }
         _ => {
             let all: All = layered("all", matches, file.as_ref())?;
-            check_advertise("all", all.shard_listen, all.advertise.as_ref())?;
+            sections::check_advertise("all", all.shard_listen, all.advertise.as_ref())?;
             Role::All(all)
         }
     };
