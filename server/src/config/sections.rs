@@ -29,9 +29,9 @@ pub struct Coordinator {
     #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
     pub job_timeout: u64,
     /// The election in etcd, which makes one of several coordinators the leader; the others wait
-    /// until the leader is lost. Shard servers and clients get the addresses of all coordinators, separated
-    /// by commas. Only coordinators with the same members and NAME (zeroshard by default) form a
-    /// cluster
+    /// until the leader is lost. Shard servers and clients get the addresses of all coordinators,
+    /// separated by commas. Only coordinators with the same members and NAME (zeroshard by default)
+    /// form a cluster
     #[arg(long, env = "ZEROSHARD_ELECTION", value_name = "etcd://HOST:PORT[,HOST:PORT...][/NAME]")]
     pub election: Option<Etcd>,
     /// Time after which another coordinator takes over from a leader that died or does not reach
