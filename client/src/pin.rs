@@ -9,7 +9,7 @@ use std::{
 use futures_util::future::try_join_all;
 use tokio::task::JoinHandle;
 use zeroshard_proto::{
-    DType, Deadline, Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId,
+    Deadline, Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId,
     geometry::LocalTensor,
     pb::{self, shard_service_client::ShardServiceClient},
 };
@@ -169,35 +169,18 @@ impl Cluster {
 fn slices(of: &Description, pin: &Pin) -> Result<Vec<(Server, Vec<u32>)>> {
     let (manifest, placement) = (&of.spec.manifest, &of.placement);
     let mut of_server = vec![Vec::new(); placement.servers().len()];
-    let mut add = |tensor: usize| {
-        for slice in manifest.slices_of(manifest.owner(tensor)) {
-            of_server[placement.primary(slice)].push(slice as u32);
+    let owners: BTreeSet<usize> = match &pin.tensors {
+        None => (0..manifest.tensors().len()).map(|tensor| manifest.owner(tensor)).collect(),
+        Some(names) => {
+            let owner = |name: &String| Ok(manifest.owner(manifest.find(name)?.index()));
+            names.iter().map(owner).collect::<Result<_>>()?
         }
     };
-    match &pin.tensors {
-        None => (0..manifest.tensors().len())
-            .filter(|&tensor| manifest.owner(tensor) == tensor)
-            .for_each(&mut add),
-        Some(names) => {
-            let mut tensors = names
-                .iter()
-                .map(|name| tensor(&of.spec, name).map(|id| manifest.owner(id.index())))
-                .collect::<Result<Vec<_>>>()?;
-            tensors.sort_unstable();
-            tensors.dedup();
-            tensors.into_iter().for_each(&mut add);
-        }
+    for slice in owners.into_iter().flat_map(|owner| manifest.slices_of(owner)) {
+        of_server[placement.primary(slice)].push(slice as u32);
     }
     let pairs = placement.servers().iter().cloned().zip(of_server);
     Ok(pairs.filter(|(_, slices)| !slices.is_empty()).collect())
-}
-
-fn tensor(spec: &JobSpec, name: &str) -> Result<TensorId> {
-    let found = spec.manifest.tensors().iter().position(|tensor| tensor.name == name);
-    found.map(TensorId::new).ok_or_else(|| {
-        let what = format!("tensor of job {:?}", spec.name);
-        Error::invalid(what, format!("{name:?}"), "the name of one of its tensors")
-    })
 }
 
 /// A target without bounds, for the whole tensor.
@@ -232,7 +215,7 @@ impl Pinned {
     /// # Errors
     /// [`Error::Invalid`] if there is none.
     pub fn tensor(&self, name: &str) -> Result<TensorId> {
-        tensor(&self.of.spec, name)
+        self.of.spec.manifest.find(name)
     }
 
     /// Fills the targets with the pinned version. Targets without bounds receive the whole tensor,
@@ -246,15 +229,10 @@ impl Pinned {
         let Self { cluster, of, locals, .. } = self;
         let manifest = &of.spec.manifest;
         targets.iter().try_for_each(|target| self.check_pinned(target.tensor))?;
-        let (buffers, others): (Vec<_>, _) =
-            targets.into_iter().map(|target| whole(manifest, target)).partition(|target| {
-                let tensor = target.tensor.index();
-                tensor < manifest.tensors().len()
-                    && manifest.tensors()[manifest.owner(tensor)].buffer
-            });
+        let targets = targets.into_iter().map(|target| whole(manifest, target)).collect();
         let deadline = Deadline::after(cluster.options.timeout);
         let mut pulls = Vec::new();
-        for (dtype, targets) in [(DType::F32, buffers), (cluster.options.wire, others)] {
+        for (dtype, targets) in pull::by_dtype(manifest, cluster.options.wire, targets) {
             pulls.extend(pull::plan(manifest, &of.placement, locals, dtype, targets)?);
         }
         let pulls = pulls.into_iter().map(|pull| self.pull_from_one(pull, deadline));

@@ -65,6 +65,21 @@ struct SliceSlots<'a> {
     data: Slots<'a>,
 }
 
+/// The targets of a pull of parameters, by the element type on the wire: buffers are transferred as
+/// f32, and everything else as `wire`.
+pub(crate) fn by_dtype<'a>(
+    manifest: &Manifest,
+    wire: DType,
+    targets: Vec<Target<'a>>,
+) -> [(DType, Vec<Target<'a>>); 2] {
+    let is_buffer = |target: &Target<'_>| {
+        let tensor = target.tensor.index();
+        tensor < manifest.tensors().len() && manifest.tensors()[manifest.owner(tensor)].buffer
+    };
+    let (buffers, others) = targets.into_iter().partition(is_buffer);
+    [(DType::F32, buffers), (wire, others)]
+}
+
 /// Plans the parts of a pull, by server. `locals` are the tensor parts of the rank.
 ///
 /// # Errors

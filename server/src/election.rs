@@ -6,9 +6,7 @@
 //! before another can be elected. (The clocks of machines may differ, but not their rates.)
 
 use std::{
-    collections::hash_map::RandomState,
     convert::Infallible,
-    hash::{BuildHasher, Hasher},
     sync::atomic::{AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
@@ -18,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
 use zeroshard_proto::{Error, Result, transport::endpoint};
 
-use crate::{config::Etcd, coordinator::leadership::Leadership};
+use crate::{config::Etcd, coordinator::leadership::Leadership, identity};
 use pb::{LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest, lease_client::LeaseClient};
 use votes::{CampaignRequest, election_client::ElectionClient};
 
@@ -268,6 +266,7 @@ fn seconds(ttl: i64) -> Duration {
 
 /// A random pause.
 fn pause() -> Duration {
-    let random = RandomState::new().build_hasher().finish();
+    // Without random numbers the candidates only try at the same time.
+    let random = identity::random().unwrap_or_default();
     PAUSE + PAUSE.mul_f64((random % 1024) as f64 / 1024.0)
 }

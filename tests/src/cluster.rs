@@ -79,16 +79,17 @@ impl Cluster {
         ]))
     }
 
-    /// Starts only a coordinator that takes part in the election of the etcd at `etcd`.
+    /// Starts only a coordinator that takes part in the election of the etcd at `etcd`. Another one
+    /// is elected when the leader has been silent for `seconds`.
     ///
     /// # Panics
     /// If it does not start.
-    pub fn candidate(address: &str, etcd: SocketAddr) -> Process {
+    pub fn candidate(address: &str, etcd: SocketAddr, seconds: u64) -> Process {
         let mut command =
             server(&["coordinator", "--listen", address, "--admin-listen", "127.0.0.1:0"]);
         // Another member of etcd does not answer.
         let election = format!("etcd://127.0.0.1:9,{etcd}");
-        command.args(["--election", &election, "--election-seconds", "4"]);
+        command.args(["--election", &election, "--election-seconds", &seconds.to_string()]);
         Process::start(command)
     }
 

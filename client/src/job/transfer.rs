@@ -172,18 +172,8 @@ impl Job {
     /// [`Error::VersionGone`], [`Error::Timeout`] if the version does not arrive,
     /// [`Error::Invalid`] for sizes that do not match.
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
-        let manifest = &self.0.spec.manifest;
-        let is_buffer = |target: &Target<'_>| {
-            let tensor = target.tensor.index();
-            tensor < manifest.tensors().len() && manifest.tensors()[manifest.owner(tensor)].buffer
-        };
-        let (buffers, others) = targets.into_iter().partition(is_buffer);
-        self.pull_as(
-            version,
-            StatePart::Parameters,
-            [(DType::F32, buffers), (self.0.cluster.options.wire, others)],
-        )
-        .await
+        let targets = pull::by_dtype(&self.0.spec.manifest, self.0.cluster.options.wire, targets);
+        self.pull_as(version, StatePart::Parameters, targets).await
     }
 
     /// Fills the targets with a part of the state at `version`, in f32, and waits for that version.

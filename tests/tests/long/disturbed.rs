@@ -15,6 +15,8 @@ use zeroshard_tests::{Cluster, Etcd, Process, binary, run};
 
 pub(crate) const SERVERS: usize = 3;
 pub(crate) const WORKERS: u32 = 2;
+/// The seconds after which a silent leader is replaced.
+const ELECTION: u64 = 4;
 /// How long a wait for the next kill may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -98,7 +100,7 @@ impl Run {
     /// Starts a run with three coordinators, of which one is the leader.
     pub(crate) fn start_elected(steps: u64) -> Self {
         let etcd = Etcd::start();
-        let candidate = |_| Cluster::candidate("127.0.0.1:0", etcd.address());
+        let candidate = |_| Cluster::candidate("127.0.0.1:0", etcd.address(), ELECTION);
         Self::start_with((0..3).map(candidate).collect(), Some(etcd), steps)
     }
 
@@ -188,7 +190,7 @@ impl Run {
         self.say(&what);
         self.coordinators[coordinator] = match &self.etcd {
             None => Cluster::coordinator_at(&address),
-            Some(etcd) => Cluster::candidate(&address, etcd.address()),
+            Some(etcd) => Cluster::candidate(&address, etcd.address(), ELECTION),
         };
         if let Some(server) = with {
             self.shards[server] = self.shard();
