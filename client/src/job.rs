@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
     AppliedSteps, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
@@ -262,6 +263,32 @@ impl Job {
                 saved => return saved,
             }
         }
+    }
+
+    /// Sends this rank's data for checkpoints of `version`, the one that its last step has made: at
+    /// most [`zeroshard_proto::checkpoint::MAX_USER_DATA`] bytes. A step that was committed with
+    /// [`Commit::user_data_follows`](crate::Commit::user_data_follows) needs it before the next
+    /// commit: checkpoints of the version wait for it.
+    ///
+    /// # Errors
+    /// [`Error::RolledBack`]: the job has returned to an earlier version. [`Error::LeaseLost`],
+    /// [`Error::Invalid`], [`Error::Timeout`].
+    pub async fn send_user_data(&self, version: u64, user_data: impl Into<Bytes>) -> Result<()> {
+        self.check_restored(version)?;
+        let Member { cluster, spec, id, lease, rank, .. } = &*self.0;
+        let request = pb::SendUserDataRequest {
+            job: spec.name.clone(),
+            job_id: *id,
+            lease: *lease,
+            rank: *rank,
+            version,
+            user_data: user_data.into(),
+        };
+        let sent = cluster.retry("the receipt of the data of this rank", |mut client| {
+            let request = request.clone();
+            async move { client.send_user_data(request).await }
+        });
+        self.unless_ended(sent).await.map(|_| ())
     }
 
     /// Ends the lease in order. Ranks that wait for this rank in the open step receive

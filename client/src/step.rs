@@ -5,6 +5,9 @@ use bytes::Bytes;
 use zeroshard_proto::checkpoint::MAX_USER_DATA;
 use zeroshard_proto::{Manifest, Optimizer, TensorId, pb};
 
+#[cfg(doc)]
+use crate::Job;
+
 /// A rank's vote about a step, after it has pushed all gradients.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -28,6 +31,8 @@ pub struct Commit {
     /// Data of this rank for a checkpoint of the version that the step makes, for example its
     /// random state: at most [`MAX_USER_DATA`] bytes.
     pub user_data: Bytes,
+    /// Whether this rank sends that data after the step, with [`Job::send_user_data`].
+    pub user_data_follows: bool,
 }
 
 impl Default for Commit {
@@ -41,6 +46,7 @@ impl Default for Commit {
             gradient_factors: Vec::new(),
             written: Vec::new(),
             user_data: Bytes::new(),
+            user_data_follows: false,
         }
     }
 }
@@ -86,6 +92,12 @@ impl Commit {
     #[must_use]
     pub fn user_data(self, user_data: impl Into<Bytes>) -> Self {
         Self { user_data: user_data.into(), ..self }
+    }
+
+    /// Sets [`Self::user_data_follows`].
+    #[must_use]
+    pub fn user_data_follows(self, user_data_follows: bool) -> Self {
+        Self { user_data_follows, ..self }
     }
 }
 

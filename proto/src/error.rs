@@ -160,10 +160,10 @@ pub enum Error {
         /// The cause.
         cause: String,
     },
-    /// A server was lost, and the job was restored from a checkpoint.
+    /// A server, or the data of a rank, was lost, and the job was restored from a checkpoint.
     #[error(
-        "job {job:?} was restored from its checkpoint of version {version} after a server was lost; \
-         continue from step {version}"
+        "job {job:?} was restored from its checkpoint of version {version}, because later state was \
+         lost; continue from step {version}"
     )]
     RolledBack {
         /// The job.

@@ -344,7 +344,7 @@ impl Job {
 
     #[pyo3(signature = (
         step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=None, written=None,
-        targets=None, user_data=None
+        targets=None, user_data=None, user_data_follows=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn commit(
@@ -358,13 +358,15 @@ impl Job {
         written: Option<Vec<u64>>,
         targets: Option<Arrays<'_>>,
         user_data: Option<Vec<u8>>,
+        user_data_follows: bool,
     ) -> PyResult<Report> {
         let groups = optimizers(groups)?;
         let commit = Commit::default().groups(groups).loss_scale(loss_scale).max_norm(max_norm);
         let commit = commit
             .gradient_factors(gradient_factors.unwrap_or_default())
             .written(written.unwrap_or_default())
-            .user_data(user_data.unwrap_or_default());
+            .user_data(user_data.unwrap_or_default())
+            .user_data_follows(user_data_follows);
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {
@@ -410,6 +412,11 @@ impl Job {
         let optimizer = &self.job.spec().groups[0];
         let parts = |of: &AppliedSteps| (of.count, of.scalar_state(optimizer).to_vec());
         Ok(steps.iter().map(parts).collect())
+    }
+
+    fn send_user_data(&self, py: Python<'_>, version: u64, user_data: Vec<u8>) -> PyResult<()> {
+        let job = self.job.clone();
+        wait(py, async move { job.send_user_data(version, user_data).await })
     }
 
     fn save(&self, py: Python<'_>) -> PyResult<(u64, u64)> {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from . import _native
 from .errors import InvalidArgumentError, InvalidTypeError, NoCheckpointError
@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 
 #: The data of a rank begins with it if ``zeroshard.steps`` has added the state of its loop.
 _MARK = b"zeroshard.steps 1\n"
+
+
+class Loop(Protocol):
+    """A loop that adds its state to the data of a rank."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step of the loop has begun and not ended."""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the model has made a step since that one has begun."""
+
+    def state(self) -> dict[str, Any]:
+        """The state of the loop with which the next step is to begin."""
 
 
 class Checkpoints:
@@ -65,8 +80,10 @@ class Checkpoints:
             resume: ``"auto"`` starts from the latest checkpoint, if there is one; ``"never"``
                 requires that there is none.
             state: returns the data of this rank for a checkpoint, at most 16 MiB, in the form that
-                the next step is to begin with. It is called on every rank in each
-                ``optimizer.step()``, because a checkpoint can be requested at any step.
+                the next step is to begin with. It is called on every rank in each step, because a
+                checkpoint can be requested at any step: at the end of the block of
+                :func:`~zeroshard.steps`; in other loops in ``optimizer.step()``, before the step is
+                made.
 
         Raises:
             InvalidArgumentError: an argument is invalid.
@@ -82,8 +99,8 @@ class Checkpoints:
         self.resumes = resume == "auto"
         self._url = url
         self._state = state
-        #: Adds the state of the loop to the data of a rank.
-        self._loop: weakref.WeakMethod[Callable[[bytes | None], bytes]] | None = None
+        #: The loop whose state is added to the data of a rank. Weak: it ends before the model.
+        self._loop: weakref.ref[Loop] | None = None
         # Weak: the job ends with the model, also if the program keeps this object.
         self._sharding: weakref.ref[Sharding[Any]] | None = None
 
@@ -111,11 +128,20 @@ class Checkpoints:
             The number of steps that the model has made.
 
         Raises:
-            InvalidArgumentError: no model is sharded with this object.
+            InvalidArgumentError: no model is sharded with this object, or a block of
+                :func:`~zeroshard.steps` has made a step and has not ended.
             StorageError: the checkpoint cannot be written.
             TimeoutError: it has not been written after an hour.
         """
-        version, _bytes = self._bound("save").job.job.save()
+        sharding = self._bound("save")
+        loop = self._following()
+        if loop is not None and loop.is_in_step and loop.has_stepped:
+            raise InvalidArgumentError(
+                "save() was called in a block of zeroshard.steps after optimizer.step(); call it "
+                "after the block, because the state of the loop at its end is a part of the "
+                "checkpoint"
+            )
+        version, _bytes = sharding.job.job.save()
         return version
 
     def _bound(self, method: str) -> Sharding[Any]:
@@ -147,10 +173,17 @@ class Checkpoints:
         """Whether the program saves data of its own."""
         return self._state is not None
 
-    def follow(self, loop: Callable[[bytes | None], bytes]) -> None:
-        """From now on, ``loop`` adds its state to the data of this rank. A method of an object that
-        was deleted is not called."""
-        self._loop = weakref.WeakMethod(loop)
+    def follow(self, loop: Loop) -> None:
+        """From now on, the state of the loop is added to the data of this rank, until the loop is
+        deleted."""
+        self._loop = weakref.ref(loop)
+
+    def send(self) -> None:
+        """Sends the data of this rank at the end of a step of the loop."""
+        job = self._bound("send").job
+        data = self._packed(self._following())
+        if data is not None:
+            job.job.send_user_data(job.version, data)
 
     @property
     def job_name(self) -> str:
@@ -188,16 +221,30 @@ class Checkpoints:
         """Called when the model has been sharded."""
         self._sharding = weakref.ref(sharding)
 
-    def data(self) -> bytes | None:
-        """The data of this rank for the step that is being made."""
+    def data(self) -> tuple[bytes | None, bool]:
+        """The data of this rank for the step that is being made, and whether the loop sends it at
+        the end of the step."""
+        loop = self._following()
+        if loop is None or not loop.is_in_step:
+            return self._packed(loop), False
+        if loop.has_stepped:
+            raise InvalidArgumentError(
+                "a step of zeroshard.steps calls optimizer.step() more than once; a loop with "
+                "checkpoints can continue only between its steps, so call it once in each"
+            )
+        return None, True
+
+    def _following(self) -> Loop | None:
+        return None if self._loop is None else self._loop()
+
+    def _packed(self, loop: Loop | None) -> bytes | None:
         data = None if self._state is None else self._state()
         if self._state is not None and not isinstance(data, bytes):
             raise InvalidTypeError(
                 f"state of the checkpoints has returned a {type(data).__name__}; it must return "
                 "bytes"
             )
-        loop = None if self._loop is None else self._loop()
-        return data if loop is None else loop(data)
+        return data if loop is None else packed(loop.state(), data)
 
 
 def packed(loop: dict[str, Any], own: bytes | None) -> bytes:

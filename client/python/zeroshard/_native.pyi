@@ -371,6 +371,7 @@ class Job:
         written: Sequence[int] | None = None,
         targets: Sequence[tuple[int, Array]] | None = None,
         user_data: bytes | None = None,
+        user_data_follows: bool = False,
     ) -> Report:
         """Flushes, commits this rank's contribution and waits until the step is decided.
 
@@ -379,6 +380,7 @@ class Job:
         0; None: it has written none.
         ``targets`` receive the parameters of the new version.
         ``user_data``: data of this rank for a checkpoint of the new version, at most 16 MiB.
+        ``user_data_follows``: this rank sends that data after the step.
         """
     def pull(
         self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None
@@ -400,6 +402,8 @@ class Job:
     def applied_steps(self, version: int) -> list[tuple[int, list[float]]]:
         """The number of steps that were applied to each tensor, and the values of the optimizer's
         ``scalar_state`` after them."""
+    def send_user_data(self, version: int, user_data: bytes) -> None:
+        """Sends the data of this rank for checkpoints of ``version``, which its last step made."""
     def save(self) -> tuple[int, int]:
         """Waits until the current version is saved where the policy of the job says. Returns the
         version and the size in bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from ._checkpoints import Checkpoints, packed
+from ._checkpoints import Checkpoints
 from ._core.attempt import Attempt, attempts, check_restorable
 from ._random import RandomState
 from .errors import (
@@ -32,16 +32,25 @@ class Step(Generic[B]):
     #: The batch of the step; None if :func:`steps` was called with a number.
     batch: B
 
-    def __init__(self, number: int, batch: B, caught: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self,
+        number: int,
+        batch: B,
+        caught: tuple[type[Exception], ...],
+        checkpoints: Checkpoints | None,
+    ) -> None:
         self.number = number
         self.batch = batch
         self._caught = caught
+        self._checkpoints = checkpoints
+        self._is_open = False
         self._models: list[Attempt[Any]] = attempts()
         self._random = RandomState.current()
         #: The error that has ended the block, if the loop continues after it.
         self._error: Exception | None = None
 
     def __enter__(self) -> Step[B]:
+        self._is_open = True
         return self
 
     def __exit__(
@@ -50,12 +59,29 @@ class Step(Generic[B]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        if error is None:
+            error = self._end()
+        self._is_open = False
         if isinstance(error, self._caught):
             self._error = error
             return True
         # The program may keep this object longer than the model.
         self._models.clear()
         return False
+
+    def _end(self) -> Exception | None:
+        """Sends the data of this rank for checkpoints. Returns the error after which the loop
+        continues."""
+        if self._checkpoints is not None and self._has_stepped:
+            try:
+                self._checkpoints.send()
+            except self._caught as error:
+                return error
+        return None
+
+    @property
+    def _has_stepped(self) -> bool:
+        return any(model.has_stepped for model in self._models)
 
 
 class _Steps(Generic[B]):
@@ -113,7 +139,8 @@ class _Steps(Generic[B]):
         caught: tuple[type[Exception], ...] = (StepAbortedError, RolledBackError)
         if self._checkpoints is None:
             caught = (StepAbortedError,)
-        return Step(number, batch, caught if self._failures + 1 < _MAX_FAILURES else ())
+        caught = caught if self._failures + 1 < _MAX_FAILURES else ()
+        return Step(number, batch, caught, self._checkpoints)
 
     # ---- checkpoints
 
@@ -136,21 +163,24 @@ class _Steps(Generic[B]):
             RandomState.from_json(loop["random"]).restore()
         elif version == 0 and self._first is not None:
             self._first.restore()
-        checkpoints.follow(self.state)
+        checkpoints.follow(self)
         number: int = 0 if loop is None else loop["number"]
         return number
 
-    def state(self, own: bytes | None) -> bytes:
-        """The data of this rank for a checkpoint at the end of the step that is being made."""
+    # ---- called by the checkpoints
+
+    @property
+    def is_in_step(self) -> bool:
+        return self._step is not None and self._step._is_open
+
+    @property
+    def has_stepped(self) -> bool:
+        return self._step is not None and self._step._has_stepped
+
+    def state(self) -> dict[str, Any]:
         step = self._step
         assert step is not None, "the loop has begun"
-        if any(model.has_stepped for model in step._models):
-            raise InvalidArgumentError(
-                f"step {step.number} of zeroshard.steps calls optimizer.step() more than once; a "
-                "loop with checkpoints can continue only between its steps, so call it once in each"
-            )
-        random = RandomState.current().to_json()
-        return packed({"number": step.number + 1, "random": random}, own)
+        return {"number": step.number + 1, "random": RandomState.current().to_json()}
 
 
 @overload
@@ -206,10 +236,10 @@ def steps(
 
     With ``checkpoints``, the loop begins with the step that follows the checkpoint, and continues
     from there after :class:`~zeroshard.RolledBackError`. The number of the step and the random
-    state of each rank are a part of the checkpoint; Paddle's random state is not. The random state
-    is that at ``optimizer.step()``: random numbers that are drawn between it and the next step are
-    not drawn again. The loop is that of the whole run, not of an epoch, and trains one model. The
-    program saves other data with ``state`` of the checkpoints, which is passed to ``restore``.
+    state of each rank at the end of its block are a part of the checkpoint; Paddle's random state
+    is not. A checkpoint is complete when the blocks of all ranks have ended. The loop is that of
+    the whole run, not of an epoch, and trains one model. The program saves other data with
+    ``state`` of the checkpoints, which is passed to ``restore``.
 
     Args:
         batches: the number of steps, or the batches. With checkpoints, batches must be a sequence

@@ -72,9 +72,10 @@ class StepAbortedError(Error):
 
 
 class RolledBackError(Error):
-    """A server was lost, and the job was restored from its last checkpoint. ``version`` is the
-    version of the checkpoint; call :meth:`zeroshard.Checkpoints.resume` to continue from it, or use
-    :func:`zeroshard.steps`, which does."""
+    """A server, or the data of a rank for checkpoints, was lost, and the job was restored from its
+    last checkpoint. ``version`` is the version of the checkpoint; call
+    :meth:`zeroshard.Checkpoints.resume` to continue from it, or use :func:`zeroshard.steps`, which
+    does."""
 
     version: int
 

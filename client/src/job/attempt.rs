@@ -216,6 +216,7 @@ impl Attempt {
             gradient_factors: commit.gradient_factors,
             written: commit.written,
             user_data: commit.user_data,
+            user_data_follows: commit.user_data_follows,
         };
         // The call is sent regardless of the known epoch, because the step may have been decided
         // before.

@@ -145,7 +145,11 @@ impl Job {
         let error = tokio::select! {
             biased;
             result = work => match result {
-                Err(error @ (Error::JobFailed { .. } | Error::UnknownJob { .. })) => error,
+                Err(
+                    error @ (Error::JobFailed { .. }
+                    | Error::UnknownJob { .. }
+                    | Error::RolledBack { .. }),
+                ) => error,
                 result => return result,
             },
             Ok(now) = membership.wait_for(ends) => {

@@ -112,6 +112,7 @@ impl Cluster {
             Event::Discard { caller, discard } => self.discard(caller, discard, now, &mut out),
             Event::Rest { caller, rest } => self.rest(caller, rest, now, &mut out),
             Event::Save { caller, save } => self.save(caller, save, now, &mut out),
+            Event::UserData { caller, data } => self.user_data(caller, data, &mut out),
             Event::SaverGone { caller, job } => self.saver_gone(&job, caller),
             Event::Completed { job, save, outcome } => {
                 self.save_ended(&job, save, outcome, now, &mut out);

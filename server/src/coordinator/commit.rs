@@ -17,6 +17,7 @@ use super::{
     reduce::{Reduced, Reducer},
     state::{Job, Open, Phase},
     terms::{Difference, Terms},
+    user_data::UserData,
 };
 use crate::{attempt::Attempt, listing::some_of};
 
@@ -26,6 +27,7 @@ struct Vote {
     terms: Terms,
     loss: Option<f64>,
     user_data: Bytes,
+    user_data_follows: bool,
     /// More than one if the rank has repeated its call.
     waiters: Vec<Waiter>,
 }
@@ -133,8 +135,9 @@ impl Round {
         }
         let vote = self.votes.entry(*rank).or_insert_with(|| {
             self.last_vote = waiter.since;
-            let user_data = commit.user_data.clone();
-            Vote { terms, loss: commit.loss, user_data, waiters: Vec::new() }
+            let &Commit { loss, ref user_data, user_data_follows, .. } = commit;
+            let user_data = user_data.clone();
+            Vote { terms, loss, user_data, user_data_follows, waiters: Vec::new() }
         });
         vote.waiters.push(waiter);
         Ok(())
@@ -149,10 +152,15 @@ impl Round {
         expired
     }
 
-    /// The data of the ranks that have sent some, for a checkpoint.
-    pub(super) fn user_data(&self) -> BTreeMap<u32, Bytes> {
-        let votes = self.votes.iter().filter(|(_, vote)| !vote.user_data.is_empty());
-        votes.map(|(&rank, vote)| (rank, vote.user_data.clone())).collect()
+    /// The data of the ranks for a checkpoint.
+    pub(super) fn user_data(&self) -> UserData {
+        let sent = self.votes.iter().filter(|(_, vote)| !vote.user_data.is_empty());
+        let awaited = self.votes.iter().filter(|(_, vote)| vote.user_data_follows);
+        UserData {
+            ranks: sent.map(|(&rank, vote)| (rank, vote.user_data.clone())).collect(),
+            awaited: awaited.map(|(&rank, _)| rank).collect(),
+            ..UserData::default()
+        }
     }
 
     /// The mean loss over the ranks that committed, in rank order; `None` unless each of them

@@ -18,6 +18,7 @@ use super::{
     resting::{Begins, Rested},
     save::{Completion, Save, SavePlan, Saved},
     succession::Source,
+    user_data::RankData,
 };
 use crate::attempt::Attempt;
 
@@ -113,6 +114,8 @@ pub(crate) enum Event {
     Rest { caller: Caller, rest: Rest },
     /// SaveCheckpoint.
     Save { caller: Caller, save: Save },
+    /// SendUserData.
+    UserData { caller: Caller, data: RankData },
     /// The end of [`Action::Complete`], with the size of the checkpoint in bytes.
     Completed { job: JobRef, save: u64, outcome: Result<u64> },
     /// The caller disconnected before it was answered; `rank` is absent for CreateJob.
@@ -265,6 +268,8 @@ pub(crate) struct Commit {
     pub(crate) written: Vec<u64>,
     /// For a checkpoint of the version that the step makes.
     pub(crate) user_data: Bytes,
+    /// Whether the rank sends this data after the step.
+    pub(crate) user_data_follows: bool,
     pub(crate) wait: Duration,
 }
 
@@ -313,6 +318,8 @@ pub(crate) enum Reply {
     },
     Rested(Rested),
     Saved(Saved),
+    /// The data of the rank has been stored.
+    UserDataStored,
 }
 
 /// A request to place a job's slices, which is long work that the driver does without its lock.

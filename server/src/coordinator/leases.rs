@@ -245,6 +245,9 @@ impl Cluster {
 
     /// Frees the rank, and gives it to the next worker in the queue.
     fn end_lease(&mut self, name: &str, rank: u32, cause: Cause, now: Now, out: &mut Vec<Action>) {
+        if self.without_data_of(name, rank, cause, now, out) {
+            return;
+        }
         let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
         let Some(member) = open.members.remove(rank) else { return };
         let lost = |waiter: Waiter| {

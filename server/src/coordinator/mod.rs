@@ -47,6 +47,7 @@ pub(crate) mod state;
 mod storage;
 mod succession;
 mod terms;
+mod user_data;
 
 use std::{sync::Arc, time::Duration};
 

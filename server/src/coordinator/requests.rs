@@ -14,6 +14,7 @@ use zeroshard_proto::{
 use super::{
     events::{Commit, Create, Discard, JobRef, Lease, Reduce, Rest, Turn},
     save::Save,
+    user_data::RankData,
 };
 use crate::{
     attempt::Attempt,
@@ -61,6 +62,7 @@ impl Waits {
             gradient_factors,
             written,
             user_data,
+            user_data_follows,
         } = request;
         let turn = self::turn(turn)?;
         Ok(Commit {
@@ -70,7 +72,8 @@ impl Waits {
             loss,
             gradient_factors,
             written,
-            user_data: self::user_data(user_data, &turn)?,
+            user_data: self::user_data(user_data, turn.rank, turn.attempt.step)?,
+            user_data_follows,
             turn,
             wait,
         })
@@ -112,11 +115,18 @@ fn turn(message: Option<pb::Turn>) -> Result<Turn> {
     Ok(Turn { job, lease: Lease(lease), rank, attempt })
 }
 
-fn user_data(data: Bytes, turn: &Turn) -> Result<Bytes> {
+pub(super) fn rank_data(request: pb::SendUserDataRequest) -> Result<RankData> {
+    let pb::SendUserDataRequest { job: name, job_id: id, lease, rank, version, user_data } =
+        request;
+    let data = self::user_data(user_data, rank, version.saturating_sub(1))?;
+    Ok(RankData { job: JobRef { name, id }, rank, lease: Lease(lease), version, data })
+}
+
+fn user_data(data: Bytes, rank: u32, step: u64) -> Result<Bytes> {
     if data.len() <= MAX_USER_DATA {
         return Ok(data);
     }
-    let what = format!("size of user_data of rank {} at step {}", turn.rank, turn.attempt.step);
+    let what = format!("size of user_data of rank {rank} at step {step}");
     Err(Error::invalid(what, data.len(), format!("at most {MAX_USER_DATA} bytes")))
 }
 

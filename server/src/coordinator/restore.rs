@@ -1,8 +1,8 @@
 //! Jobs that start from a checkpoint, and jobs that return to their last checkpoint because a
-//! server was lost that held the only copy of a slice.
+//! server was lost that held the only copy of a slice, or a rank before it had sent its data.
 //!
 //! ```text
-//! Open --a server is lost--> Waiting --placed--> Opening --all have read their slices--> Open
+//! Open --state is lost--> Waiting --placed--> Opening --all have read their slices--> Open
 //! ```
 //!
 //! The ranks keep their leases meanwhile. Their calls end with an error that makes them call again
@@ -90,7 +90,7 @@ impl Cluster {
     }
 
     /// Returns an open job to its last checkpoint, if its policy asks for it. `gone` describes the
-    /// lost server.
+    /// loss.
     pub(super) fn interrupt(
         &mut self,
         name: &str,
@@ -133,6 +133,21 @@ impl Cluster {
         out.push(Action::Tick(now + RESTORE_LIMIT));
         self.try_place(name, out);
         true
+    }
+
+    /// The lease of a rank of a job that has just been interrupted ends.
+    pub(super) fn end_interrupted(&mut self, name: &str, rank: u32, cause: Cause) {
+        if let Some(Job { phase: Phase::Waiting { interrupted: Some(interrupted), .. }, .. }) =
+            self.jobs.get_mut(name)
+            && let Some(lease) = interrupted.members.get(rank).map(|member| member.lease)
+        {
+            interrupted.lose(rank, lease);
+            match cause {
+                Cause::Left => drop(interrupted.left.insert(rank)),
+                Cause::Done => drop(interrupted.done.insert(rank)),
+                Cause::Lost | Cause::Returned | Cause::Recovered => {}
+            }
+        }
     }
 
     /// The servers of a restored job have read their slices: its ranks continue.

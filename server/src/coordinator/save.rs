@@ -19,6 +19,7 @@ use super::{
     events::{Action, Caller, Command, JobRef, Now, Reply, ServerId, Waiter},
     responses::Files,
     state::{Job, Phase},
+    user_data::{UserData, missing},
 };
 
 /// How long a save may take. It is given up afterwards, so that a store that does not respond does
@@ -51,8 +52,8 @@ pub(crate) struct Saves {
     began: Option<Now>,
     /// When an unused job is saved again, after a save has failed.
     pub(super) retry_at: Now,
-    /// What ranks have sent with their commits of the step that made the current version.
-    pub(super) user_data: BTreeMap<u32, Bytes>,
+    /// That of the ranks for the current version.
+    pub(super) user_data: UserData,
 }
 
 /// A save that is not complete.
@@ -60,10 +61,11 @@ pub(crate) struct Saves {
 struct Saving {
     plan: SavePlan,
     deadline: Now,
-    /// The servers that have not written their slices yet. Empty: the manifest is being written.
+    /// The servers that have not written their slices yet. If it is empty, and no data of a rank is
+    /// awaited, the manifest is being written.
     pending: BTreeSet<ServerId>,
     files: Vec<Files>,
-    user_data: BTreeMap<u32, Bytes>,
+    user_data: UserData,
     waiters: Vec<Waiter>,
 }
 
@@ -141,6 +143,19 @@ impl Saves {
         waiting
             .flat_map(|waiters| waiters.extract_if(.., |of| taken(of)).collect::<Vec<_>>())
             .collect()
+    }
+
+    /// Stores the data of a rank for a version. Returns whether the current save has waited for it.
+    pub(super) fn set_user_data(&mut self, version: u64, rank: u32, data: &Bytes) -> bool {
+        let saving = self.current.as_mut().filter(|saving| saving.plan.version == version);
+        saving.is_some_and(|saving| saving.user_data.set(rank, data.clone()))
+    }
+
+    /// If the current save waits for the data of the rank: its number, and the error without it.
+    pub(super) fn awaiting(&self, rank: u32) -> Option<(u64, Error)> {
+        let Saving { plan, user_data, .. } = self.current.as_ref()?;
+        let error = missing(rank, plan.version, &plan.url);
+        user_data.awaited.contains(&rank).then_some((plan.save, error))
     }
 
     /// The current save, if it has this number.
@@ -224,6 +239,11 @@ impl Cluster {
             return;
         };
         let Some(version) = open.version else { return };
+        if let Some(&rank) = open.saves.user_data.missing.first() {
+            let error = missing(rank, version, &url);
+            let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error.clone()));
+            return out.extend(waiters.into_iter().map(answer));
+        }
         let plan = SavePlan { save, version, url, keep };
         let job = JobRef { name: name.to_owned(), id: *id };
         open.send(&Command::Write { job, plan: plan.clone() }, out);
@@ -277,7 +297,9 @@ impl Cluster {
         };
         let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
         let is_saving = open.saves.current.is_some();
-        if !is_saving && (open.saves.saved(version, &policy.url).is_some() || version == 0) {
+        let is_saved = open.saves.saved(version, &policy.url).is_some();
+        let is_complete = open.saves.user_data.missing.is_empty();
+        if !is_saving && (is_saved || version == 0 || !is_complete) {
             return false;
         }
         if !is_saving {
@@ -310,18 +332,20 @@ impl Cluster {
         }
     }
 
-    fn complete_if_written(&mut self, name: &str, out: &mut Vec<Action>) {
+    pub(super) fn complete_if_written(&mut self, name: &str, out: &mut Vec<Action>) {
         let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
-        let saving = open.saves.current.as_mut().filter(|saving| saving.pending.is_empty());
+        let is_complete =
+            |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.awaited.is_empty();
+        let saving = open.saves.current.as_mut().filter(is_complete);
         if let Some(saving) = saving {
             out.push(Action::Complete(Completion {
                 job: JobRef { name: name.to_owned(), id: *id },
                 spec: spec.clone(),
                 plan: saving.plan.clone(),
                 files: std::mem::take(&mut saving.files),
-                user_data: std::mem::take(&mut saving.user_data),
+                user_data: std::mem::take(&mut saving.user_data.ranks),
             }));
         }
     }
@@ -410,9 +434,14 @@ impl Cluster {
         let (save, version) = (saving.plan.save, saving.plan.version);
         let (is_late, pending) = (saving.deadline <= now, saving.pending.clone());
         let job = JobRef { name: name.to_owned(), id: *id };
-        let waiting_for = match pending.is_empty() {
-            true => format!("the manifest of version {version} of job {name:?} to be written"),
-            false => {
+        let waiting_for = match (pending.is_empty(), saving.user_data.awaited.first()) {
+            (true, None) => {
+                format!("the manifest of version {version} of job {name:?} to be written")
+            }
+            (true, Some(rank)) => {
+                format!("rank {rank} to send its data of version {version} of job {name:?}")
+            }
+            (false, _) => {
                 let servers = self.names(&pending);
                 format!("{servers} to write version {version} of job {name:?}")
             }

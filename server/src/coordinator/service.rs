@@ -17,7 +17,7 @@ use super::{
     control::{commands, listen, registration},
     driver::{Driver, MAX_COMMANDS},
     events::{Attach, Event, JobRef, Join, Lease, Leave, Reply},
-    requests::{Waits, create, dialled},
+    requests::{Waits, create, dialled, rank_data},
     responses::reduced,
     save::Saved,
 };
@@ -137,6 +137,15 @@ impl coordinator_service_server::CoordinatorService for Service {
             }
             other => Err(unexpected(&other)),
         }
+    }
+
+    async fn send_user_data(
+        &self,
+        request: Request<pb::SendUserDataRequest>,
+    ) -> Answer<pb::SendUserDataResponse> {
+        let data = rank_data(request.into_inner())?;
+        self.driver.call(|caller| Event::UserData { caller, data }).await?;
+        Ok(Response::new(pb::SendUserDataResponse {}))
     }
 
     async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {

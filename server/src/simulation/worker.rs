@@ -305,6 +305,7 @@ impl World {
                 gradient_factors: Vec::new(),
                 written: Vec::new(),
                 user_data: Bytes::new(),
+                user_data_follows: false,
                 wait: WAIT,
             };
             Event::Commit { caller, commit: Box::new(commit) }

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import pickle
 import random
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,8 +17,8 @@ from torch import Tensor, nn
 import models
 import ranks
 import zeroshard as zs
-from servers import BINARY, killable, server, servers, start
-from test_checkpoints import EVERY, STEPS, assert_same_buffers, in_memory, network, wait_for
+from servers import killable
+from test_checkpoints import STEPS, assert_same_buffers, network
 from training import LEVELS, SEGMENT
 from zeroshard.torch import DataParallel, fused_allreduce_gradients, group_sharded_parallel
 
@@ -210,161 +206,6 @@ def test_gradients_that_are_zeroed_after_the_step_are_not_added_to_those_of_an_a
     found = train(level, disturb, zeroes_first=False)
     assert disturb.aborted == list(PLACES)
     assert_same_results(found, calm[level], len(PLACES))
-
-
-class Run:
-    """A training of one level on one of two ranks, which writes its losses to a file."""
-
-    def __init__(self, rank: int, level: str, directory: str) -> None:
-        torch.manual_seed(1)
-        bare = network()
-        trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
-        self.checkpoints = zs.Checkpoints(f"file://{directory}", every=EVERY, state=self.state)
-        self.model, self.optimizer, _ = group_sharded_parallel(
-            bare,
-            torch.optim.AdamW(trained, lr=0.01),
-            level,
-            segment_size=SEGMENT,
-            checkpoints=self.checkpoints,
-        )
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        torch.manual_seed(100 + rank)
-        self.rank, self.level = rank, level
-        self.losses = Path(directory) / f"losses.{rank}"
-
-    def state(self) -> bytes:
-        return pickle.dumps((self.schedule.state_dict(), self.schedule.get_last_lr()))
-
-    def restore(self, saved: bytes | None) -> None:
-        if saved is None:
-            return
-        state, rates = pickle.loads(saved)
-        self.schedule.load_state_dict(state)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        # The state is that in optimizer.step().
-        self.schedule.step()
-
-    def train(self, disturb: Callable[[int], None]) -> str:
-        """Trains to the end, and returns the hash of the state. ``disturb`` is called in each step,
-        between forward and backward."""
-        for step in zs.steps(STEPS, self.checkpoints, restore=self.restore):
-            with step:
-                data = models.batch("mlp", step.number, 16)
-                loss = self.model(*models.share(data, self.rank, 2))
-                with self.losses.open("a") as losses:
-                    losses.write(f"{self.level} {step.number} {loss.item().hex()}\n")
-                disturb(step.number)
-                loss.backward()
-                self.optimizer.step()
-                self.schedule.step()
-                self.optimizer.zero_grad()
-        return str(self.optimizer.state_hash())
-
-
-def nothing(step: int) -> None:
-    pass
-
-
-def train_undisturbed(rank: int, directory: str) -> list[str]:
-    with zs.init(name="steps"):
-        return [Run(rank, level, directory).train(nothing) for level in LEVELS]
-
-
-def train_through_losses(
-    rank: int, directory: str, victims: list[int], dies: str | None
-) -> list[str]:
-    """Trains all levels. Rank 0 kills a server of each level after a checkpoint; rank 1 is killed
-    later, in the level ``dies``."""
-    hashes = []
-    with zs.init(name="steps"):
-        for number, level in enumerate(LEVELS):
-            run = Run(rank, level, directory)
-            mark = Path(directory) / f"killed.{level}"
-
-            def disturb(step: int) -> None:
-                if rank == 0 and step == EVERY + 1 and not mark.exists():
-                    wait_for(directory, "steps", number, EVERY)
-                    mark.touch()
-                    os.kill(victims[number], signal.SIGKILL)
-                if rank == 1 and level == dies and step == EVERY + 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            hashes.append(run.train(disturb))
-    return hashes
-
-
-def losses(directory: Path, rank: int) -> tuple[list[str], list[str]]:
-    """The losses that a rank has found, each once, and all of them in order."""
-    lines = (directory / f"losses.{rank}").read_text().splitlines()
-    return sorted(set(lines)), lines
-
-
-def test_a_run_with_checkpoints_continues_when_a_server_is_killed_and_when_a_rank_is(
-    tmp_path: Path,
-) -> None:
-    with in_memory() as calm, servers(2) as address:
-        environment = {"ZEROSHARD_ADDRESS": address}
-        expected = ranks.run(2, train_undisturbed, str(calm), env=environment)
-        undisturbed = [losses(calm, rank)[0] for rank in range(2)]
-    with in_memory() as directory, killable(4) as (address, shards):
-        environment = {"ZEROSHARD_ADDRESS": address}
-        arguments = str(directory), [process.pid for process in shards[:3]]
-        for level in LEVELS:
-            # As torchrun does, all ranks are killed when one has died, and start again.
-            with pytest.raises(ranks.RankFailed, match="rank 1:\nended without a word"):
-                ranks.run(2, train_through_losses, *arguments, level, env=environment)
-        found = ranks.run(2, train_through_losses, *arguments, None, env=environment)
-        assert found == expected
-        for rank in range(2):
-            distinct, lines = losses(directory, rank)
-            assert distinct == undisturbed[rank]
-            # At least those after the checkpoint, and that of the killed rank, were run again.
-            assert len(lines) >= len(LEVELS) * (STEPS + 3), lines
-
-
-def make_steps(rank: int, directory: str, total: int) -> list[int]:
-    """Trains in a run that ends between two checkpoints. Returns the steps that it has made."""
-    zs.init(name="gone")
-    run = Run(rank, "os", directory)
-    made = []
-    for step in zs.steps(total, run.checkpoints, restore=run.restore):
-        with step:
-            run.model(*models.batch("mlp", step.number, 16)).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            made.append(step.number)
-    return made
-
-
-def zsctl(*arguments: str) -> None:
-    subprocess.run([BINARY.with_name("zsctl"), *arguments], check=True)
-
-
-def test_a_run_whose_data_was_lost_with_the_coordinator_is_not_continued(
-    tmp_path: Path,
-) -> None:
-    with contextlib.ExitStack() as stack:
-        coordinator, address = start("coordinator")
-        stack.callback(lambda: (coordinator.kill(), coordinator.communicate()))
-        stack.enter_context(server("shard", "--coordinator", address))
-        environment = {"ZEROSHARD_ADDRESS": address}
-
-        def run(total: int) -> list[int]:
-            return ranks.run(1, make_steps, str(tmp_path), total, env=environment, init=None)[0]
-
-        assert run(1) == [0]
-        assert run(2) == [1]
-        coordinator.kill()
-        coordinator.communicate()
-        coordinator, _ = start("coordinator", listen=address)
-        with pytest.raises(ranks.RankFailed, match="zsctl delete gone/sharded-0"):
-            run(3)
-        # As the error says.
-        url = f"file://{tmp_path}"
-        zsctl("delete", "gone/sharded-0/all", "--address", address)
-        zsctl("checkpoint", "rm", "gone/sharded-0/all", "2", "--url", url)
-        assert run(3) == [1, 2]
 
 
 def loop_of(model: Any, optimizer: Any, total: int, body: Callable[[int], None]) -> list[int]:

@@ -227,8 +227,8 @@ class ModelJob(Generic[T]):
         restored = self.job.restored
         if restored is not None and restored != self._followed:
             error = RolledBackError(
-                f"job {self.job.name!r} was restored from its checkpoint of version {restored[1]} "
-                "after a server was lost; call Checkpoints.resume()"
+                f"job {self.job.name!r} was restored from its checkpoint of version {restored[1]}, "
+                "because later state was lost; call Checkpoints.resume()"
             )
             error.version = restored[1]
             raise error

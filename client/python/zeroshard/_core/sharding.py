@@ -299,7 +299,7 @@ class Sharding(Generic[T]):
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
         self.follow_changes()
-        data = None if self._checkpoints is None else self._checkpoints.data()
+        data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
         self._sent(self.gradients.send_rest)
         written = self.job.written()
@@ -536,10 +536,13 @@ class Sharding(Generic[T]):
             self.gatherer.new_version()
 
     def _commit(
-        self, written: list[Entry[T]], received: list[tuple[int, Incoming]], data: bytes | None
+        self,
+        written: list[Entry[T]],
+        received: list[tuple[int, Incoming]],
+        data: tuple[bytes | None, bool],
     ) -> Report:
         """Commits the step and receives the new parameters. ``data``: that of this rank for a
-        checkpoint."""
+        checkpoint, and whether it follows."""
         limits = [norm for norm in (self._clip_once, self._max_norm) if norm is not None]
         factors = self.gradients.factors()
         if self._max_tensor_norm is not None:
@@ -554,7 +557,8 @@ class Sharding(Generic[T]):
                 gradient_factors=factors,
                 written=hashes,
                 targets=[(index, incoming.array) for index, incoming in received],
-                user_data=data,
+                user_data=data[0],
+                user_data_follows=data[1],
             )
 
     def _replace_values(self, written: list[Entry[T]]) -> None:

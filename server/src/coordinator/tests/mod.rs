@@ -20,6 +20,7 @@ mod resting;
 mod saves;
 mod service;
 mod succession;
+mod user_data;
 mod wire;
 
 use std::{
@@ -465,6 +466,7 @@ fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
         gradient_factors: Vec::new(),
         written: Vec::new(),
         user_data: Bytes::new(),
+        user_data_follows: false,
         wait: WAIT,
     }
 }

@@ -5,10 +5,10 @@ use zeroshard_proto::{CheckpointPolicy, OnLoss, Restore, RestoreVersion};
 use super::*;
 use crate::coordinator::save::SAVE_LIMIT;
 
-const URL: &str = "file:///checkpoints";
+pub(super) const URL: &str = "file:///checkpoints";
 const SECOND: Duration = Duration::from_secs(1);
 
-fn policy(world: u32, every_steps: u64) -> JobSpec {
+pub(super) fn policy(world: u32, every_steps: u64) -> JobSpec {
     let policy = CheckpointPolicy {
         url: URL.to_owned(),
         every_steps: Some(every_steps),
@@ -19,12 +19,12 @@ fn policy(world: u32, every_steps: u64) -> JobSpec {
     JobSpec { checkpoints: Some(policy), ..spec(world) }
 }
 
-fn found(version: u64) -> Option<Checkpoint> {
+pub(super) fn found(version: u64) -> Option<Checkpoint> {
     Some(Checkpoint { url: URL.to_owned(), job: "job".to_owned(), version })
 }
 
 impl Script {
-    fn save(&mut self, url: Option<&str>) -> Caller {
+    pub(super) fn save(&mut self, url: Option<&str>) -> Caller {
         self.save_with(url, false)
     }
 
@@ -36,7 +36,7 @@ impl Script {
     }
 
     /// The saves that each server was told to begin: server, number and version.
-    fn writes(&self) -> Vec<(u64, u64, u64)> {
+    pub(super) fn writes(&self) -> Vec<(u64, u64, u64)> {
         let write = |(server, command): &(u64, Command)| match command {
             Command::Write { plan, .. } => Some((*server, plan.save, plan.version)),
             _ => None,
@@ -56,22 +56,34 @@ impl Script {
         self.said(server, Said::Written { job: job(), save, files: Files::default() });
     }
 
-    fn write_all(&mut self) {
+    pub(super) fn write_all(&mut self) {
         for (server, save, _) in self.writes() {
             self.written(server, save);
         }
     }
 
-    fn completed(&mut self, save: u64, outcome: Result<u64>) {
+    pub(super) fn completed(&mut self, save: u64, outcome: Result<u64>) {
         self.event(Event::Completed { job: job(), save, outcome });
     }
 
     /// All ranks make a step.
-    fn step_all(&mut self, leases: &[Lease], step: u64) {
+    pub(super) fn step_all(&mut self, leases: &[Lease], step: u64) {
+        self.step_with(leases, step, |rank, commit| {
+            commit.user_data = Bytes::from(format!("rank {rank} step {step}"));
+        });
+    }
+
+    pub(super) fn step_with(
+        &mut self,
+        leases: &[Lease],
+        step: u64,
+        change: impl Fn(u32, &mut Commit),
+    ) {
         let epoch = self.epoch();
         for (rank, &lease) in (0..).zip(leases) {
-            let user_data = Bytes::from(format!("rank {rank} step {step}"));
-            self.commit(Commit { user_data, ..commit(lease, epoch, rank, step) });
+            let mut commit = commit(lease, epoch, rank, step);
+            change(rank, &mut commit);
+            self.commit(commit);
         }
         self.ready_all(step);
         assert_eq!(self.version(), Some(step + 1));
@@ -143,7 +155,7 @@ fn a_job_is_saved_by_its_policy_with_the_data_that_the_ranks_sent_with_the_step(
     assert_eq!(script.writes().len(), 4);
 }
 
-fn completion_save(script: &Script) -> u64 {
+pub(super) fn completion_save(script: &Script) -> u64 {
     script.completions.last().expect("a save").plan.save
 }
 

@@ -1,0 +1,156 @@
+//! Data that ranks send for checkpoints after their steps.
+
+use zeroshard_proto::OnLoss;
+
+use super::{
+    saves::{URL, completion_save, found, policy},
+    *,
+};
+use crate::coordinator::user_data::RankData;
+
+impl Script {
+    /// All ranks make a step, after which they send their data.
+    fn step_and_promise(&mut self, leases: &[Lease], step: u64) {
+        self.step_with(leases, step, |_, commit| commit.user_data_follows = true);
+    }
+
+    fn send_data(&mut self, rank: u32, lease: Lease, version: u64) -> Caller {
+        let caller = self.caller();
+        let data = Bytes::from(format!("rank {rank} version {version}"));
+        let data = RankData { job: job(), rank, lease, version, data };
+        self.event(Event::UserData { caller, data });
+        caller
+    }
+
+    /// The data in the checkpoint that was completed last.
+    fn saved_data(&self) -> Vec<Bytes> {
+        self.completions.last().expect("a save").user_data.values().cloned().collect()
+    }
+}
+
+#[test]
+fn a_checkpoint_is_complete_when_each_rank_has_sent_its_data() {
+    let (mut script, leases) = Script::training_of(policy(2, 1), 1);
+    script.step_and_promise(&leases, 0);
+    let first = script.send_data(0, leases[0], 1);
+    assert_eq!(script.answer(first), Some(&Ok(Reply::UserDataStored)));
+    script.write_all();
+    assert!(script.completions.is_empty(), "rank 1 has not sent its data");
+    script.send_data(1, leases[1], 1);
+    assert_eq!(script.saved_data(), ["rank 0 version 1", "rank 1 version 1"]);
+    script.send_data(1, leases[1], 1);
+    assert_eq!(script.completions.len(), 1, "a repeated call completes nothing");
+    script.completed(completion_save(&script), Ok(1));
+    // Data that arrives before the files are written is not waited for.
+    script.step_and_promise(&leases, 1);
+    script.send_data(0, leases[0], 2);
+    script.send_data(1, leases[1], 2);
+    script.write_all();
+    assert_eq!(script.saved_data(), ["rank 0 version 2", "rank 1 version 2"]);
+}
+
+#[test]
+fn a_requested_save_has_the_data_that_was_sent_before() {
+    let (mut script, leases) = Script::training_of(policy(1, 100), 1);
+    script.step_and_promise(&leases, 0);
+    script.send_data(0, leases[0], 1);
+    script.save(None);
+    script.write_all();
+    assert_eq!(script.saved_data(), ["rank 0 version 1"]);
+}
+
+#[test]
+fn the_timeout_of_a_save_names_the_rank_whose_data_is_missing() {
+    let (mut script, leases) = Script::training_of(policy(2, 100), 1);
+    script.step_and_promise(&leases, 0);
+    script.send_data(0, leases[0], 1);
+    let caller = script.save(None);
+    script.write_all();
+    script.after(WAIT);
+    let Error::Timeout { waiting_for, .. } = script.error(caller) else { panic!() };
+    assert!(waiting_for.starts_with("rank 1 to send its data of version 1"), "{waiting_for}");
+}
+
+#[test]
+fn a_job_returns_to_its_last_checkpoint_when_a_rank_is_lost_before_it_has_sent_its_data() {
+    let (mut script, leases) = Script::training_of(policy(2, 2), 2);
+    (0..3).for_each(|step| script.step_all(&leases, step));
+    script.step_and_promise(&leases, 3);
+    script.send_data(0, leases[0], 4);
+    script.found = found(2);
+    script.commands.clear();
+    // A replacement waits for the rank.
+    let (caller, lease) = script.start_join(1, None);
+    script.lose(1, leases[1]);
+    script.open_all();
+    assert_eq!(script.version(), Some(2));
+    assert_eq!(script.answer(caller), Some(&Ok(Reply::Joined)));
+    let late = script.send_data(0, leases[0], 4);
+    assert_eq!(script.error(late), &Error::RolledBack { job: "job".into(), version: 2 });
+    script.step_and_promise(&[leases[0], lease], 2);
+}
+
+#[test]
+fn a_job_returns_to_its_last_checkpoint_when_a_rank_leaves_before_it_has_sent_its_data() {
+    let (mut script, leases) = Script::training_of(policy(2, 1), 1);
+    script.step_all(&leases, 0);
+    script.step_and_promise(&leases, 1);
+    script.found = found(1);
+    script.commands.clear();
+    script.leave(leases[1], false);
+    script.open_all();
+    assert_eq!(script.version(), Some(1));
+    let waiting = script.commit(commit(leases[0], script.epoch(), 0, 1));
+    assert!(matches!(script.error(waiting), Error::RankLeft { rank: 1, .. }));
+}
+
+#[test]
+fn without_the_policy_only_the_save_ends_when_a_rank_is_lost_before_it_has_sent_its_data() {
+    let mut spec = policy(2, 1);
+    spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.step_and_promise(&leases, 0);
+    script.write_all();
+    let waiting = script.save(None);
+    script.lose(1, leases[1]);
+    assert!(matches!(script.error(waiting), Error::Storage { .. }));
+    let lease = script.join(1).unwrap();
+    let later = script.save(None);
+    assert!(matches!(script.error(later), Error::Storage { .. }));
+    assert_eq!(script.writes().len(), 1);
+    // The next version can be saved.
+    script.step_all(&[leases[0], lease], 1);
+    assert_eq!(script.writes().len(), 2);
+}
+
+#[test]
+fn an_unused_job_without_the_data_of_a_rank_is_deleted_without_a_save() {
+    let mut spec = policy(1, 100);
+    spec.idle_timeout = Some(WAIT);
+    spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.step_and_promise(&leases, 0);
+    script.leave(leases[0], true);
+    assert_eq!(script.writes(), []);
+    assert!(!script.cluster.jobs.contains_key("job"));
+}
+
+#[test]
+fn data_is_accepted_only_from_the_holder_of_the_rank() {
+    let (mut script, leases) = Script::training_of(policy(2, 100), 1);
+    script.step_and_promise(&leases, 0);
+    let other = script.send_data(0, leases[1], 1);
+    assert!(matches!(script.error(other), Error::LeaseLost { rank: 0, .. }));
+    // A repeated call may arrive after the next step.
+    for rank in 0..2 {
+        script.send_data(rank, leases[rank as usize], 1);
+    }
+    script.step_and_promise(&leases, 1);
+    let late = script.send_data(0, leases[0], 1);
+    assert_eq!(script.answer(late), Some(&Ok(Reply::UserDataStored)));
+    script.send_data(0, leases[0], 2);
+    script.send_data(1, leases[1], 2);
+    script.save(Some(URL));
+    script.write_all();
+    assert_eq!(script.saved_data(), ["rank 0 version 2", "rank 1 version 2"]);
+}

@@ -1,0 +1,115 @@
+//! The ranks' data for checkpoints: random states, positions in their data, and so on.
+//!
+//! A rank sends its data with its commit, or after the step if the data depends on the step. In the
+//! second case a checkpoint of the version is complete only with the data of every such rank. If a
+//! rank ends before it has sent its data, no checkpoint of the version can be made, and no worker
+//! could continue from the version as that rank would have.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use zeroshard_proto::{Error, Result};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Caller, JobRef, Lease, Now, Reply},
+    leases::Cause,
+    state::{Job, Phase},
+};
+
+/// The data of the ranks for a version.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct UserData {
+    pub(super) ranks: BTreeMap<u32, Bytes>,
+    /// The ranks that have not sent their data yet.
+    pub(super) awaited: BTreeSet<u32>,
+    /// The ranks that ended before they had sent their data.
+    pub(super) missing: BTreeSet<u32>,
+}
+
+/// The data of one rank, sent after a step.
+#[derive(Debug)]
+pub(crate) struct RankData {
+    pub(crate) job: JobRef,
+    pub(crate) rank: u32,
+    pub(crate) lease: Lease,
+    pub(crate) version: u64,
+    pub(crate) data: Bytes,
+}
+
+impl UserData {
+    /// Stores the data of a rank. Returns whether it was the last that was awaited.
+    pub(super) fn set(&mut self, rank: u32, data: Bytes) -> bool {
+        if !data.is_empty() {
+            self.ranks.insert(rank, data);
+        }
+        self.awaited.remove(&rank) && self.awaited.is_empty()
+    }
+}
+
+/// The error of a save without the data of a rank.
+pub(super) fn missing(rank: u32, version: u64, url: &str) -> Error {
+    Error::Storage {
+        action: "write".to_owned(),
+        url: url.to_owned(),
+        cause: format!("rank {rank} did not send its data of version {version} before it ended"),
+    }
+}
+
+impl Cluster {
+    pub(super) fn user_data(&mut self, caller: Caller, data: RankData, out: &mut Vec<Action>) {
+        let stored = self.try_user_data(data, out);
+        out.push(Action::Answer(caller, stored.map(|()| Reply::UserDataStored)));
+    }
+
+    fn try_user_data(&mut self, data: RankData, out: &mut Vec<Action>) -> Result<()> {
+        let RankData { job, rank, lease, version, data } = data;
+        let open = self.member_job(&job)?.phase.open_mut(&job.name)?;
+        if open.members.rank_of(lease) != Some(rank) {
+            return Err(Error::LeaseLost { job: job.name, rank });
+        }
+        let current = open.step();
+        if version > current {
+            return Err(Error::RolledBack { job: job.name, version: current });
+        }
+        if version == current {
+            open.saves.user_data.set(rank, data.clone());
+        }
+        if open.saves.set_user_data(version, rank, &data) {
+            self.complete_if_written(&job.name, out);
+        }
+        Ok(())
+    }
+
+    /// The lease of a rank ends. If its data of the current version is missing, returns the job to
+    /// its last checkpoint, if the policy asks for it; otherwise gives up the save of the version.
+    /// Returns whether the job returns to a checkpoint.
+    pub(super) fn without_data_of(
+        &mut self,
+        name: &str,
+        rank: u32,
+        cause: Cause,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return false;
+        };
+        if !open.saves.user_data.awaited.remove(&rank) {
+            return false;
+        }
+        open.saves.user_data.missing.insert(rank);
+        let (job, version) = (JobRef { name: name.to_owned(), id: *id }, open.step());
+        let loss = format!("rank {rank} ended before it had sent its data of version {version}");
+        if self.interrupt(name, &loss, now, out) {
+            self.end_interrupted(name, rank, cause);
+            return true;
+        }
+        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name)
+            && let Some((save, error)) = open.saves.awaiting(rank)
+        {
+            self.save_ended(&job, save, Err(error), now, out);
+        }
+        false
+    }
+}
