@@ -116,8 +116,7 @@ pub struct Common {
     /// HTTP/2 receive window of a stream and of a connection, in bytes
     #[arg(long, env = "ZEROSHARD_WINDOW_BYTES", value_name = "BYTES", default_value_t = WINDOW_BYTES)]
     pub window_bytes: u32,
-    /// Interval of the keepalive probes on a silent connection; a peer must answer within the same
-    /// time
+    /// A worker or server that does not answer keepalive probes for this time is lost
     #[arg(long, env = "ZEROSHARD_KEEPALIVE_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub keepalive_seconds: u64,
     /// How long a call waits for input from others (a version, a rank, a server), unless the call
@@ -147,9 +146,13 @@ impl Common {
         Duration::from_secs(self.wait_seconds)
     }
 
-    /// [`Self::keepalive_seconds`].
-    pub fn keepalive(&self) -> Duration {
-        Duration::from_secs(self.keepalive_seconds)
+    /// The interval of keepalive probes on a silent connection, and the time limit for an answer:
+    /// together [`Self::keepalive_seconds`]. The limit is the larger part, so that a process may
+    /// stand still for most of the time.
+    pub fn keepalive(&self) -> (Duration, Duration) {
+        let total = Duration::from_secs(self.keepalive_seconds);
+        let interval = total * 3 / 10;
+        (interval, total - interval)
     }
 
     /// [`Self::drain_seconds`].

@@ -102,18 +102,19 @@ pub async fn serve(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()?;
     let routes = routes.add_service(health.service()).add_service(reflection).prepare();
+    let (interval, timeout) = common.keepalive();
     let incoming = TcpIncoming::from(listener)
         // A commit is a small message for which a worker waits.
         .with_nodelay(Some(true))
-        .with_keepalive(Some(common.keepalive()))
+        .with_keepalive(Some(interval))
         .map_ok(Connection::new);
     let server = Server::builder()
         .max_frame_size(common.frame_bytes)
         .initial_stream_window_size(common.window_bytes)
         .initial_connection_window_size(common.window_bytes)
         .max_concurrent_streams(common.max_concurrent_streams)
-        .http2_keepalive_interval(Some(common.keepalive()))
-        .http2_keepalive_timeout(Some(common.keepalive()))
+        .http2_keepalive_interval(Some(interval))
+        .http2_keepalive_timeout(Some(timeout))
         // This layer comes first, so that refused calls are counted.
         .layer(RequestMetricsLayer(metrics.clone()))
         .layer(PanicLayer(failure.clone()))

@@ -65,6 +65,16 @@ impl Cluster {
         Process::start(coordinator())
     }
 
+    /// Starts only a coordinator, with additional flags.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn coordinator_with(flags: &[&str]) -> Process {
+        let mut command = coordinator();
+        command.args(flags);
+        Process::start(command)
+    }
+
     /// Starts only a coordinator, which listens at `address`.
     ///
     /// # Panics

@@ -80,5 +80,10 @@ impl Cluster {
              checkpoints after version {equal}, and continue from an earlier one"
         );
         self.fail(&job.name, &reason, now, out);
+        if let Some(Job { phase: Phase::Failed { is_damaged, .. }, .. }) =
+            self.jobs.get_mut(&job.name)
+        {
+            *is_damaged = true;
+        }
     }
 }

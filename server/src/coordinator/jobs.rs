@@ -123,7 +123,7 @@ impl Cluster {
             Phase::Recovering(_) => {
                 out.push(Action::Answer(waiter.caller, Err(unknown_yet(&name))));
             }
-            Phase::Failed { reason } => {
+            Phase::Failed { reason, .. } => {
                 let reason = format!("{reason}; delete the job before creating it again");
                 out.push(Action::Answer(
                     waiter.caller,
@@ -338,7 +338,7 @@ impl Cluster {
     pub(super) fn fail(&mut self, name: &str, reason: &str, now: Now, out: &mut Vec<Action>) {
         let Some(mut job) = self.jobs.remove(name) else { return };
         out.push(Action::Note(format!("job {name:?} failed: {reason}")));
-        let failed = Phase::Failed { reason: reason.to_owned() };
+        let failed = Phase::Failed { reason: reason.to_owned(), is_damaged: false };
         let (id, phase) = (job.id, std::mem::replace(&mut job.phase, failed));
         // A job that never opened has no state to lose: it can be created again at once.
         let has_state = match &phase {

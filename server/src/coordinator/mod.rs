@@ -90,7 +90,8 @@ impl Coordinator {
     /// The services of the coordinator.
     pub fn routes(&self) -> Routes {
         let common = &self.context.common;
-        let rank = (2 * common.keepalive()).max(RECOVERY);
+        let (interval, timeout) = common.keepalive();
+        let rank = (2 * (interval + timeout)).max(RECOVERY);
         let waits = Waits { default: common.wait(), rank };
         let service = Service { driver: self.driver.clone(), waits };
         let limit = common.max_message_bytes;

@@ -124,7 +124,7 @@ impl From<&Job> for pb::JobStatus {
             _ => None,
         };
         let failure = match &job.phase {
-            Phase::Failed { reason } => Some(reason.clone()),
+            Phase::Failed { reason, .. } => Some(reason.clone()),
             _ => None,
         };
         Self {

@@ -75,7 +75,8 @@ pub(super) fn same_checkpoint(created: Option<&Restore>, requested: Option<&Rest
 }
 
 impl Cluster {
-    /// Forgets a failed job whose workers create it again from its latest checkpoint.
+    /// Forgets a failed job whose workers create it again from its latest checkpoint, unless that
+    /// may be wrong.
     pub(super) fn make_way_for_restored(
         &mut self,
         name: &str,
@@ -83,8 +84,8 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let is_latest = requested.is_some_and(|r| !matches!(r.version, RestoreVersion::Exactly(_)));
-        let failed = matches!(self.jobs.get(name), Some(Job { phase: Phase::Failed { .. }, .. }));
-        if is_latest && failed {
+        let phase = self.jobs.get(name).map(|job| &job.phase);
+        if is_latest && matches!(phase, Some(Phase::Failed { is_damaged: false, .. })) {
             self.remove(name, "it is created again from a checkpoint", out);
         }
     }

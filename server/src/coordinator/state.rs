@@ -84,7 +84,11 @@ pub(crate) enum Phase {
     /// The coordinator was restarted, and learns the job from its servers.
     Recovering(Box<Recovery>),
     /// The job has failed, and its servers were told to close it.
-    Failed { reason: String },
+    Failed {
+        reason: String,
+        /// Whether its state, and with it its latest checkpoint, may be wrong.
+        is_damaged: bool,
+    },
 }
 
 /// The state of a job that workers can join.
@@ -286,7 +290,7 @@ impl Phase {
     /// The error for a call that needs an open job.
     fn not_open(&self, job: &str) -> Error {
         match self {
-            Self::Failed { reason } => {
+            Self::Failed { reason, .. } => {
                 Error::JobFailed { job: job.to_owned(), reason: reason.clone() }
             }
             Self::Recovering(_) => unknown_yet(job),

@@ -137,3 +137,26 @@ async fn a_silent_coordinator_is_named() {
     assert_names(&timeout(client.status()).await, &[proxy.address()]);
     assert_names(&timeout(client.join("any", 0)).await, &[proxy.address()]);
 }
+
+#[tokio::test]
+async fn a_rank_on_a_silent_host_is_lost_after_the_keepalive_time_and_replaced() {
+    let coordinator = Cluster::coordinator_with(&["--keepalive-seconds", "1"]);
+    let shards = vec![Cluster::shard(coordinator.address(), &[])];
+    let cluster = Cluster { coordinator, shards };
+    let proxy = FaultProxy::start().await.unwrap();
+    proxy.forward_to(cluster.address());
+    let spec = job("vanished", 2, sgd(1.0), synthetic::small());
+    connect(cluster.address()).await.create_job(&spec).await.unwrap();
+    let first = connect(cluster.address()).await.join("vanished", 0).await.unwrap();
+    let vanished = connect(proxy.address()).await.join("vanished", 1).await.unwrap();
+    first.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    let (one, other) = tokio::join!(training::step(&first, 0), training::step(&vanished, 0));
+    assert_eq!(one.unwrap(), other.unwrap());
+    proxy.stall(true);
+    let client = connect(cluster.address()).await;
+    let (aborted, second) = tokio::join!(training::step(&first, 1), client.join("vanished", 1));
+    assert!(matches!(aborted, Err(Error::StepAborted { step: 1, .. })), "{aborted:?}");
+    let second = second.unwrap();
+    let (one, other) = tokio::join!(training::step(&first, 1), training::step(&second, 1));
+    assert_eq!(one.unwrap(), other.unwrap());
+}

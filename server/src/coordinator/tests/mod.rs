@@ -271,7 +271,7 @@ impl Script {
     /// Why the job has failed, if it has.
     fn failure(&self) -> Option<&str> {
         match &self.cluster.jobs["job"].phase {
-            Phase::Failed { reason } => Some(reason),
+            Phase::Failed { reason, .. } => Some(reason),
             _ => None,
         }
     }

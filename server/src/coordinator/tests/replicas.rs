@@ -1,6 +1,6 @@
 //! Jobs with replicas: backups, and servers that are lost.
 
-use zeroshard_proto::Placement;
+use zeroshard_proto::{Placement, Restore, RestoreVersion};
 
 use super::*;
 use crate::coordinator::recovery::{Held, LEARNING, RECOVERY, Ranks};
@@ -451,4 +451,12 @@ fn servers_with_different_content_of_a_slice_fail_the_job() {
         ),
         "{reason}"
     );
+    // Its latest checkpoint may be wrong as well.
+    let version = RestoreVersion::LatestIfAny;
+    let restore = Some(Restore { url: "file:///c".into(), job: "job".into(), version });
+    let spec = script.cluster.jobs["job"].spec.as_ref().clone();
+    let create = Box::new(Create { spec, succession: None, restore });
+    let caller = script.caller();
+    script.event(Event::Create { caller, job_id: JOB + 1, create, wait: WAIT });
+    assert!(matches!(script.error(caller), Error::JobFailed { .. }));
 }
