@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, ops::RangeInclusive, sync::Arc, time::Duration}
 use serde_json::Value;
 
 use crate::{
-    CheckpointPolicy, DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh,
-    Reduction, Result, TensorBox, TensorLayout, TensorSpec,
+    CheckpointPolicy, DimPlacement, Error, Layout, Manifest, OnLoss, Optimizer, Policy,
+    ProcessMesh, Reduction, Result, TensorBox, TensorLayout, TensorSpec,
     geometry::Contributions,
     manifest::{check_name, check_number_of_tensors},
     pb,
@@ -88,6 +88,12 @@ impl JobSpec {
     /// Whether the servers of a slice compare its content at `version`.
     pub fn compares_at(&self, version: u64) -> bool {
         self.replicas > 1 && self.compare_every > 0 && version.is_multiple_of(self.compare_every)
+    }
+
+    /// Whether the job returns to its last checkpoint when a server is lost that holds the only copy
+    /// of a slice.
+    pub fn is_restored_on_loss(&self) -> bool {
+        self.checkpoints.as_ref().is_some_and(|policy| policy.on_loss == OnLoss::Restore)
     }
 
     /// Checks the rules that involve several parts of the spec.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use tokio::sync::watch;
-use zeroshard_proto::{Deadline, Error, OnLoss, Placement, Result, pb};
+use zeroshard_proto::{Deadline, Error, Placement, Result, pb};
 
 use super::{Job, attempt::Attempts};
 use crate::Cluster;
@@ -180,8 +180,7 @@ impl Job {
     }
 
     fn news_timeout(&self) -> Duration {
-        let policy = self.0.spec.checkpoints.as_ref();
-        match policy.is_some_and(|policy| policy.on_loss == OnLoss::Restore) {
+        match self.0.spec.is_restored_on_loss() {
             true => self.0.cluster.options.timeout,
             false => NEWS_TIMEOUT,
         }

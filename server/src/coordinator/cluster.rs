@@ -77,6 +77,11 @@ impl Cluster {
         Self { job_timeout, ..self }
     }
 
+    /// Numbers saves differently from coordinators of other terms.
+    pub(crate) fn of_term(self, term: u64) -> Self {
+        Self { saves: term << 20, ..self }
+    }
+
     /// Applies `event`, and returns the resulting actions.
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();

@@ -379,6 +379,7 @@ impl TryFrom<pb::HeldJob> for Held {
             ready: job.ready.map(reduced),
             empty: job.empty.into_iter().chain(job.copying).collect(),
             copies: job.copies,
+            restored: job.restored.map(|pb::Restored { epoch, version }| (epoch, version)),
             decided: decision.zip(job.decided.map(reduced)),
         })
     }

@@ -85,13 +85,12 @@ pub(crate) struct Control {
 
 impl Driver {
     pub(crate) fn new(
-        mut cluster: Cluster,
+        cluster: Cluster,
         metrics: Arc<Metrics>,
         failure: Failure,
         leadership: Leadership,
     ) -> Arc<Self> {
-        // The saves of earlier coordinators have other numbers.
-        cluster.saves = leadership.term() << 20;
+        let cluster = cluster.of_term(leadership.term());
         let inner = Inner {
             cluster,
             calls: HashMap::new(),

@@ -431,8 +431,8 @@ impl Cluster {
         }
     }
 
-    /// Answers creators at their deadline. A job that is not open and has no waiting creator is
-    /// removed.
+    /// Answers creators at their deadline. A job that has never been open and has no waiting creator
+    /// is removed.
     pub(super) fn expire_creators(&mut self, now: Now, out: &mut Vec<Action>) {
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
@@ -455,7 +455,13 @@ impl Cluster {
     }
 
     fn remove_if_unwanted(&mut self, name: &str, out: &mut Vec<Action>) {
-        if self.creators(name).is_some_and(|creators| creators.is_empty()) {
+        let is_new = match self.jobs.get(name).map(|job| &job.phase) {
+            Some(Phase::Waiting { interrupted, .. } | Phase::Opening { interrupted, .. }) => {
+                interrupted.is_none()
+            }
+            _ => false,
+        };
+        if is_new && self.creators(name).is_some_and(|creators| creators.is_empty()) {
             self.remove(name, "nobody waits for its creation any more", out);
         }
     }
@@ -463,9 +469,7 @@ impl Cluster {
     /// The calls that wait for the job to open; `None` once it has opened or failed.
     fn creators(&mut self, name: &str) -> Option<&mut Vec<Waiter>> {
         match &mut self.jobs.get_mut(name)?.phase {
-            Phase::Waiting { creators, interrupted: None, .. }
-            | Phase::Opening { creators, interrupted: None, .. } => Some(creators),
-            Phase::Waiting { .. } | Phase::Opening { .. } => None,
+            Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => Some(creators),
             Phase::Open(_) | Phase::Recovering(_) | Phase::Failed { .. } => None,
         }
     }

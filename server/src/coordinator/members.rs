@@ -114,6 +114,13 @@ impl Members {
         members.filter_map(|member| Some(member.joining?.waiter)).collect()
     }
 
+    /// Members without a stream are lost at this time, and not before.
+    pub(super) fn wait_for_streams_until(&mut self, deadline: Now) {
+        for member in self.ranks.values_mut().filter(|member| member.detached.is_some()) {
+            member.detached = Some(deadline);
+        }
+    }
+
     pub(super) fn next_deadline(&self) -> Option<Now> {
         self.ranks.values().filter_map(Member::deadline).min()
     }

@@ -40,14 +40,14 @@ mod requests;
 mod responses;
 mod resting;
 mod restore;
-mod save;
+pub(crate) mod save;
 mod servers;
 mod service;
 pub(crate) mod state;
 mod storage;
 mod succession;
 mod terms;
-mod user_data;
+pub(crate) mod user_data;
 
 use std::{sync::Arc, time::Duration};
 

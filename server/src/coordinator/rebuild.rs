@@ -51,6 +51,7 @@ impl Recovery {
             true => BTreeSet::new(),
             false => self.servers_where(|held| !held.initialised || held.attempt != top),
         };
+        open.rolled_back = self.held.values().filter_map(|held| held.restored).max();
         open.round.attempt = top.number;
         for (&server, held) in self.held.iter().filter(|(_, held)| held.attempt == top) {
             let trained = self.plan.trainable.get(&server);
@@ -73,6 +74,13 @@ impl Recovery {
             commands.extend(lacks.into_iter().map(|command| (server, command)));
         }
         Ok(Recovered { open, epoch: top.epoch, commands })
+    }
+
+    /// If version 0 has been published: the last epoch, and the ranks in it.
+    pub(super) fn published(&self) -> Option<(u64, Ranks)> {
+        let top = self.held.values().map(|held| held.attempt).max()?;
+        let published = self.held.values().any(|held| held.published);
+        published.then(|| (top.epoch, self.ranks(top)))
     }
 
     fn servers_where(&self, test: impl Fn(&Held) -> bool) -> BTreeSet<ServerId> {

@@ -75,6 +75,8 @@ pub(crate) struct Held {
     pub(crate) empty: BTreeSet<u32>,
     /// The number of the last copy of which the server has been told; 0 for none.
     pub(crate) copies: u64,
+    /// The epoch and the version in which the job was restored while ranks were waiting.
+    pub(crate) restored: Option<(u64, u64)>,
     /// The decision about the previous step, and the gradients that it is about.
     pub(crate) decided: Option<(Decision, Reduced)>,
 }
@@ -129,8 +131,10 @@ impl Recovery {
             let part = first.spec.difference(&held.spec).unwrap_or_else(|| "options".to_owned());
             return Some((server, format!("specifications of the job: {part}")));
         }
-        // A server of a job with replicas may have missed the latest placement.
-        if first.plan != held.plan && held.spec.replicas <= 1 {
+        // A server of a job with replicas, or that was restored, may have missed the latest
+        // placement.
+        let can_move = held.spec.replicas > 1 || held.spec.is_restored_on_loss();
+        if first.plan != held.plan && !can_move {
             return Some((server, "placements of its slices".to_owned()));
         }
         let differs = first.succession != held.succession;
@@ -170,6 +174,17 @@ impl Recovery {
             found.any(|slices| slices.contains(&(slice as u32)))
         };
         (0..placement.slices()).all(is_full)
+    }
+
+    /// Whether a server describes the job as it was before it returned to a checkpoint: the last
+    /// coordinator has died before it had told all servers.
+    fn is_half_restored(&self) -> bool {
+        let Some(top) = self.held.values().map(|held| held.attempt).max() else { return false };
+        self.held.values().any(|held| {
+            let is_earlier = held.attempt.epoch < top.epoch;
+            let is_moved = held.spec.replicas <= 1 && held.plan != self.plan;
+            is_earlier && (is_moved || held.attempt.step > top.step)
+        })
     }
 
     /// Drops the descriptions by servers that are lost, or are not in the latest placement. Returns
@@ -306,8 +321,8 @@ impl Cluster {
                     lost.insert(server.id, why.unwrap_or("it has dropped the job".to_owned()));
                 }
                 Some(known) if known.incarnation != server.incarnation => {
-                    let reason = format!("{} was restarted", self.name(server.id));
-                    return self.fail(name, &reason, now, out);
+                    let server = server.id;
+                    return self.give_up(name, server, "it was restarted", now, out);
                 }
                 // The job has failed there, or was deleted.
                 Some(known) if !recovery.held.contains_key(&server.id) => {
@@ -340,6 +355,13 @@ impl Cluster {
         let job = JobRef { name: name.to_owned(), id: *id };
         for server in recovery.drop_others() {
             out.push(Action::Command(server, Command::Close(job.clone())));
+        }
+        if recovery.is_half_restored() {
+            let reason = "the coordinator was lost while the job was being restored";
+            if !self.interrupt(name, reason, now, out) {
+                self.fail(name, reason, now, out);
+            }
+            return;
         }
         let recovered = match recovery.rebuild(&job, spec, now, now + RECOVERY) {
             Ok(recovered) => recovered,
@@ -400,7 +422,7 @@ impl Cluster {
     }
 
     /// At its deadline, a job with replicas continues without the servers that have not described
-    /// it, and another job fails.
+    /// it. Another job returns to its last checkpoint or, if its policy does not ask for it, fails.
     pub(super) fn expire_recovery(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { spec, phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name)
         else {
@@ -419,7 +441,10 @@ impl Cluster {
             return self.recover(name, now, out);
         }
         let late: Vec<_> = late.map(|server| format!("shard server {}", server.address)).collect();
-        self.fail(name, &format!("{} {why}", some_of(late)), now, out);
+        let reason = format!("{} {why}", some_of(late));
+        if !self.interrupt(name, &reason, now, out) {
+            self.fail(name, &reason, now, out);
+        }
     }
 }
 

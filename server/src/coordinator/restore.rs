@@ -5,19 +5,20 @@
 //! Open --state is lost--> Waiting --placed--> Opening --all have read their slices--> Open
 //! ```
 //!
-//! The ranks keep their leases meanwhile. Their calls end with an error that makes them call again
+//! So does a job that a new coordinator is learning. The ranks keep their leases meanwhile. Their calls end with an error that makes them call again
 //! and, when the job is open, with [`Error::RolledBack`].
 
 use std::{sync::Arc, time::Duration};
 
-use zeroshard_proto::{Error, OnLoss, Restore, RestoreVersion};
+use zeroshard_proto::{Error, Restore, RestoreVersion};
 
 use super::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Lease, Now, Waiter},
     feed::Peers,
     leases::Cause,
-    members::{Members, Queue},
+    members::{Member, Members, Queue},
+    recovery::{RECOVERY, Ranks},
     state::{Job, Open, Phase},
 };
 
@@ -40,6 +41,25 @@ pub(crate) struct Interrupted {
 }
 
 impl Interrupted {
+    /// The ranks of a job that a new coordinator has learned. They have no streams yet.
+    fn detached(checkpoint: Arc<Restore>, ranks: Ranks, now: Now) -> Self {
+        let Ranks { leases, done, left, .. } = ranks;
+        let mut members = Members::default();
+        for (rank, lease) in leases {
+            members.insert(rank, Member::detached(lease, now + RECOVERY));
+        }
+        Self {
+            checkpoint,
+            members,
+            queue: Queue::default(),
+            left,
+            done,
+            peers: Peers::default(),
+            lost: Vec::new(),
+            deadline: now + RESTORE_LIMIT,
+        }
+    }
+
     /// The leases of the ranks, for the servers.
     pub(super) fn leases(&self) -> Vec<(u32, Lease)> {
         let lease = |rank| Some((rank, self.members.get(rank)?.lease));
@@ -100,28 +120,35 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) -> bool {
         let Some(Job { spec, id, phase, .. }) = self.jobs.get_mut(name) else { return false };
-        let policy = spec.checkpoints.as_ref().filter(|policy| policy.on_loss == OnLoss::Restore);
+        let policy = spec.checkpoints.as_ref().filter(|_| spec.is_restored_on_loss());
         let Some(policy) = policy else { return false };
         let (url, job) = (policy.url.clone(), name.to_owned());
         let checkpoint =
             Arc::new(Restore { url, job: job.clone(), version: RestoreVersion::Latest });
-        let waiting =
-            |interrupted| Phase::Waiting { creators: Vec::new(), placing: false, interrupted };
+        let mut creators = Vec::new();
+        let mut known = 0;
         let (servers, interrupted, waiters) = match phase {
             Phase::Open(open) if open.version.is_some() => {
                 let servers: Vec<_> = open.servers().collect();
                 let (interrupted, waiters) = open.interrupt(checkpoint, now + RESTORE_LIMIT);
                 (servers, Box::new(interrupted), waiters)
             }
-            Phase::Opening { plan, interrupted, .. } => {
+            Phase::Opening { plan, creators: waiting, interrupted, .. } => {
                 let Some(interrupted) = interrupted.take() else { return false };
+                creators.append(waiting);
                 let servers = plan.placement.servers().iter().map(|server| server.id).collect();
                 (servers, interrupted, Vec::new())
+            }
+            Phase::Recovering(recovery) => {
+                let Some((epoch, ranks)) = recovery.published() else { return false };
+                known = epoch;
+                let servers = recovery.plan.placement.servers().iter().map(|of| of.id).collect();
+                (servers, Box::new(Interrupted::detached(checkpoint, ranks, now)), Vec::new())
             }
             _ => return false,
         };
         let job = JobRef { name: job, id: *id };
-        *phase = waiting(Some(interrupted));
+        *phase = Phase::Waiting { creators, placing: false, interrupted: Some(interrupted) };
         // Commands to the lost server are dropped.
         let close = |server| Action::Command(server, Command::Close(job.clone()));
         out.extend(servers.into_iter().map(close));
@@ -132,6 +159,7 @@ impl Cluster {
             "{gone}; job {name:?} is restored from its last checkpoint"
         )));
         out.push(Action::Tick(now + RESTORE_LIMIT));
+        self.see_epoch(known);
         self.try_place(name, out);
         true
     }
@@ -162,7 +190,9 @@ impl Cluster {
         let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
-        let Interrupted { members, queue, left, done, peers, lost, .. } = interrupted;
+        let Interrupted { mut members, queue, left, done, peers, lost, .. } = interrupted;
+        members.wait_for_streams_until(now + RECOVERY);
+        out.push(Action::Tick(now + RECOVERY));
         (open.members, open.queue, open.left, open.done) = (members, queue, left, done);
         open.peers = peers;
         open.rolled_back = Some((*epoch, open.step()));

@@ -337,7 +337,7 @@ impl Cluster {
             return;
         };
         let is_complete =
-            |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.awaited.is_empty();
+            |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.is_complete();
         let saving = open.saves.current.as_mut().filter(is_complete);
         if let Some(saving) = saving {
             out.push(Action::Complete(Completion {

@@ -17,6 +17,9 @@ use super::{
     state::{Job, Phase},
 };
 
+#[cfg(test)]
+use crate::simulation::{Safeguard, is_missing};
+
 /// The data of the ranks for a version.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct UserData {
@@ -38,12 +41,21 @@ pub(crate) struct RankData {
 }
 
 impl UserData {
+    /// Whether every rank has sent its data.
+    pub(super) fn is_complete(&self) -> bool {
+        #[cfg(test)]
+        if is_missing(Safeguard::UserData) {
+            return true;
+        }
+        self.awaited.is_empty()
+    }
+
     /// Stores the data of a rank. Returns whether it was the last that was awaited.
     pub(super) fn set(&mut self, rank: u32, data: Bytes) -> bool {
         if !data.is_empty() {
             self.ranks.insert(rank, data);
         }
-        self.awaited.remove(&rank) && self.awaited.is_empty()
+        self.awaited.remove(&rank) && self.is_complete()
     }
 }
 

@@ -126,6 +126,7 @@ impl<B: Backend> Task<B> {
         if let Some(succession) = succession {
             carry_over(&self.store, &self.token, self.server, &job, succession).await?;
         }
+        let returns = !leases.is_empty();
         for lease in leases {
             job.grant(lease.rank, lease.lease);
         }
@@ -133,7 +134,7 @@ impl<B: Backend> Task<B> {
             job.remember(decision);
         }
         if let Some(checkpoint) = restore {
-            restore::restore(&self.store, &job, checkpoint).await?;
+            restore::restore(&self.store, &job, checkpoint, returns).await?;
         }
         self.store.insert(job.clone());
         if job.spec.replicas > 1 {

@@ -85,6 +85,8 @@ pub(crate) struct Job<B: Backend> {
     /// Notified when a slice has a new version, and when another attempt is open.
     changed: watch::Sender<()>,
     closed: CancellationToken,
+    /// The epoch and the version in which the job was restored while ranks were waiting.
+    restored: OnceLock<(u64, u64)>,
     /// The versions that readers have pinned.
     pub(crate) pins: Pins<B>,
     /// Notified when gradients arrive, after which parked ones may have their turn.
@@ -123,6 +125,7 @@ impl<B: Backend> Job<B> {
             ranks: RwLock::default(),
             changed: watch::Sender::new(()),
             closed,
+            restored: OnceLock::new(),
             pins: Pins::default(),
             contributed: Notify::new(),
         })

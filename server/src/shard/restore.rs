@@ -13,7 +13,8 @@ use crate::backend::Backend;
 /// hashed and stored; more of them than cores hide the time for which the disk is waited for.
 const READS: usize = 4;
 
-/// Reads the slices of `job`, which no client can reach yet, and publishes the version.
+/// Reads the slices of `job`, which no client can reach yet, and publishes the version. `returns`:
+/// ranks are waiting for it.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`], [`Error::CheckpointDamaged`], [`Error::Storage`];
@@ -23,12 +24,13 @@ pub(super) async fn restore<B: Backend>(
     store: &Arc<Store<B>>,
     job: &Arc<Job<B>>,
     checkpoint: pb::Restore,
+    returns: bool,
 ) -> Result<()> {
     let restored = job.closed().run_until_cancelled(read(job, checkpoint)).await;
     let version = restored.unwrap_or_else(|| Err(job.closed_error()))?;
     let publish = {
         let job = job.clone();
-        move || job.publish_at(version)
+        move || if returns { job.return_to(version) } else { job.publish_at(version) }
     };
     store.failure.blocking("publish a restored version", publish).await
 }

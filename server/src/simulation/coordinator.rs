@@ -63,7 +63,9 @@ fn caller(event: &Event) -> Option<Caller> {
         Event::Create { caller, .. }
         | Event::Join { caller, .. }
         | Event::Attach { caller, .. }
-        | Event::Commit { caller, .. } => Some(*caller),
+        | Event::Commit { caller, .. }
+        | Event::UserData { caller, .. }
+        | Event::Save { caller, .. } => Some(*caller),
         _ => None,
     }
 }
@@ -74,7 +76,7 @@ impl World {
             return;
         }
         let life = self.coordinator.life + 1;
-        let cluster = Some(Cluster::starting());
+        let cluster = Some(Cluster::starting().of_term(life));
         let started = self.now;
         self.coordinator = Coordinator { cluster, life, ..Coordinator::default() };
         self.coordinator.armed = None;
@@ -236,7 +238,8 @@ impl World {
             Action::Command(server, command) => self.send_command(server, command),
             Action::Place(placing) => {
                 let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
-                let placed = plan.map(|plan| Placed { plan, checkpoint: None });
+                let checkpoint = self.find(&placing);
+                let placed = plan.and_then(|plan| Ok(Placed { plan, checkpoint: checkpoint? }));
                 let event = Box::new(Event::Placed { job: placing.job, placed });
                 self.later(Happening::Event { life, stream: None, event });
             }
@@ -250,7 +253,7 @@ impl World {
             }
             Action::Dismiss(link) => self.dismiss(link),
             Action::Probe(server) => self.later(Happening::Probe { life, server }),
-            Action::Complete(_) => self.fail("no checkpoint was requested".to_owned()),
+            Action::Complete(completion) => self.later(Happening::Complete { life, completion }),
             Action::Decided { .. }
             | Action::Aborted
             | Action::Attached(_)

@@ -112,7 +112,10 @@ impl Request {
                 });
                 Ok(values.map(Payload::Values))
             }
-            Self::Copy { version, slice, .. } => whole(job, *version, *slice),
+            Self::Copy { version, slice, .. } => {
+                let content = whole(job, *version, *slice)?;
+                Ok(content.map(|(values, applied)| Payload::Slice(values, applied)))
+            }
         }
     }
 }
@@ -124,7 +127,11 @@ fn parts(slice: &Slice<Cpu>, job: &Job<Cpu>) -> Vec<Part> {
 }
 
 /// The whole content of a slice at a version; `None`: later.
-fn whole(job: &Job<Cpu>, version: u64, index: u32) -> Result<Option<Payload>> {
+pub(super) fn whole(
+    job: &Job<Cpu>,
+    version: u64,
+    index: u32,
+) -> Result<Option<(Vec<Bytes>, AppliedSteps)>> {
     let slice = job.primary_slice(index)?;
     let mut values = Vec::new();
     for part in parts(slice, job) {
@@ -132,7 +139,7 @@ fn whole(job: &Job<Cpu>, version: u64, index: u32) -> Result<Option<Payload>> {
         let Some(buffer) = content.read(job, slice)? else { return Ok(None) };
         values.push(slice.values(job.backend(), part, &buffer, 0..slice.spec.numel, DType::F32));
     }
-    Ok(Some(Payload::Slice(values, slice.applied(&job.spec.name, version)?)))
+    Ok(Some((values, slice.applied(&job.spec.name, version)?)))
 }
 
 impl World {

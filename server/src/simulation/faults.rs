@@ -79,7 +79,7 @@ impl Fault {
         let rank = rng.u32(..size.world);
         let scale = [1_000, 100_000, 2_000_000][rng.usize(..3)];
         let down = Duration::from_micros(rng.u64(..scale));
-        let can_lose = size.replicas > 1;
+        let can_lose = size.replicas > 1 || size.save_every.is_some();
         match rng.u32(..7) {
             0 => Self::Coordinator { down },
             1 if can_lose => Self::Server { server, down },
@@ -108,9 +108,12 @@ impl Fault {
 }
 
 impl World {
-    /// Whether a server may be lost: all slices have their replicas, also without the servers that
+    /// Whether a server may be lost: there are checkpoints, or all slices have their replicas, also without the servers that
     /// stand still.
     fn can_lose(&self, server: usize) -> bool {
+        if self.size.save_every.is_some() {
+            return true;
+        }
         let mut others = (0..self.servers.len()).filter(|&other| other != server);
         let any_stands = others.any(|other| self.stands_still_for(other, LONG));
         self.size.replicas > 1 && self.is_redundant() && !any_stands
@@ -129,7 +132,9 @@ impl World {
 
     pub(super) fn fault(&mut self, fault: Fault) {
         // A job that is still being created fails with its servers.
-        self.has_begun |= self.workers.iter().all(Worker::trains);
+        // Before the first checkpoint, a job fails with its servers.
+        let is_saved = self.size.save_every.is_none() || self.store.latest().is_some();
+        self.has_begun |= is_saved && self.workers.iter().all(Worker::trains);
         match fault {
             fault if !self.has_begun => self.after(WAIT, Happening::Fault(fault)),
             Fault::Coordinator { down } => {

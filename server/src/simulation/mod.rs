@@ -1,9 +1,9 @@
 //! A deterministic simulation of a cluster: the state machine of the coordinator and the jobs of
 //! shard servers, which are those of production, and workers on a virtual network. Everything that
-//! happens follows from a seed: delays, lost and repeated messages, crashes, broken connections and
-//! processes that stand still. The clock is a number.
+//! happens follows from a seed: delays, lost and repeated messages, crashes, broken connections,
+//! processes that stand still, and saves that fail. The clock is a number.
 //!
-//! A run trains a small job. Every version that a worker pulls must have the bits of an undisturbed
+//! A run trains a small job, with checkpoints or without. Every version that a worker pulls must have the bits of an undisturbed
 //! run, every rank must receive the same report of each step, a version may be visible only when
 //! all servers of its slices have the decision, and the run must end. A run that does not do so
 //! prints its seed, and with this seed it happens again:
@@ -13,9 +13,10 @@
 //! ```
 //!
 //! `world` delivers messages and timers. `coordinator`, `server` and `worker` are the processes,
-//! `data` is what servers answer, `faults` decides what goes wrong, and `record` is what must be
-//! the same in all runs.
+//! `data` is what servers answer, `checkpoints` is the storage, `faults` decides what goes wrong, and
+//! `record` is what must be the same in all runs.
 
+mod checkpoints;
 mod coordinator;
 mod data;
 mod faults;

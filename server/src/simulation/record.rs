@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use zeroshard_proto::pb;
 
+use super::checkpoints::Content;
 use crate::coordinator::decisions::Report;
 
 /// The observations of all workers of a run.
@@ -14,6 +15,8 @@ pub(super) struct Record {
     versions: BTreeMap<(u64, u32), Bytes>,
     /// The reports as they are sent to workers, by step.
     reports: BTreeMap<u64, pb::CommitResponse>,
+    /// The content of checkpoints, by version and slice.
+    saved: BTreeMap<(u64, u32), Content>,
     /// The hashes of master weights and optimizer state after the last step, by slice.
     pub(super) hashes: BTreeMap<u32, [u8; 32]>,
 }
@@ -41,6 +44,20 @@ impl Record {
         match *known == report {
             true => Ok(()),
             false => Err(format!("the report of step {step} is {report:?}, and was {known:?}")),
+        }
+    }
+
+    /// Adds the content of a slice in a checkpoint, and compares it like [`Self::pulled`].
+    pub(super) fn saved(
+        &mut self,
+        version: u64,
+        slice: u32,
+        content: &Content,
+    ) -> Result<(), String> {
+        let known = self.saved.entry((version, slice)).or_insert_with(|| content.clone());
+        match known == content {
+            true => Ok(()),
+            false => Err(format!("the checkpoint of slice {slice} at {version} has other bits")),
         }
     }
 

@@ -11,6 +11,8 @@ pub(crate) enum Safeguard {
     Ledger,
     /// A version can be read when all servers have stored the decision that leads to it.
     Confirmation,
+    /// A checkpoint has the data of all ranks.
+    UserData,
 }
 
 thread_local! {

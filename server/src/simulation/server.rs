@@ -15,6 +15,7 @@ use zeroshard_proto::{
 };
 
 use super::{
+    checkpoints::{Slices, fill, snapshot},
     data::{Request, Sender},
     world::{Connection, Happening, JOB, World},
 };
@@ -59,6 +60,8 @@ pub(super) struct ShardServer {
     said: Option<mpsc::Receiver<serve_request::Event>>,
     pub(super) jobs: BTreeMap<u64, Running>,
     follows: bool,
+    /// Saves that begin: the job, the number, and the content.
+    writes: Vec<(u64, u64, Result<Slices>)>,
     /// When the reduced gradient and the content of a slice were requested.
     asked: BTreeMap<(bool, u32, Attempt), Now>,
 }
@@ -67,6 +70,8 @@ pub(super) struct ShardServer {
 pub(super) struct Running {
     pub(super) job: Arc<Job<Cpu>>,
     commands: VecDeque<Command>,
+    /// The save in progress.
+    pub(super) save: Option<u64>,
     /// The copy in progress: its number, its version, and the slices that are still to be copied.
     pub(super) copy: Option<Copy>,
 }
@@ -101,6 +106,7 @@ impl ShardServer {
             said: None,
             jobs: BTreeMap::new(),
             follows: false,
+            writes: Vec::new(),
             asked: BTreeMap::new(),
         }
     }
@@ -115,10 +121,11 @@ impl ShardServer {
         Server { id, incarnation, address: format!("host{id}:{incarnation}") }
     }
 
-    fn open(&mut self, open: pb::OpenJob) -> Result<()> {
+    /// Opens a job. `restored`: the content of its slices at a version.
+    fn open(&mut self, open: pb::OpenJob, restored: Option<(u64, Slices)>) -> Result<()> {
         let (id, epoch, leases) = (open.job_id, open.epoch, open.leases);
         let job = Job::open(Opening {
-            origin: Origin::default(),
+            origin: Origin { restore: open.requested, ..Origin::default() },
             id,
             spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
             epoch,
@@ -131,11 +138,17 @@ impl ShardServer {
             metrics: Metrics::new(),
             events: self.events.clone(),
         })?;
+        let is_waited_for = !leases.is_empty();
         leases.into_iter().for_each(|lease| job.grant(lease.rank, lease.lease));
         open.decision.into_iter().for_each(|decision| job.remember(decision));
+        if let Some((version, slices)) = restored {
+            fill(&job, &slices)?;
+            if is_waited_for { job.return_to(version)? } else { job.publish_at(version)? }
+        }
         self.events.tell_of(JOB, id, JobEvent::Opened { epoch });
         job.finish_upload(job.attempt(), 0);
-        self.jobs.insert(id, Running { job: Arc::new(job), commands: VecDeque::new(), copy: None });
+        let (job, commands) = (Arc::new(job), VecDeque::new());
+        self.jobs.insert(id, Running { job, commands, save: None, copy: None });
         Ok(())
     }
 
@@ -155,6 +168,15 @@ impl ShardServer {
             }
             Command::Serve { version } => {
                 job.serve(version);
+                Ok(())
+            }
+            Command::Write(pb::WriteCheckpoint { save, version, .. }) => {
+                running.save = Some(save);
+                self.writes.push((id, save, snapshot(&job, version)));
+                Ok(())
+            }
+            Command::CancelSave { save } => {
+                running.save.take_if(|current| *current == save);
                 Ok(())
             }
             Command::Copy(pb::CopySlices { number, version, slices, .. }) => {
@@ -209,6 +231,8 @@ impl World {
         };
         let of = &mut self.servers[server];
         while of.work() {}
+        // Nobody waits for a save of the last coordinator.
+        of.jobs.values_mut().for_each(|running| running.save = None);
         of.said = Some(of.events.connect());
         of.stream = Some(stream);
         let term = of.term;
@@ -254,7 +278,9 @@ impl World {
         of.term = of.term.max(term);
         match command {
             Wire::Open(open) => {
-                if let Err(error) = of.open(open) {
+                let version = open.restore.as_ref().and_then(|restore| restore.version);
+                let restored = version.map(|version| (version, self.checkpoint(version)));
+                if let Err(error) = self.servers[server].open(open, restored) {
                     self.fail(format!("server {server} cannot open the job: {error}"));
                 }
             }
@@ -288,6 +314,9 @@ impl World {
 
     /// Sends the events of a server, and continues with what it needs as a backup.
     pub(super) fn flush(&mut self, server: usize) {
+        for (job, save, slices) in std::mem::take(&mut self.servers[server].writes) {
+            self.write(server, job, save, slices);
+        }
         let of = &mut self.servers[server];
         let (coordinator, life) = (self.coordinator.life, of.life);
         let mut said = Vec::new();

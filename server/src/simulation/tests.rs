@@ -29,7 +29,7 @@ fn undisturbed(world: u32) -> Record {
     static KNOWN: Mutex<Option<HashMap<u32, Record>>> = Mutex::new(None);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let record = known.get_or_insert_default().entry(world).or_insert_with(|| {
-        let size = Size { servers: 1, replicas: 1, world, steps: STEPS };
+        let size = Size { servers: 1, replicas: 1, world, steps: STEPS, save_every: Some(1) };
         let run = World::new(size, 0, Faults::default(), Record::default()).logged();
         run.run().unwrap_or_else(|failure| panic!("undisturbed: {failure}"))
     });
@@ -40,7 +40,9 @@ fn world(seed: u64) -> World {
     let mut rng = fastrand::Rng::with_seed(seed ^ 0x512E);
     let servers = rng.usize(1..5);
     let replicas = rng.u32(1..4).min(servers as u32);
-    let size = Size { servers, replicas, world: rng.u32(1..4), steps: STEPS };
+    let world = rng.u32(1..4);
+    let save_every = [None, None, Some(1), Some(2)][rng.usize(..4)];
+    let size = Size { servers, replicas, world, steps: STEPS, save_every };
     World::new(size, seed, Faults::of(size, seed), undisturbed(size.world))
 }
 
@@ -99,7 +101,8 @@ fn a_seed_gives_the_same_run_again() {
 fn the_faults_that_safeguards_prevent_are_found() {
     // Without a safeguard, a run may end with a panic as well.
     let fails = |&seed: &u64| catch_unwind(|| world(seed).run()).map_or(true, |run| run.is_err());
-    for safeguard in [Safeguard::Fence, Safeguard::Ledger, Safeguard::Confirmation] {
+    let all = [Safeguard::Fence, Safeguard::Ledger, Safeguard::Confirmation, Safeguard::UserData];
+    for safeguard in all {
         let found = without(safeguard, || (0..1000).find(fails));
         assert!(found.is_some(), "{safeguard:?}");
         eprintln!("without {safeguard:?}: a fault in run {found:?}");

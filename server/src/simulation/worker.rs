@@ -4,9 +4,10 @@
 use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Error, Placement, Server};
+use zeroshard_proto::{DType, Error, Placement, Restore, RestoreVersion, Server};
 
 use super::{
+    checkpoints::{URL, user_data},
     data::{Answer, Payload, Request, Sender},
     server::REPEAT,
     world::{Happening, JOB, World, spec},
@@ -17,6 +18,8 @@ use crate::{
         decisions::Report,
         events::{Attach, Caller, Commit, Create, Event, JobRef, Join, Lease, Now, Reply, Turn},
         feed::Change,
+        save::Save,
+        user_data::RankData,
     },
     shard::round::Chunk,
 };
@@ -43,6 +46,15 @@ enum Call {
     Join,
     Attach,
     Commit,
+    UserData,
+    Save,
+}
+
+impl Call {
+    /// Whether it is about the membership, and not about a step.
+    fn enters(self) -> bool {
+        matches!(self, Self::Create | Self::Join | Self::Attach)
+    }
 }
 
 /// A process of a worker, and those before it.
@@ -79,6 +91,10 @@ pub(super) struct Worker {
     pushed: BTreeSet<(u32, usize)>,
     /// The step was decided before, so that nothing has to be pushed.
     is_decided: bool,
+    /// Whether the data of the rank for checkpoints of its last step has not been sent.
+    owes_data: bool,
+    /// The first epoch after the last restoration of the job.
+    restored_in: u64,
     /// When requests were sent.
     asked: BTreeMap<(u8, u32, u64), Now>,
 }
@@ -118,6 +134,8 @@ impl Worker {
             pulled_next: BTreeSet::new(),
             pushed: BTreeSet::new(),
             is_decided: false,
+            owes_data: false,
+            restored_in: 0,
             asked: BTreeMap::new(),
         }
     }
@@ -141,7 +159,10 @@ impl Worker {
         if !self.has_joined {
             self.step = change.version.unwrap_or(0);
             self.calls.clear();
+        } else if let Some((_, version)) = change.restored.filter(|of| of.0 > self.restored_in) {
+            self.roll_back(version);
         }
+        self.restored_in = change.restored.map_or(self.restored_in, |(epoch, _)| epoch);
         self.awaits_membership = false;
         (self.has_joined, self.has_stream, self.job) = (true, true, change.job_id);
         self.version = self.version.or(change.version);
@@ -156,6 +177,16 @@ impl Worker {
         self.pushed.clear();
         self.uploaded.clear();
         self.asked.clear();
+    }
+
+    /// The job has returned to a checkpoint.
+    fn roll_back(&mut self, version: u64) {
+        self.calls.clear();
+        self.version = Some(version);
+        self.step = version;
+        self.pulled.clear();
+        self.pulled_next.clear();
+        (self.is_decided, self.owes_data) = (false, false);
     }
 
     /// An error names an epoch.
@@ -212,7 +243,8 @@ impl World {
 
     pub(super) fn wake(&mut self, rank: u32, life: u64, again: bool) {
         let worker = &self.workers[rank as usize];
-        if worker.life != life || !worker.is_alive || worker.step >= self.size.steps {
+        let has_ended = worker.step >= self.size.steps && self.size.save_every.is_none();
+        if worker.life != life || !worker.is_alive || has_ended {
             return;
         }
         if again {
@@ -226,8 +258,8 @@ impl World {
         let now = self.now;
         let worker = &self.workers[rank as usize];
         let is_quiet = worker.quiet_until > now || worker.awaits_membership;
-        let commits = worker.calls.values().any(|call| *call == Call::Commit);
-        let enters = worker.calls.values().any(|call| *call != Call::Commit);
+        let enters = worker.calls.values().any(|call| call.enters());
+        let commits = worker.calls.values().any(|call| !call.enters());
         if !worker.has_joined || !worker.has_stream {
             if !is_quiet && !enters {
                 self.enter(rank);
@@ -240,6 +272,11 @@ impl World {
         }
         if worker.known_epoch > worker.epoch {
             return;
+        }
+        if worker.owes_data || worker.step >= self.size.steps {
+            return if can_call {
+                self.end_step(rank)
+            };
         }
         let slices = self.slices();
         let worker = &self.workers[rank as usize];
@@ -271,7 +308,10 @@ impl World {
         let name = || JOB.to_owned();
         if !worker.has_created && !worker.has_joined {
             return self.begin_call(rank, Call::Create, move |caller, _| {
-                let create = Create { spec, succession: None, restore: None };
+                let version = RestoreVersion::LatestIfAny;
+                let restore = Restore { url: URL.to_owned(), job: JOB.to_owned(), version };
+                let restore = spec.checkpoints.is_some().then_some(restore);
+                let create = Create { spec, succession: None, restore };
                 Event::Create { caller, job_id: random, create: Box::new(create), wait: WAIT }
             });
         }
@@ -293,6 +333,7 @@ impl World {
     }
 
     fn commit(&mut self, rank: u32) {
+        let user_data_follows = self.size.save_every.is_some();
         self.begin_call(rank, Call::Commit, move |caller, worker| {
             let job = JobRef { name: JOB.to_owned(), id: worker.job };
             let lease = worker.lease.expect("it has joined");
@@ -305,11 +346,31 @@ impl World {
                 gradient_factors: Vec::new(),
                 written: Vec::new(),
                 user_data: Bytes::new(),
-                user_data_follows: false,
+                user_data_follows,
                 wait: WAIT,
             };
             Event::Commit { caller, commit: Box::new(commit) }
         });
+    }
+
+    /// Sends the data of a rank for checkpoints. At the end of the run, asks for a checkpoint.
+    fn end_step(&mut self, rank: u32) {
+        let job = |worker: &Worker| JobRef { name: JOB.to_owned(), id: worker.job };
+        if self.workers[rank as usize].owes_data {
+            return self.begin_call(rank, Call::UserData, |caller, worker| {
+                let lease = worker.lease.expect("it has joined");
+                let data = user_data(rank, worker.step);
+                let job = job(worker);
+                let data = RankData { job, rank, lease, version: worker.step, data };
+                Event::UserData { caller, data }
+            });
+        }
+        if rank == 0 {
+            self.begin_call(rank, Call::Save, |caller, worker| {
+                let save = Save { job: job(worker), url: None, unless_saved: true, wait: WAIT };
+                Event::Save { caller, save }
+            });
+        }
     }
 
     /// The slices: number, number of elements, and whether they train.
@@ -410,10 +471,10 @@ impl World {
                 worker.has_stream = false;
                 worker.awaits_membership = false;
                 // The answer of a process that has ended may still be under way.
-                worker.calls.retain(|_, call| *call == Call::Commit);
+                worker.calls.retain(|_, call| !call.enters());
             }
             Told::StreamEnded(error) => {
-                self.fail(format!("the lease of rank {rank} has ended: {error:?}"));
+                self.end_lease(rank, &format!("the lease of rank {rank} has ended: {error:?}"));
             }
             Told::CallBroken(caller) => {
                 worker.calls.remove(&caller);
@@ -441,6 +502,8 @@ impl World {
             (Call::Join, Reply::Joined) => worker.awaits_membership = !worker.has_joined,
             (Call::Attach, Reply::Joined) => worker.awaits_membership = !worker.has_stream,
             (Call::Commit, Reply::Report(report)) => self.committed(rank, report),
+            (Call::UserData, Reply::UserDataStored) => worker.owes_data = false,
+            (Call::Save, Reply::Saved(_)) => {}
             (call, reply) => self.fail(format!("{reply:?} answers {call:?}")),
         }
     }
@@ -452,7 +515,19 @@ impl World {
         }
         let outcome = self.record.reported(step, report);
         self.check(outcome);
-        self.workers[rank as usize].advance();
+        let worker = &mut self.workers[rank as usize];
+        worker.advance();
+        worker.owes_data = self.size.save_every.is_some();
+    }
+
+    /// The lease of a rank has ended by no fault of its process: the program ends, and is started
+    /// again. This happens only to a job that was being restored when the coordinator died.
+    fn end_lease(&mut self, rank: u32, cause: &str) {
+        if self.size.save_every.is_none() {
+            return self.fail(cause.to_owned());
+        }
+        self.kill_worker(rank);
+        self.later(Happening::WorkerStarts { rank });
     }
 
     /// An error of a call to the coordinator. It is repeated, unless the error is final.
@@ -470,6 +545,13 @@ impl World {
             Error::UnknownJob { .. } if call == Call::Join => {
                 self.kill_worker(rank);
                 self.later(Happening::WorkerStarts { rank });
+            }
+            // The membership names the version.
+            Error::RolledBack { .. } => {}
+            // The storage fails at times.
+            Error::Storage { .. } if call == Call::Save => {}
+            Error::UnknownJob { .. } | Error::JobReplaced { .. } | Error::LeaseLost { .. } => {
+                self.end_lease(rank, &format!("{call:?} of rank {rank}: {error}"));
             }
             error => self.fail(format!("{call:?} of rank {rank}: {error}")),
         }

@@ -8,11 +8,12 @@ use std::{
 
 use fastrand::Rng;
 use zeroshard_proto::{
-    JobSpec, Manifest, Server, TensorSpec,
+    CheckpointPolicy, JobSpec, Manifest, OnLoss, Server, TensorSpec,
     pb::{serve_request, serve_response},
 };
 
 use super::{
+    checkpoints::{Slices, Store, URL},
     coordinator::Coordinator,
     data::{Answer, Request, Sender},
     faults::{Fault, Faults},
@@ -20,7 +21,10 @@ use super::{
     server::ShardServer,
     worker::{Told, Worker},
 };
-use crate::coordinator::events::{Event, Lease, Now};
+use crate::coordinator::{
+    events::{Event, Lease, Now},
+    save::Completion,
+};
 
 /// The name of the job.
 pub(super) const JOB: &str = "job";
@@ -73,6 +77,10 @@ pub(super) enum Happening {
     Wake { rank: u32, life: u64, again: bool },
     /// A new process of a worker starts.
     WorkerStarts { rank: u32 },
+    /// A server has written slices to a checkpoint, or has failed.
+    Written { server: usize, life: u64, job: u64, save: u64, slices: Option<Slices> },
+    /// The coordinator writes the manifest of a checkpoint.
+    Complete { life: u64, completion: Completion },
     /// Something goes wrong.
     Fault(Fault),
 }
@@ -118,6 +126,8 @@ pub(super) struct Size {
     pub(super) replicas: u32,
     pub(super) world: u32,
     pub(super) steps: u64,
+    /// The job is saved at versions that are multiples of this number.
+    pub(super) save_every: Option<u64>,
 }
 
 /// A whole cluster.
@@ -134,6 +144,7 @@ pub(super) struct World {
     pub(super) started: Now,
     pub(super) servers: Vec<ShardServer>,
     pub(super) workers: Vec<Worker>,
+    pub(super) store: Store,
     pub(super) faults: Faults,
     /// Whether all workers have begun to train, after which things go wrong.
     pub(super) has_begun: bool,
@@ -160,6 +171,13 @@ pub(super) fn spec(size: Size) -> JobSpec {
         replicas: size.replicas,
         min_servers: size.servers as u32,
         compare_every: 1,
+        checkpoints: size.save_every.map(|every| CheckpointPolicy {
+            url: URL.to_owned(),
+            every_steps: Some(every),
+            every: None,
+            keep: 0,
+            on_loss: OnLoss::Restore,
+        }),
         ..JobSpec::new(JOB, manifest, vec![adamw])
     }
 }
@@ -177,6 +195,7 @@ impl World {
             started: Now::ZERO,
             servers: (0..size.servers).map(ShardServer::new).collect(),
             workers: (0..size.world).map(|_| Worker::new()).collect(),
+            store: Store::default(),
             faults,
             has_begun: false,
             record,
@@ -241,7 +260,9 @@ impl World {
     }
 
     fn has_ended(&self) -> bool {
+        let is_saved = || self.store.latest() == Some(self.size.steps);
         self.workers.iter().all(|worker| worker.step >= self.size.steps)
+            && (self.size.save_every.is_none() || is_saved())
     }
 
     /// Something has happened that must not happen.
@@ -329,6 +350,10 @@ impl World {
             Happening::Told { rank, life, told } => self.told(rank, life, told),
             Happening::Wake { rank, life, again } => self.wake(rank, life, again),
             Happening::WorkerStarts { rank } => self.worker_starts(rank),
+            Happening::Written { server, life, job, save, slices } => {
+                self.written(server, life, (job, save), slices);
+            }
+            Happening::Complete { life, completion } => self.complete(life, completion),
             Happening::Fault(fault) => self.fault(fault),
         }
     }
@@ -341,6 +366,7 @@ impl World {
             | Happening::Dial { server, .. }
             | Happening::Work { server, .. }
             | Happening::Follow { server, .. }
+            | Happening::Written { server, .. }
             | Happening::Request { server, .. }
             | Happening::Answered { to: Sender::Server { server, .. }, .. } => server,
             _ => return None,

@@ -197,6 +197,7 @@ impl Play {
             ranks: Ranks::default(),
             rested: None,
             ready: None,
+            restored: None,
             decided: None,
         });
         let log: Vec<_> = self.log.iter().filter(|(id, _)| *id == server).collect();
@@ -322,6 +323,7 @@ fn a_step_is_decided_and_reported_when_the_server_is_back() {
         ranks,
         rested: None,
         ready: Some(reduced),
+        restored: None,
         decided: None,
     };
     returns(&mut script, 2, vec![held], false);

@@ -17,6 +17,7 @@ mod recovery;
 mod reduces;
 mod replicas;
 mod resting;
+mod restore;
 mod saves;
 mod service;
 mod succession;

@@ -13,7 +13,7 @@ use crate::coordinator::{
 /// A job of two servers and two ranks in epoch 3.
 pub(super) struct Before {
     pub(super) spec: Arc<JobSpec>,
-    plan: Plan,
+    pub(super) plan: Plan,
     pub(super) leases: [Lease; 2],
 }
 
@@ -42,6 +42,7 @@ impl Before {
             ranks: Ranks { leases: (0..).zip(self.leases).collect(), ..Ranks::default() },
             rested: None,
             ready: None,
+            restored: None,
             decided: None,
         }
     }

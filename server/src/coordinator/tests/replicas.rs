@@ -236,6 +236,7 @@ fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
         ready: None,
         empty: script.open().replicas.empty_on(server),
         copies: 0,
+        restored: None,
         decided: None,
     }
 }

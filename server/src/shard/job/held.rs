@@ -22,6 +22,8 @@ impl<B: Backend> Job<B> {
         held.from = self.origin.from.clone();
         held.fresh_state = self.origin.fresh_state;
         held.restore = self.origin.restore.clone();
+        let restored = self.restored.get();
+        held.restored = restored.map(|&(epoch, version)| pb::Restored { epoch, version });
         self.ranks().describe(&mut held);
         let with = |role| {
             self.slices().filter(move |(_, slice)| slice.role() == role).map(|(index, _)| index)

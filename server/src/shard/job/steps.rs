@@ -141,6 +141,15 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
+    /// Publishes `version`, to which the job has returned while ranks were waiting.
+    ///
+    /// # Errors
+    /// Those of [`Self::publish_at`].
+    pub(crate) fn return_to(&self, version: u64) -> Result<()> {
+        self.restored.get_or_init(|| (self.epoch(), version));
+        self.publish_at(version)
+    }
+
     /// Takes every slice to the next version; without `apply`, with the same state. Blocks for the
     /// duration of the arithmetic. The coordinator is informed before it that the decision is
     /// stored.

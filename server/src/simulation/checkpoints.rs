@@ -1,0 +1,184 @@
+//! Checkpoints: servers write their slices to a virtual store, from which the job starts, and to
+//! which it returns.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use zeroshard_checkpoint::Part;
+use zeroshard_proto::{AppliedSteps, Error, RestoreVersion, Result};
+
+use super::{
+    data::whole,
+    world::{Happening, JOB, World, spec},
+};
+use crate::{
+    backend::Cpu,
+    coordinator::{
+        events::{Checkpoint, Event, Placing},
+        save::Completion,
+    },
+    shard::{events::JobEvent, job::Job},
+};
+
+/// Where the checkpoints are.
+pub(super) const URL: &str = "file:///checkpoints";
+
+/// The whole content of a slice.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Content {
+    pub(super) values: Vec<Bytes>,
+    pub(super) applied: AppliedSteps,
+}
+
+pub(super) type Slices = BTreeMap<u32, Content>;
+
+/// The store.
+#[derive(Debug, Default)]
+pub(super) struct Store {
+    /// The slices of each save that servers have written.
+    written: BTreeMap<u64, Slices>,
+    /// The complete checkpoints, by version, with the ids of their jobs.
+    complete: BTreeMap<u64, (u64, Slices)>,
+}
+
+impl Store {
+    /// The latest version.
+    pub(super) fn latest(&self) -> Option<u64> {
+        self.complete.keys().next_back().copied()
+    }
+}
+
+/// The data of a rank in a checkpoint.
+pub(super) fn user_data(rank: u32, version: u64) -> Bytes {
+    format!("rank {rank} at version {version}").into()
+}
+
+/// The content of the slices of which a server is the primary.
+pub(super) fn snapshot(job: &Job<Cpu>, version: u64) -> Result<Slices> {
+    let content = |index| match whole(job, version, index)? {
+        Some((values, applied)) => Ok((index, Content { values, applied })),
+        None => Err(Error::Internal { cause: format!("slice {index} is not at {version}") }),
+    };
+    job.primary_slices().map(|(index, _)| content(index)).collect()
+}
+
+/// Fills the slices of a job that is being opened.
+pub(super) fn fill(job: &Job<Cpu>, slices: &Slices) -> Result<()> {
+    for (index, slice) in job.slices() {
+        let Content { values, applied } = &slices[&index];
+        let states = (0..values.len() - 1).map(Part::State);
+        for (part, values) in [Part::Values].into_iter().chain(states).zip(values) {
+            slice.restore(job.backend(), part, 0, values)?;
+        }
+        slice.carry_applied(*applied);
+    }
+    Ok(())
+}
+
+impl World {
+    /// A server begins to write slices.
+    pub(super) fn write(&mut self, server: usize, job: u64, save: u64, slices: Result<Slices>) {
+        let life = self.servers[server].life;
+        let fails = self.faults.loses(&mut self.rng);
+        let slices = slices.ok().filter(|_| !fails);
+        let written = Happening::Written { server, life, job, save, slices };
+        let wait = Duration::from_micros(self.rng.u64(..20_000));
+        self.after(wait, written);
+    }
+
+    /// A server has written slices; without `slices` it has failed.
+    pub(super) fn written(
+        &mut self,
+        server: usize,
+        life: u64,
+        (job, save): (u64, u64),
+        slices: Option<Slices>,
+    ) {
+        let of = &mut self.servers[server];
+        let running = of.jobs.get_mut(&job).filter(|_| of.is_alive && of.life == life);
+        let Some(running) = running else { return };
+        // A save that was given up removes its files.
+        let is_current = running.save.take_if(|current| *current == save).is_some();
+        let event = match slices.filter(|_| is_current) {
+            Some(slices) => {
+                self.store.written.entry(save).or_default().extend(slices);
+                JobEvent::Written { save, files: Vec::new() }
+            }
+            None => {
+                let reason = "the disk is full".to_owned();
+                JobEvent::SaveFailed { save, url: URL.to_owned(), reason }
+            }
+        };
+        running.job.tell(event);
+        self.flush(server);
+    }
+
+    /// The checkpoint from which a job starts.
+    pub(super) fn find(&self, placing: &Placing) -> Result<Option<Checkpoint>> {
+        let Some(restore) = &placing.restore else { return Ok(None) };
+        match (self.store.latest(), restore.version) {
+            (Some(version), _) => {
+                Ok(Some(Checkpoint { url: URL.to_owned(), job: JOB.to_owned(), version }))
+            }
+            (None, RestoreVersion::LatestIfAny) => Ok(None),
+            (None, _) => {
+                let (url, job) = (URL.to_owned(), JOB.to_owned());
+                Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() })
+            }
+        }
+    }
+
+    /// The slices of a checkpoint.
+    pub(super) fn checkpoint(&self, version: u64) -> Slices {
+        self.store.complete[&version].1.clone()
+    }
+
+    /// The coordinator writes the manifest.
+    pub(super) fn complete(&mut self, life: u64, completion: Completion) {
+        if life != self.coordinator.life || self.coordinator.cluster.is_none() {
+            return;
+        }
+        let Completion { job, plan, user_data, .. } = completion;
+        let fails = self.faults.loses(&mut self.rng);
+        let outcome = match (fails, self.store.complete.get(&plan.version)) {
+            (true, _) => Err("the disk is full"),
+            (false, Some((id, _))) if *id != job.id => Err("an earlier job is saved there"),
+            (false, Some(_)) => Ok(1),
+            (false, None) => {
+                self.check_user_data(plan.version, &user_data);
+                let slices = self.store.written.remove(&plan.save).unwrap_or_default();
+                self.check_saved(plan.version, &slices);
+                self.store.complete.insert(plan.version, (job.id, slices));
+                Ok(1)
+            }
+        };
+        let outcome = outcome.map_err(|cause| Error::Storage {
+            action: "write".to_owned(),
+            url: URL.to_owned(),
+            cause: cause.to_owned(),
+        });
+        let event = Box::new(Event::Completed { job, save: plan.save, outcome });
+        self.later(Happening::Event { life, stream: None, event });
+    }
+
+    fn check_user_data(&mut self, version: u64, found: &BTreeMap<u32, Bytes>) {
+        let expected = (0..self.size.world).map(|rank| (rank, user_data(rank, version)));
+        if !found.iter().map(|(rank, data)| (*rank, data.clone())).eq(expected) {
+            self.fail(format!("the checkpoint of version {version} has the data {found:?}"));
+        }
+    }
+
+    fn check_saved(&mut self, version: u64, slices: &Slices) {
+        let expected: BTreeSet<u32> = (0..).take(spec(self.size).manifest.slices().len()).collect();
+        if !slices.keys().eq(&expected) {
+            return self.fail(format!("the checkpoint of version {version} has {slices:?}"));
+        }
+        for (slice, content) in slices {
+            let outcome = self.record.saved(version, *slice, content);
+            self.check(outcome);
+        }
+    }
+}
