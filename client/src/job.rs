@@ -2,7 +2,7 @@
 //! outside a step. Gradients and votes are in `attempt`.
 
 use std::{
-    sync::{Arc, atomic::AtomicU64},
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
     time::Duration,
 };
 
@@ -10,12 +10,12 @@ use bytes::Bytes;
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
     AppliedSteps, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
-    deadline::MARGIN, geometry::LocalTensor, pb,
+    checkpoint::MAX_USER_DATA, deadline::MARGIN, geometry::LocalTensor, pb,
 };
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, state};
 use attempt::Attempts;
-use membership::{Membership, Watcher};
+use membership::{Membership, SentData, Watcher};
 
 mod attempt;
 mod membership;
@@ -48,6 +48,7 @@ struct Member {
     attempts: Arc<Attempts>,
     /// The first epoch after the last restoration that the caller knows of.
     restoration: AtomicU64,
+    user_data: Arc<Mutex<SentData>>,
 }
 
 impl Drop for Member {
@@ -98,9 +99,14 @@ impl Job {
         };
         let (spec, attempts) = (Arc::new(spec), Arc::<Attempts>::default());
         let restored = membership.borrow().restored.map_or(0, |restored| restored.epoch);
-        let (cluster_of, attempts_of) = (cluster.clone(), attempts.clone());
-        let watcher =
-            Watcher { cluster: cluster_of, lease: lease_held, told, attempts: attempts_of };
+        let user_data = Arc::<Mutex<SentData>>::default();
+        let watcher = Watcher {
+            cluster: cluster.clone(),
+            lease: lease_held,
+            told,
+            attempts: attempts.clone(),
+            user_data: user_data.clone(),
+        };
         let watcher = tokio::spawn(watcher.run(stream));
         let member = Member {
             restoration: AtomicU64::new(restored),
@@ -113,6 +119,7 @@ impl Job {
             membership,
             watcher,
             attempts,
+            user_data,
         };
         Ok(Self(Arc::new(member)))
     }
@@ -266,7 +273,7 @@ impl Job {
     }
 
     /// Sends this rank's data for checkpoints of `version`, the one that its last step has made: at
-    /// most [`zeroshard_proto::checkpoint::MAX_USER_DATA`] bytes. A step that was committed with
+    /// most [`MAX_USER_DATA`] bytes. A step that was committed with
     /// [`Commit::user_data_follows`](crate::Commit::user_data_follows) needs it before the next
     /// commit: checkpoints of the version wait for it.
     ///
@@ -276,19 +283,30 @@ impl Job {
     pub async fn send_user_data(&self, version: u64, user_data: impl Into<Bytes>) -> Result<()> {
         self.check_restored(version)?;
         let Member { cluster, spec, id, lease, rank, .. } = &*self.0;
+        let data = user_data.into();
+        self.keep_data(version, &data);
         let request = pb::SendUserDataRequest {
             job: spec.name.clone(),
             job_id: *id,
             lease: *lease,
             rank: *rank,
             version,
-            user_data: user_data.into(),
+            user_data: data,
         };
         let sent = cluster.retry("the receipt of the data of this rank", |mut client| {
             let request = request.clone();
             async move { client.send_user_data(request).await }
         });
         self.unless_ended(sent).await.map(|_| ())
+    }
+
+    /// Keeps the data of this rank for a new coordinator, unless it will be refused.
+    fn keep_data(&self, version: u64, data: &Bytes) {
+        if data.len() > MAX_USER_DATA {
+            return;
+        }
+        let sent = SentData { version, data: data.clone() };
+        *self.0.user_data.lock().unwrap_or_else(PoisonError::into_inner) = sent;
     }
 
     /// Ends the lease in order. Ranks that wait for this rank in the open step receive

@@ -153,9 +153,10 @@ class _Steps(Generic[B]):
             name = checkpoints.job_name
             raise NoCheckpointError(
                 f"job {name!r} is at version {version}, for which zeroshard.steps has saved no "
-                "data: the coordinator was restarted after that step, or another loop has trained "
-                f"the job; run `zsctl delete {name}` and remove the checkpoint of version "
-                f"{version} (zsctl checkpoint rm) to continue from an earlier one"
+                "data: another loop has trained the job, or a rank or the coordinator was lost "
+                f'after that step (with on_loss="fail"); run `zsctl delete {name}` and remove the '
+                f"checkpoint of version {version} (zsctl checkpoint rm) to continue from an earlier "
+                "one"
             )
         if self._restore is not None:
             self._restore(own)
@@ -257,8 +258,9 @@ def steps(
             parameters, or because gradients are averaged by ``DataParallel`` or
             ``fused_allreduce_gradients``; or a block makes two steps in a loop with checkpoints.
         InvalidTypeError: ``batches`` is neither a number nor iterable.
-        NoCheckpointError: the job continues, but the data of its last step is gone, because the
-            coordinator was restarted after it.
+        NoCheckpointError: the job continues, but there is no data of its last step, because another
+            loop has made it, or because the data was lost and the checkpoints have
+            ``on_loss="fail"``.
         StepAbortedError: the step was aborted 100 times.
         RolledBackError: a server was lost, and ``checkpoints`` is None; or this happened 100 times.
     """

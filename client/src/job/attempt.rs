@@ -207,6 +207,9 @@ impl Attempt {
     pub async fn commit(&self, commit: Commit) -> Result<StepReport> {
         let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.timeout);
+        if !commit.user_data.is_empty() {
+            self.job.keep_data(self.state.step.saturating_add(1), &commit.user_data);
+        }
         let request = pb::CommitRequest {
             turn: Some(self.turn()),
             groups: commit.groups.iter().map(Into::into).collect(),

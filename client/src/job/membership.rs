@@ -1,7 +1,12 @@
 //! The membership of a job according to the coordinator, and waiting for its changes.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
+use bytes::Bytes;
 use tokio::sync::watch;
 use zeroshard_proto::{Deadline, Error, Placement, Result, pb};
 
@@ -69,6 +74,14 @@ pub(super) struct Watcher {
     pub(super) lease: pb::JoinRequest,
     pub(super) told: watch::Sender<Membership>,
     pub(super) attempts: Arc<Attempts>,
+    pub(super) user_data: Arc<Mutex<SentData>>,
+}
+
+/// The data for checkpoints that the rank has sent last, which a new coordinator does not have.
+#[derive(Debug, Clone, Default)]
+pub(super) struct SentData {
+    pub(super) version: u64,
+    pub(super) data: Bytes,
 }
 
 type Memberships = tonic::Streaming<pb::JoinResponse>;
@@ -125,7 +138,16 @@ impl Watcher {
             let mut client = Cluster::client(self.cluster.connection.clone());
             let epoch = self.told.borrow().epoch;
             let (step, attempt) = self.attempts.latest(epoch);
-            let request = pb::JoinRequest { epoch, step, attempt, ..self.lease.clone() };
+            let SentData { version: user_data_version, data: user_data } =
+                self.user_data.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let request = pb::JoinRequest {
+                epoch,
+                step,
+                attempt,
+                user_data,
+                user_data_version,
+                ..self.lease.clone()
+            };
             async move { client.join(request).await }
         });
         stream.await.map_err(|error| match error {

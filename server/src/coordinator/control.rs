@@ -264,7 +264,7 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
         unclipped: update.unclipped,
         gradient_factors: update.gradient_factors,
     });
-    let Figures { scale, clip_coefficient, loss, resting } = decision.figures;
+    let Figures { scale, clip_coefficient, loss, resting, user_data } = decision.figures;
     let (absent, report) = match decision.replicated.map(|of| *of) {
         Some(Replicated { absent, report }) => (absent, Some(report.into())),
         None => (Vec::new(), None),
@@ -282,6 +282,7 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
         resting,
         absent,
         report,
+        user_data,
     }
 }
 
@@ -394,7 +395,8 @@ fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
     let leases = job.leases.iter().map(|lease| lease.rank);
     let resting = job.resting.iter().map(|rests| rests.rank);
     let ranks = leases.chain(job.done.iter().copied()).chain(job.left.iter().copied());
-    let decided = job.decision.iter().flat_map(|decision| decision.resting.iter().copied());
+    let decided = job.decision.iter();
+    let decided = decided.flat_map(|of| of.resting.iter().chain(&of.user_data).copied());
     let mut ranks = ranks.chain(resting).chain(decided);
     if let Some(rank) = ranks.find(|&rank| rank >= spec.world) {
         return invalid("rank", rank.into(), spec.world.into());
@@ -428,10 +430,12 @@ fn decision(decision: pb::Decision) -> Result<Decision> {
     let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
         Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
     };
+    let (resting, user_data) = (decision.resting, decision.user_data);
+    let figures = Figures { scale, clip_coefficient, loss, resting, user_data };
     Ok(Decision {
         attempt: Attempt { epoch, step, number },
         update: decision.update.map(update).transpose()?,
-        figures: Figures { scale, clip_coefficient, loss, resting: decision.resting },
+        figures,
         replicated: decision.report.map(replicated),
     })
 }

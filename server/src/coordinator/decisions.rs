@@ -45,6 +45,8 @@ pub(crate) struct Figures {
     pub(crate) loss: Option<f64>,
     /// The ranks that rested, ascending.
     pub(crate) resting: Vec<u32>,
+    /// The ranks with data for checkpoints, ascending.
+    pub(crate) user_data: Vec<u32>,
 }
 
 /// The update that a decision applies.
@@ -93,7 +95,7 @@ pub(crate) struct Decided {
 impl Decision {
     /// The report of the step, whose reduced gradient is `gradient`.
     pub(super) fn report(&self, spec: &JobSpec, gradient: Gradient) -> Report {
-        let Figures { scale, clip_coefficient, loss, ref resting } = self.figures;
+        let Figures { scale, clip_coefficient, loss, ref resting, .. } = self.figures;
         Report {
             version: self.attempt.step + 1,
             applied: self.update.is_some(),
@@ -173,7 +175,8 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
         gradient_factors: terms.gradient_factors.clone(),
     });
     let (loss, resting) = (open.round.loss(), open.resting.ranks().collect());
-    let figures = Figures { scale, clip_coefficient: clip, loss, resting };
+    let user_data = open.round.user_data().all().into_iter().collect();
+    let figures = Figures { scale, clip_coefficient: clip, loss, resting, user_data };
     let mut decision = Decision { attempt, update, figures, replicated: None };
     let report = decision.report(spec, gradient);
     if spec.replicas > 1 {

@@ -231,6 +231,8 @@ pub(crate) struct Attach {
     pub(crate) lease: Lease,
     /// The latest attempt that the worker knows.
     pub(crate) attempt: Attempt,
+    /// The data for checkpoints that the worker has sent last, and its version.
+    pub(crate) user_data: Option<(u64, Bytes)>,
 }
 
 /// A worker gives its rank back.

@@ -134,6 +134,7 @@ impl Cluster {
             return out.push(Action::Answer(caller, Err(error)));
         }
         out.push(Action::Answer(caller, Ok(Reply::Joined)));
+        self.attached_data(&attach, out);
         self.move_ahead(&attach, out);
         self.advance(&attach.job.name, now, out);
     }
@@ -157,7 +158,7 @@ impl Cluster {
     }
 
     fn try_attach(&mut self, attach: &Attach, out: &mut Vec<Action>) -> Result<()> {
-        let Attach { job, rank, address, lease, attempt } = attach;
+        let Attach { job, rank, address, lease, attempt, .. } = attach;
         let Job { epoch, phase, .. } = self.member_job(job)?;
         let limit = epoch.saturating_add(MAX_AHEAD);
         let open = phase.open_mut(&job.name)?;

@@ -15,6 +15,7 @@ use super::{
     replicas::Replicas,
     resting::{Rested, Rester},
     state::Open,
+    user_data::UserData,
 };
 use crate::attempt::Attempt;
 
@@ -66,6 +67,10 @@ impl Recovery {
         }
         open.last = decision.and_then(|decision| self.decided(spec, decision)).map(Box::new);
         open.take_ranks(self.ranks(top), deadline);
+        if let Some(decision) = decision {
+            let ranks = &decision.figures.user_data;
+            open.saves.user_data = UserData::lost_with_coordinator(ranks, &open.members);
+        }
         let mut commands = Vec::new();
         for (&server, held) in &self.held {
             let known = Known { job, epoch: top.epoch, open: &open, decision };

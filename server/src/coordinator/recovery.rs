@@ -385,6 +385,9 @@ impl Cluster {
             (job.epoch, job.phase) = (epoch, Phase::Open(Box::new(open)));
         }
         self.publish_if_initialised(name, out);
+        if self.return_without_data(name, now, out) {
+            return;
+        }
         for (server, why) in lost {
             self.give_up(name, server, &why, now, out);
         }

@@ -122,6 +122,13 @@ pub(super) fn rank_data(request: pb::SendUserDataRequest) -> Result<RankData> {
     Ok(RankData { job: JobRef { name, id }, rank, lease: Lease(lease), version, data })
 }
 
+/// The data of a worker that continues its lease.
+pub(super) fn attached_data(request: &mut pb::JoinRequest) -> Result<Option<(u64, Bytes)>> {
+    let (version, data) = (request.user_data_version, std::mem::take(&mut request.user_data));
+    let data = user_data(data, request.rank, version.saturating_sub(1))?;
+    Ok(Some((version, data)).filter(|(_, data)| !data.is_empty()))
+}
+
 fn user_data(data: Bytes, rank: u32, step: u64) -> Result<Bytes> {
     if data.len() <= MAX_USER_DATA {
         return Ok(data);

@@ -17,7 +17,7 @@ use super::{
     control::{commands, listen, registration},
     driver::{Driver, MAX_COMMANDS},
     events::{Attach, Event, JobRef, Join, Lease, Leave, Reply},
-    requests::{Waits, create, dialled, rank_data},
+    requests::{Waits, attached_data, create, dialled, rank_data},
     responses::reduced,
     save::Saved,
 };
@@ -79,7 +79,8 @@ impl coordinator_service_server::CoordinatorService for Service {
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let request = request.into_inner();
+        let mut request = request.into_inner();
+        let user_data = attached_data(&mut request)?;
         let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id, .. } = request;
         let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
         let address = address.map(dialled).transpose()?.map(|address| address.to_string());
@@ -87,7 +88,7 @@ impl coordinator_service_server::CoordinatorService for Service {
             let (job, lease) = (JobRef { name: job, id: job_id }, Lease(lease));
             let pb::JoinRequest { epoch, step, attempt: number, .. } = request;
             let attempt = Attempt { epoch, step, number };
-            return self.attach(Attach { job, rank, address, lease, attempt }).await;
+            return self.attach(Attach { job, rank, address, lease, attempt, user_data }).await;
         }
         let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
         self.driver.add_lease(lease);

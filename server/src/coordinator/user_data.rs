@@ -12,8 +12,9 @@ use zeroshard_proto::{Error, Result};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Caller, JobRef, Lease, Now, Reply},
+    events::{Action, Attach, Caller, JobRef, Lease, Now, Reply},
     leases::Cause,
+    members::Members,
     state::{Job, Phase},
 };
 
@@ -41,6 +42,19 @@ pub(crate) struct RankData {
 }
 
 impl UserData {
+    /// The data of ranks, none of which has been received by this coordinator. That of ranks that
+    /// are not `members` is lost.
+    pub(super) fn lost_with_coordinator(ranks: &[u32], members: &Members) -> Self {
+        let is_member = |rank: &u32| members.get(*rank).is_some();
+        let (awaited, missing) = ranks.iter().partition(|rank| is_member(rank));
+        Self { ranks: BTreeMap::new(), awaited, missing }
+    }
+
+    /// The ranks that have data.
+    pub(super) fn all(&self) -> BTreeSet<u32> {
+        self.ranks.keys().chain(&self.awaited).chain(&self.missing).copied().collect()
+    }
+
     /// Whether every rank has sent its data.
     pub(super) fn is_complete(&self) -> bool {
         #[cfg(test)]
@@ -84,13 +98,50 @@ impl Cluster {
         if version > current {
             return Err(Error::RolledBack { job: job.name, version: current });
         }
-        if version == current {
+        self.store_data(&job.name, rank, version, &data, out);
+        Ok(())
+    }
+
+    fn store_data(
+        &mut self,
+        name: &str,
+        rank: u32,
+        version: u64,
+        data: &Bytes,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        if version == open.step() {
             open.saves.user_data.set(rank, data.clone());
         }
-        if open.saves.set_user_data(version, rank, &data) {
-            self.complete_if_written(&job.name, out);
+        if open.saves.set_user_data(version, rank, data) {
+            self.complete_if_written(name, out);
         }
-        Ok(())
+    }
+
+    /// A worker has continued its lease with a new coordinator, and sends its data again.
+    pub(super) fn attached_data(&mut self, attach: &Attach, out: &mut Vec<Action>) {
+        if let Some((version, data)) = &attach.user_data {
+            self.store_data(&attach.job.name, attach.rank, *version, data, out);
+        }
+    }
+
+    /// Returns a job that a new coordinator has learned to its last checkpoint, if the data of a rank
+    /// was lost with the last coordinator and the policy of the job asks for it. Returns whether.
+    pub(super) fn return_without_data(
+        &mut self,
+        name: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return false };
+        let Some(&rank) = open.saves.user_data.missing.first() else { return false };
+        let version = open.step();
+        let loss = format!(
+            "the data of rank {rank} for checkpoints of version {version} was lost with the \
+             coordinator"
+        );
+        self.interrupt(name, &loss, now, out)
     }
 
     /// The lease of a rank ends. If its data of the current version is missing, returns the job to

@@ -93,6 +93,8 @@ pub(super) struct Worker {
     is_decided: bool,
     /// Whether the data of the rank for checkpoints of its last step has not been sent.
     owes_data: bool,
+    /// The version for which this process has sent its data last.
+    sent_data: u64,
     /// The first epoch after the last restoration of the job.
     restored_in: u64,
     /// When requests were sent.
@@ -135,6 +137,7 @@ impl Worker {
             pushed: BTreeSet::new(),
             is_decided: false,
             owes_data: false,
+            sent_data: 0,
             restored_in: 0,
             asked: BTreeMap::new(),
         }
@@ -206,6 +209,11 @@ impl Worker {
     /// Whether a request for parameters has been answered.
     fn has(&self, request: &Request) -> bool {
         matches!(request, Request::Pull { slice, .. } if self.pulled.contains(slice))
+    }
+
+    /// Whether a request for parameters is of an earlier epoch.
+    fn is_stale(&self, request: &Request) -> bool {
+        matches!(request, Request::Pull { epoch, .. } if *epoch < self.epoch)
     }
 
     /// Whether a request is due: it has not been sent for a while.
@@ -328,7 +336,10 @@ impl World {
             let job = JobRef { name: name(), id: worker.job };
             let lease = worker.lease.expect("it has joined");
             let attempt = worker.attempt();
-            Event::Attach { caller, attach: Attach { job, rank, address: None, lease, attempt } }
+            let version = if worker.owes_data { 0 } else { worker.sent_data };
+            let user_data = (version > 0).then(|| (version, user_data(rank, version)));
+            let attach = Attach { job, rank, address: None, lease, attempt, user_data };
+            Event::Attach { caller, attach }
         });
     }
 
@@ -502,7 +513,9 @@ impl World {
             (Call::Join, Reply::Joined) => worker.awaits_membership = !worker.has_joined,
             (Call::Attach, Reply::Joined) => worker.awaits_membership = !worker.has_stream,
             (Call::Commit, Reply::Report(report)) => self.committed(rank, report),
-            (Call::UserData, Reply::UserDataStored) => worker.owes_data = false,
+            (Call::UserData, Reply::UserDataStored) => {
+                (worker.owes_data, worker.sent_data) = (false, worker.step);
+            }
             (Call::Save, Reply::Saved(_)) => {}
             (call, reply) => self.fail(format!("{reply:?} answers {call:?}")),
         }
@@ -608,7 +621,8 @@ impl World {
             }
             Error::StaleEpoch { .. } | Error::StepMismatch { .. } => {}
             // A repeated request arrives late.
-            Error::VersionGone { version, .. } if version < worker.step || worker.has(request) => {}
+            Error::VersionGone { version, .. }
+                if version < worker.step || worker.has(request) || worker.is_stale(request) => {}
             error => self.fail(format!("{request:?} of rank {rank}: {error}")),
         }
     }

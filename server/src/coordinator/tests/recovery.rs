@@ -59,10 +59,15 @@ impl Before {
     }
 
     /// A server that has the decision about step 4.
-    fn decided(&self, server: u64) -> Held {
+    pub(super) fn decided(&self, server: u64) -> Held {
         let held = self.held();
-        let figures =
-            Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(7.0), resting: vec![] };
+        let figures = Figures {
+            scale: 2.0,
+            clip_coefficient: 0.5,
+            loss: Some(7.0),
+            resting: vec![],
+            user_data: vec![],
+        };
         let decision = Decision { attempt: held.attempt, update: None, figures, replicated: None };
         Held {
             attempt: Attempt { epoch: 3, step: 5, number: 0 },
@@ -115,8 +120,18 @@ impl Script {
 
     /// A worker continues its lease, and knows `attempt`.
     fn attach_at(&mut self, rank: u32, lease: Lease, attempt: Attempt) -> Result<()> {
+        self.attach_with(rank, lease, attempt, None)
+    }
+
+    pub(super) fn attach_with(
+        &mut self,
+        rank: u32,
+        lease: Lease,
+        attempt: Attempt,
+        user_data: Option<(u64, Bytes)>,
+    ) -> Result<()> {
         let caller = self.caller();
-        let attach = Attach { job: job(), rank, address: None, lease, attempt };
+        let attach = Attach { job: job(), rank, address: None, lease, attempt, user_data };
         self.event(Event::Attach { caller, attach });
         self.answers.remove(&caller).expect("it is answered at once").map(drop)
     }

@@ -1,12 +1,15 @@
 //! Data that ranks send for checkpoints after their steps.
 
+use std::sync::Arc;
+
 use zeroshard_proto::OnLoss;
 
 use super::{
+    recovery::Before,
     saves::{URL, completion_save, found, policy},
     *,
 };
-use crate::coordinator::user_data::RankData;
+use crate::coordinator::{recovery::RECOVERY, user_data::RankData};
 
 impl Script {
     /// All ranks make a step, after which they send their data.
@@ -153,4 +156,64 @@ fn data_is_accepted_only_from_the_holder_of_the_rank() {
     script.save(Some(URL));
     script.write_all();
     assert_eq!(script.saved_data(), ["rank 0 version 2", "rank 1 version 2"]);
+}
+
+/// A coordinator that was restarted after step 4, for which both ranks had data. The first ranks
+/// have leases.
+fn recovered(ranks: u32) -> (Script, [Lease; 2]) {
+    let mut before = Before::new();
+    before.spec = Arc::new(JobSpec { min_servers: 2, ..policy(2, 100) });
+    let held = |server| {
+        let mut held = before.decided(server);
+        held.ranks.leases.retain(|&rank, _| rank < ranks);
+        let decided = held.decided.as_mut();
+        decided.expect("a decision").0.figures.user_data = vec![0, 1];
+        held
+    };
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    script.found = found(2);
+    (1..3).for_each(|server| script.returns(server, 1, vec![held(server)]));
+    (script, before.leases)
+}
+
+#[test]
+fn ranks_send_their_data_again_to_a_new_coordinator() {
+    let (mut script, leases) = recovered(2);
+    assert_eq!(script.version(), Some(5));
+    let caller = script.save(None);
+    script.write_all();
+    let data = |rank| Bytes::from(format!("rank {rank} version 5"));
+    let attempt = Attempt::first(3, 5);
+    script.attach_with(0, leases[0], attempt, Some((5, data(0)))).unwrap();
+    assert!(script.completions.is_empty(), "rank 1 has not attached");
+    // It was lost with the coordinator on its way.
+    script.attach_with(1, leases[1], attempt, Some((4, data(1)))).unwrap();
+    assert!(script.completions.is_empty());
+    script.send_data(1, leases[1], 5);
+    assert_eq!(script.saved_data(), [data(0), data(1)]);
+    script.completed(completion_save(&script), Ok(1));
+    assert!(matches!(script.answer(caller), Some(Ok(Reply::Saved(_)))));
+}
+
+#[test]
+fn a_rank_that_is_lost_with_the_coordinator_takes_its_data_along() {
+    let (mut script, leases) = recovered(2);
+    script.attach(0, leases[0]).unwrap();
+    script.commands.clear();
+    script.after(RECOVERY);
+    script.open_all();
+    assert_eq!(script.version(), Some(2));
+    let lease = script.join(1).unwrap();
+    script.step_all(&[leases[0], lease], 2);
+}
+
+#[test]
+fn data_of_ranks_that_have_ended_is_lost_with_the_coordinator() {
+    let (mut script, leases) = recovered(1);
+    script.after(RECOVERY);
+    script.open_all();
+    assert_eq!(script.version(), Some(2));
+    script.attach(0, leases[0]).unwrap();
+    let lease = script.join(1).unwrap();
+    script.step_all(&[leases[0], lease], 2);
 }

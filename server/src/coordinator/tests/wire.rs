@@ -115,8 +115,9 @@ fn commands_are_converted_with_every_field() {
         unclipped: 0.25,
         gradient_factors: vec![2.0, 3.0],
     };
-    let resting = vec![1];
-    let figures = Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(3.0), resting };
+    let (resting, user_data) = (vec![1], vec![0]);
+    let figures =
+        Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(3.0), resting, user_data };
     let replicated = Some(Box::new(Replicated { absent: vec![4], report: report() }));
     let decision = Decision { attempt, update: Some(update), figures, replicated };
     let sent = |command: Command| Wire::from(command);
@@ -167,6 +168,7 @@ fn commands_are_converted_with_every_field() {
         clip_coefficient: 0.5,
         loss: Some(3.0),
         resting: vec![1],
+        user_data: vec![0],
         absent: vec![4],
         report: Some(report().into()),
     };
