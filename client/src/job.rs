@@ -15,7 +15,7 @@ use zeroshard_proto::{
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, state};
 use attempt::Attempts;
-use membership::{Membership, SentData, Watcher};
+use membership::{Membership, NEWS_TIMEOUT, SentData, Watcher};
 
 mod attempt;
 mod membership;
@@ -234,7 +234,9 @@ impl Job {
     /// # Errors
     /// [`Error::VersionGone`], [`Error::Timeout`].
     pub async fn state_hash(&self, version: u64) -> Result<String> {
-        state::hash(&self.0.cluster, &self.described(version)?, version).await
+        let cluster = &self.0.cluster;
+        self.in_current_epoch(version, |of| async move { state::hash(cluster, &of, version).await })
+            .await
     }
 
     /// The steps applied to each tensor, by its index, at `version`, which must be the current
@@ -244,7 +246,36 @@ impl Job {
     /// # Errors
     /// [`Error::VersionGone`], [`Error::Timeout`].
     pub async fn applied_steps(&self, version: u64) -> Result<Vec<AppliedSteps>> {
-        state::applied_steps(&self.0.cluster, &self.described(version)?, version).await
+        let cluster = &self.0.cluster;
+        let steps = |of| async move { state::applied_steps(cluster, &of, version).await };
+        self.in_current_epoch(version, steps).await
+    }
+
+    /// Reads from the servers of the current placement, and again if the placement changes
+    /// meanwhile.
+    async fn in_current_epoch<T, F: Future<Output = Result<T>>>(
+        &self,
+        version: u64,
+        read: impl Fn(Description) -> F,
+    ) -> Result<T> {
+        let deadline = Deadline::after(self.0.cluster.options.timeout);
+        loop {
+            let described = self.described(version)?;
+            let epoch = described.epoch;
+            let error = match self.while_in(epoch, read(described)).await {
+                Err(error @ Error::StaleEpoch { .. }) => error,
+                Err(error @ (Error::NotHere { .. } | Error::UnknownJob { .. }))
+                    if self.0.spec.replicas > 1 =>
+                {
+                    error
+                }
+                result => return result,
+            };
+            // The servers know of a new placement before this rank does.
+            if self.wait_for_news(epoch, deadline.at_most(NEWS_TIMEOUT)).await.is_err() {
+                return Err(error);
+            }
+        }
     }
 
     fn described(&self, version: u64) -> Result<Description> {

@@ -10,7 +10,7 @@ use std::{
 
 use zeroshard_proto::{
     Placement, Result, Server, Token,
-    transport::{Connection, endpoint},
+    transport::{Connection, endpoint, network},
 };
 
 /// The number of payload bytes that have been transferred.
@@ -61,8 +61,8 @@ impl Shards {
         }
         let shard = Shard {
             peer: format!("shard server {} at {}", server.id, server.address),
-            pull: Connection::new(endpoint(&server.address)?.connect_lazy(), &self.token)?,
-            push: Connection::new(endpoint(&server.address)?.connect_lazy(), &self.token)?,
+            pull: Connection::new(network::connect_lazy(&endpoint(&server.address)?), &self.token)?,
+            push: Connection::new(network::connect_lazy(&endpoint(&server.address)?), &self.token)?,
         };
         known.insert(key(server), shard.clone());
         Ok(shard)

@@ -23,6 +23,11 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     let mut slices = try_join_all(digests).await?.concat();
     slices.sort_unstable_by_key(|slice| slice.slice);
     let expected = 0..of.spec.manifest.slices().len() as u32;
+    // A server may have become the backup of a slice.
+    let is_there = |slice: &u32| slices.binary_search_by_key(slice, |of| of.slice).is_ok();
+    if let Some(slice) = expected.clone().find(|slice| !is_there(slice)) {
+        return Err(Error::NotHere { job: job.clone(), slice });
+    }
     if !slices.iter().map(|slice| slice.slice).eq(expected) {
         let cause =
             format!("the servers returned {} digests instead of one for each slice", slices.len());

@@ -422,6 +422,10 @@ impl Error {
             Code::Unavailable | Code::Cancelled | Code::Unknown => {
                 Self::Unavailable { peer: peer.to_owned(), cause: transport_cause(status) }
             }
+            // A connection that is closed in the middle of a frame is an error of HTTP/2.
+            Code::Internal if status.message().starts_with("h2 protocol error") => {
+                Self::Unavailable { peer: peer.to_owned(), cause: transport_cause(status) }
+            }
             Code::DeadlineExceeded => {
                 Self::Timeout { waiting_for: format!("a response from {peer}"), waited_ms: 0 }
             }

@@ -1,6 +1,7 @@
 //! The HTTP/2 settings of both ends, and connections to servers.
 
 mod addresses;
+pub mod network;
 
 use std::{
     task::{Context, Poll},

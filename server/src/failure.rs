@@ -26,9 +26,17 @@ struct State {
     /// INVARIANT: set before `failed` is cancelled.
     cause: OnceLock<String>,
     failed: CancellationToken,
+    /// Whether long work is done in place.
+    is_inline: bool,
 }
 
 impl Failure {
+    /// Long work is done in place, and not on other threads: for simulations, whose clock does not
+    /// wait for threads.
+    pub fn inline() -> Self {
+        Self(Arc::new(State { is_inline: true, ..State::default() }))
+    }
+
     /// The first task that panicked, and its message; `None` if no task has panicked.
     pub fn cause(&self) -> Option<&str> {
         self.0.cause.get().map(String::as_str)
@@ -84,6 +92,9 @@ impl Failure {
         task: &str,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
+        if self.0.is_inline {
+            return work();
+        }
         self.joined(task, tokio::task::spawn_blocking(work).await)?
     }
 

@@ -14,7 +14,7 @@ use super::{Job, attempt::Attempts};
 use crate::Cluster;
 
 /// The coordinator announces the end of a job at most this long after the servers have reported it.
-const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The contents of all messages so far.
 #[derive(Debug, Clone)]

@@ -8,7 +8,7 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tonic::transport::{Channel, Endpoint, Error as TransportError};
 
-use super::endpoint;
+use super::{endpoint, network};
 use crate::{Error, Result};
 
 /// One or more addresses, of which one answers at a time. Each time a connection is opened, all of
@@ -49,7 +49,7 @@ impl Addresses {
     /// A channel that opens a connection before the first call, and again after it has broken.
     pub fn connect_lazy(&self) -> Channel {
         match &*self.dialled {
-            [_] => self.endpoint.connect_lazy(),
+            [_] => network::connect_lazy(&self.endpoint),
             _ => self.endpoint.connect_with_connector_lazy(self.connector()),
         }
     }
@@ -60,7 +60,7 @@ impl Addresses {
     /// Those of the transport, if no address answers.
     pub async fn connect(&self) -> Result<Channel, TransportError> {
         match &*self.dialled {
-            [_] => self.endpoint.connect().await,
+            [_] => network::connect(&self.endpoint).await,
             _ => self.endpoint.connect_with_connector(self.connector()).await,
         }
     }

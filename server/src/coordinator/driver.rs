@@ -10,10 +10,12 @@ use std::{
     collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, Weak},
     task::{Context, Poll, Waker},
-    time::Instant,
 };
 
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::{
+    sync::{Notify, mpsc, oneshot},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, Result};
 

@@ -1,10 +1,16 @@
 //! Dials the address of a server whose control stream is missing, to learn whether its process has
 //! ended: then nothing listens there, and the system refuses the connection.
 
-use std::{io::ErrorKind, time::Duration};
+use std::{
+    io::{self, ErrorKind},
+    time::Duration,
+};
 
 use tokio::{net::TcpStream, time::timeout};
-use zeroshard_proto::{Deadline, Server, transport::CONNECT_TIMEOUT};
+use zeroshard_proto::{
+    Deadline, Server,
+    transport::{CONNECT_TIMEOUT, network},
+};
 
 use super::{
     driver::{Driver, Inner},
@@ -14,6 +20,13 @@ use super::{
 
 /// The interval between two tries. A server that is ending may still listen at the first one.
 const INTERVAL: Duration = Duration::from_millis(250);
+
+async fn connect(address: &str) -> io::Result<()> {
+    match network::simulated() {
+        None => TcpStream::connect(address).await.map(drop),
+        Some(connect) => connect(address.to_owned()).await.map(drop),
+    }
+}
 
 impl Driver {
     /// Dials the server until it refuses a connection, has a control stream, or [`RECOVERY`] has
@@ -26,7 +39,7 @@ impl Driver {
         drop(tokio::spawn(async move {
             let deadline = Deadline::after(RECOVERY);
             while !driver.is_connected(&server) && !deadline.left().is_zero() {
-                let connected = timeout(CONNECT_TIMEOUT, TcpStream::connect(&server.address)).await;
+                let connected = timeout(CONNECT_TIMEOUT, connect(&server.address)).await;
                 if let Ok(Err(error)) = connected
                     && error.kind() == ErrorKind::ConnectionRefused
                 {

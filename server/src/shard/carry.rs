@@ -20,7 +20,7 @@ use zeroshard_proto::{
         self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
         state_part,
     },
-    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
+    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint, network},
 };
 
 use super::{job::Job, part::Part, store::Store};
@@ -208,7 +208,8 @@ impl<B: Backend> Copier<B> {
         copies: &[SliceCopy],
     ) -> Result<()> {
         let peer = format!("shard server {}", holder.address);
-        let connection = Connection::new(endpoint(&holder.address)?.connect_lazy(), token)?;
+        let connection =
+            Connection::new(network::connect_lazy(&endpoint(&holder.address)?), token)?;
         let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
         for (message, target) in self.parts() {
             let mut wanted = Vec::new();

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{
     DType, Error, JobVersion, Result, Server, Token,
     pb::{self, data_service_client::DataServiceClient, state_part},
-    transport::{Connection, endpoint},
+    transport::{Connection, endpoint, network},
 };
 
 use super::{
@@ -180,7 +180,7 @@ async fn run(pulls: Vec<impl Future<Output = ()>>) -> Infallible {
 type Peers = HashMap<Server, Connection>;
 
 fn connect(server: &Server, token: &Token) -> Result<Connection> {
-    Connection::new(endpoint(&server.address)?.connect_lazy(), token)
+    Connection::new(network::connect_lazy(&endpoint(&server.address)?), token)
 }
 
 /// A primary.
