@@ -1,6 +1,6 @@
 //! Checkpoints: saves, jobs that start from one, and jobs that return to one.
 
-use zeroshard_proto::{CheckpointPolicy, OnLoss, Restore, RestoreVersion};
+use zeroshard_proto::{CheckpointPolicy, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
 
 use super::*;
 use crate::coordinator::save::SAVE_LIMIT;
@@ -15,6 +15,7 @@ fn policy(world: u32, every_steps: u64) -> JobSpec {
         every: None,
         keep: 3,
         on_loss: OnLoss::Restore,
+        on_memory_shortage: OnMemoryShortage::Wait,
     };
     JobSpec { checkpoints: Some(policy), ..spec(world) }
 }
