@@ -28,6 +28,8 @@ pub struct CheckpointPolicy {
     pub keep: u32,
     /// The effect of the loss of a server that holds the only copy of a slice.
     pub on_loss: OnLoss,
+    /// The effect of a server that has no memory for second copies of slices that are being saved.
+    pub on_memory_shortage: OnMemoryShortage,
 }
 
 /// The effect of the loss of a server that holds the only copy of a slice.
@@ -38,6 +40,17 @@ pub enum OnLoss {
     Fail,
     /// The job is restored from its last checkpoint.
     Restore,
+}
+
+/// The effect of a step on a slice that is being saved, where the server has no memory for a second
+/// copy of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnMemoryShortage {
+    /// The step waits until the slice is written, at most for 30 s. Then the save is given up.
+    #[default]
+    Wait,
+    /// The save is given up with an error, and the step continues.
+    GiveUp,
 }
 
 /// A checkpoint from which a job starts.
@@ -111,6 +124,11 @@ impl From<&CheckpointPolicy> for pb::CheckpointPolicy {
                 OnLoss::Restore => pb::OnLoss::Restore,
             }
             .into(),
+            on_memory_shortage: match policy.on_memory_shortage {
+                OnMemoryShortage::Wait => pb::OnMemoryShortage::Wait,
+                OnMemoryShortage::GiveUp => pb::OnMemoryShortage::GiveUp,
+            }
+            .into(),
         }
     }
 }
@@ -129,6 +147,16 @@ impl TryFrom<pb::CheckpointPolicy> for CheckpointPolicy {
                 Ok(pb::OnLoss::Restore) => OnLoss::Restore,
                 Err(_) => {
                     return Err(Error::invalid("on_loss", message.on_loss, "FAIL or RESTORE"));
+                }
+            },
+            on_memory_shortage: match pb::OnMemoryShortage::try_from(message.on_memory_shortage) {
+                Ok(pb::OnMemoryShortage::Unspecified | pb::OnMemoryShortage::Wait) => {
+                    OnMemoryShortage::Wait
+                }
+                Ok(pb::OnMemoryShortage::GiveUp) => OnMemoryShortage::GiveUp,
+                Err(_) => {
+                    let (what, found) = ("on_memory_shortage", message.on_memory_shortage);
+                    return Err(Error::invalid(what, found, "WAIT or GIVE_UP"));
                 }
             },
         };
@@ -182,6 +210,7 @@ mod tests {
             every: Some(Duration::from_secs(60)),
             keep: 3,
             on_loss: OnLoss::Restore,
+            on_memory_shortage: OnMemoryShortage::GiveUp,
         }
     }
 
@@ -202,6 +231,7 @@ mod tests {
             pb::CheckpointPolicy { every_ms: Some(999), ..message() },
             pb::CheckpointPolicy { every_ms: Some(u64::MAX), ..message() },
             pb::CheckpointPolicy { on_loss: 7, ..message() },
+            pb::CheckpointPolicy { on_memory_shortage: 7, ..message() },
         ] {
             let refused = CheckpointPolicy::try_from(invalid);
             assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");

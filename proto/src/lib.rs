@@ -17,7 +17,7 @@ pub mod succession;
 pub mod token;
 pub mod transport;
 
-pub use checkpoint::{CheckpointPolicy, OnLoss, Restore, RestoreVersion};
+pub use checkpoint::{CheckpointPolicy, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
 pub use deadline::Deadline;
 pub use dtype::DType;
 pub use error::Error;

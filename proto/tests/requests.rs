@@ -92,13 +92,14 @@ fn tensor() -> impl Strategy<Value = pb::Tensor> {
 fn checkpoints() -> impl Strategy<Value = pb::CheckpointPolicy> {
     let url = prop_oneof![Just("file:///a".to_owned()), name()];
     let every = || prop::option::of(prop_oneof![0u64..4000, any::<u64>()]);
-    (url, every(), every(), any::<u32>(), -1i32..4).prop_map(
-        |(url, every_steps, every_ms, keep, on_loss)| pb::CheckpointPolicy {
+    (url, every(), every(), any::<u32>(), -1i32..4, -1i32..4).prop_map(
+        |(url, every_steps, every_ms, keep, on_loss, on_memory_shortage)| pb::CheckpointPolicy {
             url,
             every_steps,
             every_ms,
             keep,
             on_loss,
+            on_memory_shortage,
         },
     )
 }

@@ -31,6 +31,8 @@ pub struct Memory {
     pub parked: IntGauge,
     /// Versions that readers have pinned.
     pub pinned: IntGauge,
+    /// Second copies of slices that are being saved.
+    pub snapshot: IntGauge,
 }
 
 /// The duration of the phases of a step on a shard server, each observed once per step, in seconds.
@@ -156,6 +158,7 @@ impl Metrics {
                 published: memory.with_label_values(&["published"]),
                 parked: memory.with_label_values(&["parked"]),
                 pinned: memory.with_label_values(&["pinned"]),
+                snapshot: memory.with_label_values(&["snapshot"]),
             },
             phases: Phases {
                 reduce: phase.with_label_values(&["reduce"]),

@@ -2,7 +2,7 @@
 
 use pyo3::{prelude::*, types::PyBytes};
 use zeroshard_checkpoint::Storage;
-use zeroshard_proto::{self as proto, Error, OnLoss, Restore, RestoreVersion};
+use zeroshard_proto::{self as proto, Error, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
 
 use crate::{cluster::seconds, error::raise, runtime::wait};
 
@@ -13,13 +13,17 @@ pub(crate) struct CheckpointPolicy(pub(crate) proto::CheckpointPolicy);
 #[pymethods]
 impl CheckpointPolicy {
     #[new]
-    #[pyo3(signature = (url, *, every=None, every_seconds=None, keep=0, on_loss="restore"))]
+    #[pyo3(signature = (
+        url, *, every=None, every_seconds=None, keep=0, on_loss="restore",
+        on_memory_shortage="wait"
+    ))]
     fn new(
         url: String,
         every: Option<u64>,
         every_seconds: Option<f64>,
         keep: u32,
         on_loss: &str,
+        on_memory_shortage: &str,
     ) -> PyResult<Self> {
         let on_loss = match on_loss {
             "restore" => OnLoss::Restore,
@@ -29,9 +33,23 @@ impl CheckpointPolicy {
                 return Err(raise(Error::invalid("on_loss", format!("{other:?}"), expected)));
             }
         };
+        let on_memory_shortage = match on_memory_shortage {
+            "wait" => OnMemoryShortage::Wait,
+            "give_up" => OnMemoryShortage::GiveUp,
+            other => {
+                let (what, expected) = ("on_memory_shortage", "\"wait\" or \"give_up\"");
+                return Err(raise(Error::invalid(what, format!("{other:?}"), expected)));
+            }
+        };
         let interval = every_seconds.map(|number| seconds("every_seconds", number)).transpose()?;
-        let policy =
-            proto::CheckpointPolicy { url, every_steps: every, every: interval, keep, on_loss };
+        let policy = proto::CheckpointPolicy {
+            url,
+            every_steps: every,
+            every: interval,
+            keep,
+            on_loss,
+            on_memory_shortage,
+        };
         policy.validate().map_err(raise)?;
         Ok(Self(policy))
     }

@@ -64,6 +64,7 @@ class Checkpoints:
         every_seconds: float | None = None,
         keep: int = 0,
         on_loss: Literal["restore", "fail"] = "restore",
+        on_memory_shortage: Literal["wait", "give_up"] = "wait",
         resume: Literal["auto", "never"] = "auto",
         state: Callable[[], bytes] | None = None,
     ) -> None:
@@ -77,6 +78,10 @@ class Checkpoints:
             keep: the number of checkpoints to keep; 0: all.
             on_loss: whether the job is restored from its last checkpoint when a server is lost that
                 holds the only copy of a part of it, or fails.
+            on_memory_shortage: a step that is made during a save needs a second copy of what is not
+                written yet. Where a server has no memory for it (``--snapshot-bytes``), ``"wait"``
+                makes the step wait for the save, at most for 30 s, and ``"give_up"`` gives the save
+                up.
             resume: ``"auto"`` starts from the latest checkpoint, if there is one; ``"never"``
                 requires that there is none.
             state: returns the data of this rank for a checkpoint, at most 16 MiB, in the form that
@@ -94,7 +99,12 @@ class Checkpoints:
         if resume not in ("auto", "never"):
             raise InvalidArgumentError(f'resume is {resume!r}; it must be "auto" or "never"')
         self.policy = _native.CheckpointPolicy(
-            url, every=every, every_seconds=every_seconds, keep=keep, on_loss=on_loss
+            url,
+            every=every,
+            every_seconds=every_seconds,
+            keep=keep,
+            on_loss=on_loss,
+            on_memory_shortage=on_memory_shortage,
         )
         self.resumes = resume == "auto"
         self._url = url

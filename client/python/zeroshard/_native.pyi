@@ -165,8 +165,9 @@ class TensorSpec:
 
 @final
 class CheckpointPolicy:
-    """When and where a job is saved, and what happens when a server is lost that holds the only
-    copy of a part of it: ``"restore"`` or ``"fail"``."""
+    """When and where a job is saved, what happens when a server is lost that holds the only copy of
+    a part of it (``"restore"`` or ``"fail"``), and when a server has no memory for second copies
+    during a save (``"wait"`` or ``"give_up"``)."""
 
     def __new__(
         cls,
@@ -176,6 +177,7 @@ class CheckpointPolicy:
         every_seconds: float | None = None,
         keep: int = 0,
         on_loss: str = "restore",
+        on_memory_shortage: str = "wait",
     ) -> CheckpointPolicy: ...
 
 def user_data(url: str, job: str, version: int, rank: int) -> bytes | None:

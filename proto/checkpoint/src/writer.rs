@@ -3,7 +3,7 @@
 //! Memory: up to [`READ_AHEAD`] parts of slices are read and hashed ahead, and up to
 //! four chunks of 16 MiB are being stored (`upload`).
 
-use std::{mem, sync::Arc};
+use std::sync::Arc;
 
 use blake3::Hash;
 use bytes::Bytes;
@@ -24,6 +24,12 @@ const READ_AHEAD: usize = 4;
 
 /// One version of a server's slices.
 pub trait Source: Send + Sync + 'static {
+    /// Puts slices that are to be written soon first. Called before each file, with the slices that
+    /// are in no file yet.
+    fn order(&self, slices: &mut [u32]) {
+        _ = slices;
+    }
+
     /// A part of a slice, as little-endian bytes. Called once for each part that the slice has,
     /// from threads that may block.
     ///
@@ -58,34 +64,32 @@ pub struct Save {
 pub async fn write(
     storage: &Storage,
     save: &Save,
-    slices: Vec<u32>,
+    mut slices: Vec<u32>,
     source: Arc<dyn Source>,
 ) -> Result<Vec<pb::CheckpointFile>> {
     let mut files = Vec::new();
-    for slices in split(&save.spec, slices) {
+    while !slices.is_empty() {
+        source.order(&mut slices);
+        let file = next_file(&save.spec, &mut slices);
         let number = files.len();
         let name = format!("{}{:016x}-{number}.safetensors", prefix_of(save.save), save.server);
-        files.push(write_file(storage, save, name, &slices, &source).await?);
+        files.push(write_file(storage, save, name, &file, &source).await?);
     }
     Ok(files)
 }
 
-/// Splits slices into files.
-fn split(spec: &JobSpec, slices: Vec<u32>) -> Vec<Vec<u32>> {
-    let (mut files, mut file, mut bytes, mut header) = (Vec::new(), Vec::new(), 0, 0);
-    for slice in slices {
-        file.push(slice);
+/// Takes the slices of the next file from the start of `slices`.
+fn next_file(spec: &JobSpec, slices: &mut Vec<u32>) -> Vec<u32> {
+    let (mut bytes, mut header) = (0, 0);
+    let is_last = |&slice: &u32| {
         for (_, entry) in format::parts(spec, slice as usize) {
             bytes += entry.bytes;
             header += format::header_bytes(&entry);
         }
-        if bytes >= FILE_BYTES || header >= format::HEADER_BYTES {
-            files.push(mem::take(&mut file));
-            (bytes, header) = (0, 0);
-        }
-    }
-    files.extend(Some(file).filter(|file| !file.is_empty()));
-    files
+        bytes >= FILE_BYTES || header >= format::HEADER_BYTES
+    };
+    let last = slices.iter().position(is_last);
+    slices.drain(..last.map_or(slices.len(), |last| last + 1)).collect()
 }
 
 async fn write_file(
@@ -174,13 +178,14 @@ mod tests {
     fn headers(tensors: impl Iterator<Item = TensorSpec>) -> Vec<usize> {
         let groups = vec!["adamw".parse().unwrap()];
         let spec = JobSpec::new("a", Manifest::new(tensors.collect()).unwrap(), groups);
-        let slices = (0..spec.manifest.number_of_slices() as u32).collect();
-        let header = |file: &Vec<u32>| {
+        let mut slices: Vec<u32> = (0..spec.manifest.number_of_slices() as u32).collect();
+        let header = |file: Vec<u32>| {
             let parts = file.iter().flat_map(|&slice| format::parts(&spec, slice as usize));
             let entries: Vec<Entry> = parts.map(|(_, entry)| entry).collect();
             format::header(&entries).len()
         };
-        split(&spec, slices).iter().map(header).collect()
+        let files = std::iter::repeat_with(|| next_file(&spec, &mut slices));
+        files.take_while(|file| !file.is_empty()).map(header).collect()
     }
 
     #[test]

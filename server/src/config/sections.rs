@@ -107,6 +107,11 @@ pub struct Shard {
     /// Maximum number of bytes of versions that readers have pinned; further pins are refused
     #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
     pub pinned_bytes: u64,
+    /// Maximum number of bytes of second copies of slices, which steps need during a save. Where
+    /// they are exhausted, the step waits or the save is given up, as the policy of the job says;
+    /// by default there is no limit
+    #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
+    pub snapshot_bytes: Option<u64>,
 }
 
 impl Default for Shard {
@@ -145,6 +150,11 @@ pub struct All {
     /// Maximum number of bytes of versions that readers have pinned; further pins are refused
     #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
     pub pinned_bytes: u64,
+    /// Maximum number of bytes of second copies of slices, which steps need during a save. Where
+    /// they are exhausted, the step waits or the save is given up, as the policy of the job says;
+    /// by default there is no limit
+    #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
+    pub snapshot_bytes: Option<u64>,
     /// Seconds after which a job without workers is deleted, and saved before if it has a policy
     /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
     #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
@@ -168,6 +178,7 @@ impl All {
             zone: None,
             parked_bytes: self.parked_bytes,
             pinned_bytes: self.pinned_bytes,
+            snapshot_bytes: self.snapshot_bytes,
         }
     }
 }

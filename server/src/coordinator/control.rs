@@ -318,8 +318,13 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
             Said::Written { job: job(name, job_id), save, files: Files(files) }
         }
-        Wire::CheckpointFailed(pb::CheckpointFailed { job: name, job_id, save, url, reason }) => {
-            let cause = Error::Storage { action: "write".to_owned(), url, cause: reason };
+        Wire::CheckpointFailed(failed) => {
+            let pb::CheckpointFailed { job: name, job_id, save, url, reason, missing_bytes } =
+                failed;
+            let cause = match missing_bytes {
+                0 => Error::Storage { action: "write".to_owned(), url, cause: reason },
+                bytes => Error::OutOfMemory { what: reason, bytes },
+            };
             Said::SaveFailed { job: job(name, job_id), save, cause }
         }
     })

@@ -7,7 +7,10 @@ use std::{
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::pb::{self, serve_request::Event};
+use zeroshard_proto::{
+    Error,
+    pb::{self, serve_request::Event},
+};
 
 use super::{job::Ready, round::Absent, slice::Reduced};
 use crate::attempt::Attempt;
@@ -38,7 +41,7 @@ pub(crate) enum JobEvent {
     /// This server's part of a checkpoint is written.
     Written { save: u64, files: Vec<pb::CheckpointFile> },
     /// This server's part of a checkpoint could not be written.
-    SaveFailed { save: u64, url: String, reason: String },
+    SaveFailed { save: u64, url: String, error: Error },
     /// The job cannot continue.
     Failed { epoch: u64, reason: String },
 }
@@ -67,8 +70,14 @@ impl JobEvent {
             Self::Written { save, files } => {
                 Event::Written(pb::CheckpointWritten { job, job_id, save, files })
             }
-            Self::SaveFailed { save, url, reason } => {
-                Event::CheckpointFailed(pb::CheckpointFailed { job, job_id, save, reason, url })
+            Self::SaveFailed { save, url, error } => {
+                let (url, reason, missing_bytes) = match error {
+                    Error::Storage { url, cause, .. } => (url, cause, 0),
+                    Error::OutOfMemory { what, bytes } => (url, what, bytes),
+                    other => (url, other.to_string(), 0),
+                };
+                let failed = pb::CheckpointFailed { job, job_id, save, reason, url, missing_bytes };
+                Event::CheckpointFailed(failed)
             }
             Self::Failed { epoch, reason } => {
                 Event::Failed(pb::JobFailed { job, job_id, epoch, reason })

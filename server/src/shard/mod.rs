@@ -73,6 +73,7 @@ impl<B: Backend> Shard<B> {
             max_message: common.max_message_bytes,
             parked_bytes: config.parked_bytes,
             pinned_bytes: config.pinned_bytes,
+            snapshot_bytes: config.snapshot_bytes.unwrap_or(u64::MAX),
         };
         Ok(Self {
             store: Arc::new(Store::new(backend, limits, metrics, failure)),

@@ -1,29 +1,36 @@
 //! Writes this server's slices of one version to a checkpoint while training continues.
 //!
-//! A save holds references to the version. A step that is applied meanwhile writes to new memory.
-//! Where there is no memory for a second version of a slice, the step waits until the slice is
-//! written: its gradient is reported afterwards or, if it has been reported before the save began,
-//! the commands of the coordinator wait.
+//! A save holds references to the version. A step that is applied meanwhile writes to new memory,
+//! which counts in `--snapshot-bytes`. Where there is no room for a second copy of a slice, or no
+//! memory, the save is given up, or the step waits until the slice is written, as the policy of the
+//! job says. If the step waits, its gradient is reported afterwards or, if it has been reported
+//! before the save began, the commands of the coordinator wait.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io,
     sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
 use bytes::Bytes;
-use tokio::{sync::watch, task::JoinHandle};
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use zeroshard_checkpoint::{Part, Save, Source, Storage, write};
-use zeroshard_proto::{AppliedSteps, Error, Result, pb};
+use zeroshard_proto::{AppliedSteps, Error, OnMemoryShortage, Result, pb};
 
-use super::{background, events::JobEvent, job::Job, slice::HeldSlice, store::Store};
+use super::{
+    background,
+    budget::Budget,
+    events::JobEvent,
+    job::Job,
+    slice::{HeldSlice, Holds},
+    store::Store,
+};
 use crate::backend::Backend;
 
-/// How long a step waits for slices without memory for a second version. The save is given up
-/// afterwards.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a step waits for slices of which there is no second copy. The save is given up
+/// afterwards: workers wait for the step, by default for 60 s.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// The pause before another try to report a gradient that other readers prevent.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -47,21 +54,22 @@ impl<B: Backend> Saves<B> {
         self.cancel_all();
         let cancelled = self.job.closed().child_token();
         self.current = Some((request.save, cancelled.clone()));
-        let snapshot = match Snapshot::take(&self.job, request.version) {
-            Ok(snapshot) => Arc::new(snapshot),
-            Err(error) => return report(&self.job, &request, Err(error)),
-        };
-        let (mut urgent, watched) = (snapshot.urgent.subscribe(), cancelled.clone());
+        let (snapshot, taken) =
+            Snapshot::take(&self.job, request.version, self.store.snapshots.clone());
+        let snapshot = Arc::new(snapshot);
+        // The steps of these slices may be decided: the next commands must find memory for them.
+        let mut waiting = snapshot.holds.waiting.subscribe();
+        let urgent: Vec<u32> = waiting.borrow_and_update().keys().copied().collect();
         let (store, job, server) = (self.store.clone(), self.job.clone(), self.server);
         tokio::spawn(async move {
             let failure = store.failure.clone();
-            let run = run(&job, server, &request, snapshot, cancelled);
+            let run = run(&job, server, &request, (snapshot, taken), cancelled);
             failure.guard("a save", run).await;
         });
-        let waited = tokio::time::timeout(PATIENCE, urgent.wait_for(BTreeSet::is_empty));
-        if watched.run_until_cancelled(waited).await.is_some_and(|waited| waited.is_err()) {
-            watched.cancel();
-        }
+        // The task of the save ends their waiting; with it, the sender is dropped.
+        let none_waits =
+            |slices: &BTreeMap<u32, Error>| !urgent.iter().any(|slice| slices.contains_key(slice));
+        let _ = waiting.wait_for(none_waits).await;
     }
 
     /// Gives up a save.
@@ -90,25 +98,27 @@ async fn run<B: Backend>(
     job: &Arc<Job<B>>,
     server: u64,
     request: &pb::WriteCheckpoint,
-    snapshot: Arc<Snapshot<B>>,
+    (snapshot, taken): (Arc<Snapshot<B>>, Result<()>),
     cancelled: CancellationToken,
 ) {
     let &pb::WriteCheckpoint { save, version, .. } = request;
     let save = Save { spec: Arc::new(job.spec.clone()), version, save, server };
-    let written = match start_writing(request.url.clone(), save.clone(), snapshot.clone()) {
+    let writing =
+        taken.and_then(|()| start_writing(request.url.clone(), save.clone(), snapshot.clone()));
+    let written = match writing {
         Ok(mut writing) => {
             let written = tokio::select! {
-                written = &mut writing => Some(written.unwrap_or_else(|error| {
+                biased;
+                () = cancelled.cancelled() => Err(Error::Storage {
+                    action: "write".to_owned(),
+                    url: request.url.clone(),
+                    cause: "the save was given up".to_owned(),
+                }),
+                shortage = snapshot.shortage() => Err(shortage),
+                never = snapshot.end_released() => match never {},
+                written = &mut writing => written.unwrap_or_else(|error| {
                     Err(Error::Internal { cause: format!("the save ended: {error}") })
-                })),
-                never = snapshot.release_written() => match never {},
-                () = snapshot.stalled() => Some(Err(Error::OutOfMemory {
-                    what: "a second version of slices that are being saved, which were not \
-                           written within a minute"
-                        .to_owned(),
-                    bytes: 0,
-                })),
-                () = cancelled.cancelled() => None,
+                }),
             };
             if !writing.is_finished() {
                 // It must not create another file after its files have been removed.
@@ -117,36 +127,33 @@ async fn run<B: Backend>(
             }
             written
         }
-        Err(error) => {
-            Some(Err(Error::Internal { cause: format!("cannot start threads: {error}") }))
-        }
+        Err(error) => Err(error),
     };
-    let is_written = matches!(written, Some(Ok(_)));
-    snapshot.release_all().await;
-    if !is_written
+    snapshot.end_all().await;
+    if written.is_err()
         && let Ok(storage) = Storage::open(&request.url)
         && let Err(error) = storage.discard(&job.spec.name, version, save.save).await
     {
         tracing::warn!(job = job.spec.name, version, %error, "a given up save was not removed");
     }
-    let given_up = || Error::Storage {
-        action: "write".to_owned(),
-        url: request.url.clone(),
-        cause: "the save was given up".to_owned(),
-    };
-    report(job, request, written.unwrap_or_else(|| Err(given_up())));
+    report(job, request, written);
 }
 
 /// Writes the slices of a snapshot, hashed, beside the steps of the job.
+///
+/// # Errors
+/// [`Error::Internal`] if the threads cannot be started.
 fn start_writing<B: Backend>(
     url: String,
     save: Save,
     snapshot: Arc<Snapshot<B>>,
-) -> io::Result<JoinHandle<Result<Vec<pb::CheckpointFile>>>> {
-    background::spawn(async move {
+) -> Result<JoinHandle<Result<Vec<pb::CheckpointFile>>>> {
+    let writing = background::spawn(async move {
         let storage = Storage::open(&url)?;
-        write(&storage, &save, snapshot.slices(), snapshot.clone()).await
-    })
+        let slices = snapshot.held().keys().copied().collect();
+        write(&storage, &save, slices, snapshot.clone()).await
+    });
+    writing.map_err(|error| Error::Internal { cause: format!("cannot start threads: {error}") })
 }
 
 /// Informs the coordinator about the end of a save.
@@ -158,13 +165,7 @@ fn report<B: Backend>(
     let save = request.save;
     job.tell(match written {
         Ok(files) => JobEvent::Written { save, files },
-        Err(error) => {
-            let (url, reason) = match error {
-                Error::Storage { url, cause, .. } => (url, cause),
-                other => (request.url.clone(), other.to_string()),
-            };
-            JobEvent::SaveFailed { save, url, reason }
-        }
+        Err(error) => JobEvent::SaveFailed { save, url: request.url.clone(), error },
     });
 }
 
@@ -172,88 +173,74 @@ fn report<B: Backend>(
 struct Snapshot<B: Backend> {
     job: Arc<Job<B>>,
     held: Mutex<BTreeMap<u32, HeldSlice<B>>>,
-    /// Slices for which a decided step would have to wait.
-    urgent: watch::Sender<BTreeSet<u32>>,
-    /// Slices that are written and not released yet.
-    written: watch::Sender<BTreeSet<u32>>,
+    /// The slices whose hold has not ended.
+    left: Mutex<BTreeSet<u32>>,
+    holds: Arc<Holds>,
 }
 
 impl<B: Backend> Snapshot<B> {
-    /// Holds the version, which all slices have.
-    fn take(job: &Arc<Job<B>>, version: u64) -> Result<Self> {
+    /// Holds the version, which all slices have. If one of them does not have it, those before it
+    /// are held.
+    fn take(job: &Arc<Job<B>>, version: u64, budget: Arc<Budget>) -> (Self, Result<()>) {
+        let holds = Holds::new(budget, version);
         let mut held = BTreeMap::new();
-        for (index, slice) in job.primary_slices() {
-            match slice.hold(job.backend(), &job.spec.name, version) {
-                Ok(slice) => drop(held.insert(index, slice)),
-                Err(error) => {
-                    held.clear();
-                    let before = job.primary_slices().take_while(|(other, _)| *other < index);
-                    before.for_each(|(other, _)| {
-                        drop(job.finish_save(other));
-                    });
-                    return Err(error);
-                }
+        let taken = job.primary_slices().try_for_each(|(index, slice)| {
+            let slice = slice.hold(job.backend(), &job.spec.name, version, (index, &holds))?;
+            held.insert(index, slice);
+            Ok(())
+        });
+        let left = Mutex::new(held.keys().copied().collect());
+        (Self { job: job.clone(), held: Mutex::new(held), left, holds }, taken)
+    }
+
+    /// Completes when the save is to be given up because a step waits for it.
+    async fn shortage(&self) -> Error {
+        let policy = self.job.spec.checkpoints.as_ref();
+        let policy = policy.map_or_else(Default::default, |policy| policy.on_memory_shortage);
+        let mut waiting = self.holds.waiting.subscribe();
+        loop {
+            let one_waits = waiting.wait_for(|slices| !slices.is_empty()).await;
+            let reason = one_waits.ok().and_then(|slices| slices.values().next().cloned());
+            let reason = reason.expect("one slice waits, and the sender is a part of the snapshot");
+            if policy == OnMemoryShortage::GiveUp {
+                return reason;
+            }
+            let none_waits = waiting.wait_for(BTreeMap::is_empty);
+            if tokio::time::timeout(PATIENCE, none_waits).await.is_err() {
+                return after_waiting(reason);
             }
         }
-        let urgent = held.iter().filter(|(_, slice)| slice.is_urgent).map(|(&index, _)| index);
-        let urgent = watch::Sender::new(urgent.collect());
-        let written = watch::Sender::default();
-        Ok(Self { job: job.clone(), held: Mutex::new(held), urgent, written })
     }
 
-    /// The slices in the order in which they are written: those that are waited for come first.
-    fn slices(&self) -> Vec<u32> {
-        let held = self.held();
-        let (mut first, rest): (Vec<u32>, Vec<u32>) =
-            held.keys().partition(|index| held[index].is_urgent);
-        first.extend(rest);
-        first
-    }
-
-    /// Releases each slice as soon as it is written.
-    async fn release_written(&self) -> std::convert::Infallible {
-        let mut written = self.written.subscribe();
+    /// Ends the hold of each slice as soon as nothing refers to its version.
+    async fn end_released(&self) -> std::convert::Infallible {
+        let mut released = self.holds.released.subscribe();
         loop {
             // The sender is a part of the snapshot.
-            drop(written.wait_for(|slices| !slices.is_empty()).await);
-            let slices = written.borrow().clone();
+            drop(released.wait_for(|slices| !slices.is_empty()).await);
+            let slices = released.borrow().clone();
             for index in slices {
-                self.written.send_modify(|slices| _ = slices.remove(&index));
-                self.release(index).await;
+                self.end(index).await;
             }
         }
     }
 
-    /// Completes when a step waits for slices, and none has been written for [`PATIENCE`].
-    async fn stalled(&self) {
-        let mut left = None;
-        loop {
-            tokio::time::sleep(PATIENCE).await;
-            let waits = self.job.slices().any(|(_, slice)| slice.waits_for_save());
-            let now = waits.then(|| self.held().len());
-            if now.is_some() && now == left {
-                return;
-            }
-            left = now;
-        }
-    }
-
-    /// Releases a slice. A gradient that was not reported because of it is reported now.
-    async fn release(&self, index: u32) {
-        self.held().remove(&index);
-        // The bytes that are being written, or another reader, may still need the memory.
+    /// Ends the hold of a slice. A gradient that was not reported because of it is reported now.
+    async fn end(&self, index: u32) {
+        // If other readers hold the version as well, there may be no memory for another.
         while self.job.finish_save(index).is_err() && !self.job.closed().is_cancelled() {
             tokio::time::sleep(PAUSE).await;
         }
-        self.urgent.send_modify(|slices| _ = slices.remove(&index));
+        self.left.lock().expect("no holder of the lock panics").remove(&index);
+        self.holds.forget(index);
     }
 
-    /// Releases all slices that are left.
-    async fn release_all(&self) {
-        let written = self.written.send_replace(BTreeSet::new());
-        let left: BTreeSet<u32> = self.held().keys().copied().chain(written).collect();
+    /// Ends the holds that are left. Parts of their slices may still be in transfer to the store.
+    async fn end_all(&self) {
+        self.held().clear();
+        let left = self.left.lock().expect("no holder of the lock panics").clone();
         for index in left {
-            self.release(index).await;
+            self.end(index).await;
         }
     }
 
@@ -262,7 +249,23 @@ impl<B: Backend> Snapshot<B> {
     }
 }
 
+/// The reason for giving up a save for which a step has waited.
+fn after_waiting(reason: Error) -> Error {
+    match reason {
+        Error::OutOfMemory { what, bytes } => Error::OutOfMemory {
+            what: format!("{what}; a step has waited for the save for {PATIENCE:?}"),
+            bytes,
+        },
+        other => other,
+    }
+}
+
 impl<B: Backend> Source for Snapshot<B> {
+    fn order(&self, slices: &mut [u32]) {
+        let waiting = self.holds.waiting.borrow();
+        slices.sort_by_key(|slice| !waiting.contains_key(slice));
+    }
+
     fn part(&self, slice: u32, part: Part) -> Result<Bytes> {
         let held = self.held();
         let slice = held.get(&slice).ok_or_else(|| Error::Internal {
@@ -276,6 +279,6 @@ impl<B: Backend> Source for Snapshot<B> {
     }
 
     fn done(&self, slice: u32) {
-        self.written.send_modify(|slices| _ = slices.insert(slice));
+        self.held().remove(&slice);
     }
 }

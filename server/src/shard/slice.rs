@@ -5,7 +5,7 @@
 //! place if there is no reader, and otherwise to a new buffer.
 
 use std::sync::{
-    Arc, Mutex, MutexGuard,
+    Arc, Mutex, MutexGuard, Weak,
     atomic::{AtomicU8, AtomicU64, Ordering},
 };
 
@@ -24,6 +24,7 @@ use crate::{
     optim,
 };
 use carried::Carried;
+use hold::Hold;
 use received::Received;
 use replacement::Replacement;
 use versioned::Versioned;
@@ -31,6 +32,7 @@ use versioned::Versioned;
 mod backup;
 mod carried;
 mod factors;
+mod hold;
 mod read;
 mod received;
 mod replacement;
@@ -39,6 +41,7 @@ mod upload;
 mod versioned;
 
 pub(crate) use backup::Role;
+pub(crate) use hold::Holds;
 pub(crate) use saved::HeldSlice;
 pub(crate) use upload::Upload;
 
@@ -94,8 +97,11 @@ struct Inner<B: Backend> {
     open: Option<Open<B>>,
     /// The arrived part of new values that come with the open step.
     replacement: Option<Replacement<B>>,
-    /// Whether a checkpoint holds a version of the slice.
-    is_saved: bool,
+    /// The number of checkpoints that hold a version of the slice: more than one, if some have been
+    /// given up and have not ended yet.
+    saves: u32,
+    /// The last checkpoint that holds the current version, unless it has released it.
+    hold: Weak<Hold>,
     /// Of a backup: the elements of the reduced gradient that have arrived.
     from_primary: usize,
 }
@@ -370,10 +376,17 @@ impl<B: Backend> Slice<B> {
             let mut state = state.collect::<Result<Vec<_>>>()?;
             backend.apply(&update, master, &mut state, open.sum.current(), published);
             inner.applied = update.applied();
-        } else if replaced && let Some(published) = &mut inner.published {
-            backend.copy(inner.master.current(), published.write(backend)?);
+            inner.hold = Weak::new();
+        } else if replaced {
+            if let Some(published) = &mut inner.published {
+                backend.copy(inner.master.current(), published.write(backend)?);
+            }
+            inner.hold = Weak::new();
         }
         inner.buffers().for_each(Versioned::release);
+        if let Some(hold) = inner.hold.upgrade() {
+            hold.free();
+        }
         inner.restart(backend, step.next, role)?;
         self.set_version(step.next.step);
         inner.reduced(backend, role)
@@ -404,7 +417,8 @@ impl<B: Backend> Inner<B> {
             stale_state: false,
             open: None,
             replacement: None,
-            is_saved: false,
+            saves: 0,
+            hold: Weak::new(),
             from_primary: 0,
         }
     }
@@ -446,7 +460,10 @@ impl<B: Backend> Inner<B> {
             return Ok(None);
         }
         match self.reserve(backend) {
-            Err(Error::OutOfMemory { .. }) if self.is_saved => return Ok(None),
+            Err(error @ Error::OutOfMemory { .. }) if self.saves > 0 => {
+                self.hold.upgrade().inspect(|hold| hold.wait(error));
+                return Ok(None);
+            }
             reserved => reserved?,
         }
         let Some(open) = &mut self.open else { return Ok(None) };
@@ -460,6 +477,8 @@ impl<B: Backend> Inner<B> {
 
 #[cfg(test)]
 mod contributors_tests;
+#[cfg(test)]
+mod hold_tests;
 #[cfg(test)]
 mod reserve_tests;
 #[cfg(test)]

@@ -24,6 +24,8 @@ pub(crate) struct Limits {
     pub(crate) parked_bytes: u64,
     /// The maximum memory for versions that readers have pinned, in bytes.
     pub(crate) pinned_bytes: u64,
+    /// The maximum memory for second copies of slices that are being saved, in bytes.
+    pub(crate) snapshot_bytes: u64,
 }
 
 /// All jobs of one server.
@@ -37,6 +39,8 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) held: Arc<Budget>,
     /// The budget for the versions that readers have pinned.
     pub(crate) pinned: Arc<Budget>,
+    /// The budget for second copies of slices that are being saved.
+    pub(crate) snapshots: Arc<Budget>,
     pub(crate) readers: Readers,
     /// The jobs, by name.
     jobs: DashMap<String, Arc<Job<B>>>,
@@ -49,6 +53,7 @@ impl<B: Backend> Store<B> {
             budget: Budget::new(limits.parked_bytes),
             held: Budget::new(HELD_BYTES),
             pinned: Budget::new(limits.pinned_bytes),
+            snapshots: Budget::new(limits.snapshot_bytes),
             readers: Readers::default(),
             limits,
             metrics,
@@ -133,6 +138,7 @@ impl<B: Backend> Store<B> {
         metrics.memory.published.set(stats.published_bytes as i64);
         metrics.memory.parked.set(stats.parked_bytes as i64);
         metrics.memory.pinned.set(self.pinned.used() as i64);
+        metrics.memory.snapshot.set(self.snapshots.used() as i64);
         for job in &stats.jobs {
             metrics.epoch.with_label_values(&[&job.job]).set(job.epoch as i64);
             if let Some(version) = job.version {

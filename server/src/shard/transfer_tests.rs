@@ -53,6 +53,7 @@ impl Subject {
             max_message: 1 << 20,
             parked_bytes: 0,
             pinned_bytes: 0,
+            snapshot_bytes: 0,
         };
         let mut store = Store::new(Cpu::new(), limits, Metrics::new(), Failure::default());
         store.held = Budget::new(pins);

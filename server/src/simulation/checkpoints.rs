@@ -108,8 +108,9 @@ impl World {
                 JobEvent::Written { save, files: Vec::new() }
             }
             None => {
-                let reason = "the disk is full".to_owned();
-                JobEvent::SaveFailed { save, url: URL.to_owned(), reason }
+                let (url, cause) = (URL.to_owned(), "the disk is full".to_owned());
+                let error = Error::Storage { action: "write".to_owned(), url: url.clone(), cause };
+                JobEvent::SaveFailed { save, url, error }
             }
         };
         running.job.tell(event);

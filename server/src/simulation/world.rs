@@ -8,7 +8,7 @@ use std::{
 
 use fastrand::Rng;
 use zeroshard_proto::{
-    CheckpointPolicy, JobSpec, Manifest, OnLoss, Server, TensorSpec,
+    CheckpointPolicy, JobSpec, Manifest, OnLoss, OnMemoryShortage, Server, TensorSpec,
     pb::{serve_request, serve_response},
 };
 
@@ -177,6 +177,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
             every: None,
             keep: 0,
             on_loss: OnLoss::Restore,
+            on_memory_shortage: OnMemoryShortage::default(),
         }),
         ..JobSpec::new(JOB, manifest, vec![adamw])
     }

@@ -10,16 +10,24 @@ use std::{io, path::PathBuf, time::Instant};
 use clap::Args;
 use tempfile::TempDir;
 use zeroshard_client::{CreateJob, Target, TensorId};
-use zeroshard_proto::{Restore, RestoreVersion};
+use zeroshard_proto::{Restore, RestoreVersion, geometry::blocks::SLICE};
 use zeroshard_tests::{Cluster, synthetic};
 
-use self::{samples::Samples, training::Training};
+use self::{
+    samples::{Samples, Steps},
+    training::Training,
+};
 use crate::{
     step::{JOB, Level, WorkerOptions, spec},
     table::Table,
 };
 
 type Error = Box<dyn std::error::Error>;
+
+/// The size of a parameter and its AdamW state.
+const BYTES_PER_PARAMETER: usize = 12;
+/// The number of slices of which a server without room can make second copies.
+const SECOND_COPIES: usize = 4;
 
 /// Measure saves and restores, compared with plain files, and steps beside a save
 ///
@@ -44,11 +52,15 @@ type Error = Box<dyn std::error::Error>;
 ///
 /// - save-beside-steps: the save during which these steps are made.
 ///
-/// The table shows the median of all rounds. `ratio_plain` is the speed relative to `write` or
-/// `read`, and `ratio_step` the duration relative to `step`. `server_peak_bytes` is the sum of the
-/// servers' peaks of resident memory: of `step` before the first save, of `step-beside-save` after
-/// all saves, of `restore` the largest of all rounds. `ratio_state` is this peak relative to the
-/// bytes of the checkpoint.
+/// - step-without-room, step-beside-save-without-room, save-beside-steps-without-room: the same on
+///   other servers, which have room for second copies of four slices (`--snapshot-bytes`). A step
+///   beside a save waits until the other slices are written.
+///
+/// The table shows the median of all rounds, and of steps also the longest. `ratio_plain` is the
+/// speed relative to `write` or `read`, and `ratio_step` the duration relative to `step` on the same
+/// servers. `server_peak_bytes` is the sum of the servers' peaks of resident memory: of `step` before
+/// the first save, of `step-beside-save` after all saves, of `restore` the largest of all rounds.
+/// `ratio_state` is this peak relative to the bytes of the checkpoint.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Number of ranks
@@ -79,6 +91,7 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
         "operation",
         "bytes",
         "seconds",
+        "longest",
         "gbps",
         "ratio_plain",
         "ratio_step",
@@ -101,21 +114,40 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
 }
 
 async fn measure(options: &Options) -> Result<Samples, Error> {
-    let cluster = Cluster::start(options.servers);
-    let mut training = Training::start(cluster.address(), &ranks(options, &cluster)).await?;
-    let mut samples = Samples { peak_without_save: peak(&cluster), ..Default::default() };
+    let with_room = Cluster::start(options.servers);
+    let slice = options.numel.min(SLICE) * BYTES_PER_PARAMETER;
+    let room = (SECOND_COPIES * slice).to_string();
+    let without_room = Cluster::start_with(options.servers, &["--snapshot-bytes", &room]);
+    let mut samples = Samples::default();
+    let mut training = Training::start(with_room.address(), &ranks(options, &with_room)).await?;
+    let mut waiting =
+        Training::start(without_room.address(), &ranks(options, &without_room)).await?;
+    samples.with_room.peak_without_save = peak(&with_room);
+    samples.without_room.peak_without_save = peak(&without_room);
     for _ in 0..options.rounds {
         save_and_restore(options, &training, &mut samples).await?;
-        for _ in 0..options.steps {
-            samples.step.push(training.step().await?);
-        }
-        let saved = temporary(options)?;
-        let (steps, save) = training.steps_beside_save(url(&saved)).await?;
-        samples.step_beside_save.extend(steps);
-        samples.save_beside_steps.push(save);
+        steps_and_save(options, &mut training, &mut samples.with_room).await?;
+        steps_and_save(options, &mut waiting, &mut samples.without_room).await?;
     }
-    samples.peak_with_save = peak(&cluster);
+    samples.with_room.peak_with_save = peak(&with_room);
+    samples.without_room.peak_with_save = peak(&without_room);
     Ok(samples)
+}
+
+/// Measures steps without a save, and steps and a save beside each other.
+async fn steps_and_save(
+    options: &Options,
+    training: &mut Training,
+    samples: &mut Steps,
+) -> Result<(), Error> {
+    for _ in 0..options.steps {
+        samples.step.push(training.step().await?);
+    }
+    let saved = temporary(options)?;
+    let (steps, save) = training.steps_beside_save(url(&saved)).await?;
+    samples.step_beside_save.extend(steps);
+    samples.save_beside_steps.push(save);
+    Ok(())
 }
 
 /// Measures a save and a restore without steps, and plain files of the same sizes. Blocks its

@@ -6,7 +6,8 @@ use futures_util::future::join_all;
 use tempfile::TempDir;
 use zeroshard_client::{CreateJob, Error, Job};
 use zeroshard_proto::{
-    CheckpointPolicy, JobSpec, OnLoss, Optimizer, Restore, RestoreVersion, optimizer::AdamW,
+    CheckpointPolicy, JobSpec, OnLoss, OnMemoryShortage, Optimizer, Restore, RestoreVersion,
+    optimizer::AdamW,
 };
 use zeroshard_tests::{Cluster, synthetic, training};
 
@@ -35,6 +36,7 @@ pub(crate) fn policy(directory: &Path, every: u64) -> CheckpointPolicy {
         every: None,
         keep: 0,
         on_loss: OnLoss::Restore,
+        on_memory_shortage: OnMemoryShortage::Wait,
     }
 }
 

@@ -25,6 +25,7 @@ mod restart;
 mod restored;
 mod resume;
 mod same_bits;
+mod shortage;
 mod shutdown;
 mod steps;
 mod succession;

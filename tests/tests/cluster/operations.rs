@@ -45,7 +45,7 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
     assert_eq!(series(&shard, &payload("push", "received")), f64::from(3 * bytes));
     assert_eq!(series(&shard, &payload("push", "duplicate")), 0.0);
     for (kind, expected) in
-        [("master", bytes), ("state", 2 * bytes), ("parked", 0), ("published", 0)]
+        [("master", bytes), ("state", 2 * bytes), ("parked", 0), ("published", 0), ("snapshot", 0)]
     {
         assert_eq!(
             series(&shard, &format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}")),

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use zeroshard_proto::{CheckpointPolicy, DType, OnLoss, Optimizer, Token};
+use zeroshard_proto::{CheckpointPolicy, DType, OnLoss, OnMemoryShortage, Optimizer, Token};
 
 use super::batches::Sharding;
 use super::error::{Error, Result};
@@ -53,6 +53,15 @@ pub enum ServerLoss {
     Restore,
     /// The job fails.
     Fail,
+}
+
+/// What happens when a shard server has no memory for second copies of slices that are being saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MemoryShortage {
+    /// The step waits until the slices are written.
+    Wait,
+    /// The save is given up, and the step continues.
+    GiveUp,
 }
 
 /// Flags of `train`.
@@ -142,6 +151,17 @@ pub struct Train {
         help_heading = "Checkpoints"
     )]
     pub on_server_loss: ServerLoss,
+    /// What happens when a shard server has no memory for second copies of slices that are being
+    /// saved (see its --snapshot-bytes): the step waits until the slices are written, at most for
+    /// 30 s; or the save is given up, and the step continues
+    #[arg(
+        long,
+        value_name = "ACTION",
+        default_value = "wait",
+        requires = "checkpoint",
+        help_heading = "Checkpoints"
+    )]
+    pub on_memory_shortage: MemoryShortage,
 
     /// Width of the model
     #[arg(long, value_name = "N", default_value_t = 128,
@@ -349,6 +369,10 @@ impl Train {
             on_loss: match self.on_server_loss {
                 ServerLoss::Restore => OnLoss::Restore,
                 ServerLoss::Fail => OnLoss::Fail,
+            },
+            on_memory_shortage: match self.on_memory_shortage {
+                MemoryShortage::Wait => OnMemoryShortage::Wait,
+                MemoryShortage::GiveUp => OnMemoryShortage::GiveUp,
             },
         };
         policy.validate()?;

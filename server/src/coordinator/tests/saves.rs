@@ -1,6 +1,6 @@
 //! Saves.
 
-use zeroshard_proto::{CheckpointPolicy, OnLoss};
+use zeroshard_proto::{CheckpointPolicy, OnLoss, OnMemoryShortage};
 
 use super::*;
 use crate::coordinator::save::SAVE_LIMIT;
@@ -15,6 +15,7 @@ pub(super) fn policy(world: u32, every_steps: u64) -> JobSpec {
         every: None,
         keep: 3,
         on_loss: OnLoss::Restore,
+        on_memory_shortage: OnMemoryShortage::Wait,
     };
     JobSpec { checkpoints: Some(policy), ..spec(world) }
 }

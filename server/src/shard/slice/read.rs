@@ -28,6 +28,7 @@ impl<B: Backend> Slice<B> {
         }
         let mut inner = self.lock();
         self.check_version(job, version)?;
+        let is_reported = inner.is_reported();
         let inner = &mut *inner;
         let buffer = match part {
             Part::Parameters => inner.published.as_mut().unwrap_or(&mut inner.master),
@@ -36,7 +37,7 @@ impl<B: Backend> Slice<B> {
             Part::GradientSum => return inner.gradient_sum(backend),
         };
         let held = Arc::clone(buffer.current());
-        if inner.open.as_ref().is_some_and(|open| open.is_reported) {
+        if is_reported {
             buffer.reserve(backend)?;
         }
         Ok(Some(held))
@@ -102,7 +103,7 @@ impl<B: Backend> Slice<B> {
             let mut inner = self.lock();
             self.check_version(job, version)?;
             let inner = &mut *inner;
-            let is_reported = inner.open.as_ref().is_some_and(|open| open.is_reported);
+            let is_reported = inner.is_reported();
             let mut buffers = Vec::with_capacity(1 + inner.state.len());
             for buffer in [&mut inner.master].into_iter().chain(&mut inner.state) {
                 buffers.push(Arc::clone(buffer.current()));

@@ -18,16 +18,16 @@ use crate::{
 type Buffer = <Instrumented as Backend>::Buffer;
 
 /// A slice of two elements under AdamW at version 0, and memory for `left` more buffers.
-struct Subject {
-    backend: Instrumented,
-    slice: Slice<Instrumented>,
+pub(super) struct Subject {
+    pub(super) backend: Instrumented,
+    pub(super) slice: Slice<Instrumented>,
     job: JobSpec,
 }
 
 const FIRST: Attempt = Attempt { epoch: 1, step: 0, number: 0 };
 
 impl Subject {
-    fn new(left: usize) -> Self {
+    pub(super) fn new(left: usize) -> Self {
         let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
         let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
         let backend = Instrumented::new();
@@ -39,7 +39,7 @@ impl Subject {
         Self { backend, slice, job }
     }
 
-    fn push(&self) -> Result<Option<Reduced>> {
+    pub(super) fn push(&self) -> Result<Option<Reduced>> {
         let budget = Budget::new(0);
         let chunk = chunk(0, 0, &[0.5, 0.5]);
         self.slice
@@ -47,20 +47,23 @@ impl Subject {
             .map(|(_, reduced)| reduced)
     }
 
-    fn read(&self, part: Part) -> Result<Option<Arc<Buffer>>> {
+    pub(super) fn read(&self, part: Part) -> Result<Option<Arc<Buffer>>> {
         self.slice.read(&self.backend, part, "job", 0)
     }
 
-    fn step(&self) {
-        let apply = Some(Apply {
-            groups: &self.job.groups,
-            coefficient: 1.0,
-            unclipped: 1.0,
-            gradient_factors: &[],
-        });
-        self.slice
-            .step(&self.backend, 0, &Step { apply, next: Attempt::first(1, 1), absent: &[] })
-            .unwrap();
+    pub(super) fn step(&self) {
+        let groups = &self.job.groups;
+        let apply = Apply { groups, coefficient: 1.0, unclipped: 1.0, gradient_factors: &[] };
+        self.end_step(Some(apply));
+    }
+
+    pub(super) fn skip(&self) {
+        self.end_step(None);
+    }
+
+    fn end_step(&self, apply: Option<Apply<'_>>) {
+        let step = Step { apply, next: Attempt::first(1, 1), absent: &[] };
+        self.slice.step(&self.backend, 0, &step).unwrap();
     }
 
     fn values(&self, buffer: &Arc<Buffer>) -> Bytes {

@@ -1,13 +1,17 @@
 //! A version of a slice that a checkpoint holds while training continues, and the content of a
 //! slice that is read from a checkpoint.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use zeroshard_checkpoint::Part;
 use zeroshard_proto::{AppliedSteps, DType, Error, Result};
 
-use super::{Inner, Reduced, Slice};
+use super::{
+    Inner, Reduced, Slice,
+    hold::{HeldBytes, Hold, Holds},
+    versioned::Versioned,
+};
 use crate::{attempt::Attempt, backend::Backend};
 
 /// One version of a slice.
@@ -15,9 +19,8 @@ pub(crate) struct HeldSlice<B: Backend> {
     master: Arc<B::Buffer>,
     state: Vec<Arc<B::Buffer>>,
     pub(crate) applied: AppliedSteps,
-    /// Whether the next step waits until the slice is written: its gradient is complete, and there
-    /// is no memory for a second version.
-    pub(crate) is_urgent: bool,
+    /// Dropped after the buffers.
+    hold: Arc<Hold>,
 }
 
 impl<B: Backend> HeldSlice<B> {
@@ -27,54 +30,60 @@ impl<B: Backend> HeldSlice<B> {
             Part::Values => &self.master,
             Part::State(position) => &self.state[position],
         };
-        backend.read(buffer, 0..backend.numel(buffer), backend.dtype(buffer))
+        let bytes = backend.read(buffer, 0..backend.numel(buffer), backend.dtype(buffer));
+        Bytes::from_owner(HeldBytes { bytes, _hold: self.hold.clone() })
     }
 }
 
 impl<B: Backend> Slice<B> {
     /// Holds `version` for a checkpoint until [`Self::end_save`]. Meanwhile a gradient that is
-    /// complete is not reported unless there is memory for a second version.
+    /// complete is not reported unless there is memory for a second version. If it has been
+    /// reported before, `holds` learns that its step has to wait. `index` is the slice's number.
     ///
     /// # Errors
     /// [`Error::VersionGone`] if the slice is at another version.
-    pub(crate) fn hold(&self, backend: &B, job: &str, version: u64) -> Result<HeldSlice<B>> {
+    pub(crate) fn hold(
+        &self,
+        backend: &B,
+        job: &str,
+        version: u64,
+        (index, holds): (u32, &Arc<Holds>),
+    ) -> Result<HeldSlice<B>> {
         let mut inner = self.lock();
         self.check_version(job, version)?;
-        inner.is_saved = true;
-        let held = HeldSlice {
-            master: inner.master.current().clone(),
-            state: inner.state.iter().map(|state| state.current().clone()).collect(),
-            applied: inner.applied,
-            is_urgent: false,
-        };
-        let is_reported = inner.open.as_ref().is_some_and(|open| open.is_reported);
-        let is_urgent = is_reported && inner.reserve(backend).is_err();
-        Ok(HeldSlice { is_urgent, ..held })
+        let master = inner.master.current().clone();
+        let state: Vec<_> = inner.state.iter().map(|state| state.current().clone()).collect();
+        let size = |buffer| (backend.numel(buffer) * backend.dtype(buffer).size()) as u64;
+        let bytes = size(&*master) + state.iter().map(|state| size(&**state)).sum::<u64>();
+        let hold = Hold::new(holds, index, bytes);
+        inner.saves += 1;
+        inner.hold = Arc::downgrade(&hold);
+        if inner.is_reported()
+            && let Err(error) = inner.reserve(backend)
+        {
+            hold.wait(error);
+        }
+        Ok(HeldSlice { master, state, applied: inner.applied, hold })
     }
 
-    /// Whether a complete gradient is not reported because a checkpoint holds the slice.
-    pub(crate) fn waits_for_save(&self) -> bool {
-        let inner = self.lock();
-        let is_complete =
-            inner.open.as_ref().is_some_and(|open| open.round.is_complete() && !open.is_reported);
-        inner.is_saved && is_complete
-    }
-
-    /// Ends the hold of a checkpoint, whose references are gone. Returns the properties of a
-    /// gradient that was not reported because of it, and its attempt.
+    /// Ends the hold of a checkpoint. If bytes are still being stored, because the checkpoint is
+    /// given up, a step needs memory beside them that does not count in the budget. Returns the
+    /// properties of a gradient that was not reported because of the checkpoint, and its attempt.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if other readers hold the version; the call can be repeated.
+    /// [`Error::OutOfMemory`] if the version is still held, and there is no memory for another; the
+    /// call can be repeated.
     pub(crate) fn end_save(&self, backend: &B) -> Result<Option<(Attempt, Reduced)>> {
         let mut inner = self.lock();
-        inner.is_saved = false;
-        let reduced = match inner.reduced(backend, self.role()) {
-            Ok(reduced) => reduced,
-            Err(error) => {
-                inner.is_saved = true;
-                return Err(error);
-            }
-        };
+        if inner.saves == 1 {
+            inner.hold = Weak::new();
+        }
+        if inner.is_reported() {
+            inner.reserve(backend)?;
+        }
+        inner.saves -= 1;
+        let reduced = inner.reduced(backend, self.role()).inspect_err(|_| inner.saves += 1)?;
+        inner.buffers().for_each(Versioned::release_unread);
         Ok(reduced.map(|reduced| (inner.attempt, reduced)))
     }
 
@@ -104,8 +113,15 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    /// Reserves the memory for a second version of all parts that are being read.
+    /// Reserves the memory for a second version of all parts that are being read. If a checkpoint
+    /// holds this version, the memory counts in the budget for that.
     pub(super) fn reserve(&mut self, backend: &B) -> Result<()> {
+        self.hold.upgrade().map_or(Ok(()), |hold| hold.reserve())?;
         self.buffers().try_for_each(|buffer| buffer.reserve(backend))
+    }
+
+    /// Whether the reduced gradient has been reported.
+    pub(super) fn is_reported(&self) -> bool {
+        self.open.as_ref().is_some_and(|open| open.is_reported)
     }
 }

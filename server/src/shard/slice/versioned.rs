@@ -56,6 +56,13 @@ impl<B: Backend> Versioned<B> {
         self.spare = None;
     }
 
+    /// Releases reserved memory if the reader for which it was reserved is gone.
+    pub(super) fn release_unread(&mut self) {
+        if !self.is_read() {
+            self.spare = None;
+        }
+    }
+
     /// References are only created by [`Self::current`], under the slice's lock, so a count of one
     /// cannot grow meanwhile.
     fn is_read(&self) -> bool {
