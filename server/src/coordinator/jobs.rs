@@ -431,8 +431,8 @@ impl Cluster {
         }
     }
 
-    /// Answers creators at their deadline. A job that has never been open and has no waiting creator
-    /// is removed.
+    /// Answers creators at their deadline. A job that has never been open and has no waiting
+    /// creator is removed.
     pub(super) fn expire_creators(&mut self, now: Now, out: &mut Vec<Action>) {
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {

@@ -5,8 +5,9 @@
 //! Open --state is lost--> Waiting --placed--> Opening --all have read their slices--> Open
 //! ```
 //!
-//! So does a job that a new coordinator is learning. The ranks keep their leases meanwhile. Their calls end with an error that makes them call again
-//! and, when the job is open, with [`Error::RolledBack`].
+//! So does a job that a new coordinator is learning. The ranks keep their leases meanwhile. Their
+//! calls end with an error that makes them call again and, when the job is open, with
+//! [`Error::RolledBack`].
 
 use std::{sync::Arc, time::Duration};
 

@@ -126,8 +126,9 @@ impl Cluster {
         }
     }
 
-    /// Returns a job that a new coordinator has learned to its last checkpoint, if the data of a rank
-    /// was lost with the last coordinator and the policy of the job asks for it. Returns whether.
+    /// Returns a job that a new coordinator has learned to its last checkpoint, if the data of a
+    /// rank was lost with the last coordinator and the policy of the job asks for it. Returns
+    /// whether.
     pub(super) fn return_without_data(
         &mut self,
         name: &str,

@@ -108,8 +108,8 @@ impl Fault {
 }
 
 impl World {
-    /// Whether a server may be lost: there are checkpoints, or all slices have their replicas, also without the servers that
-    /// stand still.
+    /// Whether a server may be lost: there are checkpoints, or all slices have their replicas, also
+    /// without the servers that stand still.
     fn can_lose(&self, server: usize) -> bool {
         if self.size.save_every.is_some() {
             return true;

@@ -3,18 +3,18 @@
 //! happens follows from a seed: delays, lost and repeated messages, crashes, broken connections,
 //! processes that stand still, and saves that fail. The clock is a number.
 //!
-//! A run trains a small job, with checkpoints or without. Every version that a worker pulls must have the bits of an undisturbed
-//! run, every rank must receive the same report of each step, a version may be visible only when
-//! all servers of its slices have the decision, and the run must end. A run that does not do so
-//! prints its seed, and with this seed it happens again:
+//! A run trains a small job, with checkpoints or without. Every version that a worker pulls must
+//! have the bits of an undisturbed run, every rank must receive the same report of each step, a
+//! version may be visible only when all servers of its slices have the decision, and the run must
+//! end. A run that does not do so prints its seed, and with this seed it happens again:
 //!
 //! ```sh
 //! SIMULATION_SEED=17 cargo test --package zeroshard-server --lib simulation -- --nocapture
 //! ```
 //!
 //! `world` delivers messages and timers. `coordinator`, `server` and `worker` are the processes,
-//! `data` is what servers answer, `checkpoints` is the storage, `faults` decides what goes wrong, and
-//! `record` is what must be the same in all runs.
+//! `data` is what servers answer, `checkpoints` is the storage, `faults` decides what goes wrong,
+//! and `record` is what must be the same in all runs.
 
 mod checkpoints;
 mod coordinator;

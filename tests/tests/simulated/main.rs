@@ -5,7 +5,8 @@
 //!
 //! A seed decides about faults and delays. The order of tasks that are woken at the same instant is
 //! random in tokio, so a run that fails prints its events, and may have to be repeated more than
-//! once to fail again. `SIMULATION_SEEDS` is the number of seeds, and `SIMULATION_SEED` a single one.
+//! once to fail again. `SIMULATION_SEEDS` is the number of seeds, and `SIMULATION_SEED` a single
+//! one.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
