@@ -155,8 +155,8 @@ class _Steps(Generic[B]):
                 f"job {name!r} is at version {version}, for which zeroshard.steps has saved no "
                 "data: another loop has trained the job, or a rank or the coordinator was lost "
                 f'after that step (with on_loss="fail"); run `zsctl delete {name}` and remove the '
-                f"checkpoint of version {version} (zsctl checkpoint rm) to continue from an earlier "
-                "one"
+                f"checkpoint of version {version} (zsctl checkpoint rm) to continue from an "
+                "earlier one"
             )
         if self._restore is not None:
             self._restore(own)
