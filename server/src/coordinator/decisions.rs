@@ -229,6 +229,11 @@ impl Cluster {
         let mut decided = Box::new(Decided { waiters, ..Decided::new(decision, report, pending) });
         decided.answer(out);
         open.last = Some(decided);
+        // A rank sends its data before it commits the next step.
+        if let Some((save, error)) = open.saves.without_data_of(|_| true) {
+            let job = JobRef { name: name.to_owned(), id: *id };
+            self.save_ended(&job, save, Err(error), now, out);
+        }
         self.save_if_due(name, now, out);
     }
 

@@ -9,7 +9,7 @@
 //! calls end with an error that makes them call again and, when the job is open, with
 //! [`Error::RolledBack`].
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use zeroshard_proto::{Error, Restore, RestoreVersion};
 
@@ -33,8 +33,8 @@ pub(crate) struct Interrupted {
     pub(super) checkpoint: Arc<Restore>,
     pub(super) members: Members,
     queue: Queue,
-    left: std::collections::BTreeSet<u32>,
-    done: std::collections::BTreeSet<u32>,
+    left: BTreeSet<u32>,
+    done: BTreeSet<u32>,
     peers: Peers,
     /// Ranks whose lease has ended since.
     lost: Vec<u32>,
@@ -143,7 +143,9 @@ impl Cluster {
             Phase::Recovering(recovery) => {
                 let Some((epoch, ranks)) = recovery.published() else { return false };
                 known = epoch;
-                let servers = recovery.plan.placement.servers().iter().map(|of| of.id).collect();
+                let placed = recovery.plan.placement.servers().iter().map(|of| of.id);
+                let servers: BTreeSet<_> = placed.chain(recovery.held.keys().copied()).collect();
+                let servers = servers.into_iter().collect();
                 (servers, Box::new(Interrupted::detached(checkpoint, ranks, now)), Vec::new())
             }
             _ => return false,

@@ -151,11 +151,12 @@ impl Saves {
         saving.is_some_and(|saving| saving.user_data.set(rank, data.clone()))
     }
 
-    /// If the current save waits for the data of the rank: its number, and the error without it.
-    pub(super) fn awaiting(&self, rank: u32) -> Option<(u64, Error)> {
+    /// If the current save waits for the data of a rank for which `is_over` is true: the number of
+    /// the save, and its error.
+    pub(super) fn without_data_of(&self, is_over: impl Fn(u32) -> bool) -> Option<(u64, Error)> {
         let Saving { plan, user_data, .. } = self.current.as_ref()?;
-        let error = missing(rank, plan.version, &plan.url);
-        user_data.awaited.contains(&rank).then_some((plan.save, error))
+        let rank = user_data.awaited.iter().copied().find(|&rank| is_over(rank))?;
+        Some((plan.save, missing(rank, plan.version, &plan.url)))
     }
 
     /// The current save, if it has this number.

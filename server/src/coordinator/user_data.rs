@@ -78,7 +78,7 @@ pub(super) fn missing(rank: u32, version: u64, url: &str) -> Error {
     Error::Storage {
         action: "write".to_owned(),
         url: url.to_owned(),
-        cause: format!("rank {rank} did not send its data of version {version} before it ended"),
+        cause: format!("rank {rank} did not send its data of version {version}"),
     }
 }
 
@@ -170,7 +170,7 @@ impl Cluster {
             return true;
         }
         if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name)
-            && let Some((save, error)) = open.saves.awaiting(rank)
+            && let Some((save, error)) = open.saves.without_data_of(|other| other == rank)
         {
             self.save_ended(&job, save, Err(error), now, out);
         }

@@ -75,6 +75,22 @@ fn the_timeout_of_a_save_names_the_rank_whose_data_is_missing() {
 }
 
 #[test]
+fn a_save_whose_data_can_no_longer_come_does_not_prevent_later_ones() {
+    let (mut script, leases) = Script::training_of(policy(2, 1), 1);
+    script.step_and_promise(&leases, 0);
+    script.write_all();
+    let waiting = script.save(None);
+    script.send_data(0, leases[0], 1);
+    // Rank 1 has not sent its data, and makes another step.
+    script.step_and_promise(&leases, 1);
+    assert!(matches!(script.error(waiting), Error::Storage { .. }));
+    script.send_data(0, leases[0], 2);
+    script.send_data(1, leases[1], 2);
+    script.write_all();
+    assert_eq!(script.saved_data(), ["rank 0 version 2", "rank 1 version 2"]);
+}
+
+#[test]
 fn a_job_returns_to_its_last_checkpoint_when_a_rank_is_lost_before_it_has_sent_its_data() {
     let (mut script, leases) = Script::training_of(policy(2, 2), 2);
     (0..3).for_each(|step| script.step_all(&leases, step));
