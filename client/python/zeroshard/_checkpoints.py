@@ -77,7 +77,9 @@ class Checkpoints:
                 or more.
             keep: the number of checkpoints to keep; 0: all.
             on_loss: whether the job is restored from its last checkpoint when a server is lost that
-                holds the only copy of a part of it, or fails.
+                holds the only copy of a part of it, or fails. With ``"restore"`` it is also
+                restored when a rank is lost after ``optimizer.step()`` in a block of
+                :func:`~zeroshard.steps`, because the state at the end of the block is lost.
             on_memory_shortage: a step that is made during a save needs a second copy of what is not
                 written yet. Where a server has no memory for it (``--snapshot-bytes``), ``"wait"``
                 makes the step wait for the save, at most for 30 s, and ``"give_up"`` gives the save

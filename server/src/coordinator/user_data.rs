@@ -126,9 +126,8 @@ impl Cluster {
         }
     }
 
-    /// Returns a job that a new coordinator has learned to its last checkpoint, if the data of a
-    /// rank was lost with the last coordinator and the policy of the job asks for it. Returns
-    /// whether.
+    /// If the data of a rank was lost with the last coordinator, returns the job to its last
+    /// checkpoint, if the policy asks for it. Returns whether the job returns to a checkpoint.
     pub(super) fn return_without_data(
         &mut self,
         name: &str,
