@@ -57,10 +57,10 @@ const SECOND_COPIES: usize = 4;
 ///   beside a save waits until the other slices are written.
 ///
 /// The table shows the median of all rounds, and of steps also the longest. `ratio_plain` is the
-/// speed relative to `write` or `read`, and `ratio_step` the duration relative to `step` on the same
-/// servers. `server_peak_bytes` is the sum of the servers' peaks of resident memory: of `step` before
-/// the first save, of `step-beside-save` after all saves, of `restore` the largest of all rounds.
-/// `ratio_state` is this peak relative to the bytes of the checkpoint.
+/// speed relative to `write` or `read`, and `ratio_step` the duration relative to `step` on the
+/// same servers. `server_peak_bytes` is the sum of the servers' peaks of resident memory: of `step`
+/// before the first save, of `step-beside-save` after all saves, of `restore` the largest of all
+/// rounds. `ratio_state` is this peak relative to the bytes of the checkpoint.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Number of ranks
