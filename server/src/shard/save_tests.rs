@@ -48,6 +48,7 @@ async fn a_save_for_which_a_step_waits_too_long_is_given_up_and_the_step_goes_on
     assert!(snapshot.shortage(Duration::ZERO).now_or_never().is_none(), "no step waits");
     push(&subject, 0).await;
     push(&subject, 1).await;
+    assert_eq!(snapshot.holds.waiting.borrow().len(), 2);
     assert!(snapshot.shortage(PATIENCE).now_or_never().is_none(), "it waits");
     let reason = snapshot.shortage(Duration::ZERO).await;
     assert!(matches!(reason, Error::OutOfMemory { bytes: 8, .. }), "{reason:?}");
