@@ -114,7 +114,7 @@ async fn run<B: Backend>(
                     url: request.url.clone(),
                     cause: "the save was given up".to_owned(),
                 }),
-                shortage = snapshot.shortage() => Err(shortage),
+                shortage = snapshot.shortage(PATIENCE) => Err(shortage),
                 never = snapshot.end_released() => match never {},
                 written = &mut writing => written.unwrap_or_else(|error| {
                     Err(Error::Internal { cause: format!("the save ended: {error}") })
@@ -193,8 +193,9 @@ impl<B: Backend> Snapshot<B> {
         (Self { job: job.clone(), held: Mutex::new(held), left, holds }, taken)
     }
 
-    /// Completes when the save is to be given up because a step waits for it.
-    async fn shortage(&self) -> Error {
+    /// Completes when the save is to be given up because a step waits for it, or has waited for
+    /// `patience`, as the policy of the job says.
+    async fn shortage(&self, patience: Duration) -> Error {
         let policy = self.job.spec.checkpoints.as_ref();
         let policy = policy.map_or_else(Default::default, |policy| policy.on_memory_shortage);
         let mut waiting = self.holds.waiting.subscribe();
@@ -206,8 +207,8 @@ impl<B: Backend> Snapshot<B> {
                 return reason;
             }
             let none_waits = waiting.wait_for(BTreeMap::is_empty);
-            if tokio::time::timeout(PATIENCE, none_waits).await.is_err() {
-                return after_waiting(reason);
+            if tokio::time::timeout(patience, none_waits).await.is_err() {
+                return after_waiting(patience, reason);
             }
         }
     }
@@ -250,10 +251,10 @@ impl<B: Backend> Snapshot<B> {
 }
 
 /// The reason for giving up a save for which a step has waited.
-fn after_waiting(reason: Error) -> Error {
+fn after_waiting(patience: Duration, reason: Error) -> Error {
     match reason {
         Error::OutOfMemory { what, bytes } => Error::OutOfMemory {
-            what: format!("{what}; a step has waited for the save for {PATIENCE:?}"),
+            what: format!("{what}; a step has waited for the save for {patience:?}"),
             bytes,
         },
         other => other,
@@ -282,3 +283,7 @@ impl<B: Backend> Source for Snapshot<B> {
         self.held().remove(&slice);
     }
 }
+
+#[cfg(test)]
+#[path = "save_tests.rs"]
+mod tests;

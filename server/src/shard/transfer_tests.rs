@@ -36,13 +36,13 @@ fn lease(rank: u32) -> u64 {
 }
 
 /// One server with one job.
-struct Subject {
-    store: Arc<Store<Cpu>>,
+pub(super) struct Subject {
+    pub(super) store: Arc<Store<Cpu>>,
     said: Receiver<Said>,
 }
 
 impl Subject {
-    fn new(spec: JobSpec) -> Self {
+    pub(super) fn new(spec: JobSpec) -> Self {
         Self::pinning(spec, u64::MAX)
     }
 
@@ -89,7 +89,7 @@ impl Subject {
         self.push_to(0, rank, step, offset, values).await
     }
 
-    async fn push_to(
+    pub(super) async fn push_to(
         &self,
         slice: u32,
         rank: u32,
@@ -107,7 +107,7 @@ impl Subject {
     }
 
     /// The next message from the server to the coordinator, except about leases.
-    async fn told(&mut self) -> Said {
+    pub(super) async fn told(&mut self) -> Said {
         loop {
             match self.said.recv().await.expect("it says something") {
                 Said::Granted(_) => {}
@@ -117,7 +117,7 @@ impl Subject {
     }
 
     /// Waits until all initial parameters have arrived, and publishes them.
-    async fn publish(&mut self) {
+    pub(super) async fn publish(&mut self) {
         assert!(matches!(self.told().await, Said::Initialised(_)));
         self.store.job("job", JOB_ID).unwrap().publish(EPOCH).unwrap();
     }

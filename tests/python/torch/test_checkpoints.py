@@ -281,6 +281,31 @@ def test_a_run_that_ends_between_two_checkpoints_is_continued_with_its_data(
             assert found == expected
 
 
+def lack_memory(rank: int, directory: str, policy: Any) -> int:
+    """Makes steps beside saves on a server that has no memory for second copies."""
+    zs.init(name="shortage")
+    bare = network()
+    checkpoints = zs.Checkpoints(f"file://{directory}", every=1, on_memory_shortage=policy)
+    model, optimizer, _ = group_sharded_parallel(
+        bare, torch.optim.AdamW(bare.parameters()), "os", checkpoints=checkpoints
+    )
+    for _ in range(STEPS):
+        train_one(model, optimizer)
+    return checkpoints.save()
+
+
+@pytest.mark.parametrize("policy", ["wait", "give_up"])
+def test_a_run_trains_beside_saves_without_memory_for_second_copies(
+    directory: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROSHARD_SNAPSHOT_BYTES", "1")
+    with servers(1) as address:
+        environment = {"ZEROSHARD_ADDRESS": address}
+        [version] = ranks.run(1, lack_memory, str(directory), policy, env=environment, init=None)
+    assert version == STEPS
+    wait_for(str(directory), "shortage", 0, STEPS)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -290,6 +315,7 @@ def test_a_run_that_ends_between_two_checkpoints_is_continued_with_its_data(
         {"every_seconds": float("nan")},
         {"keep": -1},
         {"on_loss": "ignore"},
+        {"on_memory_shortage": "ignore"},
         {"resume": "always"},
     ],
 )
