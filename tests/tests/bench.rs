@@ -101,7 +101,7 @@ fn checkpoint_compares_saves_and_restores_with_plain_files_and_steps_beside_save
         ["--tensors", "5", "--numel", "1000", "--rounds", "2", "--steps", "2", "--directory"];
     let arguments = [&["checkpoint"], &case[..], &[folder.path().to_str().unwrap()]].concat();
     let lines = bench(&arguments, &["seconds", "bytes", "params", "workers", "servers"]);
-    let fields: [(&str, &[&str]); 7] = [
+    let fields: [(&str, &[&str]); 10] = [
         ("write", &["gbps"]),
         ("save", &["gbps", "ratio_plain"]),
         ("read", &["gbps"]),
@@ -109,6 +109,9 @@ fn checkpoint_compares_saves_and_restores_with_plain_files_and_steps_beside_save
         ("step", &["server_peak_bytes", "ratio_state"]),
         ("step-beside-save", &["ratio_step", "server_peak_bytes", "ratio_state"]),
         ("save-beside-steps", &["gbps", "ratio_plain"]),
+        ("step-without-room", &["server_peak_bytes", "ratio_state"]),
+        ("step-beside-save-without-room", &["ratio_step", "server_peak_bytes", "ratio_state"]),
+        ("save-beside-steps-without-room", &["gbps", "ratio_plain"]),
     ];
     assert_eq!(lines.len(), fields.len(), "{lines:?}");
     for (line, (operation, fields)) in lines.iter().zip(fields) {
