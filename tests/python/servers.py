@@ -28,7 +28,9 @@ def start(*arguments: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Pope
         "--log",
         "error",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # A busy machine may stand still for longer than a worker may.
+    environment = {**os.environ, "ZEROSHARD_KEEPALIVE_SECONDS": "20"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         return process, json.loads(process.stdout.readline())["address"]

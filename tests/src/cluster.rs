@@ -153,5 +153,7 @@ fn server(arguments: &[&str]) -> Command {
     command.args(arguments).args(["--json", "--log", "error"]);
     // The environment of the tests may name another cluster.
     command.env_remove(TOKEN_VARIABLE);
+    // A busy machine may stand still for longer than a worker may.
+    command.env("ZEROSHARD_KEEPALIVE_SECONDS", "20");
     command
 }
