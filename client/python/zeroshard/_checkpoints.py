@@ -11,6 +11,8 @@ from . import _native
 from .errors import InvalidArgumentError, InvalidTypeError, NoCheckpointError
 
 if TYPE_CHECKING:
+    from ._core.framework import Optimizer
+    from ._core.job import ModelJob
     from ._core.sharding import Sharding
 
 #: The data of a rank begins with it if ``zeroshard.steps`` has added the state of its loop.
@@ -49,11 +51,12 @@ class Checkpoints:
         checkpoints.save()
 
     Saved are parameters, optimizer state and step counts, and the buffers of rank 0.
-    :func:`~zeroshard.steps` also saves the number of the step and the random state. Everything else
-    that the training depends on belongs in ``state``: the state of a scheduler and of a gradient
-    scaler, for example. A program with another loop calls :meth:`resume` when it starts and after
-    :class:`~zeroshard.RolledBackError`; ``state`` then includes the random state and the position
-    in the data.
+    :func:`~zeroshard.steps` also saves the number of the step, the random state, and in Paddle the
+    scheduler that is the learning rate of the optimizer. Everything else that the training depends
+    on belongs in ``state``: the state of a scheduler of PyTorch and of a gradient scaler, for
+    example. A program with another loop calls :meth:`resume` when it starts and after
+    :class:`~zeroshard.RolledBackError`; ``state`` then includes the random state, every scheduler
+    and the position in the data.
     """
 
     def __init__(
@@ -153,7 +156,11 @@ class Checkpoints:
                 "after the block, because the state of the loop at its end is a part of the "
                 "checkpoint"
             )
-        version, _bytes = sharding.job.job.save()
+        job = sharding.job
+        # The coordinator does not know of a save by an earlier job, and would write it again.
+        if job.version == job.started_at and self._has_saved(job):
+            return job.version
+        version, _bytes = job.job.save()
         return version
 
     def _bound(self, method: str) -> Sharding[Any]:
@@ -164,6 +171,13 @@ class Checkpoints:
                 "group_sharded_parallel as checkpoints first"
             )
         return sharding
+
+    def _has_saved(self, job: ModelJob[Any]) -> bool:
+        try:
+            _native.user_data(self._url, job.job.name, job.version, job.group.rank)
+        except NoCheckpointError:
+            return False
+        return True
 
     def _saved(self, sharding: Sharding[Any], rank: int) -> bytes | None:
         job = sharding.job
@@ -203,9 +217,14 @@ class Checkpoints:
         name: str = self._bound("job_name").job.job.name
         return name
 
+    @property
+    def optimizer(self) -> Optimizer[Any]:
+        """The settings of the optimizer of the model."""
+        return self._bound("optimizer").job.optimizer
+
     def resume_loop(self) -> tuple[int, dict[str, Any] | None, bytes | None]:
         """As :meth:`resume`, with the state of the loop at that step between its two results. A
-        rank that has none takes that of rank 0, without what belongs to the rank."""
+        rank that has none takes that of rank 0, without its random state."""
         sharding = self._bound("resume")
         sharding.roll_back()
         job = sharding.job
@@ -217,7 +236,8 @@ class Checkpoints:
         loop, own = unpacked(self._saved(sharding, job.group.rank))
         if loop is None and job.group.rank != 0:
             first, _ = unpacked(self._saved(sharding, 0))
-            loop = None if first is None else {"number": first["number"]}
+            if first is not None:
+                loop = {name: value for name, value in first.items() if name != "random"}
         return job.version, loop, own
 
     # ---- called by the sharded model

@@ -99,8 +99,8 @@ class _Steps(Generic[B]):
         self._restore = restore
         self._step: Step[B] | None = None
         self._failures = 0
-        #: The random state before step 0, if the loop has begun with it.
-        self._first: RandomState | None = None
+        #: The state of the loop before step 0, if it has begun with that and has checkpoints.
+        self._first: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Step[B]]:
         return self
@@ -110,9 +110,7 @@ class _Steps(Generic[B]):
         error = None if last is None else last._error
         self._failures = 0 if error is None else self._failures + 1
         if last is None:
-            number = 0 if self._checkpoints is None else self._resumed()
-            self._first = RandomState.current() if number == 0 else None
-            self._step = self._new(number)
+            self._step = self._new(0 if self._checkpoints is None else self._resumed())
         elif isinstance(error, StepAbortedError):
             self._step = self._again(last, error)
         elif error is not None:
@@ -158,15 +156,25 @@ class _Steps(Generic[B]):
                 f"checkpoint of version {version} (zsctl checkpoint rm) to continue from an "
                 "earlier one"
             )
+        loop = loop or self._first
+        if loop is not None and "schedule" in loop:
+            checkpoints.optimizer.set_schedule(loop["schedule"])
         if self._restore is not None:
             self._restore(own)
-        if loop is not None and "random" in loop:
+        if loop is None:
+            loop = self._first = self._state_before(0)
+        elif "random" in loop:
             RandomState.from_json(loop["random"]).restore()
-        elif version == 0 and self._first is not None:
-            self._first.restore()
         checkpoints.follow(self)
-        number: int = 0 if loop is None else loop["number"]
+        number: int = loop["number"]
         return number
+
+    def _state_before(self, number: int) -> dict[str, Any]:
+        """The current state of the loop, with which this step is to begin."""
+        assert self._checkpoints is not None, "the loop has checkpoints"
+        state = {"number": number, "random": RandomState.current().to_json()}
+        schedule = self._checkpoints.optimizer.schedule()
+        return state if schedule is None else {**state, "schedule": schedule}
 
     # ---- called by the checkpoints
 
@@ -181,7 +189,7 @@ class _Steps(Generic[B]):
     def state(self) -> dict[str, Any]:
         step = self._step
         assert step is not None, "the loop has begun"
-        return {"number": step.number + 1, "random": RandomState.current().to_json()}
+        return self._state_before(step.number + 1)
 
 
 @overload
@@ -228,19 +236,20 @@ def steps(
     - the buffers of sharded models, such as the running statistics of batch norm.
 
     Restored are not: generators that the program has created (``torch.Generator``,
-    ``numpy.random.default_rng``), the random state of other devices, buffers and gradients of
-    models that are not sharded, and other objects that the block changes before
-    ``optimizer.step()``.
+    ``numpy.random.default_rng``, those of Paddle's ``get_rng_state_tracker``), the random state of
+    other devices, buffers and gradients of models that are not sharded, and other objects that the
+    block changes before ``optimizer.step()``.
 
     A step may be aborted on some ranks only. Therefore the block must not contain collective calls
     (``torch.distributed.all_reduce``, for example).
 
     With ``checkpoints``, the loop begins with the step that follows the checkpoint, and continues
     from there after :class:`~zeroshard.RolledBackError`. The number of the step and the random
-    state of each rank at the end of its block are a part of the checkpoint; Paddle's random state
-    is not. A checkpoint is complete when the blocks of all ranks have ended. The loop is that of
-    the whole run, not of an epoch, and trains one model. The program saves other data with
-    ``state`` of the checkpoints, which is passed to ``restore``.
+    state of each rank at the end of its block are a part of the checkpoint; in Paddle also the
+    state of the scheduler that is the learning rate of the optimizer. A checkpoint is complete when
+    the blocks of all ranks have ended. The loop is that of the whole run, not of an epoch, and
+    trains one model. The program saves other data with ``state`` of the checkpoints, which is
+    passed to ``restore``.
 
     Args:
         batches: the number of steps, or the batches. With checkpoints, batches must be a sequence

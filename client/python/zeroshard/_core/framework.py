@@ -109,6 +109,14 @@ class Optimizer(ABC, Generic[T]):
     def groups(self, name: str) -> list[tuple[str, dict[str, float]]]:
         """The hyperparameters of each parameter group, for the servers' optimizer ``name``."""
 
+    def schedule(self) -> dict[str, Any] | None:
+        """The state of the scheduler that belongs to the optimizer, as values of JSON. None if
+        schedulers are objects of the program's own."""
+        return None
+
+    def set_schedule(self, state: dict[str, Any]) -> None:
+        """Loads a state of :meth:`schedule`. Does nothing if the optimizer has no scheduler."""
+
 
 class Framework(ABC, Generic[T]):
     """The tensors and modules of a framework. The core accesses modules only through this class."""

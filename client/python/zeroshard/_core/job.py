@@ -48,7 +48,7 @@ class ModelJob(Generic[T]):
         self.framework = framework
         self.connection = connection
         self._model = model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.group = group
         self._bucket_numel = bucket_numel
         self.optimizer_name = optimizer.name()
@@ -99,7 +99,7 @@ class ModelJob(Generic[T]):
 
     def groups(self) -> list[tuple[str, dict[str, float]]]:
         """The current hyperparameters of the optimizer."""
-        return self._optimizer.groups(self.optimizer_name)
+        return self.optimizer.groups(self.optimizer_name)
 
     def changed(self) -> bool:
         """Whether the program has changed the specification of the job."""
@@ -144,7 +144,7 @@ class ModelJob(Generic[T]):
         return hashes if any(hashes) else []
 
     def _state_layout(self) -> list[tuple[int, tuple[str, ...]]]:
-        groups = zip(self._optimizer.parameters(), self.groups(), strict=True)
+        groups = zip(self.optimizer.parameters(), self.groups(), strict=True)
         return [
             (len(parameters), tuple(_native.Optimizer(*values).state))
             for parameters, values in groups
@@ -325,7 +325,7 @@ class ModelJob(Generic[T]):
         *,
         fresh_state: bool = False,
     ) -> None:
-        self.optimizer_name = self._optimizer.name()
+        self.optimizer_name = self.optimizer.name()
         self.entries = self._describe()
         for entry in self.entries:
             entry.resident = id(entry.tensor) not in fetched
@@ -370,7 +370,7 @@ class ModelJob(Generic[T]):
         return agreed.meshes
 
     def _describe(self) -> list[Entry[T]]:
-        framework, groups = self.framework, self._optimizer.parameters()
+        framework, groups = self.framework, self.optimizer.parameters()
         group_of = {
             id(parameter): number for number, group in enumerate(groups) for parameter in group
         }

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import Tensor
+from paddle.optimizer.lr import LRScheduler
 
 from .._core.entry import Entry
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
 from .._core.gradients import Gradients
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
+from ..errors import InvalidArgumentError
 from . import _autograd, _conversion, _memory
 from ._dtensor import aligned_gradient, assembled, layout, local
 from ._gradient import ATTRIBUTE, FreedGradient
@@ -294,6 +296,41 @@ class PaddleOptimizer(Optimizer[Tensor]):
 
     def groups(self, name: str) -> list[tuple[str, dict[str, float]]]:
         return [(name, values) for _, values in _conversion.groups(self._optimizer, name)]
+
+    def schedule(self) -> dict[str, Any] | None:
+        schedule = self._optimizer._learning_rate
+        if not isinstance(schedule, LRScheduler):
+            return None
+        state: dict[str, Any] = schedule.state_dict()
+        for name, value in state.items():
+            if not _is_json(value):
+                raise InvalidArgumentError(
+                    f"{name!r} in the state of the scheduler {type(schedule).__name__} is "
+                    f"{value!r}, which zeroshard.steps cannot save; it must consist of numbers of "
+                    "Python, strings, lists and dicts"
+                )
+        return state
+
+    def set_schedule(self, state: dict[str, Any]) -> None:
+        schedule = self._optimizer._learning_rate
+        if not isinstance(schedule, LRScheduler):
+            return
+        try:
+            schedule.set_state_dict(state)
+        except RuntimeError as error:
+            raise InvalidArgumentError(
+                f"the checkpoint has the state of another scheduler ({', '.join(state)}), which "
+                f"{type(schedule).__name__} cannot load; use the scheduler of the run before"
+            ) from error
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON returns the same value and type. (A NumPy float64 is a float of Python.)"""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 class _Received:

@@ -126,13 +126,15 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         rank 0.
 
         Raises:
-            InvalidArgumentError: the state belongs to other parameters than the optimizer's.
+            InvalidArgumentError: the state belongs to other parameters than the optimizer's, or the
+                job has checkpoints.
         """
         find = from_state_dict(self._given, state_dict)
+        self.sharding.reopen(states_of(self._given, find))
+        # After what may be refused.
         scheduler = state_dict.get("LR_Scheduler")
         if scheduler and isinstance(self._learning_rate, LRScheduler):
             self._learning_rate.set_state_dict(scheduler)
-        self.sharding.reopen(states_of(self._given, find))
 
     load_state_dict = set_state_dict
 

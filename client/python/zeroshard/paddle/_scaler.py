@@ -82,10 +82,9 @@ class GradScaler(paddle.amp.GradScaler):
             super().unscale_(optimizer)
         elif self._enable:
             state = self._optimizer_states[id(optimizer)]
-            if state["state"] is not OptimizerState.INIT:
-                raise RuntimeError(
-                    "unscale_() has already been called on this optimizer since the last update()."
-                )
+            # A second call changes nothing, and a step that is run again makes it.
+            if state["state"] is OptimizerState.STEPPED:
+                raise RuntimeError("unscale_() is being called after step().")
             optimizer.loss_scale = self._number()
             state["state"] = OptimizerState.UNSCALED
 

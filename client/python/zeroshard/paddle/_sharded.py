@@ -7,6 +7,7 @@ from typing import Any
 
 import paddle
 
+from .._checkpoints import Checkpoints
 from .._core.options import Options
 from .._core.sharding import Sharding, is_sharded
 from .._session import connection
@@ -35,6 +36,7 @@ def group_sharded_parallel(
     exclude_layer: Collection[str | int] | None = None,
     *,
     accumulation_steps: int | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
@@ -58,6 +60,9 @@ def group_sharded_parallel(
             stay on the workers.
         accumulation_steps: the number of backward passes per step; None: learned in the first
             steps.
+        checkpoints: when and where the servers save the model and the optimizer, and from which
+            checkpoint they start. If there is one, all values come from it. Parameters, parameter
+            groups and their state cannot be replaced later. None: no checkpoints.
 
     Returns:
         The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was
@@ -93,6 +98,7 @@ def group_sharded_parallel(
         states=states_of(optimizer, own_state(optimizer)),
         max_norm=max_norm if is_global else None,
         max_tensor_norm=None if is_global else max_norm,
+        checkpoints=checkpoints,
     )
     # The state is now on the servers.
     optimizer._accumulators.clear()
