@@ -24,8 +24,8 @@ class DataParallel(nn.Module):
     The gradients of a bucket are sent as soon as they are ready, while the backward pass continues.
     When the pass ends, ``p.grad`` contains the mean. The optimizer is the user's own and runs in
     this process, so the program saves its state and the parameters itself;
-    :class:`~zeroshard.Checkpoints` are for ``group_sharded_parallel``. Buckets contain parameters of
-    one dtype in forward order, have ``comm_buffer_size``, and are sent in reverse order.
+    :class:`~zeroshard.Checkpoints` are for ``group_sharded_parallel``. Buckets contain parameters
+    of one dtype in forward order, have ``comm_buffer_size``, and are sent in reverse order.
 
     At construction all ranks receive the parameters and buffers of rank 0. Afterwards parameters
     stay equal as long as all ranks perform the same steps. Buffers are not synchronised again.
