@@ -14,6 +14,7 @@
 //! they are; `writer` and `reader` transfer slices.
 
 mod export;
+mod file;
 mod format;
 mod hash;
 mod manifest;

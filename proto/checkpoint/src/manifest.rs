@@ -67,7 +67,7 @@ pub(crate) struct File {
 }
 
 /// A slice in a file.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SliceEntry {
     pub(crate) slice: u32,
     pub(crate) applied: u64,
@@ -229,6 +229,14 @@ impl Manifest {
         let &Place { file, position, start } = self.places.get(slice as usize)?;
         let file = self.contents.files.get(file)?;
         Some((file, file.slices.get(position)?, start))
+    }
+
+    /// Whether another checkpoint has the same values, optimizer state and applied steps.
+    pub fn has_state_of(&self, other: &Self) -> bool {
+        let entry = |of: &Self, slice| of.place(slice).map(|(_, entry, _)| entry.clone());
+        let mut slices = 0..self.places.len() as u32;
+        self.difference(&other.spec).is_none()
+            && slices.all(|slice| entry(self, slice) == entry(other, slice))
     }
 
     /// The first reason for which a job with this specification cannot start from the checkpoint.

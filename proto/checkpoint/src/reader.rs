@@ -1,6 +1,6 @@
 //! Reads slices, and checks their hashes.
 
-use std::{fs::File, ops::Range, os::unix::fs::FileExt};
+use std::ops::Range;
 
 use blake3::{Hash, Hasher};
 use bytes::Bytes;
@@ -9,6 +9,7 @@ use zeroshard_proto::{AppliedSteps, Error, Result};
 
 use crate::{
     Manifest, Part, Storage,
+    file::Pieces,
     format::{self, Entry},
 };
 
@@ -40,7 +41,7 @@ struct Found {
 
 /// The bytes of a slice.
 enum Input {
-    File { file: File, start: u64, piece: Vec<u8> },
+    File(Pieces),
     Memory(Bytes),
 }
 
@@ -93,12 +94,12 @@ impl Storage {
         store: impl FnMut(Part, usize, &[u8]) -> Result<()> + Send + 'static,
     ) -> Result<AppliedSteps> {
         let found = self.find(manifest, slice)?;
-        let opened = self.local().and_then(|local| {
+        let opened = self.local().filter(|_| !found.range.is_empty()).and_then(|local| {
             let path = local.path_to_filesystem(&found.path).ok()?;
-            File::open(path).ok()
+            Pieces::open(&path, found.range.clone(), PIECE).ok()
         });
         let input = match opened {
-            Some(file) => Input::File { file, start: found.range.start, piece: vec![0; PIECE] },
+            Some(pieces) => Input::File(pieces),
             None => Input::Memory(self.read(&found.path, found.range.clone()).await?),
         };
         self.pass(found, input, store).await
@@ -140,8 +141,7 @@ impl Storage {
             Err(Failed::Read(error)) => {
                 // This read fails as well, and says whether the file is damaged.
                 self.read(&path, range).await?;
-                let (action, url) = ("read".to_owned(), self.name(&path));
-                Err(Error::Storage { action, url, cause: error.to_string() })
+                Err(self.io_failed("read", &path, &error))
             }
         }
     }
@@ -174,10 +174,7 @@ impl Input {
     fn piece(&mut self, at: usize, length: usize) -> std::io::Result<&[u8]> {
         match self {
             Self::Memory(bytes) => Ok(&bytes[at..at + length]),
-            Self::File { file, start, piece } => {
-                file.read_exact_at(&mut piece[..length], *start + at as u64)?;
-                Ok(&piece[..length])
-            }
+            Self::File(pieces) => pieces.read(at, length),
         }
     }
 }

@@ -263,6 +263,11 @@ impl Storage {
         format!("{}/{}", self.url, relative.join("/"))
     }
 
+    pub(crate) fn io_failed(&self, action: &str, path: &Path, error: &std::io::Error) -> Error {
+        let (action, cause) = (action.to_owned(), error.to_string());
+        Error::Storage { action, url: self.name(path), cause }
+    }
+
     pub(crate) fn failed(&self, action: &str, path: &Path, error: &object_store::Error) -> Error {
         Error::Storage { action: action.to_owned(), url: self.name(path), cause: root_cause(error) }
     }

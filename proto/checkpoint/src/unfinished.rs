@@ -7,7 +7,7 @@
 use std::{fs, io, path};
 
 use object_store::path::Path;
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::Result;
 
 use crate::Storage;
 
@@ -24,11 +24,7 @@ impl Storage {
         let Some(local) = self.local() else { return Ok(()) };
         let on_disk = local.path_to_filesystem(directory);
         let on_disk = on_disk.map_err(|error| self.failed("list", directory, &error))?;
-        remove(&on_disk, test).map_err(|error| Error::Storage {
-            action: "remove".to_owned(),
-            url: self.name(directory),
-            cause: error.to_string(),
-        })
+        remove(&on_disk, test).map_err(|error| self.io_failed("remove", directory, &error))
     }
 }
 

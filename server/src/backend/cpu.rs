@@ -9,7 +9,7 @@ use zeroshard_proto::{DType, Elements};
 use super::kernels::convert::{self, Bf16, F16, F32};
 use super::kernels::{Level, sum};
 use super::memory::Memory;
-use super::{Backend, OutOfMemory, Update};
+use super::{Backend, OutOfMemory, Output, Update};
 
 mod step;
 
@@ -148,6 +148,10 @@ impl Backend for Cpu {
         Ok(Buffer { memory, dtype, numel })
     }
 
+    fn populate(&self, buffer: &mut Buffer) {
+        buffer.memory.populate();
+    }
+
     fn numel(&self, buffer: &Buffer) -> usize {
         buffer.numel
     }
@@ -227,8 +231,8 @@ impl Backend for Cpu {
     fn apply(
         &self,
         update: &Update<'_>,
-        master: &mut Buffer,
-        state: &mut [&mut Buffer],
+        master: Output<'_, Buffer>,
+        state: Vec<Output<'_, Buffer>>,
         gradient: &Buffer,
         published: Option<&mut Buffer>,
     ) {

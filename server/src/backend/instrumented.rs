@@ -11,7 +11,7 @@ use std::{
 use bytes::Bytes;
 use zeroshard_proto::{DType, Elements};
 
-use super::{Backend, Cpu, OutOfMemory, Update};
+use super::{Backend, Cpu, OutOfMemory, Output, Update};
 
 type Buffer = <Cpu as Backend>::Buffer;
 
@@ -45,6 +45,10 @@ impl Backend for Instrumented {
             Ok(_) => self.cpu.allocate(dtype, numel),
             Err(_) => Err(OutOfMemory { numel, dtype }),
         }
+    }
+
+    fn populate(&self, buffer: &mut Buffer) {
+        self.cpu.populate(buffer);
     }
 
     fn numel(&self, buffer: &Buffer) -> usize {
@@ -84,8 +88,8 @@ impl Backend for Instrumented {
     fn apply(
         &self,
         update: &Update<'_>,
-        master: &mut Buffer,
-        state: &mut [&mut Buffer],
+        master: Output<'_, Buffer>,
+        state: Vec<Output<'_, Buffer>>,
         gradient: &Buffer,
         published: Option<&mut Buffer>,
     ) {

@@ -1,7 +1,7 @@
 //! Zeroed, aligned host memory whose allocation can fail without aborting.
 
 use bytemuck::{Pod, Zeroable};
-use memmap2::{MmapMut, MmapOptions};
+use memmap2::{Advice, MmapMut, MmapOptions};
 
 /// From this size on, memory is mapped separately, so that the kernel gets it back as soon as it is
 /// dropped. For smaller arrays (a model may have ten thousand small tensors) separate mappings
@@ -43,13 +43,19 @@ impl Memory {
             // There is no advice on huge pages: measured on a virtual machine, steps were as fast
             // without them, and a first access four times as fast (the host had reclaimed free huge
             // pages).
-            //
-            // The pages are populated at once: a page that is first read and then written is
-            // faulted in twice, and the second fault interrupts all cores. Without it the first
-            // step took ten times as long as the others.
-            Storage::Mapped(MmapOptions::new().len(len).populate().map_anon().ok()?)
+            Storage::Mapped(MmapOptions::new().len(len).map_anon().ok()?)
         };
         Some(Memory { storage, len })
+    }
+
+    /// Has the kernel provide all pages now. A page that is first read and then written is faulted
+    /// in twice otherwise, and the second fault interrupts all cores: the first step took ten times
+    /// as long as the others.
+    pub(super) fn populate(&mut self) {
+        if let Storage::Mapped(map) = &self.storage {
+            // Linux before 5.14 does not know the advice, and provides the pages when they are used.
+            let _ = map.advise(Advice::PopulateWrite);
+        }
     }
 
     /// The bytes.
@@ -82,6 +88,9 @@ mod tests {
             assert_eq!(memory.bytes().len(), len);
             assert_eq!(memory.bytes().as_ptr().align_offset(64), 0);
             assert!(memory.bytes_mut().iter().all(|&byte| byte == 0));
+            memory.bytes_mut().fill(7);
+            memory.populate();
+            assert!(memory.bytes().iter().all(|&byte| byte == 7));
         }
     }
 

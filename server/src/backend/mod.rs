@@ -36,11 +36,15 @@ pub trait Backend: Send + Sync + 'static {
     /// An array of elements of one dtype.
     type Buffer: Send + Sync + 'static;
 
-    /// Allocates a zeroed array.
+    /// Allocates a zeroed array. Its memory may be provided when it is used for the first time, or
+    /// by [`Backend::populate`].
     ///
     /// # Errors
     /// [`OutOfMemory`] if the device does not have enough memory; existing arrays are not affected.
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer, OutOfMemory>;
+
+    /// Provides the memory of `buffer` now, so that its first use is as fast as later ones.
+    fn populate(&self, buffer: &mut Self::Buffer);
 
     /// The number of elements of `buffer`.
     fn numel(&self, buffer: &Self::Buffer) -> usize;
@@ -89,8 +93,8 @@ pub trait Backend: Send + Sync + 'static {
     fn apply(
         &self,
         update: &Update<'_>,
-        master: &mut Self::Buffer,
-        state: &mut [&mut Self::Buffer],
+        master: Output<'_, Self::Buffer>,
+        state: Vec<Output<'_, Self::Buffer>>,
         gradient: &Self::Buffer,
         published: Option<&mut Self::Buffer>,
     );
@@ -98,6 +102,20 @@ pub trait Backend: Send + Sync + 'static {
     /// Copies `src` into `dst`, which has the same number of elements, and casts if the dtypes
     /// differ.
     fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer);
+}
+
+/// An array that a step reads and writes.
+pub struct Output<'a, T> {
+    /// Receives the new values.
+    pub buffer: &'a mut T,
+    /// The earlier values, if they are not in `buffer` because a reader holds them.
+    pub earlier: Option<Arc<T>>,
+}
+
+impl<'a, T> From<&'a mut T> for Output<'a, T> {
+    fn from(buffer: &'a mut T) -> Self {
+        Self { buffer, earlier: None }
+    }
 }
 
 /// The parameters of a step that are equal for all slices of a parameter group.

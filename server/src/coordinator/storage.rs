@@ -85,12 +85,14 @@ pub(super) async fn complete(completion: Completion) -> Result<u64> {
     let manifest = Manifest::new(&spec, job.id, version, save, files)?;
     if !storage.commit(&manifest).await? {
         storage.discard(&job.name, version, save).await?;
-        // A job has one state at a version, so its earlier checkpoint is as good.
+        // A job has one state at a version, so its earlier checkpoint is as good, and so is that of
+        // an earlier job from which this one was restored and has made no step since.
         let existing = storage.manifest(&job.name, version).await?;
-        if existing.job_id() == job.id {
+        if existing.job_id() == job.id || existing.has_state_of(&manifest) {
             return Ok(existing.bytes());
         }
-        let cause = format!("version {version} of an earlier job of this name is saved there");
+        let cause =
+            format!("another version {version}, of an earlier job of this name, is saved there");
         return Err(Error::Storage { action: "write".to_owned(), url, cause });
     }
     // The checkpoint is complete, whether or not others can be removed.

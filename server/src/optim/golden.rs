@@ -108,8 +108,8 @@ fn run(index: &Index, case: &Case, tensor: usize) -> Vec<Vec<f32>> {
         let gradient = buffer(&cpu, &gradient);
         let update = Update::after(applied, &optimizer, 1.0);
         applied = update.applied();
-        let mut states: Vec<_> = state.iter_mut().collect();
-        cpu.apply(&update, &mut master, &mut states, &gradient, None);
+        let states = state.iter_mut().map(Into::into).collect();
+        cpu.apply(&update, (&mut master).into(), states, &gradient, None);
         if index.recorded.contains(&step) {
             let shared = Arc::new(master);
             let bytes = cpu.read(&shared, 0..size, DType::F32);

@@ -10,7 +10,7 @@ use tokio::{
 
 /// The difference in priority ("nice") to other threads. A thread with 15 gets a thirtieth of the
 /// time of one with 0 that competes with it for a core, and all of the time of an idle core.
-const NICE: i32 = 15;
+const NICE: i32 = 10;
 
 /// The threads of all servers of this process. They are never stopped.
 static RUNTIME: Mutex<Option<Runtime>> = Mutex::new(None);

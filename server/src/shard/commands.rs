@@ -122,7 +122,7 @@ impl<B: Backend> Task<B> {
         let from = succession.as_ref().and_then(|succession| succession.from.clone());
         let fresh_state = succession.as_ref().is_some_and(|succession| succession.fresh_state);
         let origin = Origin { from, fresh_state, restore: requested };
-        let job = Arc::new(self.open(open, origin).await?);
+        let job = Arc::new(self.open(open, origin, restore.is_some()).await?);
         if let Some(succession) = succession {
             carry_over(&self.store, &self.token, self.server, &job, succession).await?;
         }
@@ -148,7 +148,7 @@ impl<B: Backend> Task<B> {
         self.obey(&job).await
     }
 
-    async fn open(&self, open: pb::OpenJob, origin: Origin) -> Result<Job<B>> {
+    async fn open(&self, open: pb::OpenJob, origin: Origin, is_restored: bool) -> Result<Job<B>> {
         let (store, events, closed) =
             (self.store.clone(), self.events.clone(), self.closed.clone());
         let server = self.server;
@@ -161,6 +161,7 @@ impl<B: Backend> Task<B> {
                 placement: Placement::try_from(open.placement.unwrap_or_default())?,
                 server,
                 version: open.version,
+                is_restored,
                 closed,
                 backend: store.backend.clone(),
                 budget: store.budget.clone(),

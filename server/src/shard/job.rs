@@ -43,6 +43,8 @@ pub(crate) struct Opening<B> {
     pub(crate) server: u64,
     /// The version of a job that runs already, of which this server is to be a backup.
     pub(crate) version: Option<u64>,
+    /// The slices will be read from a checkpoint, and their memory be provided one after the other.
+    pub(crate) is_restored: bool,
     /// Cancelled when the job is closed, also while it is being opened.
     pub(crate) closed: CancellationToken,
     pub(crate) backend: Arc<B>,
@@ -103,7 +105,14 @@ impl<B: Backend> Job<B> {
         let Opening { id, spec, epoch, placement, server, version, closed, backend, .. } = opening;
         let attempt = Attempt::first(epoch, version.unwrap_or(0));
         let slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| OnceLock::new()).collect();
-        let new = Allocation { backend: &*backend, spec: &spec, closed: &closed, slices: &slices };
+        let populates = !opening.is_restored;
+        let new = Allocation {
+            backend: &*backend,
+            spec: &spec,
+            closed: &closed,
+            slices: &slices,
+            populates,
+        };
         new.allocate((&placement, server), attempt, version.is_some())?;
         let progress = match version {
             None => Progress::upload(attempt, slices.iter().filter_map(OnceLock::get).count()),
@@ -404,6 +413,8 @@ struct Allocation<'a, B: Backend> {
     spec: &'a JobSpec,
     closed: &'a CancellationToken,
     slices: &'a [OnceLock<Slice<B>>],
+    /// Whether the memory is provided at once.
+    populates: bool,
 }
 
 impl<B: Backend> Allocation<'_, B> {
@@ -443,6 +454,10 @@ impl<B: Backend> Allocation<'_, B> {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
             })?;
+            if self.populates {
+                slice.populate(self.backend);
+                slice.populate_sum(self.backend);
+            }
             if is_empty {
                 slice.begin_empty(attempt);
             }

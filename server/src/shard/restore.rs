@@ -32,7 +32,14 @@ pub(super) async fn restore<B: Backend>(
         let job = job.clone();
         move || if returns { job.return_to(version) } else { job.publish_at(version) }
     };
-    store.failure.blocking("publish a restored version", publish).await
+    store.failure.blocking("publish a restored version", publish).await?;
+    // The first gradients arrive when the ranks have read the parameters, which can begin.
+    let job = job.clone();
+    tokio::task::spawn_blocking(move || {
+        let open = job.slices().take_while(|_| !job.closed().is_cancelled());
+        open.for_each(|(_, slice)| slice.populate_sum(job.backend()));
+    });
+    Ok(())
 }
 
 /// Reads all slices. Returns the version.
@@ -64,8 +71,14 @@ async fn fill<B: Backend>(
     index: u32,
 ) -> Result<()> {
     let filled = job.clone();
+    let mut is_populated = false;
     let store = move |part, at, bytes: &[u8]| {
-        filled.slice(index)?.restore(filled.backend(), part, at, bytes)
+        let (slice, backend) = (filled.slice(index)?, filled.backend());
+        if !is_populated {
+            slice.populate(backend);
+            is_populated = true;
+        }
+        slice.restore(backend, part, at, bytes)
     };
     let applied = storage.stream_slice(manifest, index, store).await?;
     job.slice(index)?.carry_applied(applied);

@@ -158,7 +158,8 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Allocates slice number `index` of a job with these contributors.
+    /// Allocates slice number `index` of a job with these contributors. Call [`Self::populate`] and
+    /// [`Self::populate_sum`] before the first use.
     pub(crate) fn allocate(
         backend: &B,
         job: &JobSpec,
@@ -210,6 +211,16 @@ impl<B: Backend> Slice<B> {
             role: AtomicU8::new(role as u8),
             inner: Mutex::new(inner),
         })
+    }
+
+    /// Provides the memory of the values and state.
+    pub(crate) fn populate(&self, backend: &B) {
+        self.lock().buffers().for_each(|buffer| buffer.populate(backend));
+    }
+
+    /// Provides the memory of the gradient.
+    pub(crate) fn populate_sum(&self, backend: &B) {
+        self.lock().open.iter_mut().for_each(|open| open.sum.populate(backend));
     }
 
     /// The current version; `None` before the initial parameters are complete.
@@ -339,7 +350,7 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         let inner = &mut *inner;
         if let Some(published) = &mut inner.published {
-            backend.copy(inner.master.current(), published.write(backend)?);
+            backend.copy(inner.master.current(), published.next(backend)?.buffer);
         }
         inner.restart(backend, Attempt { step: version, ..inner.attempt }, self.role())?;
         self.set_version(version);
@@ -370,16 +381,20 @@ impl<B: Backend> Slice<B> {
             let coefficient = (coefficient * factor / self.divisor) as f32;
             let optimizer = &apply.groups[group];
             let update = Update::after(inner.applied, optimizer, coefficient);
-            let published = inner.published.as_mut().map(|p| p.write(backend)).transpose()?;
-            let master = inner.master.write(backend)?;
-            let state = inner.state.iter_mut().map(|state| state.write(backend));
-            let mut state = state.collect::<Result<Vec<_>>>()?;
-            backend.apply(&update, master, &mut state, open.sum.current(), published);
+            // If there is no memory, nothing has been written.
+            let buffers = inner.published.iter_mut().chain([&mut inner.master]);
+            buffers.chain(&mut inner.state).try_for_each(|buffer| buffer.reserve(backend))?;
+            let published = inner.published.as_mut().map(|p| p.next(backend)).transpose()?;
+            let published = published.map(|output| output.buffer);
+            let master = inner.master.next(backend)?;
+            let state = inner.state.iter_mut().map(|state| state.next(backend));
+            let state = state.collect::<Result<_>>()?;
+            backend.apply(&update, master, state, open.sum.current(), published);
             inner.applied = update.applied();
             inner.hold = Weak::new();
         } else if replaced {
             if let Some(published) = &mut inner.published {
-                backend.copy(inner.master.current(), published.write(backend)?);
+                backend.copy(inner.master.current(), published.next(backend)?.buffer);
             }
             inner.hold = Weak::new();
         }

@@ -71,6 +71,7 @@ impl Subject {
             origin: Origin::default(),
             server: 9,
             version: None,
+            is_restored: false,
             closed: CancellationToken::new(),
             backend: store.backend.clone(),
             budget: store.budget.clone(),

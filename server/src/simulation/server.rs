@@ -132,6 +132,7 @@ impl ShardServer {
             placement: Placement::try_from(open.placement.unwrap_or_default())?,
             server: self.id(),
             version: open.version,
+            is_restored: false,
             closed: CancellationToken::new(),
             backend: Arc::new(Cpu::new()),
             budget: Budget::new(1 << 20),

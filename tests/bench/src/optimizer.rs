@@ -136,11 +136,11 @@ impl Slice {
     fn step(&mut self, cpu: &Cpu, optimizer: &Optimizer) {
         let update = Update::after(AppliedSteps::new(1), optimizer, 0.5);
         let [master, state @ ..] = &mut self.arrays;
-        let mut state: Vec<_> = match optimizer {
-            Optimizer::Adafactor(_) => self.factors.iter_mut().collect(),
-            _ => state.iter_mut().take(optimizer.state().len()).collect(),
+        let state = match optimizer {
+            Optimizer::Adafactor(_) => self.factors.iter_mut().map(Into::into).collect(),
+            _ => state.iter_mut().take(optimizer.state().len()).map(Into::into).collect(),
         };
-        cpu.apply(&update, master, &mut state, &self.gradient, None);
+        cpu.apply(&update, master.into(), state, &self.gradient, None);
     }
 }
 

@@ -22,16 +22,13 @@ async fn calm() -> String {
     run.run(cluster.address()).await.unwrap().hash
 }
 
-/// Makes steps until [`STEPS`], and goes back where the job was restored. Returns the versions to
-/// which it was restored.
-async fn train(job: &Job, mut step: u64, reached: impl Fn(u64)) -> Vec<u64> {
+/// Makes steps until `end`, and goes back where the job was restored. Returns the versions to which
+/// it was restored.
+async fn train(job: &Job, mut step: u64, end: u64) -> Vec<u64> {
     let mut restored = Vec::new();
-    while step < STEPS {
+    while step < end {
         match training::step(job, step).await {
-            Ok(report) => {
-                step = report.version;
-                reached(step);
-            }
+            Ok(report) => step = report.version,
             Err(Error::RolledBack { version, .. }) => {
                 restored.push(version);
                 step = version;
@@ -58,7 +55,7 @@ async fn a_run_returns_to_its_last_checkpoint_when_a_server_is_killed() {
         step_all(&jobs, step).await;
     }
     cluster.shards[1].kill();
-    let (one, other) = tokio::join!(train(&jobs[0], 15, drop), train(&jobs[1], 15, drop));
+    let (one, other) = tokio::join!(train(&jobs[0], 15, STEPS), train(&jobs[1], 15, STEPS));
     assert_eq!((one, other), (vec![10], vec![10]));
     assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
     assert!(jobs[0].epoch() > epoch);
@@ -92,22 +89,22 @@ async fn servers_are_killed_and_replaced_during_a_run() {
     let mut cluster = Cluster::start(3);
     let checkpoints = Some(policy(directory.path(), 1));
     let jobs = start(cluster.address(), &JobSpec { checkpoints, ..spec("replaced") }).await;
-    let reached = std::sync::atomic::AtomicU64::new(0);
-    let note = |step| _ = reached.fetch_max(step, std::sync::atomic::Ordering::Relaxed);
-    let kills = async {
-        for kill in 1..4 {
-            until("the next kill is due", || {
-                reached.load(std::sync::atomic::Ordering::Relaxed) >= kill * 7
-                    && !crate::checkpoints::saved(directory.path(), "replaced").is_empty()
-            })
-            .await;
-            let victim = (kill % 3) as usize;
+    step_all(&jobs, 0).await;
+    until_saved(directory.path(), "replaced", 1).await;
+    let mut reached = 1;
+    for victim in [1, 2, 0] {
+        // The server is killed while the ranks make steps, which cannot continue without it.
+        let kill = async {
             cluster.shards[victim].kill();
             cluster.shards[victim] = Cluster::shard(cluster.coordinator.address(), &[]);
-        }
-    };
-    let (one, other, ()) = tokio::join!(train(&jobs[0], 0, note), train(&jobs[1], 0, note), kills);
-    assert!(!one.is_empty() && !other.is_empty());
+        };
+        let end = reached + 7;
+        let [one, other] = [&jobs[0], &jobs[1]].map(|job| train(job, reached, end));
+        let (one, other, ()) = tokio::join!(one, other, kill);
+        assert!(!one.is_empty() && one == other, "{one:?}, {other:?}");
+        reached = end;
+    }
+    tokio::join!(train(&jobs[0], reached, STEPS), train(&jobs[1], reached, STEPS));
     assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
 }
 

@@ -1,11 +1,13 @@
 //! Compares optimizer steps with [`super::reference`].
 
+use std::sync::Arc;
+
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{AppliedSteps, Optimizer, StateShape};
 
 use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to_bytes};
-use crate::backend::{Backend, Update};
+use crate::backend::{Backend, Output, Update};
 
 /// Every kernel, and every hyperparameter that selects a different code path.
 const OPTIMIZERS: [&str; 51] = [
@@ -113,9 +115,8 @@ fn steps_equal_the_reference<B: Backend>(
     let shapes = optimizer.state_shapes(&dims);
     let of_shape = |of: &StateShape| initial[..of.numel(numel)].to_vec();
     let mut expected_state: Vec<_> = shapes.iter().map(of_shape).collect();
-    let mut master = buffer_of(backend, &expected, DType::F32);
     let of = |values: &Vec<f32>| buffer_of(backend, values, DType::F32);
-    let mut state: Vec<_> = expected_state.iter().map(of).collect();
+    let mut arrays: Vec<_> = [&expected].into_iter().chain(&expected_state).map(of).collect();
     let mut applied = AppliedSteps::default();
     for (step, coefficient) in [(1, 1.0), (2, 0.3), (3, -0.0), (4, 1e-3)] {
         let mut optimizer = *optimizer;
@@ -125,16 +126,28 @@ fn steps_equal_the_reference<B: Backend>(
         let values = numbers(20 + step as usize, numel);
         let gradient = buffer_of(backend, &values, DType::F32);
         let mut published = published_as.map(|dtype| backend.allocate(dtype, numel).unwrap());
-        let mut states: Vec<_> = state.iter_mut().collect();
-        backend.apply(&update, &mut master, &mut states, &gradient, published.as_mut());
+        // A reader holds the earlier values of every other step.
+        let held = step % 2 == 0;
+        let mut outputs: Vec<_> = arrays.into_iter().map(|of| next(backend, of, held)).collect();
+        let [master, state @ ..] = &mut outputs[..] else { unreachable!("there is a master") };
+        let state = state.iter_mut().map(output).collect();
+        backend.apply(&update, output(master), state, &gradient, published.as_mut());
+        let mut before = vec![expected.clone()];
+        before.extend(expected_state.iter().cloned());
         reference::apply(&update, &mut expected, &mut expected_state, &values);
 
         let what = format!("{optimizer:?}, shape {shape:?}, step {step}");
-        master = assert_contents(backend, master, &expected, &what);
-        for (i, name) in optimizer.state().iter().enumerate() {
-            let tensor = state.remove(i);
-            let what = format!("{name} of {what}");
-            state.insert(i, assert_contents(backend, tensor, &expected_state[i], &what));
+        let names = ["master"].into_iter().chain(optimizer.state().iter().copied());
+        let after = [&expected].into_iter().chain(&expected_state);
+        arrays = Vec::new();
+        for (((name, expected), (buffer, held)), before) in
+            names.zip(after).zip(outputs).zip(&before)
+        {
+            arrays.push(assert_contents(backend, buffer, expected, &format!("{name} of {what}")));
+            if let Some(held) = held {
+                let held = Arc::into_inner(held).expect("the step has ended");
+                assert_contents(backend, held, before, &format!("held {name} of {what}"));
+            }
         }
         if let Some(published) = published {
             let dtype = backend.dtype(&published);
@@ -142,6 +155,26 @@ fn steps_equal_the_reference<B: Backend>(
             assert_contents(backend, published, &expected, &format!("{dtype} of {what}"));
         }
     }
+}
+
+/// The buffer for the next values of `buffer` and, if a reader holds it, `buffer` itself. The former
+/// has other values then.
+fn next<B: Backend>(
+    backend: &B,
+    buffer: B::Buffer,
+    is_held: bool,
+) -> (B::Buffer, Option<Arc<B::Buffer>>) {
+    match is_held {
+        true => {
+            let other = numbers(30, backend.numel(&buffer));
+            (buffer_of(backend, &other, DType::F32), Some(Arc::new(buffer)))
+        }
+        false => (buffer, None),
+    }
+}
+
+fn output<T>((buffer, earlier): &mut (T, Option<Arc<T>>)) -> Output<'_, T> {
+    Output { buffer, earlier: earlier.clone() }
 }
 
 /// LAMB changes tensors that are zero, and leaves tensors without an update unchanged.
@@ -155,7 +188,8 @@ fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
         let mut moments = [(); 2].map(|()| backend.allocate(DType::F32, 5).unwrap());
         let gradient = vec![gradient; 5];
         let gradients = buffer_of(backend, &gradient, DType::F32);
-        backend.apply(&update, &mut master, &mut moments.each_mut(), &gradients, None);
+        let moments = moments.iter_mut().map(Into::into).collect();
+        backend.apply(&update, (&mut master).into(), moments, &gradients, None);
         reference::apply(&update, &mut expected, &mut expected_state, &gradient);
         assert!(expected.iter().all(|value| value.is_finite()));
         assert_contents(backend, master, &expected, "LAMB with a zero norm");

@@ -1,17 +1,19 @@
 //! One optimizer step over one slice: selects the kernel and the state tensors, and works tile by
 //! tile.
 
+use std::ops::Range;
+
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{Optimizer, RmsProp, Sgd};
 
 use super::{Buffer, Cpu};
-use crate::backend::Update;
 use crate::backend::kernels::prefetch::prefetch;
 use crate::backend::kernels::sum::{self, Lanes};
 use crate::backend::kernels::{
     adadelta, adafactor, adagrad, adam, adamax, asgd, average, lamb, lion, nadam, radam, rmsprop,
     sgd,
 };
+use crate::backend::{Output, Update};
 
 /// The number of elements in a tile, after which a step casts the results and prefetches. It is
 /// small, so that the prefetched lines do not delay the step's own loads.
@@ -27,14 +29,14 @@ const _: () = assert!(BLOCK.is_multiple_of(TILE) && TILE.is_multiple_of(sum::LAN
 pub(super) fn apply(
     cpu: &Cpu,
     update: &Update<'_>,
-    master: &mut Buffer,
-    state: &mut [&mut Buffer],
+    mut master: Output<'_, Buffer>,
+    mut state: Vec<Output<'_, Buffer>>,
     gradient: &Buffer,
     published: Option<&mut Buffer>,
 ) {
-    let state = state.iter_mut().map(|buffer| buffer.values_mut()).collect();
+    let state = state.iter_mut().map(Array::of).collect();
     let gradient = gradient.values();
-    let arrays = Arrays { master: master.values_mut(), state, gradient, published };
+    let arrays = Arrays { master: Array::of(&mut master), state, gradient, published };
     arrays.check(update.optimizer);
     let &Update { step, coefficient, scalar_state, .. } = update;
     let level = cpu.level;
@@ -87,21 +89,67 @@ pub(super) fn apply(
     }
 }
 
+/// An array that a step reads and writes.
+#[derive(Default)]
+struct Array<'a> {
+    values: &'a mut [f32],
+    /// The earlier values, if they have not been copied into `values` yet.
+    earlier: Option<&'a [f32]>,
+}
+
+impl<'a> Array<'a> {
+    fn of(output: &'a mut Output<'_, Buffer>) -> Self {
+        let earlier = output.earlier.as_ref().map(|earlier| earlier.values());
+        let values = output.buffer.values_mut();
+        assert!(earlier.is_none_or(|earlier| earlier.len() == values.len()), "of equal size");
+        Self { values, earlier }
+    }
+
+    /// A part, with the earlier values. They are copied while the step has them in cache.
+    fn tile(&mut self, range: Range<usize>) -> &mut [f32] {
+        let values = &mut self.values[range.clone()];
+        if let Some(earlier) = self.earlier {
+            values.copy_from_slice(&earlier[range]);
+        }
+        values
+    }
+
+    /// All of it, with the earlier values.
+    fn all(self) -> &'a mut [f32] {
+        if let Some(earlier) = self.earlier {
+            self.values.copy_from_slice(earlier);
+        }
+        self.values
+    }
+
+    fn prefetch(&self, range: Range<usize>) {
+        if let Some(earlier) = self.earlier {
+            prefetch(&earlier[range.clone()]);
+        }
+        prefetch(&self.values[range]);
+    }
+
+    /// The same array for a pass after which all earlier values have been copied.
+    fn first_pass(&mut self) -> Array<'_> {
+        Array { values: self.values, earlier: self.earlier.take() }
+    }
+}
+
 /// The arrays of a step.
 struct Arrays<'a> {
-    master: &'a mut [f32],
-    state: Vec<&'a mut [f32]>,
+    master: Array<'a>,
+    state: Vec<Array<'a>>,
     gradient: &'a [f32],
     published: Option<&'a mut Buffer>,
 }
 
 impl Arrays<'_> {
     fn check(&self, optimizer: &Optimizer) {
-        let numel = self.master.len();
+        let numel = self.master.values.len();
         assert_eq!(self.state.len(), optimizer.state().len(), "{optimizer}'s state tensors");
         let is_factored = matches!(optimizer, Optimizer::Adafactor(_));
         assert!(
-            is_factored || self.state.iter().all(|state| state.len() == numel),
+            is_factored || self.state.iter().all(|state| state.values.len() == numel),
             "state is of the master's size"
         );
         assert_eq!(self.gradient.len(), numel, "the gradient is of the master's size");
@@ -109,11 +157,11 @@ impl Arrays<'_> {
         assert_eq!(published, numel, "what is published is of the master's size");
     }
 
-    /// The same arrays for a pass whose parameters must not be published yet.
-    fn unpublished(&mut self) -> Arrays<'_> {
+    /// The same arrays for a first pass, whose parameters must not be published yet.
+    fn first_pass(&mut self) -> Arrays<'_> {
         Arrays {
-            master: self.master,
-            state: self.state.iter_mut().map(|state| &mut **state).collect(),
+            master: self.master.first_pass(),
+            state: self.state.iter_mut().map(Array::first_pass).collect(),
             gradient: self.gradient,
             published: None,
         }
@@ -128,21 +176,22 @@ impl Cpu {
         arrays: Arrays<'_>,
         mut step: impl FnMut(&mut [f32], [&mut [f32]; N], &[f32]),
     ) {
-        let Arrays { master, state, gradient, mut published } = arrays;
-        let mut state: [&mut [f32]; N] =
-            state.try_into().expect("`check` counted the state tensors");
-        let numel = master.len();
+        let Arrays { mut master, state, gradient, mut published } = arrays;
+        let state: Result<[Array<'_>; N], _> = state.try_into();
+        let mut state = state.ok().expect("`check` counted the state tensors");
+        let numel = master.values.len();
         for start in (0..numel).step_by(TILE) {
             let tile = start..(start + TILE).min(numel);
             let ahead = (tile.start + AHEAD).min(numel)..(tile.end + AHEAD).min(numel);
-            prefetch(&master[ahead.clone()]);
-            state.iter().for_each(|state| prefetch(&state[ahead.clone()]));
+            master.prefetch(ahead.clone());
+            state.iter().for_each(|state| state.prefetch(ahead.clone()));
             prefetch(&gradient[ahead]);
-            let states = state.each_mut().map(|state| &mut state[tile.clone()]);
-            step(&mut master[tile.clone()], states, &gradient[tile.clone()]);
+            let states = state.each_mut().map(|state| state.tile(tile.clone()));
+            let parameter = master.tile(tile.clone());
+            step(parameter, states, &gradient[tile.clone()]);
             if let Some(published) = &mut published {
                 let dtype = published.dtype;
-                self.encode(&master[tile.clone()], published.bytes_mut(tile), dtype);
+                self.encode(parameter, published.bytes_mut(tile), dtype);
             }
         }
     }
@@ -185,7 +234,7 @@ impl Cpu {
         let level = self.level;
         let mut scratch = [0.0; TILE];
         let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
-        self.tiles(arrays.unpublished(), |p, [m, v], g| {
+        self.tiles(arrays.first_pass(), |p, [m, v], g| {
             let update = &mut scratch[..p.len()];
             lamb::moments(level, s, m, v, g);
             lamb::update(level, s, p, m, v, update);
@@ -205,16 +254,16 @@ impl Cpu {
         let [rows, columns, variance] = &mut arrays.state[..] else {
             unreachable!("`check` counted the state tensors")
         };
-        if variance.is_empty() {
-            let rows = std::mem::take(rows);
-            let columns = std::mem::take(columns);
+        if variance.values.is_empty() {
+            let rows = std::mem::take(rows).all();
+            let columns = std::mem::take(columns).all();
             return self.adafactor_matrices(s, arrays, rows, columns);
         }
         arrays.state.drain(..2);
         let mut scratch = [0.0; TILE];
         let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
-        let numel = arrays.master.len();
-        self.tiles(arrays.unpublished(), |p, [v], g| {
+        let numel = arrays.master.values.len();
+        self.tiles(arrays.first_pass(), |p, [v], g| {
             let update = &mut scratch[..p.len()];
             adafactor::vector_update(level, s, v, g, update);
             parameters.add(self, p);
@@ -234,6 +283,7 @@ impl Cpu {
         columns: &mut [f32],
     ) {
         let Arrays { master, gradient, mut published, .. } = arrays;
+        let master = master.all();
         let numel = master.len();
         if numel == 0 {
             return;

@@ -58,7 +58,7 @@ impl<B: Backend> Job<B> {
         let attempt = Attempt { epoch, number: 0, ..self.attempt() };
         let runs = self.version().is_some();
         let Self { backend, spec, closed, slices, .. } = self;
-        let new = Allocation { backend: &**backend, spec, closed, slices };
+        let new = Allocation { backend: &**backend, spec, closed, slices, populates: true };
         new.allocate((&placement, self.server), self.attempt(), runs)?;
         for (index, is_primary) in placement.slices_of(self.server) {
             let Some(slice) = slices[index].get() else { continue };

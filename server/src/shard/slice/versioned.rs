@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use zeroshard_proto::{Error, Result};
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Output};
 
 /// A buffer that is written in place if there is no reader, and otherwise copied.
 pub(super) struct Versioned<B: Backend> {
@@ -39,16 +39,37 @@ impl<B: Backend> Versioned<B> {
     /// # Errors
     /// Those of [`Self::reserve`], unless it has succeeded before.
     pub(super) fn write(&mut self, backend: &B) -> Result<&mut B::Buffer> {
+        let Output { buffer, earlier } = self.next(backend)?;
+        if let Some(earlier) = earlier {
+            backend.copy(&earlier, buffer);
+        }
+        Ok(buffer)
+    }
+
+    /// Write access to the next version. If there are readers, its content is undefined until the
+    /// caller has written all of it.
+    ///
+    /// # Errors
+    /// Those of [`Self::reserve`], unless it has succeeded before.
+    pub(super) fn next(&mut self, backend: &B) -> Result<Output<'_, B::Buffer>> {
+        let mut earlier = None;
         if self.is_read() {
-            let mut fresh = match self.spare.take() {
+            let fresh = match self.spare.take() {
                 Some(spare) => spare,
                 None => self.another(backend)?,
             };
-            backend.copy(&self.current, &mut fresh);
-            self.current = Arc::new(fresh);
+            earlier = Some(std::mem::replace(&mut self.current, Arc::new(fresh)));
         }
         self.spare = None;
-        Ok(Arc::get_mut(&mut self.current).expect("nobody holds what only the slice has"))
+        let buffer = Arc::get_mut(&mut self.current).expect("nobody holds what only the slice has");
+        Ok(Output { buffer, earlier })
+    }
+
+    /// Provides the memory of the current version, if it has no readers.
+    pub(super) fn populate(&mut self, backend: &B) {
+        if let Some(current) = Arc::get_mut(&mut self.current) {
+            backend.populate(current);
+        }
     }
 
     /// Releases reserved memory that was not needed.
@@ -71,9 +92,11 @@ impl<B: Backend> Versioned<B> {
 
     fn another(&self, backend: &B) -> Result<B::Buffer> {
         let (dtype, numel) = (backend.dtype(&self.current), backend.numel(&self.current));
-        backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
+        let mut another = backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
             what: "a second version beside the one that is being read".to_owned(),
             bytes: (numel * dtype.size()) as u64,
-        })
+        })?;
+        backend.populate(&mut another);
+        Ok(another)
     }
 }
