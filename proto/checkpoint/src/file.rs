@@ -1,8 +1,8 @@
 //! Files of checkpoints in a directory, which are read and written without the page cache.
 //!
-//! A checkpoint is much larger than most caches, and is read rarely: its pages in the cache would be
-//! memory that is allocated, cleared and copied for nothing, on cores that steps need. They are read
-//! if they are there already. File systems without direct access are used with the cache.
+//! A checkpoint is much larger than most caches, and is read rarely: its pages in the cache would
+//! be memory that is allocated, cleared and copied for nothing, on cores that steps need. They are
+//! read if they are there already. File systems without direct access are used with the cache.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -20,7 +20,7 @@ use rustix::{
 /// The alignment of direct access: a page, and a multiple of the sectors of all common disks.
 const PAGE: usize = 4096;
 
-/// The bytes that are written with one call.
+/// The bytes that are written with one call. A thread of low priority waits for a core after each.
 const WRITTEN: usize = 1 << 20;
 
 /// Memory that begins with a page.

@@ -148,8 +148,9 @@ impl Backend for Cpu {
         Ok(Buffer { memory, dtype, numel })
     }
 
-    fn populate(&self, buffer: &mut Buffer) {
-        buffer.memory.populate();
+    fn populate(&self, buffer: &mut Buffer, range: Range<usize>) {
+        let size = buffer.dtype.size();
+        buffer.memory.populate(range.start * size..range.end * size);
     }
 
     fn numel(&self, buffer: &Buffer) -> usize {

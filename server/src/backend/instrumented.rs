@@ -47,8 +47,8 @@ impl Backend for Instrumented {
         }
     }
 
-    fn populate(&self, buffer: &mut Buffer) {
-        self.cpu.populate(buffer);
+    fn populate(&self, buffer: &mut Buffer, range: Range<usize>) {
+        self.cpu.populate(buffer, range);
     }
 
     fn numel(&self, buffer: &Buffer) -> usize {

@@ -1,5 +1,7 @@
 //! Zeroed, aligned host memory whose allocation can fail without aborting.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, Zeroable};
 use memmap2::{Advice, MmapMut, MmapOptions};
 
@@ -48,13 +50,13 @@ impl Memory {
         Some(Memory { storage, len })
     }
 
-    /// Has the kernel provide all pages now. A page that is first read and then written is faulted
-    /// in twice otherwise, and the second fault interrupts all cores: the first step took ten times
-    /// as long as the others.
-    pub(super) fn populate(&mut self) {
+    /// Has the kernel provide the pages of a range now. A page that is first read and then written
+    /// is faulted in twice otherwise, and the second fault interrupts all cores: the first step took
+    /// ten times as long as the others.
+    pub(super) fn populate(&mut self, range: Range<usize>) {
         if let Storage::Mapped(map) = &self.storage {
-            // Linux before 5.14 does not know the advice, and provides the pages when they are used.
-            let _ = map.advise(Advice::PopulateWrite);
+            // Linux before 5.14 does not know the advice, and provides pages when they are used.
+            let _ = map.advise_range(Advice::PopulateWrite, range.start, range.len());
         }
     }
 
@@ -89,7 +91,7 @@ mod tests {
             assert_eq!(memory.bytes().as_ptr().align_offset(64), 0);
             assert!(memory.bytes_mut().iter().all(|&byte| byte == 0));
             memory.bytes_mut().fill(7);
-            memory.populate();
+            memory.populate(len / 3..len);
             assert!(memory.bytes().iter().all(|&byte| byte == 7));
         }
     }

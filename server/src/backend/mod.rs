@@ -43,8 +43,8 @@ pub trait Backend: Send + Sync + 'static {
     /// [`OutOfMemory`] if the device does not have enough memory; existing arrays are not affected.
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer, OutOfMemory>;
 
-    /// Provides the memory of `buffer` now, so that its first use is as fast as later ones.
-    fn populate(&self, buffer: &mut Self::Buffer);
+    /// Provides the memory of these elements now, so that their first use is as fast as later ones.
+    fn populate(&self, buffer: &mut Self::Buffer, range: Range<usize>);
 
     /// The number of elements of `buffer`.
     fn numel(&self, buffer: &Self::Buffer) -> usize;

@@ -71,14 +71,8 @@ async fn fill<B: Backend>(
     index: u32,
 ) -> Result<()> {
     let filled = job.clone();
-    let mut is_populated = false;
     let store = move |part, at, bytes: &[u8]| {
-        let (slice, backend) = (filled.slice(index)?, filled.backend());
-        if !is_populated {
-            slice.populate(backend);
-            is_populated = true;
-        }
-        slice.restore(backend, part, at, bytes)
+        filled.slice(index)?.restore(filled.backend(), part, at, bytes)
     };
     let applied = storage.stream_slice(manifest, index, store).await?;
     job.slice(index)?.carry_applied(applied);

@@ -158,8 +158,8 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Allocates slice number `index` of a job with these contributors. Call [`Self::populate`] and
-    /// [`Self::populate_sum`] before the first use.
+    /// Allocates slice number `index` of a job with these contributors, without providing the
+    /// memory.
     pub(crate) fn allocate(
         backend: &B,
         job: &JobSpec,

@@ -157,8 +157,8 @@ fn steps_equal_the_reference<B: Backend>(
     }
 }
 
-/// The buffer for the next values of `buffer` and, if a reader holds it, `buffer` itself. The former
-/// has other values then.
+/// The buffer for the next values of `buffer` and, if a reader holds it, `buffer` itself. The
+/// former has other values then.
 fn next<B: Backend>(
     backend: &B,
     buffer: B::Buffer,

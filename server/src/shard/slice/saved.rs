@@ -87,7 +87,8 @@ impl<B: Backend> Slice<B> {
         Ok(reduced.map(|reduced| (inner.attempt, reduced)))
     }
 
-    /// Stores bytes from a checkpoint: those of a part from byte `at` on.
+    /// Stores bytes from a checkpoint: those of a part from byte `at` on. Provides the memory for
+    /// them.
     ///
     /// # Errors
     /// [`Error::CheckpointDamaged`] if the part is smaller; [`Error::OutOfMemory`] if the slice has
@@ -107,6 +108,7 @@ impl<B: Backend> Slice<B> {
         if elements.end > backend.numel(buffer) {
             return Err(damaged());
         }
+        backend.populate(buffer, elements.clone());
         backend.store(buffer, elements, bytes, dtype);
         Ok(())
     }

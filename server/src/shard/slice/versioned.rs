@@ -68,7 +68,7 @@ impl<B: Backend> Versioned<B> {
     /// Provides the memory of the current version, if it has no readers.
     pub(super) fn populate(&mut self, backend: &B) {
         if let Some(current) = Arc::get_mut(&mut self.current) {
-            backend.populate(current);
+            backend.populate(current, 0..backend.numel(current));
         }
     }
 
@@ -96,7 +96,7 @@ impl<B: Backend> Versioned<B> {
             what: "a second version beside the one that is being read".to_owned(),
             bytes: (numel * dtype.size()) as u64,
         })?;
-        backend.populate(&mut another);
+        backend.populate(&mut another, 0..numel);
         Ok(another)
     }
 }
