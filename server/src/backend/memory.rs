@@ -51,8 +51,8 @@ impl Memory {
     }
 
     /// Has the kernel provide the pages of a range now. A page that is first read and then written
-    /// is faulted in twice otherwise, and the second fault interrupts all cores: the first step took
-    /// ten times as long as the others.
+    /// is faulted in twice otherwise, and the second fault interrupts all cores: the first step
+    /// took ten times as long as the others.
     pub(super) fn populate(&mut self, range: Range<usize>) {
         if let Storage::Mapped(map) = &self.storage {
             // Linux before 5.14 does not know the advice, and provides pages when they are used.
