@@ -8,7 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from . import _native
-from .errors import InvalidArgumentError, InvalidTypeError, NoCheckpointError
+from .errors import (
+    InvalidArgumentError,
+    InvalidTypeError,
+    NoCheckpointError,
+    RolledBackError,
+)
 
 if TYPE_CHECKING:
     from ._core.framework import Optimizer
@@ -116,6 +121,8 @@ class Checkpoints:
         self._state = state
         #: The loop whose state is added to the data of a rank. Weak: it ends before the model.
         self._loop: weakref.ref[Loop] | None = None
+        #: The version for which this rank has announced data and has not sent it; 0: none.
+        self._owed = 0
         # Weak: the job ends with the model, also if the program keeps this object.
         self._sharding: weakref.ref[Sharding[Any]] | None = None
 
@@ -144,7 +151,10 @@ class Checkpoints:
 
         Raises:
             InvalidArgumentError: no model is sharded with this object, or a block of
-                :func:`~zeroshard.steps` has made a step and has not ended.
+                :func:`~zeroshard.steps` has made a step and has not ended, or has ended with an
+                error.
+            RolledBackError: the last step was lost meanwhile, and the job was restored from its
+                checkpoint. Start the program again: it continues from there.
             StorageError: the checkpoint cannot be written.
             TimeoutError: it has not been written after an hour.
         """
@@ -157,10 +167,25 @@ class Checkpoints:
                 "checkpoint"
             )
         job = sharding.job
+        if self._owed and self._owed == job.version:
+            raise InvalidArgumentError(
+                f"the block of step {job.version - 1} of zeroshard.steps has ended with an error "
+                f"after optimizer.step(), so the state of the loop at version {job.version} is not "
+                "known and cannot be saved; start the program again, which continues from the last "
+                "checkpoint"
+            )
         # The coordinator does not know of a save by an earlier job, and would write it again.
         if job.version == job.started_at and self._has_saved(job):
             return job.version
         version, _bytes = job.job.save()
+        if version < job.version:
+            error = RolledBackError(
+                f"version {job.version} of job {job.job.name!r} was lost before it was saved, and "
+                f"the job was restored from its checkpoint of version {version}; start the program "
+                "again, which continues from there"
+            )
+            error.version = version
+            raise error
         return version
 
     def _bound(self, method: str) -> Sharding[Any]:
@@ -210,6 +235,7 @@ class Checkpoints:
         data = self._packed(self._following())
         if data is not None:
             job.job.send_user_data(job.version, data)
+        self._owed = 0
 
     @property
     def job_name(self) -> str:
@@ -257,13 +283,19 @@ class Checkpoints:
         """The data of this rank for the step that is being made, and whether the loop sends it at
         the end of the step."""
         loop = self._following()
-        if loop is None or not loop.is_in_step:
+        if loop is None:
             return self._packed(loop), False
+        if not loop.is_in_step:
+            raise InvalidArgumentError(
+                "optimizer.step() was called outside of the blocks of zeroshard.steps; call it in "
+                "`with step:`, because a loop with checkpoints continues from the end of a block"
+            )
         if loop.has_stepped:
             raise InvalidArgumentError(
                 "a step of zeroshard.steps calls optimizer.step() more than once; a loop with "
                 "checkpoints can continue only between its steps, so call it once in each"
             )
+        self._owed = self._bound("data").job.version + 1
         return None, True
 
     def _following(self) -> Loop | None:

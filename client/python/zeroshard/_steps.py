@@ -59,9 +59,11 @@ class Step(Generic[B]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if error is None:
-            error = self._end()
-        self._is_open = False
+        try:
+            if error is None:
+                error = self._end()
+        finally:
+            self._is_open = False
         if isinstance(error, self._caught):
             self._error = error
             return True
@@ -225,9 +227,9 @@ def steps(
     :class:`~zeroshard.StepAbortedError` ends the block, and the loop continues with the same number
     and batch. The block is the whole step: forwards, all backward passes, clipping, and one
     ``optimizer.step()``. After that follows everything that depends on the step and does not need
-    the servers: schedulers, the ``update()`` of a gradient scaler, logs. Code of the loop before or
-    after the block runs again as well. Earlier blocks do not, so gradients cannot be accumulated
-    over several blocks.
+    the servers: schedulers, the ``update()`` of a gradient scaler, evaluations, logs. Code of the
+    loop before or after the block runs again as well. Earlier blocks do not, so gradients cannot be
+    accumulated over several blocks.
 
     A step begins without gradients, as after ``zero_grad(set_to_none=True)``. When it is run again,
     these have the values with which it began:
@@ -247,9 +249,11 @@ def steps(
     from there after :class:`~zeroshard.RolledBackError`. The number of the step and the random
     state of each rank at the end of its block are a part of the checkpoint; in Paddle also the
     state of the scheduler that is the learning rate of the optimizer. A checkpoint is complete when
-    the blocks of all ranks have ended. The loop is that of the whole run, not of an epoch, and
-    trains one model. The program saves other data with ``state`` of the checkpoints, which is
-    passed to ``restore``.
+    the blocks of all ranks have ended. What a program does after a block is not run again when the
+    loop continues from the checkpoint that the block has ended with: a scheduler that moves there,
+    or an evaluation that draws random numbers there, gives other results. The loop is that of the
+    whole run, not of an epoch, and trains one model. The program saves other data with ``state`` of
+    the checkpoints, which is passed to ``restore``.
 
     Args:
         batches: the number of steps, or the batches. With checkpoints, batches must be a sequence

@@ -311,6 +311,29 @@ def save_schedule(rank: int, directory: str) -> None:
             next(zs.steps(2, checkpoints))
 
 
+def restart_warmly(rank: int, directory: str, until: int) -> list[float]:
+    """The learning rates of the steps up to ``until``."""
+    rates = []
+    with zs.init(name="restarts"):
+        model, optimizer, checkpoints = shard(directory)
+        schedule = paddle.optimizer.lr.CosineAnnealingWarmRestarts(0.1, T_0=3, T_mult=2)
+        optimizer._learning_rate = schedule
+        for step in zs.steps(until, checkpoints):
+            with step:
+                rates.append(optimizer.get_lr())
+                train_one(model, optimizer)
+                schedule.step()
+        checkpoints.save()
+    return rates
+
+
+def test_warm_restarts_continue_at_their_position(directory: Path) -> None:
+    [all_rates] = ranks.run(1, restart_warmly, str(directory / "whole"), 12)
+    [first] = ranks.run(1, restart_warmly, str(directory / "parts"), 7)
+    [second] = ranks.run(1, restart_warmly, str(directory / "parts"), 12)
+    assert first + second == all_rates
+
+
 def test_a_loop_of_its_own_is_continued_and_changes_and_other_models_are_refused(
     directory: Path,
 ) -> None:

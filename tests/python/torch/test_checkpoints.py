@@ -200,8 +200,10 @@ def test_a_run_returns_to_its_last_checkpoint_when_a_server_is_killed(
             assert_same_buffers(buffers, expected_buffers)
 
 
-def shard(directory: str, width: int = 32, **options: Any) -> tuple[Any, Any, zs.Checkpoints]:
-    checkpoints = zs.Checkpoints(f"file://{directory}", every=1, **options)
+def shard(
+    directory: str, width: int = 32, every: int = 1, **options: Any
+) -> tuple[Any, Any, zs.Checkpoints]:
+    checkpoints = zs.Checkpoints(f"file://{directory}", every=every, **options)
     bare = network(width)
     model, optimizer, _ = group_sharded_parallel(
         bare, torch.optim.AdamW(bare.parameters(), lr=0.01), "os_g", checkpoints=checkpoints
@@ -213,6 +215,28 @@ def train_one(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
     model(*models.batch("mlp", 0, 8)).backward()
     optimizer.step()
+
+
+def save_what_is_lost(rank: int, directory: str, victim: int) -> int:
+    """Loses a server between the last step and its save. Returns the version of the checkpoint."""
+    with zs.init(name="lost"):
+        model, optimizer, checkpoints = shard(directory, every=100)
+        train_one(model, optimizer)
+        assert checkpoints.save() == 1
+        train_one(model, optimizer)
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(zs.RolledBackError, match="start the program again") as error:
+            checkpoints.save()
+        return int(error.value.version)
+
+
+def test_a_save_of_a_version_that_is_lost_is_an_error(directory: Path) -> None:
+    with killable(2) as (address, shards):
+        environment = {"ZEROSHARD_ADDRESS": address}
+        [version] = ranks.run(
+            1, save_what_is_lost, str(directory), shards[0].pid, env=environment, init=None
+        )
+    assert version == 1
 
 
 def misuse(rank: int, directory: str) -> None:

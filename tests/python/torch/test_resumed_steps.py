@@ -199,6 +199,38 @@ def test_a_save_in_a_block_that_has_made_a_step_is_refused(tmp_path: Path) -> No
     assert "call it after the block" in error
 
 
+def fail_late(rank: int, directory: str) -> None:
+    """Makes a step outside of a block, and saves after a block that has failed after its step."""
+
+    def train(number: int) -> None:
+        run.model(*models.batch("mlp", number, 16)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    with zs.init(name="late"):
+        run = Run(rank, "os", directory)
+        loop = zs.steps(3, run.checkpoints, restore=run.restore)
+        with next(loop) as step:
+            train(step.number)
+        with pytest.raises(zs.InvalidArgumentError, match="outside of the blocks"):
+            train(step.number)
+        run.optimizer.zero_grad()
+        with pytest.raises(ValueError, match="log"), next(loop) as step:
+            train(step.number)
+            raise ValueError("the log is full")
+        with pytest.raises(zs.InvalidArgumentError, match="block of step 1 .* ended with an error"):
+            run.checkpoints.save()
+        with next(loop) as step:
+            train(step.number)
+        assert run.checkpoints.save() == 3
+
+
+def test_a_step_outside_of_a_block_and_a_save_after_a_failed_block_are_refused(
+    tmp_path: Path,
+) -> None:
+    ranks.run(1, fail_late, str(tmp_path), init=None)
+
+
 def make_steps(rank: int, directory: str, total: int) -> list[int]:
     """Trains in a run that ends between two checkpoints. Returns the steps that it has made."""
     zs.init(name="gone")

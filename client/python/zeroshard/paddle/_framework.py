@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import Tensor
-from paddle.optimizer.lr import LRScheduler
+from paddle.optimizer.lr import CosineAnnealingWarmRestarts, LRScheduler
 
 from .._core.entry import Entry
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
@@ -301,7 +301,7 @@ class PaddleOptimizer(Optimizer[Tensor]):
         schedule = self._optimizer._learning_rate
         if not isinstance(schedule, LRScheduler):
             return None
-        state: dict[str, Any] = schedule.state_dict()
+        state: dict[str, Any] = {**schedule.state_dict(), **_restarts(schedule)}
         for name, value in state.items():
             if not _is_json(value):
                 raise InvalidArgumentError(
@@ -315,13 +315,24 @@ class PaddleOptimizer(Optimizer[Tensor]):
         schedule = self._optimizer._learning_rate
         if not isinstance(schedule, LRScheduler):
             return
+        own = _restarts(schedule)
         try:
-            schedule.set_state_dict(state)
-        except RuntimeError as error:
+            schedule.set_state_dict({name: state[name] for name in state if name not in own})
+            for name in own:
+                setattr(schedule, name, state[name])
+        except (KeyError, RuntimeError) as error:
             raise InvalidArgumentError(
                 f"the checkpoint has the state of another scheduler ({', '.join(state)}), which "
                 f"{type(schedule).__name__} cannot load; use the scheduler of the run before"
             ) from error
+
+
+def _restarts(schedule: LRScheduler) -> dict[str, Any]:
+    """The position between two warm restarts, which Paddle's ``state_dict`` does not have. (Inside
+    of a ``LinearWarmup`` it follows from the epoch.)"""
+    if not isinstance(schedule, CosineAnnealingWarmRestarts):
+        return {}
+    return {"T_cur": schedule.T_cur, "T_i": schedule.T_i}
 
 
 def _is_json(value: Any) -> bool:
