@@ -284,13 +284,16 @@ impl Job {
         Ok(Description { spec, id: self.0.id, epoch, placement, version: Some(version) })
     }
 
-    /// Waits until the current version of the job is saved where the policy of the job says, for up
-    /// to an hour. Does nothing if it has been saved already. Returns the version and the size of
+    /// Waits until `version`, the one that the last step has made, is saved where the policy of the
+    /// job says, for up to an hour. Does nothing if it has been saved already. Returns the size of
     /// the checkpoint in bytes.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the job has no policy, [`Error::Storage`], [`Error::Timeout`].
-    pub async fn save(&self) -> Result<(u64, u64)> {
+    /// [`Error::RolledBack`]: the job has returned to an earlier version, which is saved.
+    /// [`Error::Invalid`] if the job has no policy or is at a later version,
+    /// [`Error::UserDataLost`], [`Error::Storage`], [`Error::Timeout`].
+    pub async fn save(&self, version: u64) -> Result<u64> {
+        self.check_restored(version)?;
         let Member { cluster, spec, id, .. } = &*self.0;
         let (job, url) = (spec.name.clone(), String::new());
         let request = pb::SaveCheckpointRequest { job, job_id: *id, url, unless_saved: true };
@@ -298,7 +301,16 @@ impl Job {
         loop {
             match cluster.save(request.clone()).await {
                 Err(Error::Timeout { .. }) if !deadline.left().is_zero() => {}
-                saved => return saved,
+                Ok((saved, _)) if saved < version => {
+                    self.end_rolled_back();
+                    return Err(self.rolled_back(saved));
+                }
+                Ok((saved, _)) if saved > version => {
+                    let what = format!("version to save of job {:?}", spec.name);
+                    let expected = format!("{saved}, the current version");
+                    return Err(Error::invalid(what, version, expected));
+                }
+                saved => return saved.map(|(_, bytes)| bytes),
             }
         }
     }
@@ -312,10 +324,12 @@ impl Job {
     /// [`Error::RolledBack`]: the job has returned to an earlier version. [`Error::LeaseLost`],
     /// [`Error::Invalid`], [`Error::Timeout`].
     pub async fn send_user_data(&self, version: u64, user_data: impl Into<Bytes>) -> Result<()> {
+        // Of two restorations, the data must not belong to the time before the second.
+        let epoch = self.epoch();
         self.check_restored(version)?;
         let Member { cluster, spec, id, lease, rank, .. } = &*self.0;
         let data = user_data.into();
-        self.keep_data(version, &data);
+        self.keep_data(epoch, version, &data);
         let request = pb::SendUserDataRequest {
             job: spec.name.clone(),
             job_id: *id,
@@ -332,11 +346,11 @@ impl Job {
     }
 
     /// Keeps the data of this rank for a new coordinator, unless it will be refused.
-    fn keep_data(&self, version: u64, data: &Bytes) {
+    fn keep_data(&self, epoch: u64, version: u64, data: &Bytes) {
         if data.len() > MAX_USER_DATA {
             return;
         }
-        let sent = SentData { version, data: data.clone() };
+        let sent = SentData { epoch, version, data: data.clone() };
         *self.0.user_data.lock().unwrap_or_else(PoisonError::into_inner) = sent;
     }
 

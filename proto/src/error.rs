@@ -171,6 +171,20 @@ pub enum Error {
         /// The version from which the job continues.
         version: u64,
     },
+    /// The data of a rank for a checkpoint was lost.
+    #[error(
+        "version {version} of job {job:?} cannot be saved without the data of rank {rank}, which \
+         was lost before the coordinator had stored it; save a later version"
+    )]
+    UserDataLost {
+        /// The job.
+        job: String,
+        /// The version.
+        version: u64,
+        /// The rank, which ended before it had sent its data, or whose data the last coordinator
+        /// had.
+        rank: u32,
+    },
     /// There is no complete checkpoint.
     #[error(
         "there is no complete checkpoint of {version} of job {job:?} at {url}; \
@@ -353,6 +367,7 @@ impl Error {
             | Self::RankLeft { .. }
             | Self::StepMismatch { .. }
             | Self::RolledBack { .. }
+            | Self::UserDataLost { .. }
             | Self::NoCheckpoint { .. }
             | Self::CheckpointDamaged { .. }
             | Self::Storage { .. }
@@ -384,7 +399,7 @@ impl Error {
             | Self::LeaseLost { .. }
             | Self::Disagreement { .. } => Code::FailedPrecondition,
             Self::StepAborted { .. } | Self::RolledBack { .. } => Code::Aborted,
-            Self::CheckpointDamaged { .. } => Code::DataLoss,
+            Self::UserDataLost { .. } | Self::CheckpointDamaged { .. } => Code::DataLoss,
             Self::Storage { .. } => Code::FailedPrecondition,
             Self::VersionGone { .. } => Code::OutOfRange,
             Self::Timeout { .. } => Code::DeadlineExceeded,

@@ -419,9 +419,9 @@ impl Job {
         wait(py, async move { job.send_user_data(version, user_data).await })
     }
 
-    fn save(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+    fn save(&self, py: Python<'_>, version: u64) -> PyResult<u64> {
         let job = self.job.clone();
-        wait(py, async move { job.save().await })
+        wait(py, async move { job.save(version).await })
     }
 
     fn leave(&self) -> PyResult<Transfer> {

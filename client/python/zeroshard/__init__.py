@@ -53,6 +53,7 @@ from .errors import (
     UnsupportedModuleError,
     UnsupportedOptimizerError,
     UnusedParameterError,
+    UserDataLostError,
     VersionGoneError,
 )
 
@@ -100,6 +101,7 @@ __all__ = [
     "UnsupportedModuleError",
     "UnsupportedOptimizerError",
     "UnusedParameterError",
+    "UserDataLostError",
     "VersionGoneError",
     "__version__",
     "errors",

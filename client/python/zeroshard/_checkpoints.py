@@ -12,7 +12,6 @@ from .errors import (
     InvalidArgumentError,
     InvalidTypeError,
     NoCheckpointError,
-    RolledBackError,
 )
 
 if TYPE_CHECKING:
@@ -117,7 +116,8 @@ class Checkpoints:
             on_memory_shortage=on_memory_shortage,
         )
         self.resumes = resume == "auto"
-        self._url = url
+        #: The directory or prefix of the checkpoints.
+        self.url = url
         self._state = state
         #: The loop whose state is added to the data of a rank. Weak: it ends before the model.
         self._loop: weakref.ref[Loop] | None = None
@@ -155,6 +155,7 @@ class Checkpoints:
                 error.
             RolledBackError: the last step was lost meanwhile, and the job was restored from its
                 checkpoint. Start the program again: it continues from there.
+            UserDataLostError: the data of a rank for the version was lost.
             StorageError: the checkpoint cannot be written.
             TimeoutError: it has not been written after an hour.
         """
@@ -177,16 +178,8 @@ class Checkpoints:
         # The coordinator does not know of a save by an earlier job, and would write it again.
         if job.version == job.started_at and self._has_saved(job):
             return job.version
-        version, _bytes = job.job.save()
-        if version < job.version:
-            error = RolledBackError(
-                f"version {job.version} of job {job.job.name!r} was lost before it was saved, and "
-                f"the job was restored from its checkpoint of version {version}; start the program "
-                "again, which continues from there"
-            )
-            error.version = version
-            raise error
-        return version
+        job.job.save(job.version)
+        return job.version
 
     def _bound(self, method: str) -> Sharding[Any]:
         sharding = None if self._sharding is None else self._sharding()
@@ -199,7 +192,7 @@ class Checkpoints:
 
     def _has_saved(self, job: ModelJob[Any]) -> bool:
         try:
-            _native.user_data(self._url, job.job.name, job.version, job.group.rank)
+            _native.user_data(self.url, job.job.name, job.version, job.group.rank)
         except NoCheckpointError:
             return False
         return True
@@ -208,7 +201,7 @@ class Checkpoints:
         job = sharding.job
         if not job.version:
             return None
-        at = self._url, job.job.name, job.version, rank
+        at = self.url, job.job.name, job.version, rank
         try:
             return _native.user_data(*at)
         except NoCheckpointError:

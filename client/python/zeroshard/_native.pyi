@@ -406,9 +406,9 @@ class Job:
         ``scalar_state`` after them."""
     def send_user_data(self, version: int, user_data: bytes) -> None:
         """Sends the data of this rank for checkpoints of ``version``, which its last step made."""
-    def save(self) -> tuple[int, int]:
-        """Waits until the current version is saved where the policy of the job says. Returns the
-        version and the size in bytes."""
+    def save(self, version: int) -> int:
+        """Waits until ``version``, which the last step made, is saved where the policy of the job
+        says. Returns the size of the checkpoint in bytes."""
     def leave(self) -> Transfer:
         """Starts to leave the job in order."""
 

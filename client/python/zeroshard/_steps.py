@@ -15,6 +15,7 @@ from .errors import (
     NoCheckpointError,
     RolledBackError,
     StepAbortedError,
+    UserDataLostError,
 )
 
 B = TypeVar("B")
@@ -148,19 +149,24 @@ class _Steps(Generic[B]):
         """Continues from the checkpoint. Returns the number of the step."""
         checkpoints = self._checkpoints
         assert checkpoints is not None, "the loop has checkpoints"
-        version, loop, own = checkpoints.resume_loop()
+        try:
+            version, loop, own = checkpoints.resume_loop()
+        except UserDataLostError as lost:
+            raise UserDataLostError(
+                f"{lost}. To continue from the last checkpoint, delete the job if it still exists "
+                f"(zsctl delete {checkpoints.job_name}), and start the program again"
+            ) from lost
         if version and loop is None:
             name = checkpoints.job_name
             raise NoCheckpointError(
                 f"job {name!r} is at version {version}, for which zeroshard.steps has saved no "
-                "data: another loop has trained the job, or a rank or the coordinator was lost "
-                f'after that step (with on_loss="fail"); run `zsctl delete {name}` and remove the '
-                f"checkpoint of version {version} (zsctl checkpoint rm) to continue from an "
-                "earlier one"
+                "data, because another loop has trained it; to continue from an earlier "
+                f"checkpoint, run `zsctl delete {name}` and `zsctl checkpoint rm {name} {version} "
+                f"--url {checkpoints.url}`"
             )
         loop = loop or self._first
-        if loop is not None and "schedule" in loop:
-            checkpoints.optimizer.set_schedule(loop["schedule"])
+        if loop is not None:
+            checkpoints.optimizer.set_schedule(loop.get("schedule"))
         if self._restore is not None:
             self._restore(own)
         if loop is None:
@@ -248,12 +254,12 @@ def steps(
     With ``checkpoints``, the loop begins with the step that follows the checkpoint, and continues
     from there after :class:`~zeroshard.RolledBackError`. The number of the step and the random
     state of each rank at the end of its block are a part of the checkpoint; in Paddle also the
-    state of the scheduler that is the learning rate of the optimizer. A checkpoint is complete when
-    the blocks of all ranks have ended. What a program does after a block is not run again when the
-    loop continues from the checkpoint that the block has ended with: a scheduler that moves there,
-    or an evaluation that draws random numbers there, gives other results. The loop is that of the
-    whole run, not of an epoch, and trains one model. The program saves other data with ``state`` of
-    the checkpoints, which is passed to ``restore``.
+    ``state_dict()`` of the scheduler that is the learning rate of the optimizer. A checkpoint is
+    complete when the blocks of all ranks have ended. What a program does after a block is not run
+    again when the loop continues from the checkpoint that the block has ended with: a scheduler
+    that moves there, or an evaluation that draws random numbers there, gives other results. The
+    loop is that of the whole run, not of an epoch, and trains one model. The program saves other
+    data with ``state`` of the checkpoints, which is passed to ``restore``.
 
     Args:
         batches: the number of steps, or the batches. With checkpoints, batches must be a sequence
@@ -272,7 +278,8 @@ def steps(
             ``fused_allreduce_gradients``; or a block makes two steps in a loop with checkpoints.
         InvalidTypeError: ``batches`` is neither a number nor iterable.
         NoCheckpointError: the job continues, but there is no data of its last step, because another
-            loop has made it, or because the data was lost and the checkpoints have
+            loop has made it.
+        UserDataLostError: the data of the last step was lost, and the checkpoints have
             ``on_loss="fail"``.
         StepAbortedError: the step was aborted 100 times.
         RolledBackError: a server was lost, and ``checkpoints`` is None; or this happened 100 times.

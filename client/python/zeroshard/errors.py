@@ -84,6 +84,11 @@ class NoCheckpointError(Error):
     """There is no complete checkpoint."""
 
 
+class UserDataLostError(NoCheckpointError):
+    """A version cannot be saved, because a rank was lost before it had sent its data for it, or the
+    coordinator before it had stored it."""
+
+
 class CheckpointDamagedError(Error):
     """A file of a checkpoint is missing, incomplete or damaged."""
 

@@ -208,7 +208,8 @@ impl Attempt {
         let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.timeout);
         if !commit.user_data.is_empty() {
-            self.job.keep_data(self.state.step.saturating_add(1), &commit.user_data);
+            let State { epoch, step, .. } = *self.state;
+            self.job.keep_data(epoch, step.saturating_add(1), &commit.user_data);
         }
         let request = pb::CommitRequest {
             turn: Some(self.turn()),

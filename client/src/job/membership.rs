@@ -80,8 +80,21 @@ pub(super) struct Watcher {
 /// The data for checkpoints that the rank has sent last, which a new coordinator does not have.
 #[derive(Debug, Clone, Default)]
 pub(super) struct SentData {
+    /// The epoch in which the rank has sent it.
+    pub(super) epoch: u64,
     pub(super) version: u64,
     pub(super) data: Bytes,
+}
+
+impl SentData {
+    /// The version and the data; none if the job was restored from a checkpoint since. The job may
+    /// reach the version again, with other data.
+    fn current(&self, restored: Option<pb::Restored>) -> (u64, Bytes) {
+        match restored.is_some_and(|restored| self.epoch < restored.epoch) {
+            true => (0, Bytes::new()),
+            false => (self.version, self.data.clone()),
+        }
+    }
 }
 
 type Memberships = tonic::Streaming<pb::JoinResponse>;
@@ -136,10 +149,11 @@ impl Watcher {
         let stream = self.cluster.tries("a stream for the lease", |_| {
             // The stream has no deadline: it lasts as long as the lease.
             let mut client = Cluster::client(self.cluster.connection.clone());
-            let epoch = self.told.borrow().epoch;
+            let Membership { epoch, restored, .. } = *self.told.borrow();
             let (step, attempt) = self.attempts.latest(epoch);
-            let SentData { version: user_data_version, data: user_data } =
-                self.user_data.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let sent = self.user_data.lock().unwrap_or_else(PoisonError::into_inner);
+            let (user_data_version, user_data) = sent.current(restored);
+            drop(sent);
             let request = pb::JoinRequest {
                 epoch,
                 step,
@@ -269,6 +283,19 @@ mod tests {
             pb::JoinResponse { epoch: 3, placement: Some(placement(8)), ..Default::default() };
         now.update(moved).unwrap();
         assert_eq!((now.version, now.placement.servers()[0].id, now.peers.len()), (Some(5), 8, 2));
+    }
+
+    #[test]
+    fn data_of_a_version_that_was_lost_is_not_sent_again() {
+        let sent = SentData { epoch: 4, version: 7, data: Bytes::from_static(b"data") };
+        let current = |epoch| sent.current(Some(pb::Restored { epoch, version: 5 }));
+        let lost = (0, Bytes::new());
+        let kept = (7, sent.data.clone());
+        assert_eq!(
+            [sent.current(None), current(3), current(4)],
+            [kept.clone(), kept.clone(), kept]
+        );
+        assert_eq!(current(5), lost);
     }
 
     #[test]

@@ -37,6 +37,7 @@ fn every_variant(text: &str) -> Vec<Error> {
         Error::StepMismatch { job: t(), step: 1, current: 2 },
         Error::StepAborted { job: t(), step: 1, epoch: 2, cause: t() },
         Error::RolledBack { job: t(), version: 1 },
+        Error::UserDataLost { job: t(), version: 1, rank: 2 },
         Error::NoCheckpoint { url: t(), job: t(), version: t() },
         Error::CheckpointDamaged { file: t(), cause: t() },
         Error::Storage { action: t(), url: t(), cause: t() },

@@ -107,9 +107,9 @@ pub struct Shard {
     /// Maximum number of bytes of versions that readers have pinned; further pins are refused
     #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
     pub pinned_bytes: u64,
-    /// Maximum number of bytes of second copies of slices, which steps need during a save. Where
-    /// they are exhausted, the step waits or the save is given up, as the policy of the job says;
-    /// by default there is no limit
+    /// Maximum number of bytes of second copies of slices, which the steps of all jobs need during
+    /// saves. Where they are exhausted, the step waits or the save is given up, as the policy of
+    /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
 }
@@ -150,9 +150,9 @@ pub struct All {
     /// Maximum number of bytes of versions that readers have pinned; further pins are refused
     #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
     pub pinned_bytes: u64,
-    /// Maximum number of bytes of second copies of slices, which steps need during a save. Where
-    /// they are exhausted, the step waits or the save is given up, as the policy of the job says;
-    /// by default there is no limit
+    /// Maximum number of bytes of second copies of slices, which the steps of all jobs need during
+    /// saves. Where they are exhausted, the step waits or the save is given up, as the policy of
+    /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
     /// Seconds after which a job without workers is deleted, and saved before if it has a policy

@@ -80,10 +80,11 @@ impl Driver {
     }
 
     async fn plan(&self, placing: Placing) -> Result<Placed> {
-        let checkpoint = storage::find(&placing).await?;
+        let (checkpoint, user_data) = storage::find(&placing).await?;
         let Placing { spec, live, zones, .. } = placing;
         let plan = move || Plan::new(&spec, &live, &zones);
-        Ok(Placed { plan: self.failure.blocking("place a job", plan).await?, checkpoint })
+        let plan = self.failure.blocking("place a job", plan).await?;
+        Ok(Placed { plan, checkpoint, user_data })
     }
 
     /// Completes a checkpoint in a task of its own.

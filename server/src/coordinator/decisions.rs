@@ -230,7 +230,7 @@ impl Cluster {
         decided.answer(out);
         open.last = Some(decided);
         // A rank sends its data before it commits the next step.
-        if let Some((save, error)) = open.saves.without_data_of(|_| true) {
+        if let Some((save, error)) = open.saves.without_data_of(name, |_| true) {
             let job = JobRef { name: name.to_owned(), id: *id };
             self.save_ended(&job, save, Err(error), now, out);
         }

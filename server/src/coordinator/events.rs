@@ -340,6 +340,8 @@ pub(crate) struct Placing {
 pub(crate) struct Placed {
     pub(crate) plan: Plan,
     pub(crate) checkpoint: Option<Checkpoint>,
+    /// The data of the ranks in the checkpoint.
+    pub(crate) user_data: BTreeMap<u32, Bytes>,
 }
 
 /// A complete checkpoint.

@@ -24,6 +24,7 @@ use super::{
     replicas::Replicas,
     restore::same_checkpoint,
     state::{Job, Open, Phase},
+    user_data::UserData,
 };
 
 /// The memory that a server needs for each slice, in bytes.
@@ -177,7 +178,7 @@ impl Cluster {
         let (spec, job_id, name) = (spec.clone(), *id, job.name.as_str());
         let succession = succession.clone();
         let source = succession.as_ref().map(|succession| self.source(succession)).transpose();
-        let (Placed { plan, checkpoint }, source) = match (placed, source) {
+        let (Placed { plan, checkpoint, user_data }, source) = match (placed, source) {
             (Err(error), _) | (_, Err(error)) => return self.cannot_open(name, &error, now, out),
             (Ok(placed), Ok(source)) => (placed, source),
         };
@@ -216,7 +217,7 @@ impl Cluster {
         {
             job.epoch = epoch;
             let (creators, interrupted) = (std::mem::take(creators), interrupted.take());
-            let restored = checkpoint.map(|checkpoint| checkpoint.version);
+            let restored = checkpoint.map(|of| (of.version, UserData::restored(user_data)));
             job.phase = Phase::Opening { plan, restored, pending, creators, interrupted };
         }
         self.open_if_all_are(name, now, out);
@@ -253,8 +254,8 @@ impl Cluster {
         out.extend(std::mem::take(creators).into_iter().map(created));
         let replicas = Replicas::new(&job.spec, &plan.placement);
         let mut open = Open::new(plan.clone(), replicas);
-        if let Some(version) = *restored {
-            open.restored(version);
+        if let Some((version, user_data)) = restored.take() {
+            open.restored(version, user_data);
         }
         let interrupted = interrupted.take();
         job.phase = Phase::Open(Box::new(open));

@@ -21,6 +21,7 @@ use super::{
     members::{Member, Members, Queue},
     recovery::{RECOVERY, Ranks},
     state::{Job, Open, Phase},
+    user_data::UserData,
 };
 
 /// How long an interrupted job waits for servers and for its slices.
@@ -253,8 +254,9 @@ impl Cluster {
 
 impl Open {
     /// The job is at the version of a checkpoint, with all of its parameters.
-    pub(super) fn restored(&mut self, version: u64) {
+    pub(super) fn restored(&mut self, version: u64, user_data: UserData) {
         self.version = Some(version);
+        self.saves.user_data = user_data;
         self.uninitialised.clear();
     }
 

@@ -19,7 +19,7 @@ use super::{
     events::{Action, Caller, Command, JobRef, Now, Reply, ServerId, Waiter},
     responses::Files,
     state::{Job, Phase},
-    user_data::{UserData, missing},
+    user_data::UserData,
 };
 
 /// How long a save may take. It is given up afterwards, so that a store that does not respond does
@@ -153,10 +153,16 @@ impl Saves {
 
     /// If the current save waits for the data of a rank for which `is_over` is true: the number of
     /// the save, and its error.
-    pub(super) fn without_data_of(&self, is_over: impl Fn(u32) -> bool) -> Option<(u64, Error)> {
-        let Saving { plan, user_data, .. } = self.current.as_ref()?;
+    pub(super) fn without_data_of(
+        &self,
+        job: &str,
+        is_over: impl Fn(u32) -> bool,
+    ) -> Option<(u64, Error)> {
+        let Saving { plan: SavePlan { save, version, .. }, user_data, .. } =
+            self.current.as_ref()?;
         let rank = user_data.awaited.iter().copied().find(|&rank| is_over(rank))?;
-        Some((plan.save, missing(rank, plan.version, &plan.url)))
+        let (job, version) = (job.to_owned(), *version);
+        Some((*save, Error::UserDataLost { job, version, rank }))
     }
 
     /// The current save, if it has this number.
@@ -241,7 +247,7 @@ impl Cluster {
         };
         let Some(version) = open.version else { return };
         if let Some(&rank) = open.saves.user_data.missing.first() {
-            let error = missing(rank, version, &url);
+            let error = Error::UserDataLost { job: name.to_owned(), version, rank };
             let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error.clone()));
             return out.extend(waiters.into_iter().map(answer));
         }

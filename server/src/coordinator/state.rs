@@ -22,6 +22,7 @@ use super::{
     resting::Resting,
     restore::Interrupted,
     save::Saves,
+    user_data::UserData,
 };
 use crate::attempt::Attempt;
 
@@ -72,8 +73,8 @@ pub(crate) enum Phase {
     /// The servers of the job allocate memory.
     Opening {
         plan: Plan,
-        /// The version of the checkpoint that the servers read.
-        restored: Option<u64>,
+        /// The version of the checkpoint that the servers read, and the data of the ranks in it.
+        restored: Option<(u64, UserData)>,
         pending: BTreeSet<ServerId>,
         creators: Vec<Waiter>,
         /// As in `Waiting`.

@@ -1,6 +1,9 @@
 //! The coordinator's part of a checkpoint in its storage: the data of the ranks, the manifest, and
 //! the removal of old checkpoints.
 
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
 use zeroshard_checkpoint::{Manifest, Storage};
 use zeroshard_proto::{Error, JobSpec, Restore, RestoreVersion, Result};
 
@@ -9,41 +12,49 @@ use super::{
     save::{Completion, SavePlan},
 };
 
+/// A checkpoint, if there is one, and the data of its ranks.
+type Found = (Option<Checkpoint>, BTreeMap<u32, Bytes>);
+
 /// Finds the checkpoint from which a job starts. `None`: it starts without one.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`]; [`Error::Invalid`] for a checkpoint of another model or optimizer, and
 /// for a job whose own checkpoints are not those that it would continue; [`Error::Storage`],
 /// [`Error::CheckpointDamaged`].
-pub(super) async fn find(placing: &Placing) -> Result<Option<Checkpoint>> {
+pub(super) async fn find(placing: &Placing) -> Result<Found> {
     let found = match &placing.restore {
         Some(restore) => look_up(restore, &placing.spec).await?,
-        None => None,
+        None => Found::default(),
     };
-    check_own(&placing.spec, found.as_ref()).await?;
+    check_own(&placing.spec, found.0.as_ref()).await?;
     Ok(found)
 }
 
-async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Option<Checkpoint>> {
+async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Found> {
     let Restore { url, job, version } = restore;
     let storage = Storage::open(url)?;
     let version = match version {
         RestoreVersion::Exactly(version) => *version,
         latest => match (storage.versions(job).await?.last(), latest) {
             (Some(version), _) => *version,
-            (None, RestoreVersion::LatestIfAny) => return Ok(None),
+            (None, RestoreVersion::LatestIfAny) => return Ok(Found::default()),
             (None, _) => {
                 let (url, job) = (url.clone(), job.clone());
                 return Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() });
             }
         },
     };
-    if let Some(difference) = storage.manifest(job, version).await?.difference(spec) {
+    let manifest = storage.manifest(job, version).await?;
+    if let Some(difference) = manifest.difference(spec) {
         let what = format!("spec of job {:?}", spec.name);
         let expected = format!("the model and optimizer of version {version} of job {job:?}");
         return Err(Error::invalid(what, format!("different in its {difference}"), expected));
     }
-    Ok(Some(Checkpoint { url: url.clone(), job: job.clone(), version }))
+    let mut user_data = BTreeMap::new();
+    for rank in manifest.ranks() {
+        user_data.extend(storage.user_data(&manifest, rank).await?.map(|data| (rank, data)));
+    }
+    Ok((Some(Checkpoint { url: url.clone(), job: job.clone(), version }), user_data))
 }
 
 /// Checks that the place of a job's own checkpoints has none that the job does not continue: after

@@ -42,6 +42,11 @@ pub(crate) struct RankData {
 }
 
 impl UserData {
+    /// That of a version that was restored from a checkpoint.
+    pub(super) fn restored(ranks: BTreeMap<u32, Bytes>) -> Self {
+        Self { ranks, ..Self::default() }
+    }
+
     /// The data of ranks, none of which has been received by this coordinator. That of ranks that
     /// are not `members` is lost.
     pub(super) fn lost_with_coordinator(ranks: &[u32], members: &Members) -> Self {
@@ -70,15 +75,6 @@ impl UserData {
             self.ranks.insert(rank, data);
         }
         self.awaited.remove(&rank) && self.is_complete()
-    }
-}
-
-/// The error of a save without the data of a rank.
-pub(super) fn missing(rank: u32, version: u64, url: &str) -> Error {
-    Error::Storage {
-        action: "write".to_owned(),
-        url: url.to_owned(),
-        cause: format!("rank {rank} did not send its data of version {version}"),
     }
 }
 
@@ -169,7 +165,7 @@ impl Cluster {
             return true;
         }
         if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name)
-            && let Some((save, error)) = open.saves.without_data_of(|other| other == rank)
+            && let Some((save, error)) = open.saves.without_data_of(name, |other| other == rank)
         {
             self.save_ended(&job, save, Err(error), now, out);
         }

@@ -102,6 +102,8 @@ struct Inner<B: Backend> {
     saves: u32,
     /// The last checkpoint that holds the current version, unless it has released it.
     hold: Weak<Hold>,
+    /// The last checkpoint that has held a version, and the number of the slice.
+    last_save: Option<(Arc<Holds>, u32)>,
     /// Of a backup: the elements of the reduced gradient that have arrived.
     from_primary: usize,
 }
@@ -434,6 +436,7 @@ impl<B: Backend> Inner<B> {
             replacement: None,
             saves: 0,
             hold: Weak::new(),
+            last_save: None,
             from_primary: 0,
         }
     }
@@ -476,7 +479,9 @@ impl<B: Backend> Inner<B> {
         }
         match self.reserve(backend) {
             Err(error @ Error::OutOfMemory { .. }) if self.saves > 0 => {
-                self.hold.upgrade().inspect(|hold| hold.wait(error));
+                if let Some((save, slice)) = &self.last_save {
+                    save.wait(*slice, error);
+                }
                 return Ok(None);
             }
             reserved => reserved?,

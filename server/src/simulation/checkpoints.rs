@@ -117,14 +117,18 @@ impl World {
         self.flush(server);
     }
 
-    /// The checkpoint from which a job starts.
-    pub(super) fn find(&self, placing: &Placing) -> Result<Option<Checkpoint>> {
-        let Some(restore) = &placing.restore else { return Ok(None) };
+    /// The checkpoint from which a job starts, and the data of its ranks.
+    pub(super) fn find(
+        &self,
+        placing: &Placing,
+    ) -> Result<(Option<Checkpoint>, BTreeMap<u32, Bytes>)> {
+        let Some(restore) = &placing.restore else { return Ok(Default::default()) };
         match (self.store.latest(), restore.version) {
             (Some(version), _) => {
-                Ok(Some(Checkpoint { url: URL.to_owned(), job: JOB.to_owned(), version }))
+                let checkpoint = Checkpoint { url: URL.to_owned(), job: JOB.to_owned(), version };
+                Ok((Some(checkpoint), self.user_data(version)))
             }
-            (None, RestoreVersion::LatestIfAny) => Ok(None),
+            (None, RestoreVersion::LatestIfAny) => Ok(Default::default()),
             (None, _) => {
                 let (url, job) = (URL.to_owned(), JOB.to_owned());
                 Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() })
@@ -166,10 +170,13 @@ impl World {
     }
 
     fn check_user_data(&mut self, version: u64, found: &BTreeMap<u32, Bytes>) {
-        let expected = (0..self.size.world).map(|rank| (rank, user_data(rank, version)));
-        if !found.iter().map(|(rank, data)| (*rank, data.clone())).eq(expected) {
+        if *found != self.user_data(version) {
             self.fail(format!("the checkpoint of version {version} has the data {found:?}"));
         }
+    }
+
+    fn user_data(&self, version: u64) -> BTreeMap<u32, Bytes> {
+        (0..self.size.world).map(|rank| (rank, user_data(rank, version))).collect()
     }
 
     fn check_saved(&mut self, version: u64, slices: &Slices) {

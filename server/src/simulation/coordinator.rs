@@ -238,8 +238,11 @@ impl World {
             Action::Command(server, command) => self.send_command(server, command),
             Action::Place(placing) => {
                 let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
-                let checkpoint = self.find(&placing);
-                let placed = plan.and_then(|plan| Ok(Placed { plan, checkpoint: checkpoint? }));
+                let found = self.find(&placing);
+                let placed = plan.and_then(|plan| {
+                    let (checkpoint, user_data) = found?;
+                    Ok(Placed { plan, checkpoint, user_data })
+                });
                 let event = Box::new(Event::Placed { job: placing.job, placed });
                 self.later(Happening::Event { life, stream: None, event });
             }

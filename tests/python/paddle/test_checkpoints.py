@@ -300,15 +300,23 @@ def save_schedule(rank: int, directory: str) -> None:
             next(zs.steps(1, checkpoints))
     with zs.init(name="schedule"):
         model, optimizer, checkpoints = shard(directory)
+        optimizer._learning_rate = paddle.optimizer.lr.StepDecay(0.1, step_size=3)
         for step in zs.steps(1, checkpoints):
             with step:
                 train_one(model, optimizer)
         checkpoints.save()
-    with zs.init(name="schedule"):
-        _, optimizer, checkpoints = shard(directory)
-        optimizer._learning_rate = paddle.optimizer.lr.ReduceOnPlateau(0.1)
-        with pytest.raises(zs.InvalidArgumentError, match="ReduceOnPlateau cannot load"):
-            next(zs.steps(2, checkpoints))
+    lr = paddle.optimizer.lr
+    for other, name in (
+        (lr.ReduceOnPlateau(0.1), "ReduceOnPlateau"),
+        # Its state has the same names.
+        (lr.CosineAnnealingDecay(0.1, T_max=3), "CosineAnnealingDecay"),
+        (0.1, "a number"),
+    ):
+        with zs.init(name="schedule"):
+            _, optimizer, checkpoints = shard(directory)
+            optimizer._learning_rate = other
+            with pytest.raises(zs.InvalidArgumentError, match=f"is {name}, .* it is StepDecay"):
+                next(zs.steps(2, checkpoints))
 
 
 def restart_warmly(rank: int, directory: str, until: int) -> list[float]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import models
 import ranks
 import zeroshard as zs
-from servers import killable, servers
+from servers import BINARY, killable, servers
 from training import LEVELS, SEGMENT
 from zeroshard.torch import group_sharded_parallel
 
@@ -225,7 +226,7 @@ def save_what_is_lost(rank: int, directory: str, victim: int) -> int:
         assert checkpoints.save() == 1
         train_one(model, optimizer)
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(zs.RolledBackError, match="start the program again") as error:
+        with pytest.raises(zs.RolledBackError, match="continue from step 1") as error:
             checkpoints.save()
         return int(error.value.version)
 
@@ -279,6 +280,28 @@ def misuse(rank: int, directory: str) -> None:
 
 def test_other_models_other_groups_and_large_states_are_refused(directory: Path) -> None:
     ranks.run(1, misuse, str(directory), init=None)
+
+
+def save_elsewhere(rank: int, directory: str) -> bytes | None:
+    """Saves a restored version at another place. Returns the data of the rank there."""
+    other = f"file://{directory}/other"
+    with zs.init(name="elsewhere"):
+        model, optimizer, checkpoints = shard(directory, state=lambda: b"of step 0")
+        train_one(model, optimizer)
+        checkpoints.save()
+    with zs.init(name="elsewhere"):
+        _, _, checkpoints = shard(directory)
+        name = checkpoints.job_name
+        command = [BINARY.with_name("zsctl"), "checkpoint", "save", name, "--url", other]
+        subprocess.run(command, check=True)
+        return zs._native.user_data(other, name, 1, rank)
+
+
+def test_a_restored_version_is_saved_elsewhere_with_the_data_of_the_ranks(directory: Path) -> None:
+    with servers(1) as address:
+        environment = {"ZEROSHARD_ADDRESS": address}
+        [data] = ranks.run(1, save_elsewhere, str(directory), env=environment, init=None)
+    assert data == b"of step 0"
 
 
 def outlive(rank: int, directory: str, first: bool) -> tuple[int, bytes | None]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch
 import models
 import ranks
 import zeroshard as zs
-from servers import killable, server, servers, start
+from servers import BINARY, killable, server, servers, start
 from test_checkpoints import EVERY, STEPS, in_memory, network, wait_for
 from training import LEVELS, SEGMENT
 from zeroshard.torch import group_sharded_parallel
@@ -27,11 +30,19 @@ Disturb = Callable[[int, str], None]
 class Run:
     """A training of one level on one of two ranks, which writes its losses to a file."""
 
-    def __init__(self, rank: int, level: str, directory: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        level: str,
+        directory: str,
+        on_loss: Literal["restore", "fail"] = "restore",
+    ) -> None:
         torch.manual_seed(1)
         bare = network()
         trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
-        self.checkpoints = zs.Checkpoints(f"file://{directory}", every=EVERY, state=self.state)
+        self.checkpoints = zs.Checkpoints(
+            f"file://{directory}", every=EVERY, on_loss=on_loss, state=self.state
+        )
         self.model, self.optimizer, self.scaler = group_sharded_parallel(
             bare,
             torch.optim.AdamW(trained, lr=0.01),
@@ -143,7 +154,9 @@ def test_a_run_with_checkpoints_continues_when_a_server_is_killed_and_when_a_ran
             assert len(lines) >= len(LEVELS) * (STEPS + 3), lines
 
 
-def train_until_killed(rank: int, directory: str) -> str:
+def train_until_killed(
+    rank: int, directory: str, on_loss: Literal["restore", "fail"] = "restore"
+) -> str:
     """Rank 1 is killed after it has made a step, and before its block ends."""
     mark = Path(directory) / "killed"
 
@@ -154,7 +167,7 @@ def train_until_killed(rank: int, directory: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with zs.init(name="steps"):
-        return Run(rank, "os_g", directory).train(disturb)
+        return Run(rank, "os_g", directory, on_loss).train(disturb)
 
 
 def test_a_rank_that_is_killed_after_its_step_continues_from_the_checkpoint_before(
@@ -173,6 +186,26 @@ def test_a_rank_that_is_killed_after_its_step_continues_from_the_checkpoint_befo
             repeated = [int(line.split()[1]) for line in distinct if lines.count(line) > 1]
             # Rank 0 may have begun the step after.
             assert repeated[:2] == [EVERY, EVERY + 1]
+
+
+def test_a_run_whose_data_is_lost_says_how_to_continue_if_it_may_not_be_restored() -> None:
+    with in_memory() as calm, in_memory() as directory, servers(1) as address:
+        environment = {"ZEROSHARD_ADDRESS": address}
+        (calm / "killed").touch()
+        expected = ranks.run(2, train_until_killed, str(calm), "fail", env=environment)
+        train = str(directory), "fail"
+        with pytest.raises(ranks.RankFailed, match="rank 1:\nended without a word"):
+            ranks.run(2, train_until_killed, *train, env=environment)
+        advice = rf"UserDataLostError: version {EVERY + 2} .* rank 1, .*\(zsctl delete (\S+)\)"
+        with pytest.raises(ranks.RankFailed, match=advice) as lost:
+            ranks.run(2, train_until_killed, *train, env=environment)
+        name = re.search(advice, str(lost.value))
+        assert name is not None
+        # It may have ended with its ranks.
+        subprocess.run(
+            [BINARY.with_name("zsctl"), "delete", name[1], "--address", address], check=False
+        )
+        assert ranks.run(2, train_until_killed, *train, env=environment) == expected
 
 
 def save_early(rank: int, directory: str) -> str:

@@ -82,7 +82,7 @@ async fn disturb(
     let [first, second] = &jobs[..] else { panic!("two ranks") };
     tokio::join!(repeat(first, 0), repeat(second, 0));
     if spec.checkpoints.is_some() {
-        first.save().await.unwrap();
+        first.save(1).await.unwrap();
     }
     // Rank 1 is one phase behind rank 0, which waits for it.
     let behind = if phase == Phase::Decided { Phase::Sent } else { Phase::Begun };

@@ -83,6 +83,26 @@ async fn a_rank_without_a_call_learns_of_the_restoration_from_its_next_one() {
 }
 
 #[tokio::test]
+async fn a_save_of_a_version_that_was_lost_is_an_error() {
+    let directory = directory();
+    let mut cluster = Cluster::start(3);
+    let checkpoints = Some(policy(directory.path(), 2));
+    let jobs = start(cluster.address(), &JobSpec { checkpoints, ..spec("lost") }).await;
+    for step in 0..3 {
+        step_all(&jobs, step).await;
+    }
+    until_saved(directory.path(), "lost", 2).await;
+    cluster.shards[1].kill();
+    let rolled_back = Err(Error::RolledBack { job: "lost".into(), version: 2 });
+    assert_eq!(jobs[0].save(3).await, rolled_back);
+    until("the job is restored", || jobs[1].restored().is_some()).await;
+    assert_eq!(jobs[1].save(3).await, rolled_back);
+    step_all(&jobs, 2).await;
+    assert!(matches!(jobs[0].save(2).await, Err(Error::Invalid { .. })));
+    assert!(jobs[0].save(3).await.unwrap() > 0);
+}
+
+#[tokio::test]
 async fn servers_are_killed_and_replaced_during_a_run() {
     let expected = calm().await;
     let directory = directory();

@@ -42,7 +42,7 @@ async fn a_job_trains_through_saves_without_room_for_all_of_its_slices() {
                 let last = jobs[0].state_hash(STEPS).await.unwrap();
                 assert_eq!(Some(&last), undisturbed.last(), "{name}");
                 // The policy may have begun a save of the last version, which nothing disturbs.
-                assert_eq!(jobs[0].save().await.unwrap().0, STEPS, "{name}");
+                jobs[0].save(STEPS).await.unwrap();
             }
         }
         if on_memory_shortage == Some(OnMemoryShortage::Wait) {
@@ -100,6 +100,6 @@ async fn a_step_without_room_waits_for_the_save_or_the_save_is_given_up_with_an_
             }
         }
         attempt.commit(Commit::default()).await.unwrap();
-        assert_eq!(rank.save().await.unwrap().0, 1, "no step needs room");
+        rank.save(1).await.expect("no step needs room");
     }
 }

@@ -243,13 +243,14 @@ impl Remote {
         self.runtime.block_on(self.job.state_hash(version))
     }
 
-    /// Waits until the current version is saved, if the job has a policy for checkpoints.
+    /// Waits until `version`, the one that the last step has made, is saved, if the job has a
+    /// policy for checkpoints.
     ///
     /// # Errors
-    /// [`Error::Storage`], [`Error::Timeout`].
-    pub fn save(&self) -> Result<()> {
+    /// [`Error::RolledBack`], [`Error::Storage`], [`Error::Timeout`].
+    pub fn save(&self, version: u64) -> Result<()> {
         if self.spec().checkpoints.is_some() {
-            self.runtime.block_on(self.job.save())?;
+            self.runtime.block_on(self.job.save(version))?;
         }
         Ok(())
     }

@@ -84,6 +84,39 @@ struct Run<'a> {
     aborted: u64,
 }
 
+/// What a run has done so far.
+struct Progress {
+    begin: Instant,
+    /// The version with which the run began, or a lower one to which the job has returned since.
+    first: u64,
+    version: u64,
+    /// The loss of each step.
+    train: Vec<(u64, f64)>,
+    /// The loss of each evaluation, by version.
+    held_out: Vec<(u64, f64)>,
+    skipped: Vec<u64>,
+}
+
+impl Progress {
+    fn new(first: u64) -> Self {
+        let (train, held_out, skipped) = (Vec::new(), Vec::new(), Vec::new());
+        Self { begin: Instant::now(), first, version: first, train, held_out, skipped }
+    }
+
+    /// The steps from this version on are run again, with the same data.
+    fn return_to(&mut self, version: u64) {
+        self.train.retain(|(step, _)| *step < version);
+        self.held_out.retain(|(at, _)| *at <= version);
+        self.skipped.retain(|step| *step < version);
+        self.first = self.first.min(version);
+        self.version = version;
+    }
+
+    fn steps(&self) -> u64 {
+        self.version - self.first
+    }
+}
+
 impl<'a> Run<'a> {
     /// Prepares this rank's part of the model, together with the other ranks of the replica.
     fn new(
@@ -121,8 +154,16 @@ impl<'a> Run<'a> {
         if version >= plan.steps {
             return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
         }
-        let outcome = self.steps(version, output)?;
-        self.link.server.save()?;
+        let mut progress = Progress::new(version);
+        let outcome = loop {
+            match self.rest(&mut progress, output) {
+                Err(Error::Cluster(ClusterError::RolledBack { version, .. })) => {
+                    output.restored(progress.version, version)?;
+                    progress.return_to(version);
+                }
+                outcome => break outcome?,
+            }
+        };
         self.link.server.leave()?;
         Ok(outcome)
     }
@@ -139,65 +180,62 @@ impl<'a> Run<'a> {
         Ok(0)
     }
 
-    fn steps(&mut self, first: u64, output: &mut Output) -> Result<Option<Outcome>> {
-        let begin = Instant::now();
+    /// Runs the steps that are left, and saves the result.
+    ///
+    /// # Errors
+    /// [`ClusterError::RolledBack`]: some of the steps were lost and have to be run again.
+    fn rest(&mut self, progress: &mut Progress, output: &mut Output) -> Result<Option<Outcome>> {
+        self.steps(progress, output)?;
+        let outcome = if self.rank == 0 { Some(self.outcome(progress)?) } else { None };
+        self.link.server.save(progress.version)?;
+        Ok(outcome)
+    }
+
+    fn steps(&mut self, progress: &mut Progress, output: &mut Output) -> Result<()> {
         let plan = self.plan;
         let every = plan.steps.div_ceil(EVALUATIONS);
-        let (mut train, mut held_out, mut skipped) = (Vec::new(), Vec::new(), 0);
-        let mut version = first;
-        while version < plan.steps {
-            let step = version;
-            let report = match self.step(step) {
-                Err(Error::Cluster(ClusterError::RolledBack { version: restored, .. })) => {
-                    // The steps since then are run again, with the same data.
-                    train.retain(|(step, _)| *step < restored);
-                    held_out.retain(|(step, _)| *step <= restored);
-                    output.restored(step, restored)?;
-                    version = restored;
-                    continue;
-                }
-                report => report?,
-            };
-            version = report.version;
-            skipped += u64::from(!report.applied);
+        while progress.version < plan.steps {
+            let step = progress.version;
+            let report = self.step(step)?;
             let loss = report.loss.unwrap_or(f64::NAN);
-            train.push((step, loss));
+            progress.version = report.version;
+            progress.train.push((step, loss));
+            if !report.applied {
+                progress.skipped.push(step);
+            }
             output.step(&StepEvent {
                 step,
                 loss,
                 gradient_norm: report.gradient_norm,
                 applied: report.applied,
                 overflow: self.overflow(&report),
-                tokens: self.tokens(version.saturating_sub(first)),
+                tokens: self.tokens(progress.steps()),
                 traffic: self.link.server.traffic(),
             })?;
+            let version = progress.version;
             let due = version.is_multiple_of(every) || version >= plan.steps;
             // The ranks of the first replica evaluate.
             if due && plan.parallelism.replica(self.rank) == 0 {
-                match levels::evaluate(&self.link, &self.network, version, &self.held_out) {
-                    // The next step reports it.
-                    Err(Error::Cluster(ClusterError::RolledBack { .. })) => {}
-                    loss => {
-                        let loss = loss?;
-                        held_out.push((version, loss));
-                        output.evaluation(version, loss)?;
-                    }
-                }
+                let loss = levels::evaluate(&self.link, &self.network, version, &self.held_out)?;
+                progress.held_out.push((version, loss));
+                output.evaluation(version, loss)?;
             }
         }
-        if self.rank != 0 {
-            return Ok(None);
-        }
-        let elapsed = begin.elapsed();
+        Ok(())
+    }
+
+    fn outcome(&self, progress: &Progress) -> Result<Outcome> {
+        let version = progress.version;
+        let elapsed = progress.begin.elapsed();
         let traffic = self.link.server.traffic();
         // Read before sampling, which holds all parameters at every level.
         let peak_bytes = self.link.ledger.peak();
         let (prompt, sample) = self.sample(version)?;
-        Ok(Some(Outcome {
+        Ok(Outcome {
             steps: version,
-            train,
-            held_out,
-            skipped,
+            train: progress.train.clone(),
+            held_out: progress.held_out.clone(),
+            skipped: progress.skipped.len() as u64,
             aborted: self.aborted,
             parameters: self.network.model().elements(),
             unigram_entropy: self.corpus.unigram_entropy(),
@@ -206,10 +244,10 @@ impl<'a> Run<'a> {
             pulled_bytes: traffic.pulled_bytes,
             pushed_bytes: traffic.pushed_bytes,
             elapsed,
-            tokens: self.tokens(version.saturating_sub(first)),
+            tokens: self.tokens(progress.steps()),
             prompt,
             sample,
-        }))
+        })
     }
 
     /// Runs a step until it is decided. An aborted step is run again with the same data, unless the

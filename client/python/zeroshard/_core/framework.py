@@ -114,8 +114,12 @@ class Optimizer(ABC, Generic[T]):
         schedulers are objects of the program's own."""
         return None
 
-    def set_schedule(self, state: dict[str, Any]) -> None:
-        """Loads a state of :meth:`schedule`. Does nothing if the optimizer has no scheduler."""
+    def set_schedule(self, state: dict[str, Any] | None) -> None:
+        """Loads a state of :meth:`schedule`.
+
+        Raises:
+            InvalidArgumentError: the state is that of another scheduler.
+        """
 
 
 class Framework(ABC, Generic[T]):

@@ -277,6 +277,9 @@ class _Paddle(Framework[Tensor]):
 
 PADDLE = _Paddle()
 
+#: The class of a scheduler, among the items of its saved state.
+_CLASS = "class"
+
 
 class PaddleOptimizer(Optimizer[Tensor]):
     """The settings of a ``paddle.optimizer.Optimizer``.
@@ -302,6 +305,8 @@ class PaddleOptimizer(Optimizer[Tensor]):
         if not isinstance(schedule, LRScheduler):
             return None
         state: dict[str, Any] = {**schedule.state_dict(), **_restarts(schedule)}
+        # Many schedulers have states with the same names.
+        state[_CLASS] = type(schedule).__name__
         for name, value in state.items():
             if not _is_json(value):
                 raise InvalidArgumentError(
@@ -311,19 +316,27 @@ class PaddleOptimizer(Optimizer[Tensor]):
                 )
         return state
 
-    def set_schedule(self, state: dict[str, Any]) -> None:
+    def set_schedule(self, state: dict[str, Any] | None) -> None:
         schedule = self._optimizer._learning_rate
-        if not isinstance(schedule, LRScheduler):
+        own = type(schedule).__name__ if isinstance(schedule, LRScheduler) else None
+        saved = None if state is None else state[_CLASS]
+        if saved != own:
+            raise InvalidArgumentError(
+                f"the learning rate of the optimizer is {own or 'a number'}, and in the checkpoint "
+                f"it is {saved or 'a number'}; use the learning rate of the run before"
+            )
+        if state is None:
             return
-        own = _restarts(schedule)
+        restarts = _restarts(schedule)
+        values = {name: state[name] for name in state if name != _CLASS and name not in restarts}
         try:
-            schedule.set_state_dict({name: state[name] for name in state if name not in own})
-            for name in own:
+            schedule.set_state_dict(values)
+            for name in restarts:
                 setattr(schedule, name, state[name])
         except (KeyError, RuntimeError) as error:
             raise InvalidArgumentError(
-                f"the checkpoint has the state of another scheduler ({', '.join(state)}), which "
-                f"{type(schedule).__name__} cannot load; use the scheduler of the run before"
+                f"the checkpoint has another state of the scheduler ({', '.join(state)}), which "
+                f"this {own} cannot load; use the scheduler of the run before"
             ) from error
 
 

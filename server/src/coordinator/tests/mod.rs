@@ -89,6 +89,8 @@ struct Script {
     completions: Vec<Completion>,
     /// The checkpoint that jobs find.
     found: Option<Checkpoint>,
+    /// The data of the ranks in that checkpoint.
+    found_data: BTreeMap<u32, Bytes>,
     probed: Vec<Server>,
 }
 
@@ -148,7 +150,8 @@ impl Script {
             Action::Place(placing) => {
                 let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
                 let found = placing.restore.and(self.found.clone());
-                let placed = plan.map(|plan| Placed { plan, checkpoint: found });
+                let user_data = self.found_data.clone();
+                let placed = plan.map(|plan| Placed { plan, checkpoint: found, user_data });
                 return Some(Event::Placed { job: placing.job, placed });
             }
             Action::Wake(lease) => self.woken.push(lease),

@@ -1,6 +1,6 @@
 //! Data that ranks send for checkpoints after their steps.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use zeroshard_proto::OnLoss;
 
@@ -11,6 +11,11 @@ use super::{
 };
 use crate::coordinator::{recovery::RECOVERY, user_data::RankData};
 
+/// What two ranks send for a version.
+fn data(version: u64) -> BTreeMap<u32, Bytes> {
+    (0..2).map(|rank| (rank, Bytes::from(format!("rank {rank} version {version}")))).collect()
+}
+
 impl Script {
     /// All ranks make a step, after which they send their data.
     fn step_and_promise(&mut self, leases: &[Lease], step: u64) {
@@ -19,7 +24,7 @@ impl Script {
 
     fn send_data(&mut self, rank: u32, lease: Lease, version: u64) -> Caller {
         let caller = self.caller();
-        let data = Bytes::from(format!("rank {rank} version {version}"));
+        let data = data(version).remove(&rank).expect("one of two ranks");
         let data = RankData { job: job(), rank, lease, version, data };
         self.event(Event::UserData { caller, data });
         caller
@@ -83,7 +88,7 @@ fn a_save_whose_data_can_no_longer_come_does_not_prevent_later_ones() {
     script.send_data(0, leases[0], 1);
     // Rank 1 has not sent its data, and makes another step.
     script.step_and_promise(&leases, 1);
-    assert!(matches!(script.error(waiting), Error::Storage { .. }));
+    assert!(matches!(script.error(waiting), Error::UserDataLost { rank: 1, version: 1, .. }));
     script.send_data(0, leases[0], 2);
     script.send_data(1, leases[1], 2);
     script.write_all();
@@ -124,6 +129,25 @@ fn a_job_returns_to_its_last_checkpoint_when_a_rank_leaves_before_it_has_sent_it
 }
 
 #[test]
+fn a_restored_version_is_saved_elsewhere_with_the_data_of_its_checkpoint() {
+    let (mut script, leases) = Script::training_of(policy(2, 2), 2);
+    (0..3).for_each(|step| script.step_all(&leases, step));
+    (script.found, script.found_data) = (found(2), data(2));
+    script.commands.clear();
+    script.lose_server(1);
+    script.open_all();
+    script.save(Some("file:///elsewhere"));
+    script.write_all();
+    assert_eq!(script.saved_data(), ["rank 0 version 2", "rank 1 version 2"]);
+    // The next version has its own.
+    script.completed(completion_save(&script), Ok(1));
+    script.step_all(&leases, 2);
+    script.save(Some("file:///elsewhere"));
+    script.write_all();
+    assert_eq!(script.saved_data(), ["rank 0 step 2", "rank 1 step 2"]);
+}
+
+#[test]
 fn without_the_policy_only_the_save_ends_when_a_rank_is_lost_before_it_has_sent_its_data() {
     let mut spec = policy(2, 1);
     spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
@@ -132,10 +156,10 @@ fn without_the_policy_only_the_save_ends_when_a_rank_is_lost_before_it_has_sent_
     script.write_all();
     let waiting = script.save(None);
     script.lose(1, leases[1]);
-    assert!(matches!(script.error(waiting), Error::Storage { .. }));
+    assert!(matches!(script.error(waiting), Error::UserDataLost { rank: 1, version: 1, .. }));
     let lease = script.join(1).unwrap();
     let later = script.save(None);
-    assert!(matches!(script.error(later), Error::Storage { .. }));
+    assert!(matches!(script.error(later), Error::UserDataLost { rank: 1, version: 1, .. }));
     assert_eq!(script.writes().len(), 1);
     // The next version can be saved.
     script.step_all(&[leases[0], lease], 1);
@@ -198,7 +222,7 @@ fn ranks_send_their_data_again_to_a_new_coordinator() {
     assert_eq!(script.version(), Some(5));
     let caller = script.save(None);
     script.write_all();
-    let data = |rank| Bytes::from(format!("rank {rank} version 5"));
+    let data = |rank| data(5).remove(&rank).unwrap();
     let attempt = Attempt::first(3, 5);
     script.attach_with(0, leases[0], attempt, Some((5, data(0)))).unwrap();
     assert!(script.completions.is_empty(), "rank 1 has not attached");

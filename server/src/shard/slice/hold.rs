@@ -38,6 +38,11 @@ impl Holds {
         })
     }
 
+    /// A step waits until the slice is written.
+    pub(super) fn wait(&self, slice: u32, reason: Error) {
+        self.waiting.send_modify(|slices| _ = slices.insert(slice, reason));
+    }
+
     /// Forgets a slice whose hold has ended.
     pub(crate) fn forget(&self, slice: u32) {
         self.waiting.send_if_modified(|slices| slices.remove(&slice).is_some());
@@ -75,11 +80,6 @@ impl Hold {
     /// Returns the bytes, because no second copy was made.
     pub(super) fn free(&self) {
         *self.space() = None;
-    }
-
-    /// A step waits until the slice is written.
-    pub(super) fn wait(&self, reason: Error) {
-        self.save.waiting.send_modify(|slices| _ = slices.insert(self.slice, reason));
     }
 
     fn exhausted(&self) -> Error {

@@ -87,6 +87,20 @@ fn a_second_copy_counts_until_nothing_refers_to_the_saved_version() {
 }
 
 #[test]
+fn a_step_after_the_saved_version_tells_the_save_that_it_waits_for_memory() {
+    let saved = Saved::new(COPY);
+    let held = saved.hold();
+    assert!(saved.subject.push().unwrap().is_some());
+    saved.subject.step();
+    let reader = saved.subject.read(Part::Parameters).unwrap();
+    saved.subject.backend.room.store(0, Ordering::Relaxed);
+    assert_eq!(saved.subject.push(), Ok(None));
+    assert!(saved.waits());
+    drop((reader, held));
+    assert!(saved.end().unwrap().is_some());
+}
+
+#[test]
 fn a_skipped_step_returns_its_room() {
     let saved = Saved::new(COPY);
     let held = saved.hold();

@@ -39,16 +39,21 @@ impl Subject {
         Self { backend, slice, job }
     }
 
+    /// The first attempt at the next step.
+    fn attempt(&self) -> Attempt {
+        Attempt::first(1, self.slice.version().expect("it is initialised"))
+    }
+
     pub(super) fn push(&self) -> Result<Option<Reduced>> {
         let budget = Budget::new(0);
         let chunk = chunk(0, 0, &[0.5, 0.5]);
         self.slice
-            .contribute(&self.backend, FIRST, &chunk, &budget, || Ok(()))
+            .contribute(&self.backend, self.attempt(), &chunk, &budget, || Ok(()))
             .map(|(_, reduced)| reduced)
     }
 
     pub(super) fn read(&self, part: Part) -> Result<Option<Arc<Buffer>>> {
-        self.slice.read(&self.backend, part, "job", 0)
+        self.slice.read(&self.backend, part, "job", self.attempt().step)
     }
 
     pub(super) fn step(&self) {
@@ -62,7 +67,8 @@ impl Subject {
     }
 
     fn end_step(&self, apply: Option<Apply<'_>>) {
-        let step = Step { apply, next: Attempt::first(1, 1), absent: &[] };
+        let next = Attempt::first(1, self.attempt().step + 1);
+        let step = Step { apply, next, absent: &[] };
         self.slice.step(&self.backend, 0, &step).unwrap();
     }
 

@@ -58,10 +58,11 @@ impl<B: Backend> Slice<B> {
         let hold = Hold::new(holds, index, bytes);
         inner.saves += 1;
         inner.hold = Arc::downgrade(&hold);
+        inner.last_save = Some((holds.clone(), index));
         if inner.is_reported()
             && let Err(error) = inner.reserve(backend)
         {
-            hold.wait(error);
+            holds.wait(index, error);
         }
         Ok(HeldSlice { master, state, applied: inner.applied, hold })
     }
@@ -83,6 +84,9 @@ impl<B: Backend> Slice<B> {
         }
         inner.saves -= 1;
         let reduced = inner.reduced(backend, self.role()).inspect_err(|_| inner.saves += 1)?;
+        if inner.saves == 0 {
+            inner.last_save = None;
+        }
         inner.buffers().for_each(Versioned::release_unread);
         Ok(reduced.map(|reduced| (inner.attempt, reduced)))
     }
