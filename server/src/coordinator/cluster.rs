@@ -137,7 +137,7 @@ impl Cluster {
     fn said(&mut self, server: ServerId, said: Said, now: Now, out: &mut Vec<Action>) {
         self.amend(server, &said, now, out);
         match said {
-            Said::Opened(job) => self.opened(server, &job, now, out),
+            Said::Opened { job, epoch } => self.opened(server, &job, epoch, now, out),
             Said::Initialised { job, epoch } => self.initialised(server, &job, epoch, now, out),
             Said::Ready { job, attempt, reduced } => {
                 self.ready(server, &job, attempt, reduced, now, out);

@@ -248,6 +248,8 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
             .iter()
             .map(|&(rank, Lease(lease))| pb::HeldLease { rank, lease })
             .collect(),
+        done: open.done.clone(),
+        left: open.left.clone(),
         version: open.version,
         decision: open.decision.clone().map(|decision| {
             let job = JobRef { name: spec.name.clone(), id: *job_id };
@@ -290,7 +292,9 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
     use serve_request::Event as Wire;
     let job = |name, id| JobRef { name, id };
     Ok(match event {
-        Wire::Opened(pb::JobOpened { job: name, job_id, .. }) => Said::Opened(job(name, job_id)),
+        Wire::Opened(pb::JobOpened { job: name, job_id, epoch }) => {
+            Said::Opened { job: job(name, job_id), epoch }
+        }
         Wire::Initialised(pb::JobInitialised { job: name, epoch, job_id }) => {
             Said::Initialised { job: job(name, job_id), epoch }
         }
@@ -385,6 +389,7 @@ impl TryFrom<pb::HeldJob> for Held {
             ready: job.ready.map(reduced),
             empty: job.empty.into_iter().chain(job.copying).collect(),
             copies: job.copies,
+            restoring: job.restoring,
             restored: job.restored.map(|pb::Restored { epoch, version }| (epoch, version)),
             decided: decision.zip(job.decided.map(reduced)),
         })

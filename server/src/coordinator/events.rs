@@ -171,7 +171,7 @@ impl Event {
 #[derive(Debug)]
 pub(crate) enum Said {
     /// The server has allocated memory for the job.
-    Opened(JobRef),
+    Opened { job: JobRef, epoch: u64 },
     /// The server has all initial parameters of its slices.
     Initialised { job: JobRef, epoch: u64 },
     /// The server has all gradients of the attempt.
@@ -409,6 +409,9 @@ pub(crate) struct OpenJob {
     pub(crate) requested: Option<Arc<Restore>>,
     /// The leases of the ranks, if the job is restored while they wait.
     pub(crate) leases: Vec<(u32, Lease)>,
+    /// The ranks of such a job that have no more data, and those that have left in order.
+    pub(crate) done: Vec<u32>,
+    pub(crate) left: Vec<u32>,
     /// The version of a job that runs, of which the server becomes a backup.
     pub(crate) version: Option<u64>,
     /// The decision that has led to this version.

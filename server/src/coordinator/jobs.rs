@@ -174,6 +174,8 @@ impl Cluster {
         let Phase::Waiting { placing, interrupted, .. } = phase else { return };
         *placing = false;
         let leases = interrupted.as_ref().map(|interrupted| interrupted.leases());
+        let absent = interrupted.as_ref().map(|interrupted| interrupted.absent());
+        let (done, left) = absent.unwrap_or_default();
         let (leases, requested) = (leases.unwrap_or_default(), restore.clone());
         let (spec, job_id, name) = (spec.clone(), *id, job.name.as_str());
         let succession = succession.clone();
@@ -207,6 +209,8 @@ impl Cluster {
                 checkpoint: checkpoint.clone(),
                 requested: requested.clone(),
                 leases: leases.clone(),
+                done: done.clone(),
+                left: left.clone(),
                 version: None,
                 decision: None,
             };
@@ -227,13 +231,18 @@ impl Cluster {
         &mut self,
         server: ServerId,
         job: &JobRef,
+        epoch: u64,
         now: Now,
         out: &mut Vec<Action>,
     ) {
         if self.opened_as_backup(server, job, out) {
             return;
         }
-        if let Some(Job { phase: Phase::Opening { pending, .. }, .. }) = self.reported_job(job) {
+        // A job that returns to a checkpoint may be opened more than once.
+        if let Some(Job { epoch: current, phase: Phase::Opening { pending, .. }, .. }) =
+            self.reported_job(job)
+            && *current == epoch
+        {
             pending.remove(&server);
             self.open_if_all_are(&job.name, now, out);
         }
@@ -388,7 +397,9 @@ impl Cluster {
         }
         let placement = phase.and_then(Phase::placement);
         let servers = placement.into_iter().flat_map(|placement| placement.servers());
-        servers.map(|server| server.id).collect()
+        let holders = phase.into_iter().flat_map(Phase::holders);
+        let servers: BTreeSet<ServerId> = servers.map(|server| server.id).chain(holders).collect();
+        servers.into_iter().collect()
     }
 
     /// Any phase -> gone.
@@ -409,15 +420,16 @@ impl Cluster {
         error: &Error,
         out: &mut Vec<Action>,
     ) {
-        if let Some(placement) = phase.placement() {
-            let is_live = |server: &&Server| {
-                let known = self.servers.get(&server.id);
-                known.is_some_and(|known| known.incarnation == server.incarnation)
-            };
-            let live = placement.servers().iter().filter(is_live);
-            let close = Command::Close(JobRef { name: name.to_owned(), id });
-            out.extend(live.map(|server| Action::Command(server.id, close.clone())));
-        }
+        let is_live = |server: &&Server| {
+            let known = self.servers.get(&server.id);
+            known.is_some_and(|known| known.incarnation == server.incarnation)
+        };
+        let placed = phase.placement().into_iter().flat_map(|placement| placement.servers());
+        let live = placed.filter(is_live).map(|server| server.id);
+        // Commands to servers that are lost are dropped.
+        let holding: BTreeSet<ServerId> = live.chain(phase.holders()).collect();
+        let close = Command::Close(JobRef { name: name.to_owned(), id });
+        out.extend(holding.into_iter().map(|server| Action::Command(server, close.clone())));
         if matches!(phase, Phase::Waiting { .. } | Phase::Opening { .. }) {
             // Its predecessor may be of no more use.
             out.push(Action::Tick(Now::ZERO));

@@ -66,7 +66,7 @@ impl Recovery {
             open.resting.last = open.resting.last.or(rested);
         }
         open.last = decision.and_then(|decision| self.decided(spec, decision)).map(Box::new);
-        open.take_ranks(self.ranks(top), deadline);
+        open.take_ranks(ranks(self.held.values(), top), deadline);
         if let Some(decision) = decision {
             let ranks = &decision.figures.user_data;
             open.saves.user_data = UserData::lost_with_coordinator(ranks, &open.members);
@@ -83,9 +83,9 @@ impl Recovery {
 
     /// If version 0 has been published: the last epoch, and the ranks in it.
     pub(super) fn published(&self) -> Option<(u64, Ranks)> {
-        let top = self.held.values().map(|held| held.attempt).max()?;
-        let published = self.held.values().any(|held| held.published);
-        published.then(|| (top.epoch, self.ranks(top)))
+        let top = self.described().map(|held| held.attempt).max()?;
+        let published = self.described().any(|held| held.published);
+        published.then(|| (top.epoch, ranks(self.described(), top)))
     }
 
     fn servers_where(&self, test: impl Fn(&Held) -> bool) -> BTreeSet<ServerId> {
@@ -120,28 +120,27 @@ impl Recovery {
         let gradient = Gradient::new(spec, &figures, contributes);
         Some(Decided::new(decision.clone(), decision.report(spec, gradient), behind))
     }
+}
 
-    /// What the servers know together about the ranks, of which those at the attempt `top` know
-    /// the most.
-    fn ranks(&self, top: Attempt) -> Ranks {
-        let mut ranks = Ranks::default();
-        for newest in self.held.values().filter(|held| held.attempt == top) {
-            let Ranks { leases, done, left, resting } = newest.ranks.clone();
-            ranks.leases.extend(leases);
-            ranks.done.extend(done);
-            ranks.left.extend(left);
-            ranks.resting.extend(resting);
-        }
-        let Ranks { leases, done, left, resting } = &mut ranks;
-        let all = |rank: &u32, lease: &Lease| {
-            self.held.values().all(|held| held.ranks.leases.get(rank) == Some(lease))
-        };
-        // Of a lease that only some servers know, the worker does not know.
-        leases.retain(|rank, lease| !done.contains(rank) && all(rank, lease));
-        left.retain(|rank| !done.contains(rank) && !leases.contains_key(rank));
-        resting.retain(|rank, _| leases.contains_key(rank));
-        ranks
+/// What servers know together about the ranks, of which those at the attempt `top` know the most.
+fn ranks<'a>(servers: impl Iterator<Item = &'a Held> + Clone, top: Attempt) -> Ranks {
+    let mut ranks = Ranks::default();
+    for newest in servers.clone().filter(|held| held.attempt == top) {
+        let Ranks { leases, done, left, resting } = newest.ranks.clone();
+        ranks.leases.extend(leases);
+        ranks.done.extend(done);
+        ranks.left.extend(left);
+        ranks.resting.extend(resting);
     }
+    let Ranks { leases, done, left, resting } = &mut ranks;
+    let all = |rank: &u32, lease: &Lease| {
+        servers.clone().all(|held| held.ranks.leases.get(rank) == Some(lease))
+    };
+    // Of a lease that only some servers know, the worker does not know.
+    leases.retain(|rank, lease| !done.contains(rank) && all(rank, lease));
+    left.retain(|rank| !done.contains(rank) && !leases.contains_key(rank));
+    resting.retain(|rank, _| leases.contains_key(rank));
+    ranks
 }
 
 impl Open {

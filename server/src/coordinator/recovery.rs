@@ -75,6 +75,8 @@ pub(crate) struct Held {
     pub(crate) empty: BTreeSet<u32>,
     /// The number of the last copy of which the server has been told; 0 for none.
     pub(crate) copies: u64,
+    /// Whether the server was reading the checkpoint to which the job returns. It has no slices.
+    pub(crate) restoring: bool,
     /// The epoch and the version in which the job was restored while ranks were waiting.
     pub(crate) restored: Option<(u64, u64)>,
     /// The decision about the previous step, and the gradients that it is about.
@@ -105,7 +107,7 @@ impl Held {
     /// The slices whose content `server` has. It must be the one that has sent this description.
     pub(super) fn full_slices(&self, server: ServerId) -> BTreeSet<u32> {
         let slices = self.plan.placement.slices_of(server).map(|(slice, _)| slice as u32);
-        slices.filter(|slice| !self.empty.contains(slice)).collect()
+        slices.filter(|slice| !self.restoring && !self.empty.contains(slice)).collect()
     }
 }
 
@@ -114,6 +116,8 @@ impl Held {
 pub(crate) struct Recovery {
     pub(super) plan: Plan,
     pub(super) held: BTreeMap<ServerId, Held>,
+    /// The descriptions by servers whose streams have broken since.
+    away: BTreeMap<ServerId, Held>,
     /// Servers of a job with replicas that will not come back, and why.
     pub(super) lost: BTreeMap<ServerId, String>,
     deadline: Now,
@@ -144,7 +148,12 @@ impl Recovery {
     /// Whether a worker has ever taken a rank: without one, the job has no state to lose.
     pub(super) fn was_used(&self) -> bool {
         let used = |held: &Held| held.published || held.ranks != Ranks::default();
-        self.held.values().any(used)
+        self.described().any(used)
+    }
+
+    /// What servers have described, whether or not they are connected.
+    pub(super) fn described(&self) -> impl Iterator<Item = &Held> + Clone {
+        self.held.values().chain(self.away.values())
     }
 
     /// Adds the description by a server. The placement of the latest epoch is that of the job.
@@ -158,6 +167,7 @@ impl Recovery {
             self.lost.retain(|lost, _| same.contains(lost));
         }
         self.lost.remove(&server);
+        self.away.remove(&server);
         self.held.insert(server, held);
     }
 
@@ -176,14 +186,14 @@ impl Recovery {
         (0..placement.slices()).all(is_full)
     }
 
-    /// Whether a server describes the job as it was before it returned to a checkpoint: the last
-    /// coordinator has died before it had told all servers.
+    /// Whether a server was reading the checkpoint to which the job returns, or describes the job as
+    /// it was before: the last coordinator has died before all servers had read it.
     fn is_half_restored(&self) -> bool {
         let Some(top) = self.held.values().map(|held| held.attempt).max() else { return false };
         self.held.values().any(|held| {
             let is_earlier = held.attempt.epoch < top.epoch;
             let is_moved = held.spec.replicas <= 1 && held.plan != self.plan;
-            is_earlier && (is_moved || held.attempt.step > top.step)
+            held.restoring || is_earlier && (is_moved || held.attempt.step > top.step)
         })
     }
 
@@ -199,8 +209,8 @@ impl Recovery {
     }
 
     /// The server is lost again.
-    pub(super) fn forget(&mut self, server: ServerId) {
-        self.held.remove(&server);
+    pub(super) fn lose(&mut self, server: ServerId) {
+        self.away.extend(self.held.remove_entry(&server));
     }
 }
 
@@ -244,6 +254,14 @@ impl Cluster {
                 {
                     self.rejoin(server, &job, &held, now, out);
                 }
+                // It is told to open the job anew, or to close it when that is done.
+                Some(Job {
+                    id,
+                    phase:
+                        Phase::Waiting { interrupted: Some(interrupted), .. }
+                        | Phase::Opening { interrupted: Some(interrupted), .. },
+                    ..
+                }) if *id == job.id => interrupted.holds(server),
                 _ => out.push(Action::Command(server, Command::Close(job))),
             }
         }
@@ -324,13 +342,9 @@ impl Cluster {
                     let server = server.id;
                     return self.give_up(name, server, "it was restarted", now, out);
                 }
-                // The job has failed there, or was deleted.
                 Some(known) if !recovery.held.contains_key(&server.id) => {
-                    let Some(reason) = known.failed.get(id) else {
-                        return self.remove(name, "it was closed", out);
-                    };
-                    let reason = format!("{}: {reason}", self.name(server.id));
-                    return self.fail(name, &reason, now, out);
+                    let failed = known.failed.get(id).cloned();
+                    return self.recover_without(name, server.id, failed, now, out);
                 }
                 Some(_) => {}
             }
@@ -343,6 +357,25 @@ impl Cluster {
         // A server that is not back yet may describe a later placement, without the lost servers.
         if is_complete && !(waits && has_replicas && !recovery.has_every_slice()) {
             self.recover(name, now, out);
+        }
+    }
+
+    /// A server of a job without replicas does not hold it. If the job has not failed there, it was
+    /// deleted, or the server has not been told to read its checkpoint. A job that was deleted is
+    /// deleted again, by the caller or because nobody uses it.
+    fn recover_without(
+        &mut self,
+        name: &str,
+        server: ServerId,
+        failed: Option<String>,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let server = self.name(server);
+        match failed {
+            Some(reason) => self.fail(name, &format!("{server}: {reason}"), now, out),
+            None if self.interrupt(name, &format!("{server} does not hold it"), now, out) => {}
+            None => self.remove(name, "it was closed", out),
         }
     }
 
@@ -457,7 +490,8 @@ impl Job {
         let restore = held.restore.clone();
         let (plan, deadline, learned) = (held.plan.clone(), now + RECOVERY, Some(held.age()));
         let held = BTreeMap::from([(server, held)]);
-        let recovery = Recovery { plan, held, lost: BTreeMap::new(), deadline };
+        let (away, lost) = (BTreeMap::new(), BTreeMap::new());
+        let recovery = Recovery { plan, held, away, lost, deadline };
         let phase = Phase::Recovering(Box::new(recovery));
         Self { spec, id, epoch: 0, unused_since: now, succession, restore, learned, phase }
     }

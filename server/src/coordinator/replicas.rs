@@ -350,9 +350,6 @@ impl Cluster {
                 open.replicas.opening.insert(server.id);
                 let command = Command::Open(open.as_backup(spec, job.id, epoch, server.id));
                 out.push(Action::Command(server.id, command));
-                let done = |&rank: &u32| Command::RankDone { job: job.clone(), rank };
-                let done = open.done.iter().map(done);
-                out.extend(done.map(|command| Action::Command(server.id, command)));
             }
         };
         self.enter_epoch(&job.name, announce, error, out);
@@ -405,6 +402,8 @@ impl Open {
             checkpoint: None,
             requested: None,
             leases: self.members.ranks().filter_map(lease).collect(),
+            done: self.done.iter().copied().collect(),
+            left: self.left.iter().copied().collect(),
             version: self.version,
             decision: self.last.as_ref().map(|last| Box::new(last.decision.clone())),
         }

@@ -15,7 +15,7 @@ use zeroshard_proto::{Error, Restore, RestoreVersion};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Command, JobRef, Lease, Now, Waiter},
+    events::{Action, Command, JobRef, Lease, Now, ServerId, Waiter},
     feed::Peers,
     leases::Cause,
     members::{Member, Members, Queue},
@@ -39,12 +39,20 @@ pub(crate) struct Interrupted {
     peers: Peers,
     /// Ranks whose lease has ended since.
     lost: Vec<u32>,
+    /// The servers that may still hold the job as it was. They keep it until they open it anew, or
+    /// until others have done so: a new coordinator learns of the job from them.
+    holders: BTreeSet<ServerId>,
     deadline: Now,
 }
 
 impl Interrupted {
     /// The ranks of a job that a new coordinator has learned. They have no streams yet.
-    fn detached(checkpoint: Arc<Restore>, ranks: Ranks, now: Now) -> Self {
+    fn detached(
+        checkpoint: Arc<Restore>,
+        ranks: Ranks,
+        holders: BTreeSet<ServerId>,
+        now: Now,
+    ) -> Self {
         let Ranks { leases, done, left, .. } = ranks;
         let mut members = Members::default();
         for (rank, lease) in leases {
@@ -58,6 +66,7 @@ impl Interrupted {
             done,
             peers: Peers::default(),
             lost: Vec::new(),
+            holders,
             deadline: now + RESTORE_LIMIT,
         }
     }
@@ -66,6 +75,20 @@ impl Interrupted {
     pub(super) fn leases(&self) -> Vec<(u32, Lease)> {
         let lease = |rank| Some((rank, self.members.get(rank)?.lease));
         self.members.ranks().filter_map(lease).collect()
+    }
+
+    /// The ranks that have no more data, and those that have left, for the servers.
+    pub(super) fn absent(&self) -> (Vec<u32>, Vec<u32>) {
+        (self.done.iter().copied().collect(), self.left.iter().copied().collect())
+    }
+
+    /// A server may still hold the job as it was.
+    pub(super) fn holds(&mut self, server: ServerId) {
+        self.holders.insert(server);
+    }
+
+    pub(super) fn holders(&self) -> impl Iterator<Item = ServerId> {
+        self.holders.iter().copied()
     }
 
     /// The lease of a rank has ended.
@@ -121,41 +144,35 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
-        let Some(Job { spec, id, phase, .. }) = self.jobs.get_mut(name) else { return false };
+        let Some(Job { spec, phase, .. }) = self.jobs.get_mut(name) else { return false };
         let policy = spec.checkpoints.as_ref().filter(|_| spec.is_restored_on_loss());
         let Some(policy) = policy else { return false };
         let (url, job) = (policy.url.clone(), name.to_owned());
-        let checkpoint =
-            Arc::new(Restore { url, job: job.clone(), version: RestoreVersion::Latest });
+        let checkpoint = Arc::new(Restore { url, job, version: RestoreVersion::Latest });
         let mut creators = Vec::new();
         let mut known = 0;
-        let (servers, interrupted, waiters) = match phase {
+        let (interrupted, waiters) = match phase {
             Phase::Open(open) if open.version.is_some() => {
-                let servers: Vec<_> = open.servers().collect();
                 let (interrupted, waiters) = open.interrupt(checkpoint, now + RESTORE_LIMIT);
-                (servers, Box::new(interrupted), waiters)
+                (Box::new(interrupted), waiters)
             }
             Phase::Opening { plan, creators: waiting, interrupted, .. } => {
-                let Some(interrupted) = interrupted.take() else { return false };
+                let Some(mut interrupted) = interrupted.take() else { return false };
                 creators.append(waiting);
-                let servers = plan.placement.servers().iter().map(|server| server.id).collect();
-                (servers, interrupted, Vec::new())
+                interrupted.holders.extend(plan.placement.servers().iter().map(|of| of.id));
+                (interrupted, Vec::new())
             }
             Phase::Recovering(recovery) => {
                 let Some((epoch, ranks)) = recovery.published() else { return false };
                 known = epoch;
                 let placed = recovery.plan.placement.servers().iter().map(|of| of.id);
-                let servers: BTreeSet<_> = placed.chain(recovery.held.keys().copied()).collect();
-                let servers = servers.into_iter().collect();
-                (servers, Box::new(Interrupted::detached(checkpoint, ranks, now)), Vec::new())
+                let holders = placed.chain(recovery.held.keys().copied()).collect();
+                let interrupted = Interrupted::detached(checkpoint, ranks, holders, now);
+                (Box::new(interrupted), Vec::new())
             }
             _ => return false,
         };
-        let job = JobRef { name: job, id: *id };
         *phase = Phase::Waiting { creators, placing: false, interrupted: Some(interrupted) };
-        // Commands to the lost server are dropped.
-        let close = |server| Action::Command(server, Command::Close(job.clone()));
-        out.extend(servers.into_iter().map(close));
         let error = being_restored(name);
         out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error.clone()))));
         out.push(Action::Aborted);
@@ -194,16 +211,17 @@ impl Cluster {
         let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
-        let Interrupted { mut members, queue, left, done, peers, lost, .. } = interrupted;
+        let Interrupted { mut members, queue, left, done, peers, lost, holders, .. } = interrupted;
         members.wait_for_streams_until(now + RECOVERY);
         out.push(Action::Tick(now + RECOVERY));
         (open.members, open.queue, open.left, open.done) = (members, queue, left, done);
         open.peers = peers;
         open.rolled_back = Some((*epoch, open.step()));
-        let job = JobRef { name: name.to_owned(), id: *id };
-        for &rank in &open.done {
-            open.send(&Command::RankDone { job: job.clone(), rank }, out);
-        }
+        // Commands to servers that are lost are dropped.
+        let placed: BTreeSet<ServerId> = open.servers().collect();
+        let close = Command::Close(JobRef { name: name.to_owned(), id: *id });
+        let others = holders.difference(&placed);
+        out.extend(others.map(|&server| Action::Command(server, close.clone())));
         out.push(Action::Note(format!(
             "job {name:?} continues from version {}, epoch {epoch}",
             open.step()
@@ -266,6 +284,7 @@ impl Open {
         waiters.extend(self.last.take().into_iter().flat_map(|last| last.waiters));
         waiters.extend(self.resting.end().1);
         waiters.extend(std::mem::take(&mut self.saves).into_waiters());
+        let holders = self.servers().collect();
         let mut members = std::mem::take(&mut self.members);
         // The servers receive the leases when they open the job again.
         waiters.extend(members.give_up_joining());
@@ -277,6 +296,7 @@ impl Open {
             done: std::mem::take(&mut self.done),
             peers: std::mem::take(&mut self.peers),
             lost: Vec::new(),
+            holders,
             deadline,
         };
         (interrupted, waiters)

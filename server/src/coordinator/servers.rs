@@ -68,7 +68,7 @@ impl Cluster {
         for name in names {
             let Some(Job { spec, phase, .. }) = self.jobs.get_mut(&name) else { continue };
             match phase {
-                Phase::Recovering(recovery) => recovery.forget(server),
+                Phase::Recovering(recovery) => recovery.lose(server),
                 Phase::Open(open) => {
                     open.miss(server, cause, now + patience(spec), out);
                     self.save_without(server, &name, cause, now, out);

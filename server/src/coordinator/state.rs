@@ -243,6 +243,15 @@ impl Phase {
         }
     }
 
+    /// The servers that may hold the job as it was before it returned to a checkpoint.
+    pub(crate) fn holders(&self) -> impl Iterator<Item = ServerId> {
+        let interrupted = match self {
+            Self::Waiting { interrupted, .. } | Self::Opening { interrupted, .. } => interrupted,
+            Self::Open(_) | Self::Recovering(_) | Self::Failed { .. } => &None,
+        };
+        interrupted.iter().flat_map(|interrupted| interrupted.holders())
+    }
+
     /// Whether the server holds slices of the job, or allocates memory for them.
     pub(crate) fn uses(&self, server: ServerId) -> bool {
         self.placement().is_some_and(|placement| placement.servers().iter().any(|s| s.id == server))

@@ -117,7 +117,11 @@ impl<B: Backend> Task<B> {
     async fn serve(&mut self, mut open: pb::OpenJob) -> Result<()> {
         let (epoch, succession) = (open.epoch, open.succession.take());
         let (restore, requested) = (open.restore.take(), open.requested.take());
-        let leases = std::mem::take(&mut open.leases);
+        let (leases, done, left) = (
+            std::mem::take(&mut open.leases),
+            std::mem::take(&mut open.done),
+            std::mem::take(&mut open.left),
+        );
         let decision = open.decision.take();
         let from = succession.as_ref().and_then(|succession| succession.from.clone());
         let fresh_state = succession.as_ref().is_some_and(|succession| succession.fresh_state);
@@ -136,6 +140,12 @@ impl<B: Backend> Task<B> {
         if let Some(checkpoint) = restore {
             restore::restore(&self.store, &job, checkpoint, returns).await?;
         }
+        left.into_iter().for_each(|rank| job.rank_left(rank));
+        let absent = {
+            let job = job.clone();
+            move || done.into_iter().try_for_each(|rank| job.rank_done(rank))
+        };
+        self.store.failure.blocking("note the ranks of a job", absent).await?;
         self.store.insert(job.clone());
         if job.spec.replicas > 1 {
             let failure = self.store.failure.clone();

@@ -27,6 +27,7 @@ use zeroshard_proto::{
 use super::{
     commands::{Command, Task},
     events::{Events, JobEvent},
+    job::being_restored,
     store::Store,
 };
 use crate::{attempt::Attempt, backend::Backend, health::Health};
@@ -66,11 +67,13 @@ pub(super) struct Tasks {
     events: Events,
     /// The jobs that are open or being opened, by id.
     jobs: HashMap<u64, Queue>,
+    /// The descriptions of jobs that have not been read from their checkpoints, while ranks wait.
+    restoring: HashMap<u64, pb::HeldJob>,
 }
 
 impl Tasks {
     /// The jobs of this server, after the commands that they have received. A job that is still
-    /// being opened is closed, because nobody waits for it any more.
+    /// being opened is closed: the next coordinator opens it again if ranks wait for it.
     async fn describe<B: Backend>(&mut self, store: &Store<B>) -> Result<Vec<pb::HeldJob>> {
         self.jobs.retain(|&id, _| store.holds(id));
         let deadline = Deadline::after(DESCRIPTION_LIMIT);
@@ -80,8 +83,18 @@ impl Tasks {
         });
         let held = try_join_all(descriptions).await?;
         // A job without a description has ended meanwhile.
-        let (held, too_long): (Vec<_>, Vec<_>) =
-            held.into_iter().flatten().partition(|held| is_sendable(held, MAX_CONTROL_MESSAGE));
+        let held: Vec<_> = held.into_iter().flatten().collect();
+        let failed = self.events.failed();
+        let has_ended = |id: u64| {
+            let (mut held, mut failed) = (held.iter(), failed.iter());
+            held.any(|held| held.job_id == id) || failed.any(|failed| failed.job_id == id)
+        };
+        self.restoring.retain(|&id, _| !has_ended(id));
+        let restoring = self.restoring.values().cloned();
+        let (held, too_long): (Vec<_>, Vec<_>) = held
+            .into_iter()
+            .chain(restoring)
+            .partition(|held| is_sendable(held, MAX_CONTROL_MESSAGE));
         for job in too_long {
             let bytes = job.encoded_len();
             let name = job.spec.unwrap_or_default().name;
@@ -93,6 +106,7 @@ impl Tasks {
             );
             let failed = JobEvent::Failed { epoch: job.epoch, reason };
             self.events.tell_of(&name, job.job_id, failed);
+            self.restoring.remove(&job.job_id);
         }
         self.jobs.retain(|&id, _| held.iter().any(|held| held.job_id == id));
         Ok(held)
@@ -238,9 +252,7 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Open(open) => return self.open_job(open),
             Wire::Close(pb::CloseJob { job, job_id }) => {
                 tracing::info!(job, "job closed");
-                self.tasks.jobs.remove(&job_id);
-                self.tasks.events.closed(job_id);
-                return self.store.close(&job, job_id);
+                return self.close_job(&job, job_id);
             }
             Wire::Confirm(pb::Confirm { number }) => {
                 return self.tasks.events.tell(Event::Confirmed(pb::Confirmed { number }));
@@ -260,7 +272,19 @@ impl<'a, B: Backend> Session<'a, B> {
         }
     }
 
+    fn close_job(&mut self, name: &str, id: u64) {
+        self.tasks.jobs.remove(&id);
+        self.tasks.restoring.remove(&id);
+        self.tasks.events.closed(id);
+        self.store.close(name, id);
+    }
+
     fn open_job(&mut self, open: pb::OpenJob) {
+        let name = open.spec.as_ref().map_or("", |spec| spec.name.as_str());
+        self.close_job(name, open.job_id);
+        if let Some(held) = being_restored(&open) {
+            self.tasks.restoring.insert(open.job_id, held);
+        }
         let closed = CancellationToken::new();
         let (queue, commands) = mpsc::channel(MAX_COMMANDS);
         let queue = Queue { commands: queue, _closed: closed.clone().drop_guard() };

@@ -21,6 +21,7 @@ use super::{
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
 use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
+pub(crate) use held::being_restored;
 use progress::Progress;
 pub(crate) use progress::Ready;
 use ranks::Ranks;

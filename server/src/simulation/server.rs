@@ -32,7 +32,7 @@ use crate::{
         commands::{Command, execute},
         control::job_command,
         events::{Events, JobEvent},
-        job::{Job, Opening, Origin},
+        job::{Job, Opening, Origin, being_restored},
         slice::{Role, Slice},
     },
 };
@@ -41,6 +41,8 @@ use crate::{
 const REDIAL: Duration = Duration::from_millis(500);
 /// The interval at which a backup asks for what is missing.
 const FOLLOW: Duration = Duration::from_millis(2);
+/// The time in which a server reads its slices from a checkpoint, at most.
+const READING: Duration = Duration::from_millis(500);
 /// The time after which a request without an answer is repeated.
 pub(super) const REPEAT: Duration = Duration::from_millis(100);
 
@@ -59,6 +61,10 @@ pub(super) struct ShardServer {
     events: Events,
     said: Option<mpsc::Receiver<serve_request::Event>>,
     pub(super) jobs: BTreeMap<u64, Running>,
+    /// Jobs that are being opened.
+    opening: BTreeMap<u64, BeingOpened>,
+    /// The descriptions of jobs that have not been read from their checkpoints.
+    restoring: BTreeMap<u64, pb::HeldJob>,
     follows: bool,
     /// Saves that begin: the job, the number, and the content.
     writes: Vec<(u64, u64, Result<Slices>)>,
@@ -74,6 +80,14 @@ pub(super) struct Running {
     pub(super) save: Option<u64>,
     /// The copy in progress: its number, its version, and the slices that are still to be copied.
     pub(super) copy: Option<Copy>,
+}
+
+/// A job that is being opened, and the commands that have arrived for it.
+struct BeingOpened {
+    message: pb::OpenJob,
+    /// Its content, if it is read from a checkpoint.
+    restored: Option<(u64, Slices)>,
+    commands: VecDeque<Command>,
 }
 
 /// Slices that are copied from their primaries.
@@ -105,6 +119,8 @@ impl ShardServer {
             events: Events::default(),
             said: None,
             jobs: BTreeMap::new(),
+            opening: BTreeMap::new(),
+            restoring: BTreeMap::new(),
             follows: false,
             writes: Vec::new(),
             asked: BTreeMap::new(),
@@ -121,8 +137,24 @@ impl ShardServer {
         Server { id, incarnation, address: format!("host{id}:{incarnation}") }
     }
 
-    /// Opens a job. `restored`: the content of its slices at a version.
-    fn open(&mut self, open: pb::OpenJob, restored: Option<(u64, Slices)>) -> Result<()> {
+    /// Whether the server can describe the job to a new coordinator.
+    fn holds(&self) -> bool {
+        !self.jobs.is_empty() || !self.restoring.is_empty()
+    }
+
+    /// Ends a job, whether or not it is open.
+    fn close(&mut self, id: u64) {
+        self.events.closed(id);
+        self.opening.remove(&id);
+        self.restoring.remove(&id);
+        if let Some(running) = self.jobs.remove(&id) {
+            running.job.close();
+        }
+    }
+
+    /// Opens a job that was being opened.
+    fn open(&mut self, opened: BeingOpened) -> Result<()> {
+        let BeingOpened { message: open, restored, commands } = opened;
         let (id, epoch, leases) = (open.job_id, open.epoch, open.leases);
         let job = Job::open(Opening {
             origin: Origin { restore: open.requested, ..Origin::default() },
@@ -146,9 +178,12 @@ impl ShardServer {
             fill(&job, &slices)?;
             if is_waited_for { job.return_to(version)? } else { job.publish_at(version)? }
         }
+        open.left.into_iter().for_each(|rank| job.rank_left(rank));
+        open.done.into_iter().try_for_each(|rank| job.rank_done(rank))?;
         self.events.tell_of(JOB, id, JobEvent::Opened { epoch });
         job.finish_upload(job.attempt(), 0);
-        let (job, commands) = (Arc::new(job), VecDeque::new());
+        let job = Arc::new(job);
+        self.restoring.remove(&id);
         self.jobs.insert(id, Running { job, commands, save: None, copy: None });
         Ok(())
     }
@@ -218,6 +253,7 @@ impl World {
     pub(super) fn kill_server(&mut self, server: usize) {
         let life = self.servers[server].life;
         self.servers[server] = ShardServer { life, ..ShardServer::new(server) };
+        self.nobody_held |= self.has_begun && !self.servers.iter().any(ShardServer::holds);
         self.break_stream(server);
     }
 
@@ -237,8 +273,12 @@ impl World {
         of.said = Some(of.events.connect());
         of.stream = Some(stream);
         let term = of.term;
-        let held = of.jobs.values().map(|running| Held::try_from(running.job.held()));
-        let held = held.map(|held| Held { term, ..held.expect("a valid description") });
+        // Nobody waits for a job that is being opened, unless ranks do.
+        of.opening.clear();
+        let held = of.jobs.values().map(|running| running.job.held());
+        let held = held.chain(of.restoring.values().cloned());
+        let described = |held| Held::try_from(held).expect("a valid description");
+        let held = held.map(described).map(|held| Held { term, ..held });
         let failed = of.events.failed().into_iter().map(|of| (of.job_id, of.reason));
         let coordinator = self.coordinator.life;
         let joined = Event::ServerJoined {
@@ -281,27 +321,55 @@ impl World {
             Wire::Open(open) => {
                 let version = open.restore.as_ref().and_then(|restore| restore.version);
                 let restored = version.map(|version| (version, self.checkpoint(version)));
-                if let Err(error) = self.servers[server].open(open, restored) {
-                    self.fail(format!("server {server} cannot open the job: {error}"));
-                }
+                self.open(server, open, restored);
             }
-            Wire::Close(pb::CloseJob { job_id, .. }) => {
-                of.events.closed(job_id);
-                if let Some(running) = of.jobs.remove(&job_id) {
-                    running.job.close();
-                }
-            }
+            Wire::Close(pb::CloseJob { job_id, .. }) => of.close(job_id),
             Wire::Confirm(pb::Confirm { number }) => {
                 of.events.tell(serve_request::Event::Confirmed(pb::Confirmed { number }));
             }
             other => {
-                if let Some((job, command)) = job_command(other)
-                    && let Some(running) = of.jobs.get_mut(&job)
-                {
-                    running.commands.push_back(command.expect("a valid command"));
+                let Some((job, command)) = job_command(other) else { return };
+                let command = command.expect("a valid command");
+                if let Some(opening) = of.opening.get_mut(&job) {
+                    opening.commands.push_back(command);
+                } else if let Some(running) = of.jobs.get_mut(&job) {
+                    running.commands.push_back(command);
                     self.later(Happening::Work { server, life });
                 }
             }
+        }
+        self.flush(server);
+    }
+
+    /// A job is opened, which takes some time if it is read from a checkpoint.
+    fn open(&mut self, server: usize, message: pb::OpenJob, restored: Option<(u64, Slices)>) {
+        let (id, epoch, takes_time) = (message.job_id, message.epoch, restored.is_some());
+        let of = &mut self.servers[server];
+        of.close(id);
+        of.restoring.extend(being_restored(&message).map(|held| (id, held)));
+        of.opening.insert(id, BeingOpened { message, restored, commands: VecDeque::new() });
+        let life = of.life;
+        match takes_time {
+            true => {
+                let takes = Duration::from_micros(self.rng.u64(..READING.as_micros() as u64));
+                self.after(takes, Happening::Opens { server, life, job: id, epoch });
+            }
+            false => self.opens(server, life, id, epoch),
+        }
+    }
+
+    /// A job has been opened, unless it was closed meanwhile.
+    pub(super) fn opens(&mut self, server: usize, life: u64, job: u64, epoch: u64) {
+        let of = &mut self.servers[server];
+        let opens = |opening: &BeingOpened| opening.message.epoch == epoch;
+        if of.life != life || !of.is_alive || !of.opening.get(&job).is_some_and(opens) {
+            return;
+        }
+        let opening = of.opening.remove(&job).expect("it was found");
+        let commands = opening.commands.len();
+        match of.open(opening) {
+            Ok(()) => (0..commands).for_each(|_| self.later(Happening::Work { server, life })),
+            Err(error) => self.fail(format!("server {server} cannot open the job: {error}")),
         }
         self.flush(server);
     }

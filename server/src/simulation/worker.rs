@@ -439,9 +439,9 @@ impl World {
     }
 
     /// The lease of a rank has ended by no fault of its process: the program ends, and is started
-    /// again. This happens only to a job that was being restored when the coordinator died.
+    /// again. This happens only to a job that all servers have lost together with the coordinator.
     fn end_lease(&mut self, rank: u32, cause: &str) {
-        if self.size.save_every.is_none() {
+        if self.size.save_every.is_none() || !self.nobody_held {
             return self.fail(cause.to_owned());
         }
         self.kill_worker(rank);

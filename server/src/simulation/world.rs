@@ -65,6 +65,8 @@ pub(super) enum Happening {
     ServerStarts { server: usize },
     /// A server carries out the next command for its job.
     Work { server: usize, life: u64 },
+    /// A server has read the slices of a job from a checkpoint.
+    Opens { server: usize, life: u64, job: u64, epoch: u64 },
     /// A server requests what it needs as a backup.
     Follow { server: usize, life: u64 },
     /// A request reaches a server, or is tried again there because it had to wait.
@@ -146,6 +148,8 @@ pub(super) struct World {
     pub(super) workers: Vec<Worker>,
     pub(super) store: Store,
     pub(super) faults: Faults,
+    /// Whether no server has held the job at some time, so that a new coordinator may not know it.
+    pub(super) nobody_held: bool,
     /// Whether all workers have begun to train, after which things go wrong.
     pub(super) has_begun: bool,
     pub(super) record: Record,
@@ -198,6 +202,7 @@ impl World {
             workers: (0..size.world).map(|_| Worker::new()).collect(),
             store: Store::default(),
             faults,
+            nobody_held: false,
             has_begun: false,
             record,
             log: None,
@@ -343,6 +348,7 @@ impl World {
             Happening::Dial { server, life } => self.dial(server, life),
             Happening::ServerStarts { server } => self.server_starts(server),
             Happening::Work { server, life } => self.work(server, life),
+            Happening::Opens { server, life, job, epoch } => self.opens(server, life, job, epoch),
             Happening::Follow { server, life } => self.follow(server, life),
             Happening::Request { server, life, from, request, tries } => {
                 self.requested(server, life, from, (request, tries));

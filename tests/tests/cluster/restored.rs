@@ -1,5 +1,10 @@
 //! Jobs that return to their last checkpoint because a server was lost.
 
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
 use zeroshard_client::{Error, Job};
 use zeroshard_proto::JobSpec;
 use zeroshard_tests::{Cluster, Training, synthetic, training};
@@ -60,6 +65,50 @@ async fn a_run_returns_to_its_last_checkpoint_when_a_server_is_killed() {
     assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
     assert!(jobs[0].epoch() > epoch);
     assert_eq!(jobs[0].lease(), lease, "ranks keep their leases");
+}
+
+/// Replaces the files with slices of a checkpoint by pipes, from which nothing can be read. Returns
+/// the pipes, and where the files are.
+fn block(checkpoint: &Path) -> Vec<(PathBuf, PathBuf)> {
+    let files = std::fs::read_dir(checkpoint).unwrap().map(|file| file.unwrap().path());
+    let slices = files.filter(|file| file.extension().is_some_and(|of| of == "safetensors"));
+    let block = |file: PathBuf| {
+        let away = file.with_extension("away");
+        std::fs::rename(&file, &away).unwrap();
+        assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
+        (file, away)
+    };
+    slices.map(block).collect()
+}
+
+#[tokio::test]
+async fn a_job_is_restored_although_the_coordinator_is_killed_meanwhile() {
+    let expected = calm().await;
+    let directory = directory();
+    let mut cluster = Cluster::start(3);
+    let checkpoints = Some(policy(directory.path(), 4));
+    let jobs = start(cluster.address(), &JobSpec { checkpoints, ..spec("twice") }).await;
+    for step in 0..6 {
+        step_all(&jobs, step).await;
+    }
+    until_saved(directory.path(), "twice", 4).await;
+    let blocked = block(&directory.path().join("twice").join(format!("{:020}", 4)));
+    assert!(!blocked.is_empty());
+    cluster.shards[1].kill();
+    until("the servers are told to read the checkpoint", || {
+        let metrics = cluster.coordinator.get("/metrics");
+        metrics.contains("zeroshard_steps_total{outcome=\"aborted\"} 1\n")
+    })
+    .await;
+    let address = cluster.address().to_owned();
+    cluster.coordinator.kill();
+    for (pipe, away) in blocked {
+        std::fs::rename(away, pipe).unwrap();
+    }
+    cluster.coordinator = Cluster::coordinator_at(&address);
+    let (one, other) = tokio::join!(train(&jobs[0], 6, STEPS), train(&jobs[1], 6, STEPS));
+    assert_eq!((one, other), (vec![4], vec![4]));
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
 }
 
 #[tokio::test]

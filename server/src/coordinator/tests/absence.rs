@@ -197,6 +197,7 @@ impl Play {
             ranks: Ranks::default(),
             rested: None,
             ready: None,
+            restoring: false,
             restored: None,
             decided: None,
         });
@@ -323,6 +324,7 @@ fn a_step_is_decided_and_reported_when_the_server_is_back() {
         ranks,
         rested: None,
         ready: Some(reduced),
+        restoring: false,
         restored: None,
         decided: None,
     };

@@ -21,13 +21,13 @@ fn an_opening_job_is_deleted_when_its_only_creator_disconnects() {
     let mut script = Script::with_servers(2);
     let first = script.create(spec(1));
     let second = script.create(spec(1));
-    script.said(1, Said::Opened(job()));
+    script.said(1, script.opened(job()));
     gone(&mut script, first, None);
     assert!(script.closed().is_empty(), "somebody still waits");
     gone(&mut script, second, None);
     assert_eq!(script.closed(), [1, 2]);
     assert!(script.cluster.jobs.is_empty());
-    script.said(2, Said::Opened(job()));
+    script.said(2, script.opened(job()));
     assert!(script.cluster.jobs.is_empty());
 }
 

@@ -11,7 +11,7 @@ fn a_call_about_an_earlier_job_of_the_name_is_refused() {
     let (mut script, leases) = Script::training(1, 1);
     script.delete(JOB);
     script.create_as(8, spec(1));
-    script.said(1, Said::Opened(JobRef { id: 8, ..job() }));
+    script.said(1, script.opened(JobRef { id: 8, ..job() }));
     let replaced = Error::JobReplaced { job: "job".into() };
     let calls = [
         script.commit(commit(leases[0], 1, 0, 0)),
@@ -41,11 +41,11 @@ fn a_member_without_a_job_id_is_refused() {
 fn a_servers_messages_about_an_earlier_job_of_the_name_are_ignored() {
     let mut script = Script::with_servers(1);
     let caller = script.create_as(8, spec(1));
-    script.said(1, Said::Opened(job()));
+    script.said(1, script.opened(job()));
     assert_eq!(script.answer(caller), None);
     script.said(1, Said::Failed { job: job(), reason: "closed".into() });
     assert_eq!(script.answer(caller), None);
-    script.said(1, Said::Opened(JobRef { id: 8, ..job() }));
+    script.said(1, script.opened(JobRef { id: 8, ..job() }));
     script.said(1, Said::Initialised { job: job(), epoch: 1 });
     assert_eq!(script.version(), None);
     script.said(1, Said::Initialised { job: JobRef { id: 8, ..job() }, epoch: 1 });
@@ -108,7 +108,7 @@ fn placements_carry_the_identity_of_servers_and_messages_their_address() {
     let Some((0xfeed, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };
     assert_eq!(open.placement.servers(), [server(0xfeed, 77, "host:1")]);
     assert_eq!(open.job_id, JOB);
-    script.said(0xfeed, Said::Opened(job()));
+    script.said(0xfeed, script.opened(job()));
     script.lose_server(0xfeed);
     let failure = script.failure().expect("it has failed");
     assert!(failure.contains("shard server host:1 was lost"), "{failure}");

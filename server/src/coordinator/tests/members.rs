@@ -13,10 +13,10 @@ fn a_job_waits_for_servers_and_then_for_all_of_them_to_open_it() {
     assert!(script.opens().is_empty());
     script.server(2);
     assert_eq!(script.opens(), [(1, 1), (2, 1)]);
-    script.said(1, Said::Opened(job()));
+    script.said(1, script.opened(job()));
     assert_eq!(script.answer(caller), None);
     assert!(matches!(script.join(0), Err(Error::Unavailable { .. })));
-    script.said(2, Said::Opened(job()));
+    script.said(2, script.opened(job()));
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Created { epoch: 1, job_id: JOB })));
 }
 
@@ -35,7 +35,7 @@ fn a_job_without_enough_servers_reports_the_missing_number() {
 fn a_server_that_does_not_open_the_job_is_named_and_the_job_is_closed() {
     let mut script = Script::with_servers(2);
     let caller = script.create(spec(1));
-    script.said(1, Said::Opened(job()));
+    script.said(1, script.opened(job()));
     script.after(WAIT);
     let Error::Timeout { waiting_for, .. } = script.error(caller) else { panic!("timeout") };
     assert!(
@@ -80,7 +80,7 @@ fn a_server_without_memory_ends_the_creation_and_it_can_be_retried() {
     script.open_all();
     assert_eq!(script.answer(again), None);
     for server in [1, 2] {
-        script.said(server, Said::Opened(JobRef { id: 8, ..job() }));
+        script.said(server, script.opened(JobRef { id: 8, ..job() }));
     }
     assert_eq!(script.answer(again), Some(&Ok(Reply::Created { epoch: 2, job_id: 8 })));
 }

@@ -262,9 +262,15 @@ impl Script {
         self.commands.iter().filter_map(open).collect()
     }
 
+    /// What a server says that has opened a job in its current epoch.
+    fn opened(&self, job: JobRef) -> Said {
+        let epoch = self.cluster.jobs.get(&job.name).map_or(0, |found| found.epoch);
+        Said::Opened { job, epoch }
+    }
+
     fn open_all(&mut self) {
         for (server, _) in self.opens() {
-            self.said(server, Said::Opened(job()));
+            self.said(server, self.opened(job()));
         }
     }
 

@@ -42,6 +42,7 @@ impl Before {
             ranks: Ranks { leases: (0..).zip(self.leases).collect(), ..Ranks::default() },
             rested: None,
             ready: None,
+            restoring: false,
             restored: None,
             decided: None,
         }

@@ -183,7 +183,7 @@ fn a_server_that_connects_becomes_a_backup_if_there_were_too_few() {
     step(&mut script, lease, 0);
     script.server(4);
     assert_eq!(script.opens().last().map(|open| open.0), Some(4));
-    script.said(4, Said::Opened(job()));
+    script.said(4, script.opened(job()));
     step(&mut script, lease, 1);
     assert_eq!(script.open().placement.replicas(), 2);
     assert_eq!(script.open().degraded_slices(&spec), 0);
@@ -236,6 +236,7 @@ fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
         ready: None,
         empty: script.open().replicas.empty_on(server),
         copies: 0,
+        restoring: false,
         restored: None,
         decided: None,
     }

@@ -52,13 +52,19 @@ fn after_the_loss_of_a_server_ranks_continue_from_the_last_checkpoint_with_their
     script.commands.clear();
     script.lose_server(2);
     assert!(matches!(script.error(waiting), Error::Unavailable { .. }));
-    // The servers that are left drop their slices and read those of the checkpoint.
-    assert_eq!(script.closed(), [1, 2, 3]);
+    // The servers that are left drop their slices when they open the job again, and not before: a
+    // new coordinator learns of the job from them.
+    assert_eq!(script.closed(), [0; 0]);
     let opened: Vec<u64> = script.opens().iter().map(|(server, _)| *server).collect();
-    assert_eq!(opened, [1, 3]);
+    assert_eq!(&opened, &[1, 3]);
+    // What the servers have said about the earlier epoch.
+    for server in opened {
+        script.said(server, Said::Opened { job: job(), epoch: before });
+    }
     let meanwhile = script.commit(commit(leases[1], before, 1, 5));
     assert!(matches!(script.error(meanwhile), Error::Unavailable { .. }));
     script.open_all();
+    assert_eq!(script.closed(), [2]);
     assert_eq!(script.version(), Some(4));
     assert!(script.epoch() > before);
     let told = script.told(leases[0]).expect("a new epoch");
@@ -211,6 +217,22 @@ fn a_job_without_initial_parameters_is_not_restored() {
 }
 
 #[test]
+fn a_new_coordinator_remembers_what_a_server_has_described_before_its_stream_broke() {
+    let before = before();
+    let mut script = half_recovered(before.held());
+    script.lose_link(script.links[&1]);
+    // The process of the other server has ended.
+    let ended = script.probed.iter().find(|of| of.id == 2).unwrap().clone();
+    script.event(Event::Refused(ended));
+    script.returns(1, 1, vec![before.held()]);
+    script.after(RECOVERY);
+    script.open_all();
+    assert_eq!(script.version(), Some(2));
+    (0..).zip(before.leases).for_each(|(rank, lease)| script.attach(rank, lease).unwrap());
+    script.step_all(&before.leases, 2);
+}
+
+#[test]
 fn a_job_that_only_some_servers_have_restored_is_restored_again() {
     let before = before();
     let attempt = |epoch, step| Attempt { epoch, step, number: 0 };
@@ -228,6 +250,18 @@ fn a_job_that_only_some_servers_have_restored_is_restored_again() {
         assert!(script.epoch() > 5);
         (0..).zip(before.leases).for_each(|(rank, lease)| script.attach(rank, lease).unwrap());
         script.step_all(&before.leases, 2);
+    }
+    // A server that was reading the checkpoint, or has not been told to.
+    let restoring = Held { restoring: true, ..restored() };
+    for [one, other] in [[vec![restoring], vec![restored()]], [vec![restored()], Vec::new()]] {
+        let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+        script.found = found(2);
+        script.returns(1, 1, one);
+        script.returns(2, 1, other);
+        script.after(RECOVERY);
+        script.open_all();
+        assert_eq!(script.version(), Some(2));
+        assert!(script.epoch() > 5);
     }
     let restored = || Held { restored: Some((5, 2)), ..restored() };
     let mut script = half_recovered(restored());

@@ -396,7 +396,7 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     });
     assert_eq!(control.commands.recv().await, Some(super::Command::Welcome));
     assert!(matches!(control.commands.recv().await, Some(super::Command::Open(_))));
-    said(super::Said::Opened(job()));
+    said(super::Said::Opened { job: job(), epoch: 1 });
     assert_eq!(creator.await.unwrap(), Ok(Reply::Created { epoch: 1, job_id: JOB }));
     // Each join that is given up costs a GrantLease and a NewEpoch.
     for number in 0..=(MAX_COMMANDS as u64 / 2) {

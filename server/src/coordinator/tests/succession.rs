@@ -45,7 +45,7 @@ impl Script {
     }
 
     fn next_opened(&mut self, server: u64) {
-        self.said(server, Said::Opened(JobRef { name: "next".into(), id: SUCCESSOR }));
+        self.said(server, self.opened(JobRef { name: "next".into(), id: SUCCESSOR }));
     }
 
     fn cannot_copy(&mut self, server: u64) {

@@ -9,6 +9,26 @@ use crate::{
     shard::{events::step_ready, slice::Role},
 };
 
+/// The description of a job that is being read from a checkpoint while ranks wait. `None` for other
+/// jobs, for which nobody waits.
+pub(crate) fn being_restored(open: &pb::OpenJob) -> Option<pb::HeldJob> {
+    let version = open.restore.as_ref()?.version?;
+    (!open.leases.is_empty()).then(|| pb::HeldJob {
+        spec: open.spec.clone(),
+        job_id: open.job_id,
+        placement: open.placement.clone(),
+        restore: open.requested.clone(),
+        epoch: open.epoch,
+        step: version,
+        published: true,
+        leases: open.leases.clone(),
+        done: open.done.clone(),
+        left: open.left.clone(),
+        restoring: true,
+        ..Default::default()
+    })
+}
+
 impl<B: Backend> Job<B> {
     /// The state of this job, in which all commands of the last coordinator have been carried out.
     pub(crate) fn held(&self) -> pb::HeldJob {

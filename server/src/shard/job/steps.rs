@@ -33,6 +33,11 @@ impl<B: Backend> Job<B> {
         self.tell(JobEvent::Granted { rank, lease });
     }
 
+    /// The rank had left in order before the job was opened.
+    pub(crate) fn rank_left(&self, rank: u32) {
+        self.ranks_mut().end_lease(rank, true);
+    }
+
     /// The lease of `rank` has ended, in order if it has `left`: the open attempt ends, and all
     /// messages of the old epoch are stale.
     ///
