@@ -186,8 +186,8 @@ impl Recovery {
         (0..placement.slices()).all(is_full)
     }
 
-    /// Whether a server was reading the checkpoint to which the job returns, or describes the job as
-    /// it was before: the last coordinator has died before all servers had read it.
+    /// Whether a server was reading the checkpoint to which the job returns, or describes the job
+    /// as it was before: the last coordinator has died before all servers had read it.
     fn is_half_restored(&self) -> bool {
         let Some(top) = self.held.values().map(|held| held.attempt).max() else { return false };
         self.held.values().any(|held| {
