@@ -21,6 +21,9 @@ use zeroshard_proto::dtype::DType;
 use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 pub mod cpu;
+// Not a part of the server yet: only its kernels are.
+#[cfg(test)]
+mod cuda;
 #[cfg(test)]
 pub(crate) mod instrumented;
 pub mod kernels;

@@ -18,6 +18,7 @@ const LANES: usize = 16;
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Scalars {
     gradient: f32,
     second_moment: Lerp,

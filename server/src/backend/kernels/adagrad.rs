@@ -7,6 +7,7 @@ use super::{decayed, signed, vectorised};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Scalars {
     gradient: f32,
     weight_decay: f32,

@@ -11,6 +11,7 @@ use super::{Lerp, decayed, power, signed, vectorised};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Scalars {
     gradient: f32,
     /// Weight decay that is added to the gradient: 0 for AdamW.

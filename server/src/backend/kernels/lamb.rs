@@ -11,6 +11,7 @@ use super::{Lerp, power, signed, vectorised};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Scalars {
     gradient: f32,
     first_moment: Lerp,

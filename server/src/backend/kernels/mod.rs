@@ -4,6 +4,9 @@
 //! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and
 //! selected at run time. The compiler vectorises it. Because it never contracts to fused
 //! multiply-adds and never reorders floating-point operations, all three give the same bits.
+//!
+//! The scalars have the layout of C, because the kernels for GPUs (`../cuda/kernels`) take them
+//! too.
 
 pub mod adadelta;
 pub mod adafactor;
@@ -123,6 +126,7 @@ fn decayed(gradient: f32, parameter: f32, weight_decay: f32) -> f32 {
 /// A running average that moves towards `end`: `torch.lerp`, whose two formulas keep it exact at
 /// both ends.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 struct Lerp {
     weight: f32,
     from_end: bool,

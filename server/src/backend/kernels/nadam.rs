@@ -7,6 +7,7 @@ use super::{Lerp, decayed, power, real_power, signed, vectorised};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Scalars {
     gradient: f32,
     /// Weight decay that is added to the gradient: 0 if it is decoupled.

@@ -7,6 +7,7 @@ use super::{Lerp, decayed, power, signed, vectorised};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Scalars {
     gradient: f32,
     /// Weight decay that is added to the gradient: 0 if it is decoupled.
@@ -19,13 +20,9 @@ pub struct Scalars {
     correction1: f32,
     lr: f32,
     eps: f32,
-    /// `None`: the variance of the adaptive learning rate is not tractable yet, and the step is one
+    /// If not, the variance of the adaptive learning rate is not tractable yet, and the step is one
     /// of SGD with momentum.
-    rectified: Option<Rectified>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Rectified {
+    is_rectified: bool,
     correction2_sqrt: f32,
     rectification: f32,
 }
@@ -37,6 +34,12 @@ impl Scalars {
             true => radam.weight_decay,
             false => 0.0,
         };
+        let remaining = power(radam.beta2, step);
+        let correction2 = 1.0 - remaining;
+        let longest = 2.0 / (1.0 - radam.beta2) - 1.0;
+        let length = longest - 2.0 * step as f64 * remaining / correction2;
+        let rectification = (length - 4.0) * (length - 2.0) * longest
+            / ((longest - 4.0) * (longest - 2.0) * length);
         Scalars {
             gradient: signed(coefficient, radam.maximize),
             weight_decay: decay(false) as f32,
@@ -47,24 +50,11 @@ impl Scalars {
             correction1: (1.0 - power(radam.beta1, step)) as f32,
             lr: radam.lr as f32,
             eps: radam.eps as f32,
-            rectified: Rectified::new(radam.beta2, step),
-        }
-    }
-}
-
-impl Rectified {
-    /// `None` if the approximated simple moving average is 5 steps long or shorter.
-    fn new(beta2: f64, step: u64) -> Option<Rectified> {
-        let remaining = power(beta2, step);
-        let correction2 = 1.0 - remaining;
-        let longest = 2.0 / (1.0 - beta2) - 1.0;
-        let length = longest - 2.0 * step as f64 * remaining / correction2;
-        let rectification = (length - 4.0) * (length - 2.0) * longest
-            / ((longest - 4.0) * (longest - 2.0) * length);
-        (length > 5.0).then(|| Rectified {
+            // The approximated simple moving average is longer than 5 steps.
+            is_rectified: length > 5.0,
             correction2_sqrt: correction2.sqrt() as f32,
             rectification: rectification.sqrt() as f32,
-        })
+        }
     }
 }
 
@@ -88,9 +78,9 @@ vectorised! {
             exp_avg[i] = m;
             exp_avg_sq[i] = v;
             let mut update = m / s.correction1 * s.lr;
-            if let Some(Rectified { correction2_sqrt, rectification }) = s.rectified {
-                let adaptive = 1.0 / (v.sqrt() + s.eps) * correction2_sqrt;
-                update = update * adaptive * rectification;
+            if s.is_rectified {
+                let adaptive = 1.0 / (v.sqrt() + s.eps) * s.correction2_sqrt;
+                update = update * adaptive * s.rectification;
             }
             parameter[i] = kept - update;
         }

@@ -9,6 +9,7 @@ use super::{Lerp, decayed, signed, vectorised};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Scalars {
     gradient: f32,
     weight_decay: f32,

@@ -1,0 +1,128 @@
+//! The kernels, compiled for the host by a C compiler, and a device that runs them.
+
+use std::{
+    collections::HashMap,
+    ffi::c_void,
+    fmt::Write,
+    path::Path,
+    process::Command,
+    sync::{Mutex, OnceLock},
+};
+
+use libloading::Library;
+
+use super::{
+    Cuda, Device,
+    launch::{Address, Launch},
+};
+use crate::backend::conformance;
+
+/// A kernel that takes the addresses of its arguments, and the number of the block.
+type Kernel = unsafe extern "C" fn(*const *const c_void, u32);
+
+/// The host as a device. It has its memory in words, so that all of it is aligned.
+#[derive(Default)]
+struct Host {
+    memory: Mutex<HashMap<Address, Vec<u64>>>,
+}
+
+impl Device for Host {
+    fn allocate(&self, bytes: usize) -> Option<Address> {
+        let words = bytes.div_ceil(size_of::<u64>()).max(1);
+        let mut memory = Vec::new();
+        memory.try_reserve_exact(words).ok()?;
+        memory.resize(words, 0);
+        let address = memory.as_ptr() as Address;
+        self.memory.lock().unwrap().insert(address, memory);
+        Some(address)
+    }
+
+    fn free(&self, address: Address) {
+        assert!(self.memory.lock().unwrap().remove(&address).is_some(), "it is allocated");
+    }
+
+    fn upload(&self, to: Address, bytes: &[u8]) {
+        // SAFETY: the backend has allocated as many bytes there.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
+    }
+
+    fn download(&self, from: Address, bytes: &mut [u8]) {
+        // SAFETY: as above.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len());
+        }
+    }
+
+    fn launch(&self, launch: &Launch) {
+        let arguments = launch.arguments();
+        // SAFETY: `library` has made functions of this type for all kernels.
+        let kernel = unsafe { library().get::<Kernel>(format!("launch_{}", launch.kernel)) };
+        let kernel = kernel.expect("the kernel exists");
+        // A kernel over elements takes all of them in its first block.
+        let is_over_sums = SUMS.contains(&launch.kernel);
+        let blocks = if is_over_sums { launch.blocks } else { launch.blocks.min(1) };
+        for block in 0..blocks {
+            // SAFETY: the arguments are those of the kernel.
+            unsafe { kernel(arguments.as_ptr(), block as u32) };
+        }
+    }
+}
+
+/// The kernels with a block of threads for each block of a sum.
+const SUMS: [&str; 3] = ["squares", "lamb_moments", "adafactor_vector"];
+
+/// The compiled kernels.
+fn library() -> &'static Library {
+    static LIBRARY: OnceLock<Library> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/backend/cuda/kernels");
+        let directory = tempfile::tempdir().unwrap();
+        let [source, output] = ["kernels.c", "kernels.so"].map(|name| directory.path().join(name));
+        std::fs::write(&source, with_launchers(&kernels)).unwrap();
+        let mut compiler = Command::new("cc");
+        compiler.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]);
+        // No fused multiply-adds.
+        compiler.args(["-O2", "-ffp-contract=off", "-shared", "-fPIC"]);
+        compiler.arg("-I").arg(&kernels).arg(&source).arg("-o").arg(&output).arg("-lm");
+        assert!(compiler.status().expect("a C compiler").success());
+        // SAFETY: the library has no initialisers.
+        unsafe { Library::new(&output) }.unwrap()
+    })
+}
+
+/// The source of all kernels, with a function `launch_...` for each that takes its arguments by
+/// their addresses.
+fn with_launchers(kernels: &Path) -> String {
+    let mut source = "#include \"all.cu\"\n_Thread_local unsigned launched_block;\n".to_owned();
+    let files = std::fs::read_dir(kernels).unwrap().map(|file| file.unwrap().path());
+    for file in files.filter(|file| file.extension().is_some_and(|of| of == "cu")) {
+        let text = std::fs::read_to_string(file).unwrap();
+        for kernel in text.split("\nKERNEL ").skip(1) {
+            let (name, rest) = kernel.split_once('(').unwrap();
+            let parameters = rest.split_once(')').unwrap().0.split(',');
+            let argument = |(index, parameter): (usize, &str)| {
+                let (kind, name) = parameter.trim().rsplit_once([' ', '*']).unwrap();
+                let pointer = if parameter.contains('*') { "*" } else { "" };
+                let kind = kind.trim_end_matches('*');
+                assert!(!name.is_empty());
+                format!("*({kind} {pointer}*)arguments[{index}]")
+            };
+            let arguments: Vec<String> = parameters.enumerate().map(argument).collect();
+            writeln!(
+                source,
+                "void launch_{name}(void **arguments, unsigned block) {{\n    \
+                 launched_block = block;\n    {name}({});\n}}",
+                arguments.join(", ")
+            )
+            .unwrap();
+        }
+    }
+    source
+}
+
+#[test]
+fn the_kernels_for_gpus_give_the_bits_of_the_cpu() {
+    let cuda = Cuda::new(Host::default());
+    conformance::run(&cuda);
+    assert!(cuda.device.memory.lock().unwrap().is_empty(), "all memory is freed");
+}

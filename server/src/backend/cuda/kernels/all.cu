@@ -1,0 +1,17 @@
+// The module that is loaded: all kernels.
+
+#include "adadelta.cu"
+#include "adafactor.cu"
+#include "adagrad.cu"
+#include "adam.cu"
+#include "adamax.cu"
+#include "asgd.cu"
+#include "average.cu"
+#include "convert.cu"
+#include "lamb.cu"
+#include "lion.cu"
+#include "nadam.cu"
+#include "radam.cu"
+#include "rmsprop.cu"
+#include "sgd.cu"
+#include "sum.cu"

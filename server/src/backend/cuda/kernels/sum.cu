@@ -1,0 +1,23 @@
+// Sums of squares of gradients.
+
+#include "sum.cuh"
+
+// The sum of each block. Launched with a block of threads for each.
+KERNEL squares(const float *values, u64 n, double *sums) {
+    SHARED double lanes[THREADS];
+    EACH_THREAD(t) {
+        double lane = 0.0;
+        for (u64 i = sum_start() + t; i < sum_end(n); i += THREADS) lane = lane + square(values[i]);
+        lanes[t] = lane;
+    }
+    SYNC;
+    ADD_LANES(lanes);
+    EACH_THREAD(t) {
+        if (t == 0) sums[BLOCK_INDEX] = lanes[0];
+    }
+}
+
+// The sum of all blocks, by one thread.
+KERNEL total(const double *sums, u64 blocks, double *result) {
+    EACH(i, 1) { *result = sum_of(sums, blocks); }
+}

@@ -1,0 +1,134 @@
+"""Builds the CUDA kernels, and checks what the server embeds.
+
+    python tests/kernels.py build    # writes server/src/backend/cuda/kernels.ptx
+    python tests/kernels.py check    # compares it, and examines the instructions
+
+It needs the packages of tests/python/requirements-cuda.txt, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CUDA = Path(__file__).parents[1] / "server" / "src" / "backend" / "cuda"
+SOURCES = CUDA / "kernels"
+PTX = CUDA / "kernels.ptx"
+#: The oldest GPUs that are supported; the driver compiles the PTX for later ones.
+ARCHITECTURE = "compute_80"
+#: The GPUs for which the PTX is assembled.
+ASSEMBLED = ("sm_80", "sm_90")
+OPTIONS = (
+    f"--gpu-architecture={ARCHITECTURE}",
+    "--fmad=false",
+    "--ftz=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+    "--restrict",
+)
+
+
+def packages() -> Path:
+    """The folder with the packages of NVIDIA."""
+    import nvidia
+
+    return Path(next(iter(nvidia.__path__)))
+
+
+class Nvrtc:
+    """NVIDIA's compiler."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(packages() / "cuda_nvrtc" / "lib" / "libnvrtc.so.12"))
+
+    def _text(self, name: str, program: ctypes.c_void_p) -> str:
+        size = ctypes.c_size_t()
+        getattr(self._library, f"nvrtcGet{name}Size")(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        getattr(self._library, f"nvrtcGet{name}")(program, text)
+        return text.value.decode()
+
+    def compile(self, source: Path) -> str:
+        """The PTX of a source file."""
+        program = ctypes.c_void_p()
+        create = self._library.nvrtcCreateProgram
+        created = create(
+            ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
+        )
+        if created:
+            sys.exit(f"nvrtcCreateProgram: error {created}")
+        options = [*(option.encode() for option in OPTIONS), f"-I{source.parent}".encode()]
+        array = (ctypes.c_char_p * len(options))(*options)
+        failed = self._library.nvrtcCompileProgram(program, len(options), array)
+        log = self._text("ProgramLog", program).strip()
+        if log:
+            print(log, file=sys.stderr)
+        if failed:
+            sys.exit(f"{source} does not compile")
+        return self._text("PTX", program)
+
+
+def kernels(ptx: str) -> dict[str, str]:
+    """The instructions of each kernel."""
+    found = re.findall(r"^\.visible \.entry (\w+)\((.*?)^}", ptx, re.DOTALL | re.MULTILINE)
+    return dict(found)
+
+
+def check_instructions(ptx: str) -> None:
+    """Fails on an operation that might be contracted, or rounds in another way than the CPU."""
+    for kernel, body in kernels(ptx).items():
+        for line in body.splitlines():
+            [operation, *_] = [*line.split(), ""]
+            allowed = re.fullmatch(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)", operation)
+            rounds = re.fullmatch(
+                r"(add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt)\b.*\.f(32|64)", operation
+            )
+            if rounds and not allowed:
+                sys.exit(f"{kernel} has {line.strip()!r}")
+
+
+def assemble(ptx: Path, architecture: str) -> dict[str, int]:
+    """Assembles the PTX. Returns the number of registers of each kernel."""
+    ptxas = packages() / "cuda_nvcc" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile() as binary:
+        command = [ptxas, "-v", f"-arch={architecture}", ptx, "-o", binary.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"ptxas for {architecture}: {done.stderr}")
+    registers = {}
+    kernel = ""
+    for line in done.stderr.splitlines():
+        if named := re.search(r"Function properties for (\w+)", line):
+            kernel = named[1]
+        if spilled := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", line):
+            if int(spilled[1]) or int(spilled[2]):
+                sys.exit(f"{kernel} spills on {architecture}: {line.strip()}")
+        if used := re.search(r"Used (\d+) registers", line):
+            registers[kernel] = int(used[1])
+    return registers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["build", "check"])
+    command = parser.parse_args().command
+    ptx = Nvrtc().compile(SOURCES / "all.cu")
+    if command == "build":
+        PTX.write_text(ptx)
+    elif PTX.read_text() != ptx:
+        sys.exit(f"{PTX} is not what its sources give; run `python tests/kernels.py build`")
+    check_instructions(ptx)
+    registers = {architecture: assemble(PTX, architecture) for architecture in ASSEMBLED}
+    names = sorted(kernels(ptx))
+    print(f"{'kernel':28}" + "".join(f"{architecture:>8}" for architecture in ASSEMBLED))
+    for name in names:
+        print(f"{name:28}" + "".join(f"{of[name]:8}" for of in registers.values()))
+
+
+if __name__ == "__main__":
+    main()
