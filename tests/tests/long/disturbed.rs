@@ -30,7 +30,7 @@ fn flags(steps: u64) -> Vec<String> {
 }
 
 /// What the workers of a run have printed.
-#[derive(Debug, Default, PartialEq)]
+#[derive(Debug, Default)]
 pub(crate) struct Results {
     losses: BTreeMap<u64, String>,
     hash: Option<String>,
@@ -85,6 +85,8 @@ pub(crate) struct Run {
     pub(crate) etcd: Option<Etcd>,
     pub(crate) shards: Vec<Process>,
     pub(crate) workers: Vec<Child>,
+    /// The number of workers that were killed.
+    killed: usize,
     steps: u64,
     results: Arc<Mutex<Results>>,
     began: Instant,
@@ -107,7 +109,9 @@ impl Run {
     fn start_with(coordinators: Vec<Process>, etcd: Option<Etcd>, steps: u64) -> Self {
         let (began, out, results) = (Instant::now(), tempfile::tempdir().unwrap(), Arc::default());
         let (shards, workers) = (Vec::new(), Vec::new());
-        let mut run = Self { coordinators, etcd, shards, workers, steps, results, began, out };
+        let killed = 0;
+        let mut run =
+            Self { coordinators, etcd, shards, workers, killed, steps, results, began, out };
         run.shards = (0..SERVERS).map(|_| run.shard()).collect();
         run.workers = (0..WORKERS).map(|rank| run.worker(rank)).collect();
         run
@@ -200,12 +204,14 @@ impl Run {
     pub(crate) fn kill_worker(&mut self, rank: u32) {
         self.workers[rank as usize].kill().unwrap();
         self.workers[rank as usize].wait().unwrap();
+        self.killed += 1;
         self.say(&format!("worker {rank} is killed, and started again"));
         self.workers[rank as usize] = self.worker(rank);
     }
 
-    /// Waits for the end of the run.
-    pub(crate) fn end(mut self) -> Results {
+    /// Waits for the end of the run, and compares its results with those of an undisturbed run. A
+    /// worker may be killed before it has printed the loss of the step that it has just made.
+    pub(crate) fn end(mut self, expected: &Results) {
         for worker in &mut self.workers {
             assert!(worker.wait().unwrap().success());
         }
@@ -215,7 +221,13 @@ impl Run {
             assert!(Instant::now() < deadline, "no worker has printed the hash");
             thread::yield_now();
         }
-        std::mem::take(&mut self.results.lock().unwrap())
+        let found = self.results.lock().unwrap();
+        assert_eq!(found.hash, expected.hash);
+        for (step, loss) in &found.losses {
+            assert_eq!(Some(loss), expected.losses.get(step), "the loss of step {step}");
+        }
+        let missing = expected.losses.len() - found.losses.len();
+        assert!(missing <= self.killed, "{missing} losses of {} killed workers", self.killed);
     }
 }
 
