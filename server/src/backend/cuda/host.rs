@@ -17,8 +17,9 @@ use super::{
 };
 use crate::backend::conformance;
 
-/// A kernel that takes the addresses of its arguments, and the number of the block.
-type Kernel = unsafe extern "C" fn(*const *const c_void, u32);
+/// A block of a kernel, which takes the addresses of the arguments, its number, and the number of
+/// blocks.
+type Kernel = unsafe extern "C" fn(*const *const c_void, u32, u32);
 
 /// The host as a device. It has its memory in words, so that all of it is aligned.
 #[derive(Default)]
@@ -58,18 +59,13 @@ impl Device for Host {
         // SAFETY: `library` has made functions of this type for all kernels.
         let kernel = unsafe { library().get::<Kernel>(format!("launch_{}", launch.kernel)) };
         let kernel = kernel.expect("the kernel exists");
-        // A kernel over elements takes all of them in its first block.
-        let is_over_sums = SUMS.contains(&launch.kernel);
-        let blocks = if is_over_sums { launch.blocks } else { launch.blocks.min(1) };
+        let blocks = launch.blocks as u32;
         for block in 0..blocks {
             // SAFETY: the arguments are those of the kernel.
-            unsafe { kernel(arguments.as_ptr(), block as u32) };
+            unsafe { kernel(arguments.as_ptr(), block, blocks) };
         }
     }
 }
-
-/// The kernels with a block of threads for each block of a sum.
-const SUMS: [&str; 3] = ["squares", "lamb_moments", "adafactor_vector"];
 
 /// The compiled kernels.
 fn library() -> &'static Library {
@@ -93,7 +89,8 @@ fn library() -> &'static Library {
 /// The source of all kernels, with a function `launch_...` for each that takes its arguments by
 /// their addresses.
 fn with_launchers(kernels: &Path) -> String {
-    let mut source = "#include \"all.cu\"\n_Thread_local unsigned launched_block;\n".to_owned();
+    let mut source =
+        "#include \"all.cu\"\n_Thread_local unsigned block_index, block_count;\n".to_owned();
     let files = std::fs::read_dir(kernels).unwrap().map(|file| file.unwrap().path());
     for file in files.filter(|file| file.extension().is_some_and(|of| of == "cu")) {
         let text = std::fs::read_to_string(file).unwrap();
@@ -110,8 +107,8 @@ fn with_launchers(kernels: &Path) -> String {
             let arguments: Vec<String> = parameters.enumerate().map(argument).collect();
             writeln!(
                 source,
-                "void launch_{name}(void **arguments, unsigned block) {{\n    \
-                 launched_block = block;\n    {name}({});\n}}",
+                "void launch_{name}(void **arguments, unsigned block, unsigned blocks) {{\n    \
+                 block_index = block;\n    block_count = blocks;\n    {name}({});\n}}",
                 arguments.join(", ")
             )
             .unwrap();

@@ -71,7 +71,7 @@ impl<D: Device> Buffer<D> {
 }
 
 /// The launch that converts consecutive elements of one dtype to another. `special` is the address
-/// of a number that becomes 1 if one of them is infinite or NaN.
+/// of a flag that the kernel sets if an element is infinite or NaN.
 fn convert(
     (to, to_dtype): (Address, u32),
     numel: usize,
@@ -97,9 +97,9 @@ impl<D: Device> Cuda<D> {
         self.memory(bytes).expect("a device has memory for a few numbers")
     }
 
-    /// Uploads values, and runs `launch` for each run of consecutive elements. Its arguments are
-    /// the first element, their number, the address of the values, and that of a number which
-    /// becomes 1 if one of them is infinite or NaN. Returns whether all are finite.
+    /// Uploads values, and launches a kernel for each run of consecutive elements. `launch` gets
+    /// the first element, the number of elements, the address of their values, and the address of
+    /// a flag that the kernel sets if a value is infinite or NaN. Returns whether all are finite.
     fn receive(
         &self,
         at: &Elements,

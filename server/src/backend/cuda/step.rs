@@ -19,7 +19,7 @@ pub(super) struct Step {
     pub(super) published: Published,
 }
 
-/// Memory for the sums of a step, which are written before they are read.
+/// Memory for the sums of a step. Its initial content does not matter.
 struct Scratch(Address);
 
 impl Scratch {
@@ -46,7 +46,7 @@ impl Step {
         size_of::<f64>() * (2 * self.sum_blocks() + 2 * rows + 1)
     }
 
-    /// The launches, one after the other. `scratch` is the address of memory for the sums.
+    /// The launches, in order. `scratch` is the address of [`Self::scratch_bytes`] of memory.
     pub(super) fn launches(&self, update: &Update<'_>, scratch: Address) -> Vec<Launch> {
         let &Update { step, coefficient, scalar_state, .. } = update;
         if self.numel == 0 {

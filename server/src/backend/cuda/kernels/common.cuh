@@ -27,15 +27,18 @@
 #include <math.h>
 #include <stdbool.h>
 
-extern _Thread_local unsigned launched_block;
+// The number of the block that is being run, and the number of blocks.
+extern _Thread_local unsigned block_index, block_count;
 
 #define KERNEL void
 #define DEVICE static inline
 #define SHARED
-#define BLOCK_INDEX launched_block
+#define BLOCK_INDEX block_index
 #define EACH_THREAD(t) for (unsigned t = 0; t < THREADS; ++t)
 #define SYNC
-#define EACH(i, n) for (u64 i = 0; i < (n); ++i)
+#define EACH(i, n)                                                                                 \
+    for (u64 first = (u64)block_index * THREADS; first < (n); first += (u64)block_count * THREADS) \
+        for (u64 i = first; i < first + THREADS && i < (n); ++i)
 
 #endif
 

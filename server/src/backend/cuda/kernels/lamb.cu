@@ -37,15 +37,8 @@ KERNEL lamb_moments(
         parameters[t] = parameter_lane;
         updates[t] = update_lane;
     }
-    SYNC;
-    ADD_LANES(parameters);
-    ADD_LANES(updates);
-    EACH_THREAD(t) {
-        if (t == 0) {
-            parameter_squares[BLOCK_INDEX] = parameters[0];
-            update_squares[BLOCK_INDEX] = updates[0];
-        }
-    }
+    add_lanes(parameters, parameter_squares);
+    add_lanes(updates, update_squares);
 }
 
 // The factor of the updates, by one thread.

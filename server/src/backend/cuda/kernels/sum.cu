@@ -10,11 +10,7 @@ KERNEL squares(const float *values, u64 n, double *sums) {
         for (u64 i = sum_start() + t; i < sum_end(n); i += THREADS) lane = lane + square(values[i]);
         lanes[t] = lane;
     }
-    SYNC;
-    ADD_LANES(lanes);
-    EACH_THREAD(t) {
-        if (t == 0) sums[BLOCK_INDEX] = lanes[0];
-    }
+    add_lanes(lanes, sums);
 }
 
 // The sum of all blocks, by one thread.

@@ -6,14 +6,19 @@
 
 #include "common.cuh"
 
-// Adds the lanes of a block of threads. The sum is lanes[0].
-#define ADD_LANES(lanes)                                                                           \
-    for (unsigned half = THREADS / 2; half > 0; half /= 2) {                                       \
-        EACH_THREAD(t) {                                                                           \
-            if (t < half) (lanes)[t] = (lanes)[t] + (lanes)[t + half];                             \
-        }                                                                                          \
-        SYNC;                                                                                      \
+// Adds the lanes of a block of threads, and stores the sum as that of the block.
+DEVICE void add_lanes(double *lanes, double *sums) {
+    SYNC;
+    for (unsigned half = THREADS / 2; half > 0; half /= 2) {
+        EACH_THREAD(t) {
+            if (t < half) lanes[t] = lanes[t] + lanes[t + half];
+        }
+        SYNC;
     }
+    EACH_THREAD(t) {
+        if (t == 0) sums[BLOCK_INDEX] = lanes[0];
+    }
+}
 
 // The elements of this block: its first one, and the end.
 DEVICE u64 sum_start(void) { return (u64)BLOCK_INDEX * SUM_BLOCK; }
