@@ -173,10 +173,9 @@ impl Cluster {
         };
         let Phase::Waiting { placing, interrupted, .. } = phase else { return };
         *placing = false;
-        let leases = interrupted.as_ref().map(|interrupted| interrupted.leases());
-        let absent = interrupted.as_ref().map(|interrupted| interrupted.absent());
-        let (done, left) = absent.unwrap_or_default();
-        let (leases, requested) = (leases.unwrap_or_default(), restore.clone());
+        let ranks = interrupted.as_ref().map(|interrupted| interrupted.ranks());
+        let (leases, done, left) = ranks.unwrap_or_default();
+        let requested = restore.clone();
         let (spec, job_id, name) = (spec.clone(), *id, job.name.as_str());
         let succession = succession.clone();
         let source = succession.as_ref().map(|succession| self.source(succession)).transpose();

@@ -254,7 +254,7 @@ impl Cluster {
                 {
                     self.rejoin(server, &job, &held, now, out);
                 }
-                // It is told to open the job anew, or to close it when that is done.
+                // It will be told to open the job again, or to close it once all others have.
                 Some(Job {
                     id,
                     phase:
@@ -360,9 +360,10 @@ impl Cluster {
         }
     }
 
-    /// A server of a job without replicas does not hold it. If the job has not failed there, it was
-    /// deleted, or the server has not been told to read its checkpoint. A job that was deleted is
-    /// deleted again, by the caller or because nobody uses it.
+    /// A server of a job without replicas does not hold the job. If the job did not fail there,
+    /// either it was deleted, or the server was never told to read its checkpoint. In both cases
+    /// the job returns to the checkpoint; if it was deleted, its caller deletes it again, or it is
+    /// disposed of because nobody uses it.
     fn recover_without(
         &mut self,
         name: &str,

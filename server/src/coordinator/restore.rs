@@ -39,8 +39,8 @@ pub(crate) struct Interrupted {
     peers: Peers,
     /// Ranks whose lease has ended since.
     lost: Vec<u32>,
-    /// The servers that may still hold the job as it was. They keep it until they open it anew, or
-    /// until others have done so: a new coordinator learns of the job from them.
+    /// The servers that may still hold the job as it was. They keep it until they open it again, or
+    /// until all others have, because a new coordinator learns of the job from them.
     holders: BTreeSet<ServerId>,
     deadline: Now,
 }
@@ -71,15 +71,12 @@ impl Interrupted {
         }
     }
 
-    /// The leases of the ranks, for the servers.
-    pub(super) fn leases(&self) -> Vec<(u32, Lease)> {
+    /// The leases of the ranks, the ranks that have no more data, and those that have left, for the
+    /// servers.
+    pub(super) fn ranks(&self) -> (Vec<(u32, Lease)>, Vec<u32>, Vec<u32>) {
         let lease = |rank| Some((rank, self.members.get(rank)?.lease));
-        self.members.ranks().filter_map(lease).collect()
-    }
-
-    /// The ranks that have no more data, and those that have left, for the servers.
-    pub(super) fn absent(&self) -> (Vec<u32>, Vec<u32>) {
-        (self.done.iter().copied().collect(), self.left.iter().copied().collect())
+        let leases = self.members.ranks().filter_map(lease).collect();
+        (leases, self.done.iter().copied().collect(), self.left.iter().copied().collect())
     }
 
     /// A server may still hold the job as it was.

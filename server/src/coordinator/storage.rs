@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream};
 use zeroshard_checkpoint::{Manifest, Storage};
 use zeroshard_proto::{Error, JobSpec, Restore, RestoreVersion, Result};
 
@@ -11,6 +12,9 @@ use super::{
     events::{Checkpoint, Placing},
     save::{Completion, SavePlan},
 };
+
+/// The number of ranks whose data is read at the same time.
+const READS: usize = 16;
 
 /// A checkpoint, if there is one, and the data of its ranks.
 type Found = (Option<Checkpoint>, BTreeMap<u32, Bytes>);
@@ -50,10 +54,13 @@ async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Found> {
         let expected = format!("the model and optimizer of version {version} of job {job:?}");
         return Err(Error::invalid(what, format!("different in its {difference}"), expected));
     }
-    let mut user_data = BTreeMap::new();
-    for rank in manifest.ranks() {
-        user_data.extend(storage.user_data(&manifest, rank).await?.map(|data| (rank, data)));
-    }
+    let (storage, manifest) = (&storage, &manifest);
+    let read = |rank| async move {
+        let data = storage.user_data(manifest, rank).await?;
+        Ok(data.map(|data| (rank, data)))
+    };
+    let ranks = stream::iter(manifest.ranks()).map(read).buffer_unordered(READS);
+    let user_data = ranks.try_filter_map(async |found| Ok(found)).try_collect().await?;
     Ok((Some(Checkpoint { url: url.clone(), job: job.clone(), version }), user_data))
 }
 

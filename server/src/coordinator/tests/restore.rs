@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{OnLoss, Restore, RestoreVersion};
+use zeroshard_proto::{Departure, OnLoss, Restore, RestoreVersion};
 
 use super::{
     recovery::Before,
@@ -89,6 +89,21 @@ fn ranks_that_are_lost_while_a_job_is_restored_are_replaced_in_a_new_epoch() {
     assert_eq!(script.new_epochs().len(), 1);
     let lease = script.join(1).unwrap();
     script.step_all(&[leases[0], lease], 2);
+}
+
+#[test]
+fn servers_that_restore_a_job_learn_which_ranks_are_done_or_have_left() {
+    let spec = JobSpec { departure: Departure::Absent, ..policy(3, 2) };
+    let (mut script, leases) = Script::training_of(spec, 2);
+    (0..2).for_each(|step| script.step_all(&leases, step));
+    script.leave(leases[1], true);
+    script.leave(leases[2], false);
+    script.found = found(2);
+    script.commands.clear();
+    script.lose_server(1);
+    let Some((2, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };
+    assert_eq!(open.leases, [(0, leases[0])]);
+    assert_eq!((&open.done[..], &open.left[..]), (&[1][..], &[2][..]));
 }
 
 #[test]
