@@ -324,7 +324,7 @@ impl Job {
     /// [`Error::RolledBack`]: the job has returned to an earlier version. [`Error::LeaseLost`],
     /// [`Error::Invalid`], [`Error::Timeout`].
     pub async fn send_user_data(&self, version: u64, user_data: impl Into<Bytes>) -> Result<()> {
-        // Of two restorations, the data must not belong to the time before the second.
+        // The epoch is read first: if the job is restored after the check, the data is older.
         let epoch = self.epoch();
         self.check_restored(version)?;
         let Member { cluster, spec, id, lease, rank, .. } = &*self.0;

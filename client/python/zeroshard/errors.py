@@ -85,8 +85,8 @@ class NoCheckpointError(Error):
 
 
 class UserDataLostError(NoCheckpointError):
-    """A version cannot be saved, because a rank was lost before it had sent its data for it, or the
-    coordinator before it had stored it."""
+    """A version cannot be saved because the data of a rank for it was lost: the rank ended before
+    it had sent the data, or the coordinator before it had stored it."""
 
 
 class CheckpointDamagedError(Error):
