@@ -173,8 +173,9 @@ pub enum Error {
     },
     /// The data of a rank for a checkpoint was lost.
     #[error(
-        "version {version} of job {job:?} cannot be saved without the data of rank {rank}, which \
-         was lost before the coordinator had stored it; save a later version"
+        "version {version} of job {job:?} cannot be continued exactly without the data of rank \
+         {rank}, which was lost before the coordinator had stored it; save a later version, or \
+         continue from an earlier checkpoint"
     )]
     UserDataLost {
         /// The job.

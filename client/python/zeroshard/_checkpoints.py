@@ -12,6 +12,7 @@ from .errors import (
     InvalidArgumentError,
     InvalidTypeError,
     NoCheckpointError,
+    UserDataLostError,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Checkpoints:
             InvalidArgumentError: no model is sharded with this object, or it has made steps since.
             CheckpointDamagedError: the data of this rank is damaged.
             StorageError: the checkpoint cannot be read.
+            UserDataLostError: the data of this rank was lost before the checkpoint was saved.
         """
         version, _, own = self.resume_loop()
         return version, own
@@ -193,6 +195,8 @@ class Checkpoints:
     def _has_saved(self, job: ModelJob[Any]) -> bool:
         try:
             _native.user_data(self.url, job.job.name, job.version, job.group.rank)
+        except UserDataLostError:
+            return True
         except NoCheckpointError:
             return False
         return True
@@ -204,6 +208,8 @@ class Checkpoints:
         at = self.url, job.job.name, job.version, rank
         try:
             return _native.user_data(*at)
+        except UserDataLostError:
+            raise
         except NoCheckpointError:
             # The job is that of an earlier run which ended between two checkpoints. The coordinator
             # has the data of its last step.

@@ -153,8 +153,9 @@ class _Steps(Generic[B]):
             version, loop, own = checkpoints.resume_loop()
         except UserDataLostError as lost:
             raise UserDataLostError(
-                f"{lost}. To continue from the last checkpoint, delete the job if it still exists "
-                f"(zsctl delete {checkpoints.job_name}), and start the program again"
+                f"{lost}. To do so, delete the job if it still exists (zsctl delete "
+                f"{checkpoints.job_name}) and the checkpoint of this version if there is one (zsctl "
+                f"checkpoint rm), and start the program again"
             ) from lost
         if version and loop is None:
             name = checkpoints.job_name

@@ -222,6 +222,7 @@ async fn show(job: &str, version: Option<u64>, place: &Place, json: bool) -> Res
             "event": "checkpoint", "job": job, "version": manifest.version(),
             "bytes": manifest.bytes(), "files": files, "created": manifest.created(),
             "optimizer": spec.groups[0].name(), "world": spec.world, "ranks": manifest.ranks(),
+            "lost_ranks": manifest.lost_ranks(),
         });
         print(true, &event, "");
         return Ok(());
@@ -241,9 +242,13 @@ async fn show(job: &str, version: Option<u64>, place: &Place, json: bool) -> Res
     for (name, bytes) in manifest.files() {
         files.add_row([name.to_owned(), human(bytes)]);
     }
+    let lost = match manifest.lost_ranks() {
+        [] => String::new(),
+        lost => format!("; the data of ranks {lost:?} was lost before the save"),
+    };
     let text = format!(
         "version {} of job {job:?}: {}, {} parameters, {}, saved with {} ranks, data of ranks \
-         {:?}\n\n{tensors}\n\n{files}",
+         {:?}{lost}\n\n{tensors}\n\n{files}",
         manifest.version(),
         human(manifest.bytes()),
         spec.manifest.parameters(),

@@ -51,6 +51,9 @@ struct Contents {
     created: u64,
     spec: pb::JobSpec,
     files: Vec<File>,
+    /// The ranks whose data was lost before the save.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    lost_ranks: Vec<u32>,
 }
 
 /// A file of a checkpoint.
@@ -112,10 +115,17 @@ impl Manifest {
             created: since_epoch.as_secs(),
             spec: spec.into(),
             files: files.collect::<Result<_>>()?,
+            lost_ranks: Vec::new(),
         };
         Self::of(contents, spec.clone()).map_err(|cause| Error::Internal {
             cause: format!("the files of version {version} of job {:?}: {cause}", spec.name),
         })
+    }
+
+    /// The same checkpoint, which lacks the data of these ranks because it was lost before the save.
+    pub fn without_data_of(mut self, ranks: impl IntoIterator<Item = u32>) -> Self {
+        self.contents.lost_ranks = ranks.into_iter().collect();
+        self
     }
 
     fn of(contents: Contents, spec: JobSpec) -> Result<Self, String> {
@@ -217,6 +227,11 @@ impl Manifest {
         let mut ranks: Vec<u32> = ranks.map(|entry| entry.rank).collect();
         ranks.sort_unstable();
         ranks
+    }
+
+    /// The ranks whose data was lost before the save.
+    pub fn lost_ranks(&self) -> &[u32] {
+        &self.contents.lost_ranks
     }
 
     /// The files.

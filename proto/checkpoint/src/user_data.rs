@@ -57,8 +57,13 @@ impl Storage {
     /// The data that a rank has stored; `None` if it has stored none.
     ///
     /// # Errors
-    /// [`Error::CheckpointDamaged`], [`Error::Storage`].
+    /// [`Error::UserDataLost`] if it was lost before the save; [`Error::CheckpointDamaged`],
+    /// [`Error::Storage`].
     pub async fn user_data(&self, manifest: &Manifest, rank: u32) -> Result<Option<Bytes>> {
+        if manifest.lost_ranks().contains(&rank) {
+            let (job, version) = (manifest.job().to_owned(), manifest.version());
+            return Err(Error::UserDataLost { job, version, rank });
+        }
         for file in manifest.entries() {
             let Some(position) = file.ranks.iter().position(|entry| entry.rank == rank) else {
                 continue;

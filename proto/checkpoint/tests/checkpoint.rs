@@ -61,6 +61,19 @@ async fn slices_and_data_are_read_as_they_were_written() {
 }
 
 #[tokio::test]
+async fn data_that_was_lost_before_the_save_is_an_error_and_not_absent() {
+    let saved = Saved::new("sgd");
+    let files = saved.files(VERSION, 5).await;
+    let manifest = Manifest::new(&saved.content.spec, 9, VERSION, 5, files).unwrap();
+    assert!(saved.storage.commit(&manifest.without_data_of([1, 2])).await.unwrap());
+    let manifest = saved.storage.manifest(JOB, VERSION).await.unwrap();
+    assert_eq!(manifest.lost_ranks(), [1, 2]);
+    let lost = saved.storage.user_data(&manifest, 2).await;
+    assert!(matches!(lost, Err(Error::UserDataLost { version: VERSION, rank: 2, .. })), "{lost:?}");
+    assert_eq!(saved.storage.user_data(&manifest, 4).await.unwrap(), None);
+}
+
+#[tokio::test]
 async fn every_change_of_a_byte_is_found_and_names_the_file() {
     let saved = Saved::new("adafactor");
     saved.save(VERSION, 5).await;

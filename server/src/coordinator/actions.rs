@@ -92,7 +92,8 @@ impl Driver {
         let Some(driver) = self.me.upgrade() else { return };
         tokio::spawn(async move {
             let (job, save) = (completion.job.clone(), completion.plan.save);
-            let outcome = storage::complete(completion).await;
+            let is_leader = || driver.read(|_| ());
+            let outcome = storage::complete(completion, is_leader).await;
             driver.tell(Event::Completed { job, save, outcome });
         });
     }

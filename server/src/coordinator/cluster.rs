@@ -8,6 +8,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result};
 use super::{
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
+    jobs::Failed,
     placement::Zones,
     recovery::{LEARNING, RECOVERY, SETTLING, unknown_yet},
     state::{Job, Open, Phase, ServerState},
@@ -24,6 +25,8 @@ pub(crate) struct Cluster {
     epoch: u64,
     /// The number of the last save.
     pub(super) saves: u64,
+    /// The saves whose manifests are being written, with the names of their jobs.
+    pub(super) completing: BTreeMap<u64, String>,
     /// Until then, servers may still describe jobs of an earlier coordinator, and no new job is
     /// placed.
     pub(super) learns_until: Option<Now>,
@@ -120,7 +123,9 @@ impl Cluster {
             Event::UserData { caller, data } => self.user_data(caller, data, &mut out),
             Event::SaverGone { caller, job } => self.saver_gone(&job, caller),
             Event::Completed { job, save, outcome } => {
+                self.completing.remove(&save);
                 self.save_ended(&job, save, outcome, now, &mut out);
+                self.try_place(&job.name, now, &mut out);
             }
             Event::Gone { caller, job, rank: None } => self.creator_gone(&job, caller, &mut out),
             Event::Gone { caller, job, rank: Some(rank) } => {
@@ -144,7 +149,10 @@ impl Cluster {
             }
             Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
             Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
-            Said::Failed { job, reason } => self.failed_on(server, &job, &reason, now, out),
+            Said::Failed { job, epoch, reason, transient } => {
+                let failed = Failed { epoch, reason: &reason, transient };
+                self.failed_on(server, &job, failed, now, out);
+            }
             Said::Copied { job, number } => self.copied(server, &job, number, now, out),
             Said::Hashes { job, epoch, version, slices } => {
                 self.hashes(server, &job, (epoch, version), &slices, now, out);

@@ -212,8 +212,8 @@ impl From<Command> for serve_response::Command {
 }
 
 fn open_job(open: &OpenJob) -> pb::OpenJob {
-    let OpenJob { spec, placement, job_id, epoch, server, source, .. } = open;
-    let succession = source.as_ref().map(|source| {
+    let OpenJob { spec, placement, job_id, epoch, server, succession, source, .. } = open;
+    let copies = source.as_ref().map(|source| {
         let copy = |copy: SliceCopy| pb::SliceCopy {
             slice: copy.slice as u32,
             offset: copy.offset as u64,
@@ -223,12 +223,13 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
             server: source.placement.primary(copy.source) as u32,
             state: copy.state,
         };
-        pb::Succession {
-            from: Some((&source.succession.from).into()),
-            fresh_state: source.succession.fresh_state,
-            servers: source.placement.servers().iter().cloned().map(Into::into).collect(),
-            copies: source.copies(spec, placement, *server).into_iter().map(copy).collect(),
-        }
+        let servers = source.placement.servers().iter().cloned().map(Into::into).collect();
+        (servers, source.copies(spec, placement, *server).into_iter().map(copy).collect())
+    });
+    let succession = succession.as_ref().map(|succession| {
+        let (servers, copies) = copies.unwrap_or_default();
+        let (from, fresh_state) = (Some((&succession.from).into()), succession.fresh_state);
+        pb::Succession { from, fresh_state, servers, copies }
     });
     pb::OpenJob {
         spec: Some(spec.as_ref().into()),
@@ -300,8 +301,8 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
         }
         Wire::Ready(ready) => step_ready(ready),
         Wire::Stats(stats) => Said::Stats(Stats(stats)),
-        Wire::Failed(pb::JobFailed { job: name, reason, job_id, .. }) => {
-            Said::Failed { job: job(name, job_id), reason }
+        Wire::Failed(pb::JobFailed { job: name, reason, job_id, epoch, transient }) => {
+            Said::Failed { job: job(name, job_id), epoch, reason, transient }
         }
         Wire::Granted(pb::LeaseGranted { job: name, job_id, rank, lease }) => {
             Said::Granted { job: job(name, job_id), rank, lease: Lease(lease) }

@@ -15,8 +15,7 @@ impl Cluster {
         let due = match &job.phase {
             Phase::Open(open) if !open.members.is_empty() => return None,
             Phase::Open(open)
-                if job.spec.idle_timeout.is_some()
-                    && open.left.len() + open.done.len() == job.spec.world as usize =>
+                if job.spec.idle_timeout.is_some() && open.has_ended(job.spec.world) =>
             {
                 job.unused_since.max(open.saves.retry_at)
             }

@@ -18,7 +18,7 @@ use super::{
     resting::{Begins, Rested},
     save::{Completion, Save, SavePlan, Saved},
     succession::Source,
-    user_data::RankData,
+    user_data::{RankData, UserData},
 };
 use crate::attempt::Attempt;
 
@@ -180,8 +180,9 @@ pub(crate) enum Said {
     Granted { job: JobRef, rank: u32, lease: Lease },
     /// The server has stored the decision about the step.
     Stored { job: JobRef, epoch: u64, step: u64 },
-    /// The server cannot hold or continue the job.
-    Failed { job: JobRef, reason: String },
+    /// The server cannot hold or continue the job, which it has opened in this epoch or an earlier
+    /// one. `transient`: it may be able to open the job later.
+    Failed { job: JobRef, epoch: u64, reason: String, transient: bool },
     /// The server has copied slices.
     Copied { job: JobRef, number: u64 },
     /// The hashes of the server's slices at a version.
@@ -341,7 +342,7 @@ pub(crate) struct Placed {
     pub(crate) plan: Plan,
     pub(crate) checkpoint: Option<Checkpoint>,
     /// The data of the ranks in the checkpoint.
-    pub(crate) user_data: BTreeMap<u32, Bytes>,
+    pub(crate) user_data: UserData,
 }
 
 /// A complete checkpoint.
@@ -401,7 +402,9 @@ pub(crate) struct OpenJob {
     pub(crate) epoch: u64,
     /// The server that opens the job.
     pub(crate) server: ServerId,
-    /// Where its slices come from, if they are not uploaded.
+    /// The predecessor that the job was created from, if it has one.
+    pub(crate) succession: Option<Arc<Succession>>,
+    /// Where its slices come from, if the server copies them from the predecessor.
     pub(crate) source: Option<Source>,
     /// The checkpoint that it reads, if it does.
     pub(crate) checkpoint: Option<Checkpoint>,

@@ -24,7 +24,6 @@ use super::{
     replicas::Replicas,
     restore::same_checkpoint,
     state::{Job, Open, Phase},
-    user_data::UserData,
 };
 
 /// The memory that a server needs for each slice, in bytes.
@@ -75,6 +74,16 @@ impl Plan {
     }
 }
 
+/// A server's report that it cannot hold or continue a job: see [`Said::Failed`].
+///
+/// [`Said::Failed`]: super::events::Said::Failed
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Failed<'a> {
+    pub(super) epoch: u64,
+    pub(super) reason: &'a str,
+    pub(super) transient: bool,
+}
+
 impl Cluster {
     pub(super) fn create(
         &mut self,
@@ -99,7 +108,7 @@ impl Cluster {
             let learned = None;
             let job = Job { spec, id, epoch: 0, unused_since, succession, restore, learned, phase };
             self.jobs.insert(name.clone(), job);
-            return self.try_place(&name, out);
+            return self.try_place(&name, waiter.since, out);
         };
         let other =
             || (job.succession.as_deref() != succession.as_ref()).then(|| "predecessor".to_owned());
@@ -135,13 +144,19 @@ impl Cluster {
     }
 
     /// Requests a placement from the driver, if enough servers are connected.
-    pub(super) fn try_place(&mut self, name: &str, out: &mut Vec<Action>) {
-        // Another server may hold the job.
-        let (enough, learning) = (self.servers.len(), self.is_learning());
+    pub(super) fn try_place(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        // Another server may hold the job, or a later checkpoint be almost complete.
+        let (connected, waits) = (self.servers.len(), self.is_learning() || self.completes(name));
         let Some(Job { spec, id, restore, phase, .. }) = self.jobs.get_mut(name) else { return };
         let Phase::Waiting { placing, interrupted, .. } = phase else { return };
-        let needed = if interrupted.is_some() { 1 } else { spec.min_servers as usize };
-        if learning || *placing || enough < needed {
+        if *placing {
+            return;
+        }
+        let is_ready = match interrupted {
+            Some(interrupted) => interrupted.may_be_placed(connected, spec.replicas as usize, now),
+            None => connected >= spec.min_servers as usize,
+        };
+        if waits || !is_ready {
             return;
         }
         *placing = true;
@@ -178,14 +193,16 @@ impl Cluster {
         let requested = restore.clone();
         let (spec, job_id, name) = (spec.clone(), *id, job.name.as_str());
         let succession = succession.clone();
-        let source = succession.as_ref().map(|succession| self.source(succession)).transpose();
+        // A job that returns to its own checkpoint does not need its predecessor.
+        let predecessor = succession.as_ref().filter(|_| interrupted.is_none());
+        let source = predecessor.map(|succession| self.source(succession)).transpose();
         let (Placed { plan, checkpoint, user_data }, source) = match (placed, source) {
             (Err(error), _) | (_, Err(error)) => return self.cannot_open(name, &error, now, out),
             (Ok(placed), Ok(source)) => (placed, source),
         };
         if !plan.placement.servers().iter().all(|server| live.contains(server)) {
             // A server has been lost meanwhile.
-            return self.try_place(name, out);
+            return self.try_place(name, now, out);
         }
         let epoch = self.next_epoch();
         out.push(Action::Note(format!(
@@ -204,6 +221,7 @@ impl Cluster {
                 job_id,
                 epoch,
                 server,
+                succession: succession.clone(),
                 source: source.clone(),
                 checkpoint: checkpoint.clone(),
                 requested: requested.clone(),
@@ -220,7 +238,7 @@ impl Cluster {
         {
             job.epoch = epoch;
             let (creators, interrupted) = (std::mem::take(creators), interrupted.take());
-            let restored = checkpoint.map(|of| (of.version, UserData::restored(user_data)));
+            let restored = checkpoint.map(|of| (of.version, user_data));
             job.phase = Phase::Opening { plan, restored, pending, creators, interrupted };
         }
         self.open_if_all_are(name, now, out);
@@ -317,16 +335,23 @@ impl Cluster {
         &mut self,
         server: ServerId,
         job: &JobRef,
-        reason: &str,
+        failure: Failed<'_>,
         now: Now,
         out: &mut Vec<Action>,
     ) {
+        let Failed { epoch, reason, transient } = failure;
+        if self.has_opened_since(server, job, epoch) {
+            return;
+        }
         let reason = format!("{}: {reason}", self.name(server));
         if self.refused_by(server, job, &reason, now, out) {
             return;
         }
         match self.reported_job(job) {
             Some(Job { phase: Phase::Open(_), .. }) => self.fail(&job.name, &reason, now, out),
+            Some(Job { phase: Phase::Opening { interrupted: Some(_), .. }, .. }) if transient => {
+                self.restore_again(&job.name, &reason, now, out);
+            }
             Some(Job { phase: Phase::Opening { interrupted: Some(_), .. }, .. }) => {
                 self.fail(&job.name, &reason, now, out);
             }
@@ -340,6 +365,21 @@ impl Cluster {
             }
             _ => {}
         }
+    }
+
+    /// Whether a server has been told to open the job again since this epoch, so that its report of
+    /// a failure is about the job as it was before.
+    fn has_opened_since(&mut self, server: ServerId, job: &JobRef, epoch: u64) -> bool {
+        let Some(Job { epoch: current, phase, .. }) = self.reported_job(job) else { return false };
+        let opened = match phase {
+            Phase::Opening { .. } => Some(*current),
+            Phase::Open(open) => {
+                let restored = open.rolled_back.map(|(first, _)| first);
+                open.replicas.opens_in(server).max(restored)
+            }
+            Phase::Waiting { .. } | Phase::Recovering(_) | Phase::Failed { .. } => None,
+        };
+        opened.is_some_and(|opened| epoch < opened)
     }
 
     /// Opening -> gone, Open -> Failed: all waiting calls are answered, and the servers close the
@@ -488,10 +528,25 @@ impl Cluster {
 
     fn creators_wait_for(&self, name: &str) -> String {
         match self.jobs.get(name) {
+            Some(Job { phase: Phase::Waiting { placing: false, .. }, .. })
+                if self.completes(name) =>
+            {
+                format!("the manifest of an earlier save of job {name:?} to be written")
+            }
             Some(Job { spec, phase: Phase::Waiting { .. }, .. })
                 if self.is_learning() && self.servers.len() >= spec.min_servers as usize =>
             {
                 format!("shard servers that may hold a job {name:?} of the last coordinator")
+            }
+            Some(Job {
+                spec,
+                phase: Phase::Waiting { placing: false, interrupted: Some(interrupted), .. },
+                ..
+            }) => {
+                let waits_for = interrupted.waits_for(self.servers.len(), spec.replicas);
+                format!(
+                    "job {name:?} to be restored from its last checkpoint, and before that {waits_for}"
+                )
             }
             Some(Job { spec, phase: Phase::Waiting { placing: false, .. }, .. }) => {
                 let (connected, needed) = (self.servers.len(), spec.min_servers);

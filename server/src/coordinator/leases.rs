@@ -130,6 +130,7 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
+        self.asked_by(&attach, now, out);
         if let Err(error) = self.try_attach(&attach, out) {
             return out.push(Action::Answer(caller, Err(error)));
         }
@@ -202,7 +203,7 @@ impl Cluster {
             Phase::Waiting { interrupted: Some(interrupted), .. }
             | Phase::Opening { interrupted: Some(interrupted), .. } => {
                 if let Some(rank) = interrupted.members.rank_of(lease) {
-                    interrupted.lose(rank, lease);
+                    interrupted.lose(rank, lease, cause);
                     out.push(Action::End(lease, None));
                 }
                 None
@@ -234,7 +235,7 @@ impl Cluster {
             Some(
                 Phase::Waiting { interrupted: Some(interrupted), .. }
                 | Phase::Opening { interrupted: Some(interrupted), .. },
-            ) => return interrupted.lose(rank, lease),
+            ) => return interrupted.lose(rank, lease, Cause::Lost),
             _ => return,
         };
         if open.members.rank_of(lease) == Some(rank) {

@@ -26,7 +26,7 @@ use zeroshard_proto::{Error, JobSpec, Restore, Server, Succession};
 use super::{
     cluster::Cluster,
     decisions::Decision,
-    events::{Action, Command, JobRef, Lease, Now, Said, ServerId},
+    events::{Action, Attach, Command, JobRef, Lease, Now, Said, ServerId},
     jobs::Plan,
     rebuild::Recovered,
     reduce::Reduced,
@@ -120,6 +120,8 @@ pub(crate) struct Recovery {
     away: BTreeMap<ServerId, Held>,
     /// Servers of a job with replicas that will not come back, and why.
     pub(super) lost: BTreeMap<ServerId, String>,
+    /// The workers that have asked to continue, by rank: the lease, and the epoch that it knows.
+    asked: BTreeMap<u32, (Lease, u64)>,
     deadline: Now,
 }
 
@@ -158,7 +160,7 @@ impl Recovery {
 
     /// Adds the description by a server. The placement of the latest epoch is that of the job.
     fn take(&mut self, server: ServerId, held: Held) {
-        if self.held.values().all(|other| other.attempt.epoch < held.attempt.epoch) {
+        if self.described().all(|other| other.attempt.epoch < held.attempt.epoch) {
             let earlier = mem::replace(&mut self.plan, held.plan.clone());
             // Another process of a lost server may be in the later placement.
             let listed = |of: &&Server| self.plan.placement.servers().contains(of);
@@ -184,6 +186,16 @@ impl Recovery {
             found.any(|slices| slices.contains(&(slice as u32)))
         };
         (0..placement.slices()).all(is_full)
+    }
+
+    /// Whether the workers of all ranks have asked to continue, and none knows a later epoch than the
+    /// servers. Then no step was made in a later placement: its ranks would know the epoch of it.
+    fn is_latest(&self) -> bool {
+        let Some((epoch, Ranks { leases, .. })) = self.published() else { return false };
+        let confirms = |(rank, lease): (&u32, &Lease)| {
+            self.asked.get(rank).is_some_and(|(by, known)| by == lease && *known <= epoch)
+        };
+        !leases.is_empty() && leases.iter().all(confirms)
     }
 
     /// Whether a server was reading the checkpoint to which the job returns, or describes the job
@@ -229,7 +241,7 @@ impl Cluster {
         for held in held {
             let job = JobRef { name: held.spec.name.clone(), id: held.id };
             if is_new {
-                self.make_way_for(&job, held.age(), out);
+                self.make_way_for(&job, &held, out);
             }
             match self.jobs.get_mut(&job.name) {
                 None if is_new => {
@@ -261,7 +273,10 @@ impl Cluster {
                         Phase::Waiting { interrupted: Some(interrupted), .. }
                         | Phase::Opening { interrupted: Some(interrupted), .. },
                     ..
-                }) if *id == job.id => interrupted.holds(server),
+                }) if *id == job.id => {
+                    interrupted.holds(server);
+                    self.skip_epochs(held.attempt.epoch);
+                }
                 _ => out.push(Action::Command(server, Command::Close(job))),
             }
         }
@@ -281,15 +296,20 @@ impl Cluster {
     }
 
     /// A worker may have asked for the job before a server has described it. It asks again.
-    /// And a server that was away may have described an earlier job of the name.
-    fn make_way_for(&mut self, job: &JobRef, age: Age, out: &mut Vec<Action>) {
+    /// And a server that was away may have described an earlier job of the name, or this job in an
+    /// earlier placement, without steps that were made since.
+    fn make_way_for(&mut self, job: &JobRef, held: &Held, out: &mut Vec<Action>) {
         let Some(found) = self.jobs.get(&job.name) else { return };
-        let error = match found.phase {
+        let is_earlier = found.learned.is_some_and(|learned| learned < held.age());
+        let error = match &found.phase {
             Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. } => {
                 unknown_yet(&job.name)
             }
-            _ if found.id != job.id && found.learned.is_some_and(|learned| learned < age) => {
-                Error::JobReplaced { job: job.name.clone() }
+            _ if found.id != job.id && is_earlier => Error::JobReplaced { job: job.name.clone() },
+            Phase::Open(open)
+                if is_earlier && open.rolled_back.is_none() && open.step() < held.attempt.step =>
+            {
+                unknown_yet(&job.name)
             }
             _ => return,
         };
@@ -312,7 +332,7 @@ impl Cluster {
         if has_settled | self.learns_until.take_if(|until| *until <= now).is_some() {
             let names: Vec<String> = self.jobs.keys().cloned().collect();
             for name in names {
-                self.try_place(&name, out);
+                self.try_place(&name, now, out);
                 self.try_recover(&name, now, out);
             }
         }
@@ -355,8 +375,21 @@ impl Cluster {
         };
         recovery.lost.extend(lost);
         // A server that is not back yet may describe a later placement, without the lost servers.
-        if is_complete && !(waits && has_replicas && !recovery.has_every_slice()) {
+        let is_latest = recovery.lost.is_empty() || recovery.is_latest();
+        let is_certain = !has_replicas || is_latest && recovery.has_every_slice();
+        if is_complete && (is_certain || !waits) {
             self.recover(name, now, out);
+        }
+    }
+
+    /// A worker asks to continue with a job that is being learned.
+    pub(super) fn asked_by(&mut self, attach: &Attach, now: Now, out: &mut Vec<Action>) {
+        let Attach { job, rank, lease, attempt, .. } = attach;
+        if let Some(Job { spec, phase: Phase::Recovering(recovery), .. }) = self.reported_job(job)
+            && *rank < spec.world
+        {
+            recovery.asked.insert(*rank, (*lease, attempt.epoch));
+            self.try_recover(&job.name, now, out);
         }
     }
 
@@ -387,15 +420,21 @@ impl Cluster {
             return;
         };
         let job = JobRef { name: name.to_owned(), id: *id };
+        let is_published = recovery.described().any(|held| held.published);
+        if spec.replicas > 1 && is_published && !recovery.has_every_slice() {
+            let servers = recovery.plan.placement.servers().iter();
+            let lost = servers.filter_map(|of| Some((&of.address, recovery.lost.get(&of.id)?)));
+            let lost = lost.map(|(address, why)| format!("shard server {address}: {why}"));
+            let lost: Vec<String> = lost.collect();
+            let reason = format!("all servers of a slice were lost ({})", some_of(lost));
+            return self.interrupt_or_fail(name, &reason, now, out);
+        }
         for server in recovery.drop_others() {
             out.push(Action::Command(server, Command::Close(job.clone())));
         }
         if recovery.is_half_restored() {
             let reason = "the coordinator was lost while the job was being restored";
-            if !self.interrupt(name, reason, now, out) {
-                self.fail(name, reason, now, out);
-            }
-            return;
+            return self.interrupt_or_fail(name, reason, now, out);
         }
         let recovered = match recovery.rebuild(&job, spec, now, now + RECOVERY) {
             Ok(recovered) => recovered,
@@ -479,8 +518,13 @@ impl Cluster {
         }
         let late: Vec<_> = late.map(|server| format!("shard server {}", server.address)).collect();
         let reason = format!("{} {why}", some_of(late));
-        if !self.interrupt(name, &reason, now, out) {
-            self.fail(name, &reason, now, out);
+        self.interrupt_or_fail(name, &reason, now, out);
+    }
+
+    /// Returns a job to its last checkpoint, or fails it if its policy does not ask for it.
+    fn interrupt_or_fail(&mut self, name: &str, reason: &str, now: Now, out: &mut Vec<Action>) {
+        if !self.interrupt(name, reason, now, out) {
+            self.fail(name, reason, now, out);
         }
     }
 }
@@ -492,7 +536,8 @@ impl Job {
         let (plan, deadline, learned) = (held.plan.clone(), now + RECOVERY, Some(held.age()));
         let held = BTreeMap::from([(server, held)]);
         let (away, lost) = (BTreeMap::new(), BTreeMap::new());
-        let recovery = Recovery { plan, held, away, lost, deadline };
+        let asked = BTreeMap::new();
+        let recovery = Recovery { plan, held, away, lost, asked, deadline };
         let phase = Phase::Recovering(Box::new(recovery));
         Self { spec, id, epoch: 0, unused_since: now, succession, restore, learned, phase }
     }

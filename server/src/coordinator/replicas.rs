@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Server};
+use zeroshard_proto::{Error, JobSpec, Placement, Restore, Server, Succession};
 
 use super::{
     cluster::Cluster,
@@ -24,6 +24,9 @@ use super::{
 
 mod copies;
 
+/// What a job was created from: the predecessor and the checkpoint, if any.
+type Origin = (Option<Arc<Succession>>, Option<Arc<Restore>>);
+
 /// How long a job with replicas waits for a server whose control stream has broken.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -34,8 +37,9 @@ pub(crate) struct Replicas {
     empty: BTreeMap<ServerId, BTreeSet<u32>>,
     /// By server: the number of trained slices that it holds as a backup, or is copying.
     active: BTreeMap<ServerId, usize>,
-    /// The servers that were told to open the job as backups, and have not done so yet.
-    opening: BTreeSet<ServerId>,
+    /// The servers that were told to open the job as backups and have not done so yet, with the
+    /// epochs in which they open it.
+    opening: BTreeMap<ServerId, u64>,
     /// The copy in progress.
     copying: Option<Copying>,
     /// By server: the number of the last copy that it was told to make in this placement.
@@ -95,6 +99,11 @@ impl Replicas {
             degraded,
             ..Self::default()
         }
+    }
+
+    /// The epoch in which a server opens the job as a backup, if it has not done so yet.
+    pub(super) fn opens_in(&self, server: ServerId) -> Option<u64> {
+        self.opening.get(&server).copied()
     }
 
     /// The slices that a server has not begun to copy.
@@ -338,6 +347,9 @@ impl Cluster {
             epoch,
             cause: cause.clone(),
         };
+        let found = self.jobs.get(&job.name);
+        let origin = found.map(|job| (job.succession.clone(), job.restore.clone()));
+        let origin = origin.unwrap_or_default();
         let announce = |spec: &Arc<JobSpec>, open: &mut Open, epoch, out: &mut Vec<Action>| {
             let placement = open.placement.clone();
             for server in placement.servers() {
@@ -347,8 +359,9 @@ impl Cluster {
                     out.push(Action::Command(server.id, command));
                     continue;
                 }
-                open.replicas.opening.insert(server.id);
-                let command = Command::Open(open.as_backup(spec, job.id, epoch, server.id));
+                open.replicas.opening.insert(server.id, epoch);
+                let command =
+                    Command::Open(open.as_backup(spec, &origin, (job.id, epoch), server.id));
                 out.push(Action::Command(server.id, command));
             }
         };
@@ -390,7 +403,13 @@ impl Cluster {
 
 impl Open {
     /// The job for a server that becomes a backup.
-    fn as_backup(&self, spec: &Arc<JobSpec>, job_id: u64, epoch: u64, server: ServerId) -> OpenJob {
+    fn as_backup(
+        &self,
+        spec: &Arc<JobSpec>,
+        (succession, requested): &Origin,
+        (job_id, epoch): (u64, u64),
+        server: ServerId,
+    ) -> OpenJob {
         let lease = |rank| Some((rank, self.members.get(rank)?.lease));
         OpenJob {
             spec: spec.clone(),
@@ -398,9 +417,10 @@ impl Open {
             job_id,
             epoch,
             server,
+            succession: succession.clone(),
             source: None,
             checkpoint: None,
-            requested: None,
+            requested: requested.clone(),
             leases: self.members.ranks().filter_map(lease).collect(),
             done: self.done.iter().copied().collect(),
             left: self.left.iter().copied().collect(),

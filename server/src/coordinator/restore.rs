@@ -27,6 +27,17 @@ use super::{
 /// How long an interrupted job waits for servers and for its slices.
 pub(crate) const RESTORE_LIMIT: Duration = Duration::from_secs(3600);
 
+/// How long an interrupted job waits for as many servers as it has had. Then it continues with the
+/// connected ones, and slices stay where they are placed.
+pub(crate) const SERVERS_LIMIT: Duration = Duration::from_secs(10);
+
+/// The pause after a failed try to restore a job.
+pub(crate) const RETRY: Duration = Duration::from_secs(5);
+
+/// The number of epochs that a restoration skips. The servers that are left may not know the last
+/// epochs of the job, which its workers know.
+const SKIPPED_EPOCHS: u64 = 1024;
+
 /// The ranks of a job that was open and is being restored.
 #[derive(Debug)]
 pub(crate) struct Interrupted {
@@ -37,11 +48,18 @@ pub(crate) struct Interrupted {
     left: BTreeSet<u32>,
     done: BTreeSet<u32>,
     peers: Peers,
-    /// Ranks whose lease has ended since.
-    lost: Vec<u32>,
+    /// Ranks whose lease has ended since, and why.
+    lost: Vec<(u32, Cause)>,
     /// The servers that may still hold the job as it was. They keep it until they open it again, or
     /// until all others have, because a new coordinator learns of the job from them.
     holders: BTreeSet<ServerId>,
+    /// The number of servers that the job has had.
+    servers: usize,
+    /// Until when it waits for as many servers; `None` if there are too few for its replicas.
+    settles_until: Option<Now>,
+    /// After a failed try: why it has failed, and the time of the next one.
+    failure: Option<String>,
+    retry_at: Option<Now>,
     deadline: Now,
 }
 
@@ -51,6 +69,7 @@ impl Interrupted {
         checkpoint: Arc<Restore>,
         ranks: Ranks,
         holders: BTreeSet<ServerId>,
+        servers: usize,
         now: Now,
     ) -> Self {
         let Ranks { leases, done, left, .. } = ranks;
@@ -67,7 +86,37 @@ impl Interrupted {
             peers: Peers::default(),
             lost: Vec::new(),
             holders,
+            servers,
+            settles_until: None,
+            failure: None,
+            retry_at: None,
             deadline: now + RESTORE_LIMIT,
+        }
+    }
+
+    /// Whether the job may be placed on the `connected` servers. It needs one for each of its
+    /// `replicas`, and waits for a while for as many as it has had.
+    pub(super) fn may_be_placed(&mut self, connected: usize, replicas: usize, now: Now) -> bool {
+        if self.retry_at.is_some() || connected < replicas.max(1) {
+            self.settles_until = None;
+            return false;
+        }
+        let settles_until = *self.settles_until.get_or_insert(now + SERVERS_LIMIT);
+        let may_be_placed = connected >= self.servers || settles_until <= now;
+        if may_be_placed {
+            self.settles_until = None;
+        }
+        may_be_placed
+    }
+
+    /// The servers that the job waits for, for messages.
+    pub(super) fn waits_for(&self, connected: usize, replicas: u32) -> String {
+        match (&self.failure, self.settles_until) {
+            (Some(failure), _) if self.retry_at.is_some() => {
+                format!("the next try of its restoration; the last one failed: {failure}")
+            }
+            (_, Some(_)) => format!("shard servers: {connected} of {} are connected", self.servers),
+            (_, None) => format!("shard servers: {connected} of {replicas} are connected"),
         }
     }
 
@@ -88,18 +137,21 @@ impl Interrupted {
         self.holders.iter().copied()
     }
 
-    /// The lease of a rank has ended.
-    pub(super) fn lose(&mut self, rank: u32, lease: Lease) {
+    /// The lease of a rank has ended. A rank that has no more data counts as lost: the steps since
+    /// the checkpoint need its gradients again.
+    pub(super) fn lose(&mut self, rank: u32, lease: Lease, cause: Cause) {
         if self.members.rank_of(lease) != Some(rank) {
             return self.queue.remove(rank, lease);
         }
         self.members.remove(rank);
         self.peers.set(rank, None);
-        self.lost.push(rank);
+        let cause = if matches!(cause, Cause::Left) { cause } else { Cause::Lost };
+        self.lost.push((rank, cause));
     }
 
     pub(super) fn next_deadline(&self) -> Option<Now> {
-        self.queue.next_deadline().into_iter().chain([self.deadline]).min()
+        let times = [self.queue.next_deadline(), self.settles_until, self.retry_at];
+        times.into_iter().flatten().chain([self.deadline]).min()
     }
 
     pub(super) fn into_waiters(self) -> Vec<Waiter> {
@@ -141,13 +193,13 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
-        let Some(Job { spec, phase, .. }) = self.jobs.get_mut(name) else { return false };
+        let Some(Job { spec, epoch, phase, .. }) = self.jobs.get_mut(name) else { return false };
         let policy = spec.checkpoints.as_ref().filter(|_| spec.is_restored_on_loss());
         let Some(policy) = policy else { return false };
         let (url, job) = (policy.url.clone(), name.to_owned());
         let checkpoint = Arc::new(Restore { url, job, version: RestoreVersion::Latest });
         let mut creators = Vec::new();
-        let mut known = 0;
+        let mut known = *epoch;
         let (interrupted, waiters) = match phase {
             Phase::Open(open) if open.version.is_some() => {
                 let (interrupted, waiters) = open.interrupt(checkpoint, now + RESTORE_LIMIT);
@@ -162,9 +214,10 @@ impl Cluster {
             Phase::Recovering(recovery) => {
                 let Some((epoch, ranks)) = recovery.published() else { return false };
                 known = epoch;
-                let placed = recovery.plan.placement.servers().iter().map(|of| of.id);
-                let holders = placed.chain(recovery.held.keys().copied()).collect();
-                let interrupted = Interrupted::detached(checkpoint, ranks, holders, now);
+                let placed = recovery.plan.placement.servers();
+                let holders = placed.iter().map(|of| of.id).chain(recovery.held.keys().copied());
+                let (holders, servers) = (holders.collect(), placed.len());
+                let interrupted = Interrupted::detached(checkpoint, ranks, holders, servers, now);
                 (Box::new(interrupted), Vec::new())
             }
             _ => return false,
@@ -177,9 +230,37 @@ impl Cluster {
             "{gone}; job {name:?} is restored from its last checkpoint"
         )));
         out.push(Action::Tick(now + RESTORE_LIMIT));
-        self.see_epoch(known);
-        self.try_place(name, out);
+        self.skip_epochs(known);
+        self.try_place(name, now, out);
         true
+    }
+
+    /// A restoration begins in an epoch that no worker knows, if servers know this one.
+    pub(super) fn skip_epochs(&mut self, known: u64) {
+        self.see_epoch(known.saturating_add(SKIPPED_EPOCHS));
+    }
+
+    /// A try to restore an interrupted job has failed. Another one follows.
+    pub(super) fn restore_again(
+        &mut self,
+        name: &str,
+        failure: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Phase::Waiting { interrupted, .. } | Phase::Opening { interrupted, .. }) =
+            self.jobs.get_mut(name).map(|job| &mut job.phase)
+        else {
+            return;
+        };
+        let Some(interrupted) = interrupted else { return };
+        (interrupted.failure, interrupted.retry_at) = (Some(failure.to_owned()), Some(now + RETRY));
+        out.push(Action::Tick(now + RETRY));
+        let again = format!("job {name:?} could not be restored: {failure}; again in {RETRY:?}");
+        match self.jobs.get(name).map(|job| &job.phase) {
+            Some(Phase::Opening { .. }) => _ = self.interrupt(name, &again, now, out),
+            _ => out.push(Action::Note(again)),
+        }
     }
 
     /// The lease of a rank of a job that has just been interrupted ends.
@@ -188,12 +269,7 @@ impl Cluster {
             self.jobs.get_mut(name)
             && let Some(lease) = interrupted.members.get(rank).map(|member| member.lease)
         {
-            interrupted.lose(rank, lease);
-            match cause {
-                Cause::Left => drop(interrupted.left.insert(rank)),
-                Cause::Done => drop(interrupted.done.insert(rank)),
-                Cause::Lost | Cause::Returned | Cause::Recovered => {}
-            }
+            interrupted.lose(rank, lease, cause);
         }
     }
 
@@ -224,13 +300,30 @@ impl Cluster {
             open.step()
         )));
         open.wake_all(out);
-        for rank in lost {
-            self.new_epoch(name, rank, Cause::Lost, out);
-            self.admit_next(name, rank, now, out);
+        for (rank, cause) in lost {
+            self.lose_restored(name, rank, cause, now, out);
         }
     }
 
-    /// Ends a job that is being opened: creators receive `error`. A job that was open fails.
+    /// The lease of a rank has ended while the job was being restored.
+    fn lose_restored(
+        &mut self,
+        name: &str,
+        rank: u32,
+        cause: Cause,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        if matches!(cause, Cause::Left) {
+            open.left.insert(rank);
+        }
+        self.new_epoch(name, rank, cause, out);
+        self.admit_next(name, rank, now, out);
+    }
+
+    /// The placement of a job or its checkpoint has not been found: creators receive `error`. A job
+    /// that was open is tried again if the cause may pass; otherwise it fails.
     pub(super) fn cannot_open(
         &mut self,
         name: &str,
@@ -239,15 +332,18 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         match self.jobs.get(name) {
-            Some(Job { phase: Phase::Waiting { interrupted: Some(_), .. }, .. }) => {
-                let reason = format!("it cannot be restored: {error}");
-                self.fail(name, &reason, now, out);
-            }
+            Some(Job { phase: Phase::Waiting { interrupted: Some(_), .. }, .. }) => match error {
+                Error::Storage { .. } | Error::Unavailable { .. } | Error::Timeout { .. } => {
+                    self.restore_again(name, &error.to_string(), now, out);
+                }
+                _ => self.fail(name, &format!("it cannot be restored: {error}"), now, out),
+            },
             _ => self.abandon(name, error, out),
         }
     }
 
-    /// Answers joins at their deadline, and fails a job that could not be restored in time.
+    /// Answers joins at their deadline, begins the next try, and fails a job that could not be
+    /// restored in time.
     pub(super) fn expire_interrupted(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let interrupted = match self.jobs.get_mut(name).map(|job| &mut job.phase) {
             Some(
@@ -261,9 +357,13 @@ impl Cluster {
             out.push(Action::Answer(waiter.caller, Err(error.clone())));
         }
         if interrupted.deadline <= now {
-            let reason = format!("it could not be restored within {RESTORE_LIMIT:?}");
-            self.fail(name, &reason, now, out);
+            let last = interrupted.failure.as_ref().map(|failure| format!(": {failure}"));
+            let last = last.unwrap_or_default();
+            let reason = format!("it could not be restored within {RESTORE_LIMIT:?}{last}");
+            return self.fail(name, &reason, now, out);
         }
+        interrupted.retry_at.take_if(|at| *at <= now);
+        self.try_place(name, now, out);
     }
 }
 
@@ -281,7 +381,7 @@ impl Open {
         waiters.extend(self.last.take().into_iter().flat_map(|last| last.waiters));
         waiters.extend(self.resting.end().1);
         waiters.extend(std::mem::take(&mut self.saves).into_waiters());
-        let holders = self.servers().collect();
+        let (holders, servers) = (self.servers().collect(), self.placement.servers().len());
         let mut members = std::mem::take(&mut self.members);
         // The servers receive the leases when they open the job again.
         waiters.extend(members.give_up_joining());
@@ -294,6 +394,10 @@ impl Open {
             peers: std::mem::take(&mut self.peers),
             lost: Vec::new(),
             holders,
+            servers,
+            settles_until: None,
+            failure: None,
+            retry_at: None,
             deadline,
         };
         (interrupted, waiters)

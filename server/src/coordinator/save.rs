@@ -97,6 +97,8 @@ pub(crate) struct Completion {
     pub(crate) plan: SavePlan,
     pub(crate) files: Vec<Files>,
     pub(crate) user_data: BTreeMap<u32, Bytes>,
+    /// The ranks whose data was lost.
+    pub(crate) lost_ranks: Vec<u32>,
 }
 
 /// A complete checkpoint.
@@ -242,11 +244,14 @@ impl Cluster {
     ) {
         self.saves = self.saves.wrapping_add(1).max(1);
         let save = self.saves;
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
         let Some(version) = open.version else { return };
-        if let Some(&rank) = open.saves.user_data.missing.first() {
+        // When the training has ended, the model is saved without what nobody can send any more.
+        if let Some(&rank) = open.saves.user_data.missing.first()
+            && !open.has_ended(spec.world)
+        {
             let error = Error::UserDataLost { job: name.to_owned(), version, rank };
             let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error.clone()));
             return out.extend(waiters.into_iter().map(answer));
@@ -305,7 +310,7 @@ impl Cluster {
         let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
         let is_saving = open.saves.current.is_some();
         let is_saved = open.saves.saved(version, &policy.url).is_some();
-        let is_complete = open.saves.user_data.missing.is_empty();
+        let is_complete = open.saves.user_data.missing.is_empty() || open.has_ended(spec.world);
         if !is_saving && (is_saved || version == 0 || !is_complete) {
             return false;
         }
@@ -347,14 +352,21 @@ impl Cluster {
             |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.is_complete();
         let saving = open.saves.current.as_mut().filter(is_complete);
         if let Some(saving) = saving {
+            self.completing.insert(saving.plan.save, name.to_owned());
             out.push(Action::Complete(Completion {
                 job: JobRef { name: name.to_owned(), id: *id },
                 spec: spec.clone(),
                 plan: saving.plan.clone(),
                 files: std::mem::take(&mut saving.files),
                 user_data: std::mem::take(&mut saving.user_data.ranks),
+                lost_ranks: saving.user_data.missing.iter().copied().collect(),
             }));
         }
+    }
+
+    /// Whether the manifest of a save of the job is being written.
+    pub(super) fn completes(&self, name: &str) -> bool {
+        self.completing.values().any(|job| job == name)
     }
 
     /// A save is complete, or has failed on a server or in the driver.

@@ -47,7 +47,7 @@ impl Cluster {
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
-            self.try_place(&name, out);
+            self.try_place(&name, now, out);
         }
     }
 

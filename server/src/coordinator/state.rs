@@ -180,6 +180,11 @@ impl Open {
         world as usize - self.done.len() - self.resting.len()
     }
 
+    /// Whether every rank has left in order or has no more data.
+    pub(crate) fn has_ended(&self, world: u32) -> bool {
+        self.members.is_empty() && self.left.len() + self.done.len() == world as usize
+    }
+
     /// Whether the rank takes part in the open step: it is neither done nor resting.
     pub(crate) fn takes_part(&self, rank: u32) -> bool {
         !self.done.contains(&rank) && !self.resting.contains(rank)

@@ -1,9 +1,6 @@
 //! The coordinator's part of a checkpoint in its storage: the data of the ranks, the manifest, and
 //! the removal of old checkpoints.
 
-use std::collections::BTreeMap;
-
-use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use zeroshard_checkpoint::{Manifest, Storage};
 use zeroshard_proto::{Error, JobSpec, Restore, RestoreVersion, Result};
@@ -11,13 +8,14 @@ use zeroshard_proto::{Error, JobSpec, Restore, RestoreVersion, Result};
 use super::{
     events::{Checkpoint, Placing},
     save::{Completion, SavePlan},
+    user_data::UserData,
 };
 
 /// The number of ranks whose data is read at the same time.
 const READS: usize = 16;
 
 /// A checkpoint, if there is one, and the data of its ranks.
-type Found = (Option<Checkpoint>, BTreeMap<u32, Bytes>);
+type Found = (Option<Checkpoint>, UserData);
 
 /// Finds the checkpoint from which a job starts. `None`: it starts without one.
 ///
@@ -60,7 +58,8 @@ async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Found> {
         Ok(data.map(|data| (rank, data)))
     };
     let ranks = stream::iter(manifest.ranks()).map(read).buffer_unordered(READS);
-    let user_data = ranks.try_filter_map(async |found| Ok(found)).try_collect().await?;
+    let ranks = ranks.try_filter_map(async |found| Ok(found)).try_collect().await?;
+    let user_data = UserData::restored(ranks, manifest.lost_ranks());
     Ok((Some(Checkpoint { url: url.clone(), job: job.clone(), version }), user_data))
 }
 
@@ -88,19 +87,26 @@ async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<()> {
     Err(Error::invalid(what, format!("version {latest}"), expected))
 }
 
-/// Completes a checkpoint whose slices are written. Returns its size in bytes.
+/// Completes a checkpoint whose slices are written. Returns its size in bytes. `check_leader`: the
+/// error of a coordinator that has been replaced. The next one may return the job to an earlier
+/// checkpoint, which must not be removed, and nothing must be added to it.
 ///
 /// # Errors
-/// [`Error::Storage`]; [`Error::Internal`] if the servers have not written each slice once.
-pub(super) async fn complete(completion: Completion) -> Result<u64> {
-    let Completion { job, spec, plan, files, user_data } = completion;
+/// That of `check_leader`; [`Error::Storage`]; [`Error::Internal`] if the servers have not written
+/// each slice once.
+pub(super) async fn complete(
+    completion: Completion,
+    check_leader: impl Fn() -> Result<()>,
+) -> Result<u64> {
+    let Completion { job, spec, plan, files, user_data, lost_ranks } = completion;
     let SavePlan { save, version, url, keep } = plan;
     let storage = Storage::open(&url)?;
     let mut files: Vec<_> = files.into_iter().flat_map(|files| files.0).collect();
     if !user_data.is_empty() {
         files.push(storage.write_user_data(&job.name, version, save, &user_data).await?);
     }
-    let manifest = Manifest::new(&spec, job.id, version, save, files)?;
+    let manifest = Manifest::new(&spec, job.id, version, save, files)?.without_data_of(lost_ranks);
+    check_leader()?;
     if !storage.commit(&manifest).await? {
         storage.discard(&job.name, version, save).await?;
         // A job has one state at a version, so its earlier checkpoint is as good, and so is that of
@@ -114,6 +120,9 @@ pub(super) async fn complete(completion: Completion) -> Result<u64> {
         return Err(Error::Storage { action: "write".to_owned(), url, cause });
     }
     // The checkpoint is complete, whether or not others can be removed.
+    if check_leader().is_err() {
+        return Ok(manifest.bytes());
+    }
     match storage.prune(&job.name, keep).await {
         Ok(removed) if !removed.is_empty() => {
             tracing::info!(job = job.name, ?removed, "old checkpoints are removed");

@@ -146,7 +146,10 @@ impl Cluster {
     /// The names of the jobs that are being created and continue from the job with this id.
     pub(super) fn successors(&self, id: u64) -> impl Iterator<Item = &str> {
         self.jobs.iter().filter_map(move |(name, job)| {
-            let is_new = matches!(job.phase, Phase::Waiting { .. } | Phase::Opening { .. });
+            let is_new = matches!(
+                job.phase,
+                Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. }
+            );
             let from = &job.succession.as_ref()?.from;
             (is_new && from.job_id == id).then_some(name.as_str())
         })

@@ -22,7 +22,7 @@ use super::{
 use crate::simulation::{Safeguard, is_missing};
 
 /// The data of the ranks for a version.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct UserData {
     pub(super) ranks: BTreeMap<u32, Bytes>,
     /// The ranks that have not sent their data yet.
@@ -42,9 +42,9 @@ pub(crate) struct RankData {
 }
 
 impl UserData {
-    /// That of a version that was restored from a checkpoint.
-    pub(super) fn restored(ranks: BTreeMap<u32, Bytes>) -> Self {
-        Self { ranks, ..Self::default() }
+    /// That of a version that was restored from a checkpoint, which may lack the data of some ranks.
+    pub(crate) fn restored(ranks: BTreeMap<u32, Bytes>, lost: &[u32]) -> Self {
+        Self { ranks, missing: lost.iter().copied().collect(), ..Self::default() }
     }
 
     /// The data of ranks, none of which has been received by this coordinator. That of ranks that
@@ -123,15 +123,21 @@ impl Cluster {
     }
 
     /// If the data of a rank was lost with the last coordinator, returns the job to its last
-    /// checkpoint, if the policy asks for it. Returns whether the job returns to a checkpoint.
+    /// checkpoint, if the policy asks for it. A job that all ranks have left stays at its last
+    /// version, because its training has ended. Returns whether the job returns to a checkpoint.
     pub(super) fn return_without_data(
         &mut self,
         name: &str,
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return false };
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+            return false;
+        };
         let Some(&rank) = open.saves.user_data.missing.first() else { return false };
+        if open.has_ended(spec.world) {
+            return false;
+        }
         let version = open.step();
         let loss = format!(
             "the data of rank {rank} for checkpoints of version {version} was lost with the \

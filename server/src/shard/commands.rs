@@ -109,8 +109,7 @@ impl<B: Backend> Task<B> {
         {
             tracing::error!(job = name, epoch, %error, "job failed");
             self.store.close(&name, job_id);
-            let failed = JobEvent::Failed { epoch, reason: error.to_string() };
-            self.events.tell_of(&name, job_id, failed);
+            self.events.tell_of(&name, job_id, JobEvent::failed(epoch, &error));
         }
     }
 

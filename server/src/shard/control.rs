@@ -104,7 +104,7 @@ impl Tasks {
                 "its description for the coordinator needs {bytes} bytes, of at most \
                  {MAX_CONTROL_MESSAGE}"
             );
-            let failed = JobEvent::Failed { epoch: job.epoch, reason };
+            let failed = JobEvent::Failed { epoch: job.epoch, reason, transient: false };
             self.events.tell_of(&name, job.job_id, failed);
             self.restoring.remove(&job.job_id);
         }

@@ -42,11 +42,23 @@ pub(crate) enum JobEvent {
     Written { save: u64, files: Vec<pb::CheckpointFile> },
     /// This server's part of a checkpoint could not be written.
     SaveFailed { save: u64, url: String, error: Error },
-    /// The job cannot continue.
-    Failed { epoch: u64, reason: String },
+    /// The job cannot continue. `transient`: this server may be able to open it later.
+    Failed { epoch: u64, reason: String, transient: bool },
 }
 
 impl JobEvent {
+    /// The job cannot continue because of `error`.
+    pub(crate) fn failed(epoch: u64, error: &Error) -> Self {
+        let transient = matches!(
+            error,
+            Error::Storage { .. }
+                | Error::Unavailable { .. }
+                | Error::Timeout { .. }
+                | Error::OutOfMemory { .. }
+        );
+        Self::Failed { epoch, reason: error.to_string(), transient }
+    }
+
     /// Converts to a message about the job with this name and id.
     fn into_wire(self, job: String, job_id: u64) -> Event {
         match self {
@@ -79,8 +91,8 @@ impl JobEvent {
                 let failed = pb::CheckpointFailed { job, job_id, save, reason, url, missing_bytes };
                 Event::CheckpointFailed(failed)
             }
-            Self::Failed { epoch, reason } => {
-                Event::Failed(pb::JobFailed { job, job_id, epoch, reason })
+            Self::Failed { epoch, reason, transient } => {
+                Event::Failed(pb::JobFailed { job, job_id, epoch, reason, transient })
             }
         }
     }
@@ -206,7 +218,7 @@ mod tests {
         let events = Events::default();
         for id in 0..MAX_FAILED as u64 + 2 {
             let reason = format!("reason {id}");
-            events.tell_of("job", id, JobEvent::Failed { epoch: 1, reason });
+            events.tell_of("job", id, JobEvent::Failed { epoch: 1, reason, transient: false });
         }
         events.closed(5);
         drop(events.connect());

@@ -123,7 +123,7 @@ async fn copy<B: Backend>(
 
 /// Reports an error that ends the job.
 fn fail<B: Backend>(job: &Job<B>, error: &Error) {
-    job.tell(JobEvent::Failed { epoch: job.epoch(), reason: error.to_string() });
+    job.tell(JobEvent::failed(job.epoch(), error));
 }
 
 /// Whether a call to a primary cannot succeed later. A primary that does not know yet that it is

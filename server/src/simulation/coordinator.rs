@@ -16,6 +16,7 @@ use crate::coordinator::{
     control,
     events::{Action, Caller, Command, Event, Lease, Link, Now, Placed},
     jobs::Plan,
+    user_data::UserData,
 };
 
 /// The pause between two tries to reach a server without a control stream.
@@ -241,6 +242,7 @@ impl World {
                 let found = self.find(&placing);
                 let placed = plan.and_then(|plan| {
                     let (checkpoint, user_data) = found?;
+                    let user_data = UserData::restored(user_data, &[]);
                     Ok(Placed { plan, checkpoint, user_data })
                 });
                 let event = Box::new(Event::Placed { job: placing.job, placed });

@@ -230,8 +230,7 @@ impl ShardServer {
             }
         };
         if let Err(error) = done {
-            let failed = JobEvent::Failed { epoch: job.epoch(), reason: error.to_string() };
-            self.events.tell_of(JOB, id, failed);
+            self.events.tell_of(JOB, id, JobEvent::failed(job.epoch(), &error));
             self.jobs.remove(&id);
         }
         true

@@ -26,7 +26,7 @@ impl Cluster {
         let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else {
             return false;
         };
-        let was_opening = open.replicas.opening.remove(&server);
+        let was_opening = open.replicas.opening.remove(&server).is_some();
         if was_opening {
             self.copy_next(&job.name, out);
         }
@@ -111,8 +111,9 @@ impl Open {
     /// A server that can copy slices, and the next part of them.
     fn next_copy(&mut self, spec: &JobSpec) -> Option<(ServerId, Vec<u32>)> {
         let Self { replicas, away, .. } = self;
-        let can =
-            |server: &ServerId| !replicas.opening.contains(server) && !away.contains_key(server);
+        let can = |server: &ServerId| {
+            !replicas.opening.contains_key(server) && !away.contains_key(server)
+        };
         let (&server, slices) = replicas.empty.iter_mut().find(|(server, _)| can(server))?;
         let mut bytes = 0;
         let fits = |slice: &u32| {

@@ -43,7 +43,7 @@ fn a_servers_messages_about_an_earlier_job_of_the_name_are_ignored() {
     let caller = script.create_as(8, spec(1));
     script.said(1, script.opened(job()));
     assert_eq!(script.answer(caller), None);
-    script.said(1, Said::Failed { job: job(), reason: "closed".into() });
+    script.failed(1, "closed");
     assert_eq!(script.answer(caller), None);
     script.said(1, script.opened(JobRef { id: 8, ..job() }));
     script.said(1, Said::Initialised { job: job(), epoch: 1 });
@@ -123,7 +123,7 @@ fn a_placement_on_a_restarted_server_is_computed_again() {
     let [Action::Place(placing)] = &actions[..] else { panic!("{actions:?}") };
     script.server_as(server(1, 2, "host:1"));
     let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
-    let placed = plan.map(|plan| Placed { plan, checkpoint: None, user_data: BTreeMap::new() });
+    let placed = plan.map(|plan| Placed { plan, checkpoint: None, user_data: UserData::default() });
     script.event(Event::Placed { job: placing.job.clone(), placed });
     let Some((1, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };
     assert_eq!(open.placement.servers()[0].incarnation, 2);

@@ -71,7 +71,7 @@ fn a_different_spec_with_the_same_name_is_refused() {
 fn a_server_without_memory_ends_the_creation_and_it_can_be_retried() {
     let mut script = Script::with_servers(2);
     let caller = script.create(spec(1));
-    script.said(2, Said::Failed { job: job(), reason: "no memory".into() });
+    script.failed(2, "no memory");
     let Error::JobFailed { reason, .. } = script.error(caller) else { panic!("failed") };
     assert!(reason.contains("shard server host:2: no memory"), "{reason}");
     assert_eq!(script.closed(), [1, 2]);

@@ -10,6 +10,8 @@ mod descriptions;
 mod disposal;
 mod feeds;
 mod identities;
+mod interrupted;
+mod latest;
 mod leases;
 mod members;
 mod model;
@@ -46,6 +48,7 @@ use super::{
     responses::Files,
     save::{Completion, Save, Saved},
     state::{Open, Phase},
+    user_data::UserData,
 };
 use crate::attempt::Attempt;
 
@@ -90,7 +93,9 @@ struct Script {
     /// The checkpoint that jobs find.
     found: Option<Checkpoint>,
     /// The data of the ranks in that checkpoint.
-    found_data: BTreeMap<u32, Bytes>,
+    found_data: UserData,
+    /// The errors of the storage in which jobs look for it, the last one first.
+    storage_errors: Vec<Error>,
     probed: Vec<Server>,
 }
 
@@ -152,6 +157,7 @@ impl Script {
                 let found = placing.restore.and(self.found.clone());
                 let user_data = self.found_data.clone();
                 let placed = plan.map(|plan| Placed { plan, checkpoint: found, user_data });
+                let placed = self.storage_errors.pop().map_or(placed, Err);
                 return Some(Event::Placed { job: placing.job, placed });
             }
             Action::Wake(lease) => self.woken.push(lease),
@@ -212,6 +218,18 @@ impl Script {
 
     fn lose_link(&mut self, from: Link) {
         self.event(Event::ServerLost { from, cause: "its control stream ended".into() });
+    }
+
+    /// A server reports that it cannot hold the job.
+    fn failed(&mut self, server: u64, reason: &str) {
+        let epoch = self.cluster.jobs["job"].epoch;
+        self.failed_in(server, epoch, reason, false);
+    }
+
+    /// A server reports that it cannot hold the job, which it has opened in this epoch.
+    fn failed_in(&mut self, server: u64, epoch: u64, reason: &str, transient: bool) {
+        let reason = reason.to_owned();
+        self.said(server, Said::Failed { job: job(), epoch, reason, transient });
     }
 
     fn said(&mut self, server: u64, said: Said) {

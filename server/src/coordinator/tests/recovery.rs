@@ -390,7 +390,7 @@ fn what_a_server_says_while_others_are_missing_counts() {
 
     let mut script = starting();
     script.returns(1, 1, vec![before.held()]);
-    script.said(1, Said::Failed { job: job(), reason: "out of memory".into() });
+    script.failed(1, "out of memory");
     assert_eq!(script.failure(), Some("shard server host:1: out of memory"));
 }
 

@@ -198,7 +198,7 @@ fn a_server_that_cannot_be_a_backup_is_left_out() {
     script.lose_server(1);
     script.lose_server(2);
     script.server(4);
-    script.said(4, Said::Failed { job: job(), reason: "out of memory".into() });
+    script.failed(4, "out of memory");
     assert_eq!(script.closed().last(), Some(&4));
     step(&mut script, lease, 0);
     // Until another one connects.
@@ -416,6 +416,7 @@ fn a_server_that_missed_the_latest_placement_does_not_fail_the_job() {
         assert_eq!(script.failure(), None);
         if is_back {
             script.returns(1, 2, vec![latest.clone()]);
+            script.after(LEARNING);
             assert_eq!((script.version(), script.failure()), (Some(1), None));
             assert_eq!(script.open().placement.slices_of(2).count(), 0);
         } else {

@@ -9,7 +9,10 @@ use super::{
     saves::{URL, found, policy},
     *,
 };
-use crate::coordinator::recovery::{Held, RECOVERY};
+use crate::coordinator::{
+    recovery::{Held, RECOVERY},
+    restore::SERVERS_LIMIT,
+};
 
 #[test]
 fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {
@@ -51,6 +54,8 @@ fn after_the_loss_of_a_server_ranks_continue_from_the_last_checkpoint_with_their
     script.found = found(4);
     script.commands.clear();
     script.lose_server(2);
+    assert_eq!(script.opens(), [], "it may be started again");
+    script.after(SERVERS_LIMIT);
     assert!(matches!(script.error(waiting), Error::Unavailable { .. }));
     // The servers that are left drop their slices when they open the job again, and not before: a
     // new coordinator learns of the job from them.
@@ -84,6 +89,7 @@ fn ranks_that_are_lost_while_a_job_is_restored_are_replaced_in_a_new_epoch() {
     script.commands.clear();
     script.lose_server(1);
     script.lose(1, leases[1]);
+    script.after(SERVERS_LIMIT);
     script.open_all();
     assert_eq!(script.version(), Some(2));
     assert_eq!(script.new_epochs().len(), 1);
@@ -101,6 +107,7 @@ fn servers_that_restore_a_job_learn_which_ranks_are_done_or_have_left() {
     script.found = found(2);
     script.commands.clear();
     script.lose_server(1);
+    script.after(SERVERS_LIMIT);
     let Some((2, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };
     assert_eq!(open.leases, [(0, leases[0])]);
     assert_eq!((&open.done[..], &open.left[..]), (&[1][..], &[2][..]));
@@ -126,9 +133,11 @@ fn a_job_that_loses_a_server_while_it_is_restored_is_restored_again() {
     script.found = found(1);
     script.commands.clear();
     script.lose_server(1);
+    script.after(SERVERS_LIMIT);
     assert_eq!(script.opens().len(), 2);
     script.commands.clear();
     script.lose_server(2);
+    script.after(SERVERS_LIMIT);
     assert_eq!(script.opens().len(), 1);
     script.open_all();
     script.step_all(&leases, 1);
@@ -216,6 +225,7 @@ fn a_rank_that_does_not_return_to_a_restored_job_is_lost() {
     let before = before();
     let mut script = half_recovered(before.held());
     script.after(RECOVERY);
+    script.after(SERVERS_LIMIT);
     script.open_all();
     script.attach(0, before.leases[0]).unwrap();
     script.after(RECOVERY);

@@ -9,7 +9,11 @@ use super::{
     saves::{URL, completion_save, found, policy},
     *,
 };
-use crate::coordinator::{recovery::RECOVERY, user_data::RankData};
+use crate::coordinator::{
+    recovery::{Held, RECOVERY},
+    restore::SERVERS_LIMIT,
+    user_data::RankData,
+};
 
 /// What two ranks send for a version.
 fn data(version: u64) -> BTreeMap<u32, Bytes> {
@@ -132,9 +136,10 @@ fn a_job_returns_to_its_last_checkpoint_when_a_rank_leaves_before_it_has_sent_it
 fn a_restored_version_is_saved_elsewhere_with_the_data_of_its_checkpoint() {
     let (mut script, leases) = Script::training_of(policy(2, 2), 2);
     (0..3).for_each(|step| script.step_all(&leases, step));
-    (script.found, script.found_data) = (found(2), data(2));
+    (script.found, script.found_data) = (found(2), UserData::restored(data(2), &[]));
     script.commands.clear();
     script.lose_server(1);
+    script.after(SERVERS_LIMIT);
     script.open_all();
     script.save(Some("file:///elsewhere"));
     script.write_all();
@@ -167,15 +172,60 @@ fn without_the_policy_only_the_save_ends_when_a_rank_is_lost_before_it_has_sent_
 }
 
 #[test]
-fn an_unused_job_without_the_data_of_a_rank_is_deleted_without_a_save() {
+fn an_unused_job_that_some_ranks_have_not_left_is_deleted_without_a_save_of_lost_data() {
+    let mut spec = policy(1, 100);
+    spec.idle_timeout = Some(WAIT);
+    spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.step_and_promise(&leases, 0);
+    script.lose(0, leases[0]);
+    script.after(WAIT);
+    assert_eq!(script.writes(), []);
+    assert!(!script.cluster.jobs.contains_key("job"));
+}
+
+#[test]
+fn a_job_that_all_ranks_have_left_is_saved_without_the_data_that_was_lost() {
     let mut spec = policy(1, 100);
     spec.idle_timeout = Some(WAIT);
     spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
     let (mut script, leases) = Script::training_of(spec, 1);
     script.step_and_promise(&leases, 0);
     script.leave(leases[0], true);
-    assert_eq!(script.writes(), []);
+    script.write_all();
+    assert_eq!(script.completions[0].lost_ranks, [0]);
+    script.completed(completion_save(&script), Ok(1));
     assert!(!script.cluster.jobs.contains_key("job"));
+}
+
+#[test]
+fn the_last_steps_are_saved_although_the_coordinator_dies_during_the_last_save() {
+    let left = |held: &mut Held| {
+        held.ranks.left = held.ranks.leases.keys().copied().collect();
+        held.ranks.leases.clear();
+        let spec = JobSpec { idle_timeout: Some(WAIT), ..held.spec.as_ref().clone() };
+        held.spec = Arc::new(spec);
+    };
+    let (mut script, _) = recovered_as(left);
+    assert_eq!(script.version(), Some(5), "its last checkpoint is of version 2");
+    script.write_all();
+    let completion = script.completions.last().expect("the last save");
+    assert_eq!((completion.plan.version, &completion.lost_ranks[..]), (5, &[0, 1][..]));
+    script.completed(completion_save(&script), Ok(1));
+    assert!(!script.cluster.jobs.contains_key("job"));
+}
+
+#[test]
+fn a_restored_version_that_lacks_data_is_not_saved_as_if_there_were_none() {
+    let (mut script, leases) = Script::training_of(policy(1, 2), 1);
+    (0..2).for_each(|step| script.step_all(&leases, step));
+    (script.found, script.found_data) = (found(2), UserData::restored(BTreeMap::new(), &[0]));
+    script.lose_server(1);
+    script.commands.clear();
+    script.server(2);
+    script.open_all();
+    let caller = script.save(Some("file:///elsewhere"));
+    assert!(matches!(script.error(caller), Error::UserDataLost { rank: 0, version: 2, .. }));
 }
 
 #[test]
@@ -201,11 +251,16 @@ fn data_is_accepted_only_from_the_holder_of_the_rank() {
 /// A coordinator that was restarted after step 4, for which both ranks had data. The first ranks
 /// have leases.
 fn recovered(ranks: u32) -> (Script, [Lease; 2]) {
+    recovered_as(|held| held.ranks.leases.retain(|&rank, _| rank < ranks))
+}
+
+/// The same, with other descriptions by the servers.
+fn recovered_as(change: impl Fn(&mut Held)) -> (Script, [Lease; 2]) {
     let mut before = Before::new();
     before.spec = Arc::new(JobSpec { min_servers: 2, ..policy(2, 100) });
     let held = |server| {
         let mut held = before.decided(server);
-        held.ranks.leases.retain(|&rank, _| rank < ranks);
+        change(&mut held);
         let decided = held.decided.as_mut();
         decided.expect("a decision").0.figures.user_data = vec![0, 1];
         held
