@@ -289,6 +289,15 @@ impl Cluster {
         })
     }
 
+    /// Why a job has failed, if it has.
+    #[cfg(test)]
+    pub(crate) fn failure_of(&self, job: &str) -> Option<&str> {
+        match &self.jobs.get(job)?.phase {
+            Phase::Failed { reason, .. } => Some(reason),
+            _ => None,
+        }
+    }
+
     /// The number of servers, and the figures of each job.
     pub(crate) fn gauges(&self) -> (usize, impl Iterator<Item = Gauges<'_>>) {
         let jobs = self.jobs.iter().map(|(name, job)| {

@@ -85,8 +85,9 @@ impl Tasks {
         // A job without a description has ended meanwhile.
         let held: Vec<_> = held.into_iter().flatten().collect();
         let failed = self.events.failed();
+        // A job that could not be read for a reason that may pass is read again.
         let has_ended = |id: u64| {
-            let (mut held, mut failed) = (held.iter(), failed.iter());
+            let (mut held, mut failed) = (held.iter(), failed.iter().filter(|of| !of.transient));
             held.any(|held| held.job_id == id) || failed.any(|failed| failed.job_id == id)
         };
         self.restoring.retain(|&id, _| !has_ended(id));

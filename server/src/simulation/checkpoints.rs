@@ -17,11 +17,18 @@ use super::{
 use crate::{
     backend::Cpu,
     coordinator::{
-        events::{Checkpoint, Event, Placing},
+        events::{Checkpoint, Event, Placed, Placing},
+        jobs::Plan,
         save::Completion,
+        user_data::UserData,
     },
     shard::{events::JobEvent, job::Job},
 };
+
+/// How long the store needs to find a checkpoint, at most.
+const FINDING: Duration = Duration::from_millis(100);
+/// How long the store needs to complete a checkpoint, at most.
+const COMPLETING: Duration = Duration::from_millis(500);
 
 /// Where the checkpoints are.
 pub(super) const URL: &str = "file:///checkpoints";
@@ -45,10 +52,23 @@ pub(super) struct Store {
 }
 
 impl Store {
+    /// Removes all checkpoints but the latest.
+    fn keep(&mut self, number: usize) {
+        while self.complete.len() > number {
+            self.complete.pop_first();
+        }
+    }
+
     /// The latest version.
     pub(super) fn latest(&self) -> Option<u64> {
         self.complete.keys().next_back().copied()
     }
+}
+
+/// A failure of the store.
+fn failure(action: &str, cause: &str) -> Error {
+    let (action, cause) = (action.to_owned(), cause.to_owned());
+    Error::Storage { action, url: URL.to_owned(), cause }
 }
 
 /// The data of a rank in a checkpoint.
@@ -108,8 +128,7 @@ impl World {
                 JobEvent::Written { save, files: Vec::new() }
             }
             None => {
-                let (url, cause) = (URL.to_owned(), "the disk is full".to_owned());
-                let error = Error::Storage { action: "write".to_owned(), url: url.clone(), cause };
+                let (url, error) = (URL.to_owned(), failure("write", "the disk is full"));
                 JobEvent::SaveFailed { save, url, error }
             }
         };
@@ -117,11 +136,29 @@ impl World {
         self.flush(server);
     }
 
+    /// The coordinator computes a placement, and looks for the checkpoint from which a job starts.
+    pub(super) fn place(&mut self, placing: Placing) {
+        let life = self.coordinator.life;
+        let takes = Duration::from_micros(self.rng.u64(..FINDING.as_micros() as u64));
+        self.after(takes, Happening::Find { life, placing });
+    }
+
+    pub(super) fn found(&mut self, life: u64, placing: Placing) {
+        let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
+        let fails = placing.restore.is_some() && self.faults.loses(&mut self.rng);
+        let found =
+            if fails { Err(failure("list", "it is not reachable")) } else { self.find(&placing) };
+        let placed = plan.and_then(|plan| {
+            let (checkpoint, user_data) = found?;
+            let user_data = UserData::restored(user_data, &[]);
+            Ok(Placed { plan, checkpoint, user_data })
+        });
+        let event = Box::new(Event::Placed { job: placing.job, placed });
+        self.later(Happening::Event { life, stream: None, event });
+    }
+
     /// The checkpoint from which a job starts, and the data of its ranks.
-    pub(super) fn find(
-        &self,
-        placing: &Placing,
-    ) -> Result<(Option<Checkpoint>, BTreeMap<u32, Bytes>)> {
+    fn find(&self, placing: &Placing) -> Result<(Option<Checkpoint>, BTreeMap<u32, Bytes>)> {
         let Some(restore) = &placing.restore else { return Ok(Default::default()) };
         match (self.store.latest(), restore.version) {
             (Some(version), _) => {
@@ -136,9 +173,23 @@ impl World {
         }
     }
 
-    /// The slices of a checkpoint.
-    pub(super) fn checkpoint(&self, version: u64) -> Slices {
-        self.store.complete[&version].1.clone()
+    /// The slices of a checkpoint, when a server has read them.
+    pub(super) fn checkpoint(&mut self, version: u64) -> Result<Slices> {
+        if self.faults.loses(&mut self.rng) {
+            return Err(failure("read", "it is not reachable"));
+        }
+        let found = self.store.complete.get(&version).map(|(_, slices)| slices.clone());
+        found.ok_or_else(|| {
+            self.fail(format!("version {version} was removed while a server was reading it"));
+            failure("read", "no such file")
+        })
+    }
+
+    /// The coordinator begins to write the manifest.
+    pub(super) fn begin_manifest(&mut self, completion: Completion) {
+        let life = self.coordinator.life;
+        let takes = Duration::from_micros(self.rng.u64(..COMPLETING.as_micros() as u64));
+        self.after(takes, Happening::Complete { life, completion });
     }
 
     /// The coordinator writes the manifest.
@@ -157,14 +208,11 @@ impl World {
                 let slices = self.store.written.remove(&plan.save).unwrap_or_default();
                 self.check_saved(plan.version, &slices);
                 self.store.complete.insert(plan.version, (job.id, slices));
+                self.store.keep(plan.keep as usize);
                 Ok(1)
             }
         };
-        let outcome = outcome.map_err(|cause| Error::Storage {
-            action: "write".to_owned(),
-            url: URL.to_owned(),
-            cause: cause.to_owned(),
-        });
+        let outcome = outcome.map_err(|cause| failure("write", cause));
         let event = Box::new(Event::Completed { job, save: plan.save, outcome });
         self.later(Happening::Event { life, stream: None, event });
     }

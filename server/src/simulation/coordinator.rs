@@ -14,9 +14,7 @@ use super::{
 use crate::coordinator::{
     cluster::Cluster,
     control,
-    events::{Action, Caller, Command, Event, Lease, Link, Now, Placed},
-    jobs::Plan,
-    user_data::UserData,
+    events::{Action, Caller, Command, Event, Lease, Link, Now},
 };
 
 /// The pause between two tries to reach a server without a control stream.
@@ -207,7 +205,17 @@ impl World {
                 events.extend(self.act(action));
             }
         }
+        self.check_not_failed();
         self.arm();
+    }
+
+    /// A job that has begun must not fail: of each slice there is always a copy, or a checkpoint.
+    fn check_not_failed(&mut self) {
+        let cluster = self.coordinator.cluster.as_ref();
+        if let Some(reason) = cluster.and_then(|cluster| cluster.failure_of(JOB)) {
+            let reason = format!("the job has failed: {reason}");
+            self.fail(reason);
+        }
     }
 
     /// Sets the timer to the next deadline.
@@ -237,17 +245,7 @@ impl World {
                 }
             }
             Action::Command(server, command) => self.send_command(server, command),
-            Action::Place(placing) => {
-                let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
-                let found = self.find(&placing);
-                let placed = plan.and_then(|plan| {
-                    let (checkpoint, user_data) = found?;
-                    let user_data = UserData::restored(user_data, &[]);
-                    Ok(Placed { plan, checkpoint, user_data })
-                });
-                let event = Box::new(Event::Placed { job: placing.job, placed });
-                self.later(Happening::Event { life, stream: None, event });
-            }
+            Action::Place(placing) => self.place(placing),
             Action::Wake(lease) => self.tell_member(lease),
             Action::End(lease, error) => {
                 let (rank, worker) = self.coordinator.members.remove(&lease)?;
@@ -258,7 +256,7 @@ impl World {
             }
             Action::Dismiss(link) => self.dismiss(link),
             Action::Probe(server) => self.later(Happening::Probe { life, server }),
-            Action::Complete(completion) => self.later(Happening::Complete { life, completion }),
+            Action::Complete(completion) => self.begin_manifest(completion),
             Action::Decided { .. }
             | Action::Aborted
             | Action::Attached(_)
@@ -318,8 +316,22 @@ impl World {
         self.later(Happening::Event { life, stream: None, event });
     }
 
+    /// The servers of the running job.
+    pub(super) fn placed(&self) -> Vec<usize> {
+        let cluster = self.coordinator.cluster.as_ref();
+        let job = cluster.and_then(|cluster| cluster.describe(JOB).ok());
+        let servers = job.iter().flat_map(|job| job.placement.servers());
+        servers.map(|server| (server.id - 1) as usize).collect()
+    }
+
     /// Whether every slice of the running job has all its replicas, on servers that are alive.
     pub(super) fn is_redundant(&self) -> bool {
+        let cluster = self.coordinator.cluster.as_ref();
+        self.is_whole() && cluster.is_some_and(|cluster| cluster.is_redundant(JOB))
+    }
+
+    /// Whether the job runs on servers that are alive.
+    pub(super) fn is_whole(&self) -> bool {
         let Some(cluster) = self.coordinator.cluster.as_ref() else { return false };
         let Ok(job) = cluster.describe(JOB) else { return false };
         // The coordinator may not have noticed yet that a server is gone.
@@ -327,6 +339,6 @@ impl World {
             let of = &self.servers[(server.id - 1) as usize];
             of.is_alive && of.life == server.incarnation
         };
-        cluster.is_redundant(JOB) && job.placement.servers().iter().all(is_alive)
+        job.placement.servers().iter().all(is_alive)
     }
 }

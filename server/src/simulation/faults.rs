@@ -86,7 +86,7 @@ impl Fault {
             2 if can_lose => Self::Both { server, down },
             3 => Self::Worker { rank, down },
             4 => Self::Doom { rank, down },
-            5 if can_lose => Self::Still { server, duration: down * 6 },
+            5 if can_lose => Self::Still { server, duration: down * 12 },
             5 => Self::Still { server, duration: down * 3 },
             _ => Self::Stream { server },
         }
@@ -114,7 +114,9 @@ impl World {
         if self.size.save_every.is_some() {
             return true;
         }
-        let mut others = (0..self.servers.len()).filter(|&other| other != server);
+        // A server that stands still and was replaced has no slices.
+        let placed = self.placed();
+        let mut others = placed.iter().copied().filter(|&other| other != server);
         let any_stands = others.any(|other| self.stands_still_for(other, LONG));
         self.size.replicas > 1 && self.is_redundant() && !any_stands
     }

@@ -85,8 +85,6 @@ pub(super) struct Running {
 /// A job that is being opened, and the commands that have arrived for it.
 struct BeingOpened {
     message: pb::OpenJob,
-    /// Its content, if it is read from a checkpoint.
-    restored: Option<(u64, Slices)>,
     commands: VecDeque<Command>,
 }
 
@@ -153,8 +151,8 @@ impl ShardServer {
     }
 
     /// Opens a job that was being opened.
-    fn open(&mut self, opened: BeingOpened) -> Result<()> {
-        let BeingOpened { message: open, restored, commands } = opened;
+    fn open(&mut self, opened: BeingOpened, restored: Option<(u64, Slices)>) -> Result<()> {
+        let BeingOpened { message: open, commands } = opened;
         let (id, epoch, leases) = (open.job_id, open.epoch, open.leases);
         let job = Job::open(Opening {
             origin: Origin { restore: open.requested, ..Origin::default() },
@@ -318,9 +316,7 @@ impl World {
         of.term = of.term.max(term);
         match command {
             Wire::Open(open) => {
-                let version = open.restore.as_ref().and_then(|restore| restore.version);
-                let restored = version.map(|version| (version, self.checkpoint(version)));
-                self.open(server, open, restored);
+                self.open(server, open);
             }
             Wire::Close(pb::CloseJob { job_id, .. }) => of.close(job_id),
             Wire::Confirm(pb::Confirm { number }) => {
@@ -341,12 +337,12 @@ impl World {
     }
 
     /// A job is opened, which takes some time if it is read from a checkpoint.
-    fn open(&mut self, server: usize, message: pb::OpenJob, restored: Option<(u64, Slices)>) {
-        let (id, epoch, takes_time) = (message.job_id, message.epoch, restored.is_some());
+    fn open(&mut self, server: usize, message: pb::OpenJob) {
+        let (id, epoch, takes_time) = (message.job_id, message.epoch, message.restore.is_some());
         let of = &mut self.servers[server];
         of.close(id);
         of.restoring.extend(being_restored(&message).map(|held| (id, held)));
-        of.opening.insert(id, BeingOpened { message, restored, commands: VecDeque::new() });
+        of.opening.insert(id, BeingOpened { message, commands: VecDeque::new() });
         let life = of.life;
         match takes_time {
             true => {
@@ -366,9 +362,17 @@ impl World {
         }
         let opening = of.opening.remove(&job).expect("it was found");
         let commands = opening.commands.len();
-        match of.open(opening) {
-            Ok(()) => (0..commands).for_each(|_| self.later(Happening::Work { server, life })),
-            Err(error) => self.fail(format!("server {server} cannot open the job: {error}")),
+        let version = opening.message.restore.as_ref().and_then(|restore| restore.version);
+        let restored = match version.map(|version| (version, self.checkpoint(version))) {
+            None => Ok(None),
+            Some((version, Ok(slices))) => Ok(Some((version, slices))),
+            Some((_, Err(error))) => Err(error),
+        };
+        let of = &mut self.servers[server];
+        match restored.map(|restored| of.open(opening, restored)) {
+            Ok(Ok(())) => (0..commands).for_each(|_| self.later(Happening::Work { server, life })),
+            Ok(Err(error)) => self.fail(format!("server {server} cannot open the job: {error}")),
+            Err(error) => of.events.tell_of(JOB, job, JobEvent::failed(epoch, &error)),
         }
         self.flush(server);
     }

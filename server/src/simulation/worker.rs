@@ -467,7 +467,9 @@ impl World {
             // The membership names the version.
             Error::RolledBack { .. } => {}
             // The storage fails at times.
-            Error::Storage { .. } if call == Call::Save => {}
+            Error::Storage { .. } if matches!(call, Call::Save | Call::Create) => {}
+            // A server could not read the checkpoint of a job that starts.
+            Error::JobFailed { .. } if call == Call::Create => {}
             Error::UnknownJob { .. } | Error::JobReplaced { .. } | Error::LeaseLost { .. } => {
                 self.end_lease(rank, &format!("{call:?} of rank {rank}: {error}"));
             }

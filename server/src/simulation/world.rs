@@ -22,7 +22,7 @@ use super::{
     worker::{Told, Worker},
 };
 use crate::coordinator::{
-    events::{Event, Lease, Now},
+    events::{Event, Lease, Now, Placing},
     save::Completion,
 };
 
@@ -81,6 +81,8 @@ pub(super) enum Happening {
     WorkerStarts { rank: u32 },
     /// A server has written slices to a checkpoint, or has failed.
     Written { server: usize, life: u64, job: u64, save: u64, slices: Option<Slices> },
+    /// The coordinator has looked for the checkpoint from which a job starts.
+    Find { life: u64, placing: Placing },
     /// The coordinator writes the manifest of a checkpoint.
     Complete { life: u64, completion: Completion },
     /// Something goes wrong.
@@ -179,7 +181,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
             url: URL.to_owned(),
             every_steps: Some(every),
             every: None,
-            keep: 0,
+            keep: 1,
             on_loss: OnLoss::Restore,
             on_memory_shortage: OnMemoryShortage::default(),
         }),
@@ -268,7 +270,7 @@ impl World {
     fn has_ended(&self) -> bool {
         let is_saved = || self.store.latest() == Some(self.size.steps);
         self.workers.iter().all(|worker| worker.step >= self.size.steps)
-            && (self.size.save_every.is_none() || is_saved())
+            && (self.size.save_every.is_none() || is_saved() && self.is_whole())
     }
 
     /// Something has happened that must not happen.
@@ -360,6 +362,7 @@ impl World {
             Happening::Written { server, life, job, save, slices } => {
                 self.written(server, life, (job, save), slices);
             }
+            Happening::Find { life, placing } => self.found(life, placing),
             Happening::Complete { life, completion } => self.complete(life, completion),
             Happening::Fault(fault) => self.fault(fault),
         }
