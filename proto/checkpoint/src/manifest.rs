@@ -122,7 +122,7 @@ impl Manifest {
         })
     }
 
-    /// The same checkpoint, which lacks the data of these ranks because it was lost before the save.
+    /// The same checkpoint, which lacks the data of these ranks: it was lost before the save.
     pub fn without_data_of(mut self, ranks: impl IntoIterator<Item = u32>) -> Self {
         self.contents.lost_ranks = ranks.into_iter().collect();
         self

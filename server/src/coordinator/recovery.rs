@@ -188,8 +188,8 @@ impl Recovery {
         (0..placement.slices()).all(is_full)
     }
 
-    /// Whether the workers of all ranks have asked to continue, and none knows a later epoch than the
-    /// servers. Then no step was made in a later placement: its ranks would know the epoch of it.
+    /// Whether the workers of all ranks have asked to continue, and none knows a later epoch than
+    /// the servers. Then no step was made in a later placement: its ranks would know its epoch.
     fn is_latest(&self) -> bool {
         let Some((epoch, Ranks { leases, .. })) = self.published() else { return false };
         let confirms = |(rank, lease): (&u32, &Lease)| {

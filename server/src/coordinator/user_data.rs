@@ -42,7 +42,7 @@ pub(crate) struct RankData {
 }
 
 impl UserData {
-    /// That of a version that was restored from a checkpoint, which may lack the data of some ranks.
+    /// That of a version that was restored from a checkpoint, which may lack that of some ranks.
     pub(crate) fn restored(ranks: BTreeMap<u32, Bytes>, lost: &[u32]) -> Self {
         Self { ranks, missing: lost.iter().copied().collect(), ..Self::default() }
     }

@@ -147,28 +147,51 @@ fn a_job_is_not_restored_while_a_later_checkpoint_is_being_completed() {
     script.step_all(&leases, 2);
 }
 
-#[test]
-fn a_job_is_restored_without_its_predecessor() {
-    let mut script = Script::with_servers(2);
-    script.create_as(8, JobSpec { name: "before".into(), ..spec(1) });
+/// A job of one rank with this specification, which was created from another one.
+fn successor_of(spec: JobSpec, servers: u64) -> (Script, Lease, Succession) {
+    let mut script = Script::with_servers(servers);
+    script.create_as(8, JobSpec { name: "before".into(), ..super::spec(1) });
     let before = JobRef { name: "before".into(), id: 8 };
-    (1..3).for_each(|server| script.said(server, script.opened(before.clone())));
+    let servers: Vec<u64> = script.opens().iter().map(|(server, _)| *server).collect();
+    servers.iter().for_each(|&server| script.said(server, script.opened(before.clone())));
     let epoch = script.cluster.jobs["before"].epoch;
-    let initialised = |server| (server, Said::Initialised { job: before.clone(), epoch });
-    (1..3).map(initialised).for_each(|(server, said)| script.said(server, said));
+    for &server in &servers {
+        script.said(server, Said::Initialised { job: before.clone(), epoch });
+    }
     script.commands.clear();
     let from = JobVersion { job: "before".into(), job_id: 8, version: 0 };
     let succession = Succession { from, fresh_state: false };
-    script.create_from(JOB, policy(1, 1), Some(succession.clone()));
+    script.create_from(JOB, spec, Some(succession.clone()));
     script.open_all();
     let lease = script.join(0).unwrap();
     script.initialise_all();
+    (script, lease, succession)
+}
+
+#[test]
+fn a_new_backup_knows_the_predecessor_of_its_job() {
+    let spec = JobSpec { replicas: 2, min_servers: 2, ..super::spec(1) };
+    let (mut script, _, succession) = successor_of(spec, 2);
+    script.commands.clear();
+    script.lose_server(1);
+    script.server(3);
+    let opens = script.commands.iter().filter_map(|(server, command)| match command {
+        Command::Open(open) => Some((*server, open.source.clone(), open.succession.clone())),
+        _ => None,
+    });
+    // Otherwise its description differs from that of the primary.
+    assert_eq!(opens.collect::<Vec<_>>(), [(3, None, Some(succession.into()))]);
+}
+
+#[test]
+fn a_job_is_restored_without_its_predecessor() {
+    let (mut script, lease, succession) = successor_of(policy(1, 1), 2);
     script.step_all(&[lease], 0);
     script.found = found(1);
     script.commands.clear();
     script.lose_server(1);
     // It is deleted while its successor is being restored.
-    let caller = script.caller();
+    let (caller, before) = (script.caller(), JobRef { name: "before".into(), id: 8 });
     script.event(Event::Delete { caller, job: before, wait: WAIT });
     script.after(SERVERS_LIMIT);
     let Some(Command::Open(open)) = script.told_to(2).pop() else { panic!("server 2 opens it") };
