@@ -100,14 +100,14 @@ fn decide(
 fn ranks(Known { job, epoch, open, .. }: Known<'_>, held: &Held, commands: &mut Vec<Command>) {
     let theirs = &held.ranks;
     let mut ranks: Vec<u32> = theirs.leases.keys().chain(&theirs.done).copied().collect();
-    ranks.extend(theirs.left.iter().chain(&open.left).chain(&open.done).copied());
+    ranks.extend(theirs.left.iter().chain(&open.left).chain(open.done.keys()).copied());
     ranks.extend(open.members.ranks());
     ranks.sort_unstable();
     ranks.dedup();
     for rank in ranks {
         let job = job.clone();
         let lease = open.members.get(rank).map(|member| member.lease);
-        let (left, done) = (open.left.contains(&rank), open.done.contains(&rank));
+        let (left, done) = (open.left.contains(&rank), open.done.contains_key(&rank));
         if done && !theirs.done.contains(&rank) {
             commands.push(Command::RankDone { job, rank });
             continue;

@@ -188,6 +188,11 @@ impl Cluster {
         };
         let Phase::Waiting { placing, interrupted, .. } = phase else { return };
         *placing = false;
+        if let (Some(interrupted), Ok(Placed { checkpoint: Some(found), .. })) =
+            (&mut *interrupted, &placed)
+        {
+            interrupted.return_to(found.version);
+        }
         let ranks = interrupted.as_ref().map(|interrupted| interrupted.ranks());
         let (leases, done, left) = ranks.unwrap_or_default();
         let requested = restore.clone();

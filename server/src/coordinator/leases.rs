@@ -68,7 +68,7 @@ impl Cluster {
     fn admit(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) {
         let Join { job: name, rank, address, lease, wait, .. } = join;
         if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name)
-            && open.done.remove(&rank)
+            && open.done.remove(&rank).is_some()
         {
             self.new_epoch(&name, rank, Cause::Returned, out);
         }
@@ -266,7 +266,7 @@ impl Cluster {
         }
         match cause {
             Cause::Done => {
-                open.done.insert(rank);
+                open.done.insert(rank, open.step());
             }
             Cause::Left => {
                 open.left.insert(rank);

@@ -81,11 +81,11 @@ impl Recovery {
         Ok(Recovered { open, epoch: top.epoch, commands })
     }
 
-    /// If version 0 has been published: the last epoch, and the ranks in it.
-    pub(super) fn published(&self) -> Option<(u64, Ranks)> {
+    /// If version 0 has been published: the open attempt, and the ranks in it.
+    pub(super) fn published(&self) -> Option<(Attempt, Ranks)> {
         let top = self.described().map(|held| held.attempt).max()?;
         let published = self.described().any(|held| held.published);
-        published.then(|| (top.epoch, ranks(self.described(), top)))
+        published.then(|| (top, ranks(self.described(), top)))
     }
 
     fn servers_where(&self, test: impl Fn(&Held) -> bool) -> BTreeSet<ServerId> {
@@ -149,7 +149,10 @@ impl Open {
         for (rank, lease) in leases {
             self.members.insert(rank, Member::detached(lease, deadline));
         }
-        (self.done, self.left) = (done, left);
+        // They may have been done at an earlier version.
+        let version = self.step();
+        self.done = done.into_iter().map(|rank| (rank, version)).collect();
+        self.left = left;
         for (rank, (since, excluded)) in resting {
             self.resting.insert(rank, Rester { since, excluded, waiters: Vec::new() });
         }

@@ -191,9 +191,9 @@ impl Recovery {
     /// Whether the workers of all ranks have asked to continue, and none knows a later epoch than
     /// the servers. Then no step was made in a later placement: its ranks would know its epoch.
     fn is_latest(&self) -> bool {
-        let Some((epoch, Ranks { leases, .. })) = self.published() else { return false };
+        let Some((latest, Ranks { leases, .. })) = self.published() else { return false };
         let confirms = |(rank, lease): (&u32, &Lease)| {
-            self.asked.get(rank).is_some_and(|(by, known)| by == lease && *known <= epoch)
+            self.asked.get(rank).is_some_and(|(by, known)| by == lease && *known <= latest.epoch)
         };
         !leases.is_empty() && leases.iter().all(confirms)
     }

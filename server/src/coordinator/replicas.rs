@@ -422,7 +422,7 @@ impl Open {
             checkpoint: None,
             requested: requested.clone(),
             leases: self.members.ranks().filter_map(lease).collect(),
-            done: self.done.iter().copied().collect(),
+            done: self.done.keys().copied().collect(),
             left: self.left.iter().copied().collect(),
             version: self.version,
             decision: self.last.as_ref().map(|last| Box::new(last.decision.clone())),

@@ -9,7 +9,11 @@
 //! calls end with an error that makes them call again and, when the job is open, with
 //! [`Error::RolledBack`].
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use zeroshard_proto::{Error, Restore, RestoreVersion};
 
@@ -46,7 +50,8 @@ pub(crate) struct Interrupted {
     pub(super) members: Members,
     queue: Queue,
     left: BTreeSet<u32>,
-    done: BTreeSet<u32>,
+    /// As in [`Open`].
+    done: BTreeMap<u32, u64>,
     peers: Peers,
     /// Ranks whose lease has ended since, and why.
     lost: Vec<(u32, Cause)>,
@@ -67,12 +72,14 @@ impl Interrupted {
     /// The ranks of a job that a new coordinator has learned. They have no streams yet.
     fn detached(
         checkpoint: Arc<Restore>,
-        ranks: Ranks,
+        (ranks, version): (Ranks, u64),
         holders: BTreeSet<ServerId>,
         servers: usize,
         now: Now,
     ) -> Self {
         let Ranks { leases, done, left, .. } = ranks;
+        // They may have been done at an earlier version.
+        let done = done.into_iter().map(|rank| (rank, version)).collect();
         let mut members = Members::default();
         for (rank, lease) in leases {
             members.insert(rank, Member::detached(lease, now + RECOVERY));
@@ -92,6 +99,12 @@ impl Interrupted {
             retry_at: None,
             deadline: now + RESTORE_LIMIT,
         }
+    }
+
+    /// The version of the checkpoint is known. Ranks that had data at this version are not done any
+    /// more: the job waits for workers.
+    pub(super) fn return_to(&mut self, version: u64) {
+        self.done.retain(|_, since| *since <= version);
     }
 
     /// Whether the job may be placed on the `connected` servers. It needs one for each of its
@@ -125,7 +138,7 @@ impl Interrupted {
     pub(super) fn ranks(&self) -> (Vec<(u32, Lease)>, Vec<u32>, Vec<u32>) {
         let lease = |rank| Some((rank, self.members.get(rank)?.lease));
         let leases = self.members.ranks().filter_map(lease).collect();
-        (leases, self.done.iter().copied().collect(), self.left.iter().copied().collect())
+        (leases, self.done.keys().copied().collect(), self.left.iter().copied().collect())
     }
 
     /// A server may still hold the job as it was.
@@ -212,8 +225,9 @@ impl Cluster {
                 (interrupted, Vec::new())
             }
             Phase::Recovering(recovery) => {
-                let Some((epoch, ranks)) = recovery.published() else { return false };
-                known = epoch;
+                let Some((attempt, ranks)) = recovery.published() else { return false };
+                known = attempt.epoch;
+                let ranks = (ranks, attempt.step);
                 let placed = recovery.plan.placement.servers();
                 let holders = placed.iter().map(|of| of.id).chain(recovery.held.keys().copied());
                 let (holders, servers) = (holders.collect(), placed.len());

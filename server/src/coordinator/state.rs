@@ -108,8 +108,9 @@ pub(crate) struct Open {
     /// Ranks that left in order, and that no other worker has taken since. INVARIANT: not in
     /// `members`.
     pub(crate) left: BTreeSet<u32>,
-    /// Ranks that have no more data. INVARIANT: not in `members`, not in `left`.
-    pub(crate) done: BTreeSet<u32>,
+    /// Ranks that have no more data, with the first version at which that is known. INVARIANT: not in
+    /// `members`, not in `left`.
+    pub(crate) done: BTreeMap<u32, u64>,
     pub(crate) resting: Resting,
     pub(crate) peers: Peers,
     pub(crate) round: Round,
@@ -137,7 +138,7 @@ impl Open {
             members: Members::default(),
             queue: Queue::default(),
             left: BTreeSet::new(),
-            done: BTreeSet::new(),
+            done: BTreeMap::new(),
             resting: Resting::default(),
             peers: Peers::default(),
             round: Round::default(),
@@ -187,7 +188,7 @@ impl Open {
 
     /// Whether the rank takes part in the open step: it is neither done nor resting.
     pub(crate) fn takes_part(&self, rank: u32) -> bool {
-        !self.done.contains(&rank) && !self.resting.contains(rank)
+        !self.done.contains_key(&rank) && !self.resting.contains(rank)
     }
 
     /// The ranks below `world` that take part and have no call in `present`: those with a

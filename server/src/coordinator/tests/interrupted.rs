@@ -224,6 +224,32 @@ fn a_rank_that_ends_while_its_job_is_restored_counts_once() {
 }
 
 #[test]
+fn a_rank_that_had_data_at_the_version_of_the_checkpoint_is_not_done_any_more() {
+    let absent = JobSpec { departure: Departure::Absent, ..policy(2, 2) };
+    let (mut script, leases) = saved_job(absent, 1);
+    // Rank 1 takes part in step 2, and has no data for step 3.
+    script.step_all(&leases, 2);
+    script.leave(leases[1], true);
+    script.step_all(&leases[..1], 3);
+    script.lose_server(1);
+    script.server(2);
+    script.open_all();
+    assert_eq!(script.version(), Some(2));
+    assert!(script.open().done.is_empty());
+    let lease = script.join(1).expect("a worker makes step 2 again");
+    script.step_all(&[leases[0], lease], 2);
+    script.leave(lease, true);
+    script.step_all(&leases[..1], 3);
+    // At version 3 it is done.
+    script.found = found(3);
+    script.commands.clear();
+    script.lose_server(2);
+    script.server(3);
+    script.open_all();
+    script.step_all(&leases[..1], 3);
+}
+
+#[test]
 fn a_restoration_begins_in_an_epoch_that_no_worker_knows() {
     let before = Before::new();
     let before = Before { spec: JobSpec { min_servers: 2, ..policy(2, 2) }.into(), ..before };
