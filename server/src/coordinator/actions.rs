@@ -92,9 +92,17 @@ impl Driver {
         let Some(driver) = self.me.upgrade() else { return };
         tokio::spawn(async move {
             let (job, save) = (completion.job.clone(), completion.plan.save);
-            let is_leader = || driver.read(|_| ());
-            let outcome = storage::complete(completion, is_leader).await;
-            driver.tell(Event::Completed { job, save, outcome });
+            let plan = completion.plan.clone();
+            let check_leader = || driver.read(|_| ());
+            let complete = async {
+                let outcome = storage::complete(completion, check_leader).await;
+                let is_complete = outcome.is_ok();
+                driver.tell(Event::Completed { job: job.clone(), save, outcome });
+                if is_complete && check_leader().is_ok() {
+                    storage::prune(&job.name, &plan).await;
+                }
+            };
+            driver.failure.guard("the manifest of a checkpoint", complete).await;
         });
     }
 

@@ -14,6 +14,8 @@ impl Cluster {
         let timeout = job.spec.idle_timeout.or(self.job_timeout)?;
         let due = match &job.phase {
             Phase::Open(open) if !open.members.is_empty() => return None,
+            // See `save_ended`.
+            Phase::Open(open) if open.saves.current().is_some() => return None,
             Phase::Open(open)
                 if job.spec.idle_timeout.is_some() && open.has_ended(job.spec.world) =>
             {

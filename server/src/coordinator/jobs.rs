@@ -149,14 +149,16 @@ impl Cluster {
         let (connected, waits) = (self.servers.len(), self.is_learning() || self.completes(name));
         let Some(Job { spec, id, restore, phase, .. }) = self.jobs.get_mut(name) else { return };
         let Phase::Waiting { placing, interrupted, .. } = phase else { return };
-        if *placing {
+        if waits || *placing {
             return;
         }
         let is_ready = match interrupted {
-            Some(interrupted) => interrupted.may_be_placed(connected, spec.replicas as usize, now),
+            Some(interrupted) => {
+                interrupted.may_be_placed(connected, spec.replicas as usize, now, out)
+            }
             None => connected >= spec.min_servers as usize,
         };
-        if waits || !is_ready {
+        if !is_ready {
             return;
         }
         *placing = true;
@@ -353,6 +355,9 @@ impl Cluster {
             return;
         }
         match self.reported_job(job) {
+            // A server that has been replaced may not know it yet.
+            Some(Job { phase: Phase::Open(open), .. }) if open.servers().all(|id| id != server) => {
+            }
             Some(Job { phase: Phase::Open(_), .. }) => self.fail(&job.name, &reason, now, out),
             Some(Job { phase: Phase::Opening { interrupted: Some(_), .. }, .. }) if transient => {
                 self.restore_again(&job.name, &reason, now, out);
@@ -531,7 +536,8 @@ impl Cluster {
         }
     }
 
-    fn creators_wait_for(&self, name: &str) -> String {
+    /// What a job that is being created or restored waits for, for messages.
+    pub(super) fn creators_wait_for(&self, name: &str) -> String {
         match self.jobs.get(name) {
             Some(Job { phase: Phase::Waiting { placing: false, .. }, .. })
                 if self.completes(name) =>

@@ -18,7 +18,7 @@ use super::{
 };
 
 /// The maximum number of epochs by which a worker may be ahead of its servers.
-const MAX_AHEAD: u64 = 1 << 32;
+pub(super) const MAX_AHEAD: u64 = 1 << 32;
 
 /// The cause of a new epoch.
 #[derive(Debug, Clone, Copy)]

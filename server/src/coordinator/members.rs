@@ -155,6 +155,11 @@ impl Queue {
         }
     }
 
+    /// The ranks for which Joins wait.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = u32> {
+        self.0.keys().copied()
+    }
+
     fn tidy(&mut self, rank: u32) {
         if self.0.get(&rank).is_some_and(VecDeque::is_empty) {
             self.0.remove(&rank);

@@ -70,6 +70,9 @@ impl Recovery {
         if let Some(decision) = decision {
             let ranks = &decision.figures.user_data;
             open.saves.user_data = UserData::lost_with_coordinator(ranks, &open.members);
+        } else if open.step() > 0 {
+            // No step was made since the version was restored. It is saved where it comes from.
+            open.saves.user_data = UserData { is_unread: true, ..UserData::default() };
         }
         let mut commands = Vec::new();
         for (&server, held) in &self.held {

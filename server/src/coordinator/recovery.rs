@@ -28,6 +28,7 @@ use super::{
     decisions::Decision,
     events::{Action, Attach, Command, JobRef, Lease, Now, Said, ServerId},
     jobs::Plan,
+    leases::MAX_AHEAD,
     rebuild::Recovered,
     reduce::Reduced,
     state::{Job, Phase},
@@ -382,14 +383,33 @@ impl Cluster {
         }
     }
 
-    /// A worker asks to continue with a job that is being learned.
+    /// A worker asks to continue with a job that is being learned or restored. A restoration must
+    /// begin in an epoch that it does not know.
     pub(super) fn asked_by(&mut self, attach: &Attach, now: Now, out: &mut Vec<Action>) {
         let Attach { job, rank, lease, attempt, .. } = attach;
-        if let Some(Job { spec, phase: Phase::Recovering(recovery), .. }) = self.reported_job(job)
-            && *rank < spec.world
-        {
-            recovery.asked.insert(*rank, (*lease, attempt.epoch));
-            self.try_recover(&job.name, now, out);
+        let known = attempt.epoch;
+        let Some(Job { spec, epoch, phase, .. }) = self.reported_job(job) else { return };
+        let is_possible = known <= epoch.saturating_add(MAX_AHEAD);
+        match phase {
+            Phase::Recovering(recovery) if *rank < spec.world => {
+                recovery.asked.insert(*rank, (*lease, known));
+                self.try_recover(&job.name, now, out);
+            }
+            Phase::Waiting { interrupted: Some(interrupted), .. }
+                if is_possible && interrupted.members.rank_of(*lease) == Some(*rank) =>
+            {
+                self.skip_epochs(known);
+            }
+            Phase::Opening { interrupted: Some(interrupted), .. }
+                if is_possible
+                    && known >= *epoch
+                    && interrupted.members.rank_of(*lease) == Some(*rank) =>
+            {
+                self.skip_epochs(known);
+                let reason = format!("rank {rank} knows a later epoch, {known}");
+                self.interrupt(&job.name, &reason, now, out);
+            }
+            _ => {}
         }
     }
 

@@ -109,7 +109,13 @@ impl Interrupted {
 
     /// Whether the job may be placed on the `connected` servers. It needs one for each of its
     /// `replicas`, and waits for a while for as many as it has had.
-    pub(super) fn may_be_placed(&mut self, connected: usize, replicas: usize, now: Now) -> bool {
+    pub(super) fn may_be_placed(
+        &mut self,
+        connected: usize,
+        replicas: usize,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> bool {
         if self.retry_at.is_some() || connected < replicas.max(1) {
             self.settles_until = None;
             return false;
@@ -118,15 +124,17 @@ impl Interrupted {
         let may_be_placed = connected >= self.servers || settles_until <= now;
         if may_be_placed {
             self.settles_until = None;
+        } else {
+            out.push(Action::Tick(settles_until));
         }
         may_be_placed
     }
 
-    /// The servers that the job waits for, for messages.
+    /// What the job waits for before it is placed, for messages.
     pub(super) fn waits_for(&self, connected: usize, replicas: u32) -> String {
         match (&self.failure, self.settles_until) {
             (Some(failure), _) if self.retry_at.is_some() => {
-                format!("the next try of its restoration; the last one failed: {failure}")
+                format!("another try, because the last one failed: {failure}")
             }
             (_, Some(_)) => format!("shard servers: {connected} of {} are connected", self.servers),
             (_, None) => format!("shard servers: {connected} of {replicas} are connected"),
@@ -317,6 +325,12 @@ impl Cluster {
         for (rank, cause) in lost {
             self.lose_restored(name, rank, cause, now, out);
         }
+        // Those before them in the queue were joining when the job was interrupted.
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+        let free = open.queue.ranks().filter(|&rank| open.members.get(rank).is_none());
+        for rank in free.collect::<Vec<u32>>() {
+            self.admit_next(name, rank, now, out);
+        }
     }
 
     /// The lease of a rank has ended while the job was being restored.
@@ -371,9 +385,10 @@ impl Cluster {
             out.push(Action::Answer(waiter.caller, Err(error.clone())));
         }
         if interrupted.deadline <= now {
-            let last = interrupted.failure.as_ref().map(|failure| format!(": {failure}"));
-            let last = last.unwrap_or_default();
-            let reason = format!("it could not be restored within {RESTORE_LIMIT:?}{last}");
+            let waits_for = self.creators_wait_for(name);
+            let reason = format!(
+                "it could not be restored within {RESTORE_LIMIT:?}; it has waited for {waits_for}"
+            );
             return self.fail(name, &reason, now, out);
         }
         interrupted.retry_at.take_if(|at| *at <= now);

@@ -99,7 +99,7 @@ pub(super) async fn complete(
     check_leader: impl Fn() -> Result<()>,
 ) -> Result<u64> {
     let Completion { job, spec, plan, files, user_data, lost_ranks } = completion;
-    let SavePlan { save, version, url, keep } = plan;
+    let SavePlan { save, version, url, .. } = plan;
     let storage = Storage::open(&url)?;
     let mut files: Vec<_> = files.into_iter().flat_map(|files| files.0).collect();
     if !user_data.is_empty() {
@@ -119,18 +119,17 @@ pub(super) async fn complete(
             format!("another version {version}, of an earlier job of this name, is saved there");
         return Err(Error::Storage { action: "write".to_owned(), url, cause });
     }
-    // The checkpoint is complete, whether or not others can be removed.
-    if check_leader().is_err() {
-        return Ok(manifest.bytes());
-    }
-    match storage.prune(&job.name, keep).await {
+    Ok(manifest.bytes())
+}
+
+/// Removes old checkpoints after one is complete. A failure does not matter for that one.
+pub(super) async fn prune(job: &str, plan: &SavePlan) {
+    let removed = async { Storage::open(&plan.url)?.prune(job, plan.keep).await };
+    match removed.await {
         Ok(removed) if !removed.is_empty() => {
-            tracing::info!(job = job.name, ?removed, "old checkpoints are removed");
+            tracing::info!(job, ?removed, "old checkpoints are removed");
         }
         Ok(_) => {}
-        Err(error) => {
-            tracing::warn!(job = job.name, %error, "old checkpoints could not be removed");
-        }
+        Err(error) => tracing::warn!(job, %error, "old checkpoints could not be removed"),
     }
-    Ok(manifest.bytes())
 }

@@ -29,6 +29,8 @@ pub(crate) struct UserData {
     pub(super) awaited: BTreeSet<u32>,
     /// The ranks that ended before they had sent their data.
     pub(super) missing: BTreeSet<u32>,
+    /// Whether the version was restored under the last coordinator, which had read the data.
+    pub(super) is_unread: bool,
 }
 
 /// The data of one rank, sent after a step.
@@ -52,7 +54,12 @@ impl UserData {
     pub(super) fn lost_with_coordinator(ranks: &[u32], members: &Members) -> Self {
         let is_member = |rank: &u32| members.get(*rank).is_some();
         let (awaited, missing) = ranks.iter().partition(|rank| is_member(rank));
-        Self { ranks: BTreeMap::new(), awaited, missing }
+        Self { awaited, missing, ..Self::default() }
+    }
+
+    /// The first rank without whose data the version cannot be saved.
+    pub(super) fn lost(&self) -> Option<u32> {
+        self.missing.first().copied().or(self.is_unread.then_some(0))
     }
 
     /// The ranks that have data.

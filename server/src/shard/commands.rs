@@ -13,7 +13,7 @@ use super::{
     job::{Job, Opening, Origin},
     replicate::{Copies, follow},
     restore,
-    save::Saves,
+    save::{SaveGate, Saves},
     slice::Apply,
     store::Store,
 };
@@ -96,6 +96,7 @@ pub(super) struct Task<B: Backend> {
     pub(super) commands: mpsc::Receiver<Result<Command>>,
     /// Cancelled when the coordinator closes the job.
     pub(super) closed: CancellationToken,
+    pub(super) gate: SaveGate,
 }
 
 impl<B: Backend> Task<B> {
@@ -184,7 +185,7 @@ impl<B: Backend> Task<B> {
     /// Carries out the commands of the coordinator until the job is closed.
     async fn obey(&mut self, job: &Arc<Job<B>>) -> Result<()> {
         let commands = &mut self.commands;
-        let mut saves = Saves::new(self.store.clone(), job.clone(), self.server);
+        let mut saves = Saves::new(self.store.clone(), job.clone(), self.server, self.gate.clone());
         let mut copies = Copies::new(self.store.clone(), job.clone(), self.token.clone());
         while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
             match command? {
@@ -195,8 +196,7 @@ impl<B: Backend> Task<B> {
                 Command::Copy(copy) => copies.begin(&copy)?,
                 Command::Serve { version } => job.serve(version),
                 Command::Describe(answer) => {
-                    // Nobody waits for a save of the last coordinator.
-                    saves.cancel_all();
+                    saves.end_all();
                     // The session has ended if nobody receives the description.
                     drop(answer.send(job.held()));
                 }

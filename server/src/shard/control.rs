@@ -28,6 +28,7 @@ use super::{
     commands::{Command, Task},
     events::{Events, JobEvent},
     job::being_restored,
+    save::SaveGate,
     store::Store,
 };
 use crate::{attempt::Attempt, backend::Backend, health::Health};
@@ -141,6 +142,7 @@ struct Session<'a, B: Backend> {
 /// A job's task. When it is dropped, the task ends, and with it every call of the job.
 struct Queue {
     commands: mpsc::Sender<Result<Command>>,
+    gate: SaveGate,
     _closed: DropGuard,
 }
 
@@ -148,6 +150,8 @@ impl Queue {
     /// The job after the commands that it has received; `None` if it has ended.
     async fn describe(&self) -> Option<pb::HeldJob> {
         let (answer, description) = oneshot::channel();
+        // The next command may be waiting for a save.
+        self.gate.close();
         self.commands.send(Ok(Command::Describe(answer))).await.ok()?;
         description.await.ok()
     }
@@ -288,7 +292,9 @@ impl<'a, B: Backend> Session<'a, B> {
         }
         let closed = CancellationToken::new();
         let (queue, commands) = mpsc::channel(MAX_COMMANDS);
-        let queue = Queue { commands: queue, _closed: closed.clone().drop_guard() };
+        let gate = SaveGate::default();
+        let _closed = closed.clone().drop_guard();
+        let queue = Queue { commands: queue, gate: gate.clone(), _closed };
         self.tasks.jobs.insert(open.job_id, queue);
         let task = Task {
             store: self.store.clone(),
@@ -297,6 +303,7 @@ impl<'a, B: Backend> Session<'a, B> {
             token: self.contact.token.clone(),
             commands,
             closed,
+            gate,
         };
         let failure = self.store.failure.clone();
         tokio::spawn(async move { failure.guard("the task of a job", task.run(open)).await });

@@ -16,7 +16,7 @@ use super::{
     pin::Pins,
     round::Chunk,
     senders::{self, Sent, describe},
-    slice::{Memory, Reduced, Role, Slice, Upload},
+    slice::{Holds, Memory, Reduced, Role, Slice, Upload},
 };
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
@@ -376,9 +376,10 @@ impl<B: Backend> Job<B> {
         closed_error(&self.spec.name)
     }
 
-    /// A gradient was not reported because a checkpoint held its slice.
-    pub(crate) fn finish_save(&self, index: u32) -> Result<()> {
-        let ended = self.slice(index)?.end_save(self.backend())?;
+    /// Ends the hold of a checkpoint on a slice. A gradient that was not reported because of it is
+    /// reported now.
+    pub(crate) fn finish_save(&self, index: u32, holds: &Arc<Holds>) -> Result<()> {
+        let ended = self.slice(index)?.end_save(self.backend(), holds)?;
         if let Some((attempt, reduced)) = ended {
             self.finish_reduction(attempt, index, Some(reduced));
         }

@@ -29,6 +29,21 @@ fn chunk(rank: u32, value: f32) -> Chunk {
     Chunk { rank, offset: 0, dtype: zeroshard_proto::DType::F32, bytes }
 }
 
+#[test]
+fn a_job_that_is_being_restored_is_described_with_its_predecessor() {
+    let from = pb::JobVersion { job: "before".to_owned(), job_id: 8, version: 3 };
+    let succession =
+        pb::Succession { from: Some(from.clone()), fresh_state: true, ..Default::default() };
+    let open = pb::OpenJob {
+        restore: Some(pb::Restore { version: Some(2), ..Default::default() }),
+        leases: vec![pb::HeldLease { rank: 0, lease: 7 }],
+        succession: Some(succession),
+        ..Default::default()
+    };
+    let held = being_restored(&open).expect("a rank waits");
+    assert_eq!((held.from, held.fresh_state, held.restoring), (Some(from), true, true));
+}
+
 impl Subject {
     fn new(slices: usize, world: u32) -> Self {
         let tensors = (0..slices).map(|index| TensorSpec::new(format!("t{index}"), [2]));

@@ -34,25 +34,51 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The pause before another try to report a gradient that other readers prevent.
 const PAUSE: Duration = Duration::from_millis(20);
 
+/// Gives up the saves of a job from outside of the job's task, which may be waiting for one of them.
+#[derive(Debug, Clone, Default)]
+pub(super) struct SaveGate(Arc<Mutex<CancellationToken>>);
+
+impl SaveGate {
+    /// Gives up all saves, and those that begin before [`Self::open`].
+    pub(super) fn close(&self) {
+        self.token().cancel();
+    }
+
+    fn open(&self) {
+        *self.token() = CancellationToken::new();
+    }
+
+    fn token(&self) -> MutexGuard<'_, CancellationToken> {
+        self.0.lock().expect("no holder of the lock panics")
+    }
+}
+
 /// The saves of a job on this server. When it is dropped, they are given up.
 pub(super) struct Saves<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
     /// This server's id in placements.
     server: u64,
+    gate: SaveGate,
     /// The save that was begun last.
     current: Option<(u64, CancellationToken)>,
 }
 
 impl<B: Backend> Saves<B> {
-    pub(super) fn new(store: Arc<Store<B>>, job: Arc<Job<B>>, server: u64) -> Self {
-        Self { store, job, server, current: None }
+    pub(super) fn new(store: Arc<Store<B>>, job: Arc<Job<B>>, server: u64, gate: SaveGate) -> Self {
+        Self { store, job, server, gate, current: None }
+    }
+
+    /// The control stream has ended: nobody waits for a save of the last coordinator.
+    pub(super) fn end_all(&mut self) {
+        self.cancel_all();
+        self.gate.open();
     }
 
     /// Begins a save of the current version. Returns when the next step can be applied.
     pub(super) async fn begin(&mut self, request: pb::WriteCheckpoint) {
         self.cancel_all();
-        let cancelled = self.job.closed().child_token();
+        let cancelled = self.gate.token().child_token();
         self.current = Some((request.save, cancelled.clone()));
         let (snapshot, taken) =
             Snapshot::take(&self.job, request.version, self.store.snapshots.clone());
@@ -80,7 +106,7 @@ impl<B: Backend> Saves<B> {
     }
 
     /// Gives up all saves.
-    pub(super) fn cancel_all(&mut self) {
+    fn cancel_all(&mut self) {
         if let Some((_, cancelled)) = self.current.take() {
             cancelled.cancel();
         }
@@ -109,7 +135,7 @@ async fn run<B: Backend>(
         Ok(mut writing) => {
             let written = tokio::select! {
                 biased;
-                () = cancelled.cancelled() => Err(Error::Storage {
+                () = given_up(job, &cancelled) => Err(Error::Storage {
                     action: "write".to_owned(),
                     url: request.url.clone(),
                     cause: "the save was given up".to_owned(),
@@ -137,6 +163,14 @@ async fn run<B: Backend>(
         tracing::warn!(job = job.spec.name, version, %error, "a given up save was not removed");
     }
     report(job, request, written);
+}
+
+/// Completes when a save is given up, or its job is closed.
+async fn given_up<B: Backend>(job: &Job<B>, cancelled: &CancellationToken) {
+    tokio::select! {
+        () = cancelled.cancelled() => {}
+        () = job.closed().cancelled() => {}
+    }
 }
 
 /// Writes the slices of a snapshot, hashed, beside the steps of the job.
@@ -229,7 +263,8 @@ impl<B: Backend> Snapshot<B> {
     /// Ends the hold of a slice. A gradient that was not reported because of it is reported now.
     async fn end(&self, index: u32) {
         // If other readers hold the version as well, there may be no memory for another.
-        while self.job.finish_save(index).is_err() && !self.job.closed().is_cancelled() {
+        while self.job.finish_save(index, &self.holds).is_err() && !self.job.closed().is_cancelled()
+        {
             tokio::time::sleep(PAUSE).await;
         }
         self.left.lock().expect("no holder of the lock panics").remove(&index);

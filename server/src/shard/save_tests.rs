@@ -100,3 +100,24 @@ async fn slices_for_which_a_step_waits_are_written_first() {
     snapshot.order(&mut slices);
     assert_eq!(slices, [1, 0]);
 }
+
+#[tokio::test]
+async fn saves_are_given_up_from_the_end_of_the_control_stream_until_the_job_is_described() {
+    let (mut subject, job) = training(OnMemoryShortage::Wait).await;
+    let directory = tempfile::tempdir().unwrap();
+    let gate = SaveGate::default();
+    let mut saves = Saves::new(subject.store.clone(), job.clone(), 1, gate.clone());
+    let request = |save| pb::WriteCheckpoint {
+        job: "job".to_owned(),
+        job_id: job.id,
+        save,
+        version: 0,
+        url: format!("file://{}", directory.path().display()),
+    };
+    gate.close();
+    saves.begin(request(1)).await;
+    assert!(matches!(subject.told().await, Said::CheckpointFailed(failed) if failed.save == 1));
+    saves.end_all();
+    saves.begin(request(2)).await;
+    assert!(matches!(subject.told().await, Said::Written(written) if written.save == 2));
+}

@@ -50,6 +50,11 @@ struct OpenCall {
 }
 
 impl Coordinator {
+    /// Whether the timer is to be set to an earlier time, like that of the driver.
+    fn fires_after(&self, at: Now) -> bool {
+        self.armed.is_none_or(|armed| at < armed)
+    }
+
     fn next(&mut self) -> u64 {
         self.last += 1;
         self.life << 32 | self.last
@@ -201,12 +206,19 @@ impl World {
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
             let Some(cluster) = &mut self.coordinator.cluster else { return };
+            let mut wakes = matches!(event, Event::Tick);
+            wakes |= event.wait().is_some_and(|wait| self.coordinator.fires_after(now + wait));
             for action in cluster.handle(event, now) {
+                if let Action::Tick(at) = action {
+                    wakes |= self.coordinator.fires_after(at);
+                }
                 events.extend(self.act(action));
+            }
+            if wakes {
+                self.arm();
             }
         }
         self.check_not_failed();
-        self.arm();
     }
 
     /// A job that has begun must not fail: of each slice there is always a copy, or a checkpoint.

@@ -2,7 +2,7 @@
 
 use zeroshard_proto::Departure;
 
-use super::*;
+use super::{saves::policy, *};
 
 const IDLE: Duration = Duration::from_secs(20);
 const SECOND: Duration = Duration::from_secs(1);
@@ -25,6 +25,16 @@ fn a_job_is_deleted_when_its_last_rank_leaves() {
     assert!(!exists(&script));
     assert_eq!(script.closed(), [1, 2]);
     assert_eq!(script.cluster.next_deadline(), None);
+}
+
+#[test]
+fn no_timer_fires_while_an_unused_job_is_saved() {
+    let spec = JobSpec { idle_timeout: Some(IDLE), ..policy(1, 100) };
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.step_all(&leases, 0);
+    script.leave(leases[0], false);
+    assert_eq!(script.writes().len(), 1);
+    assert!(script.cluster.next_deadline() > Some(script.now));
 }
 
 #[test]

@@ -271,3 +271,37 @@ fn a_restoration_begins_in_an_epoch_that_no_worker_knows() {
         assert_eq!(script.error(late), &Error::RolledBack { job: "job".into(), version: 2 });
     }
 }
+
+#[test]
+fn a_restoration_begins_again_when_a_worker_knows_a_later_epoch() {
+    let (mut script, leases) = saved_job(policy(1, 1), 1);
+    script.lose_server(1);
+    script.server(2);
+    let first = script.opens()[0].1;
+    let knows = |epoch| Attempt { epoch, step: 2, number: 0 };
+    script.attach_with(0, leases[0], knows(first - 1), None).unwrap_err();
+    assert_eq!(script.opens().len(), 1);
+    script.attach_with(0, leases[0], knows(first + 3), None).unwrap_err();
+    let [_, (2, second)] = script.opens()[..] else { panic!("{:?}", script.opens()) };
+    assert!(second > first + 3);
+    // No worker can know such an epoch.
+    script.attach_with(0, leases[0], knows(u64::MAX), None).unwrap_err();
+    script.open_all();
+    assert_eq!(script.epoch(), second);
+}
+
+#[test]
+fn a_worker_behind_one_that_was_joining_gets_the_rank_of_a_restored_job() {
+    let (mut script, leases) = saved_job(policy(2, 2), 2);
+    script.lose(1, leases[1]);
+    script.silent = true;
+    let (_, joining) = script.start_join(1, None);
+    let (waiting, _) = script.start_join(1, None);
+    script.lose_server(1);
+    // The process of the first one has ended.
+    script.lose(1, joining);
+    script.silent = false;
+    script.after(SERVERS_LIMIT);
+    script.open_all();
+    assert_eq!(script.answer(waiting), Some(&Ok(Reply::Joined)));
+}

@@ -118,3 +118,16 @@ fn a_job_returns_to_its_checkpoint_when_all_servers_of_the_latest_placement_are_
     script.open_all();
     assert_eq!((script.version(), script.failure()), (Some(8), None));
 }
+
+#[test]
+fn a_server_that_was_replaced_cannot_fail_the_job() {
+    let spec = JobSpec { replicas: 2, min_servers: 3, ..spec(1) };
+    let (mut script, leases) = Script::training_of(spec, 3);
+    let epoch = script.epoch();
+    script.failed_in(2, epoch, "out of memory", false);
+    // It reports another error before it is told to close the job.
+    script.failed_in(2, epoch, "another command has failed", false);
+    assert_eq!(script.failure(), None);
+    assert!(script.open().placement.servers().iter().all(|server| server.id != 2));
+    assert_eq!(script.open().members.rank_of(leases[0]), Some(0));
+}

@@ -132,9 +132,22 @@ impl Script {
     fn event(&mut self, event: Event) {
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
+            let (before, is_tick) = (self.cluster.next_deadline(), matches!(event, Event::Tick));
+            let mut timers: Vec<Now> = before.into_iter().collect();
+            timers.extend(event.wait().map(|wait| self.now + wait));
             for action in self.cluster.handle(event, self.now) {
+                timers.extend(if let Action::Tick(at) = action { Some(at) } else { None });
                 events.extend(self.act(action));
             }
+            // The timer of the driver is set again after a tick. Otherwise an earlier deadline must
+            // be announced.
+            let after = self.cluster.next_deadline();
+            let is_late = |after: Now| timers.iter().all(|&timer| timer > after.max(self.now));
+            assert!(
+                is_tick || !after.is_some_and(is_late),
+                "no timer for {after:?} at {:?}",
+                self.now
+            );
         }
     }
 

@@ -207,6 +207,7 @@ fn a_job_returns_to_its_last_checkpoint_when_the_coordinator_and_a_server_are_lo
         let mut script = half_recovered(before.held());
         end(&mut script);
         script.after(RECOVERY); // until no other server is expected
+        script.after(SERVERS_LIMIT);
         assert!(script.attach(0, before.leases[0]).is_err(), "it is being restored");
         script.open_all();
         assert_eq!(script.version(), Some(2));
@@ -251,6 +252,7 @@ fn a_new_coordinator_remembers_what_a_server_has_described_before_its_stream_bro
     script.event(Event::Refused(ended));
     script.returns(1, 1, vec![before.held()]);
     script.after(RECOVERY);
+    script.after(SERVERS_LIMIT);
     script.open_all();
     assert_eq!(script.version(), Some(2));
     (0..).zip(before.leases).for_each(|(rank, lease)| script.attach(rank, lease).unwrap());

@@ -216,6 +216,19 @@ fn the_last_steps_are_saved_although_the_coordinator_dies_during_the_last_save()
 }
 
 #[test]
+fn a_restored_version_is_not_saved_without_the_data_that_the_last_coordinator_had_read() {
+    let restored = |held: &mut Held| (held.decided, held.restored) = (None, Some((3, 5)));
+    let (mut script, leases) = recovered_as(restored);
+    (0..2).for_each(|rank| script.attach(rank, leases[rank as usize]).unwrap());
+    let caller = script.save(Some("file:///elsewhere"));
+    assert!(matches!(script.error(caller), Error::UserDataLost { version: 5, .. }));
+    script.step_all(&leases, 5);
+    script.save(Some("file:///elsewhere"));
+    script.write_all();
+    assert_eq!(script.saved_data(), ["rank 0 step 5", "rank 1 step 5"]);
+}
+
+#[test]
 fn a_restored_version_that_lacks_data_is_not_saved_as_if_there_were_none() {
     let (mut script, leases) = Script::training_of(policy(1, 2), 1);
     (0..2).for_each(|step| script.step_all(&leases, step));
@@ -260,9 +273,9 @@ fn recovered_as(change: impl Fn(&mut Held)) -> (Script, [Lease; 2]) {
     before.spec = Arc::new(JobSpec { min_servers: 2, ..policy(2, 100) });
     let held = |server| {
         let mut held = before.decided(server);
-        change(&mut held);
         let decided = held.decided.as_mut();
         decided.expect("a decision").0.figures.user_data = vec![0, 1];
+        change(&mut held);
         held
     };
     let mut script = Script { cluster: Cluster::starting(), ..Script::default() };

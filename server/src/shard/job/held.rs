@@ -13,10 +13,13 @@ use crate::{
 /// jobs, for which nobody waits.
 pub(crate) fn being_restored(open: &pb::OpenJob) -> Option<pb::HeldJob> {
     let version = open.restore.as_ref()?.version?;
+    let succession = open.succession.as_ref();
     (!open.leases.is_empty()).then(|| pb::HeldJob {
         spec: open.spec.clone(),
         job_id: open.job_id,
         placement: open.placement.clone(),
+        from: succession.and_then(|succession| succession.from.clone()),
+        fresh_state: succession.is_some_and(|succession| succession.fresh_state),
         restore: open.requested.clone(),
         epoch: open.epoch,
         step: version,

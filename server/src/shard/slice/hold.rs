@@ -77,6 +77,11 @@ impl Hold {
         Ok(())
     }
 
+    /// Whether it belongs to the save with these holds.
+    pub(super) fn is_of(&self, holds: &Arc<Holds>) -> bool {
+        Arc::ptr_eq(&self.save, holds)
+    }
+
     /// Returns the bytes, because no second copy was made.
     pub(super) fn free(&self) {
         *self.space() = None;

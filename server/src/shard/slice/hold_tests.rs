@@ -33,7 +33,11 @@ impl Saved {
     }
 
     fn end(&self) -> Result<Option<Reduced>> {
-        let ended = self.subject.slice.end_save(&self.subject.backend)?;
+        self.end_of(&self.holds)
+    }
+
+    fn end_of(&self, holds: &Arc<Holds>) -> Result<Option<Reduced>> {
+        let ended = self.subject.slice.end_save(&self.subject.backend, holds)?;
         Ok(ended.map(|(_, reduced)| reduced))
     }
 
@@ -173,5 +177,19 @@ fn the_end_of_an_earlier_save_leaves_the_next_one_holding_the_slice() {
     assert_eq!(saved.subject.push(), Ok(None));
     assert!(next.waiting.borrow().contains_key(&0));
     drop(second);
-    assert!(saved.end().unwrap().is_some());
+    assert!(saved.end_of(&next).unwrap().is_some());
+}
+
+#[test]
+fn a_step_does_not_wait_for_bytes_of_two_saves_that_are_given_up() {
+    let saved = Saved::new(0);
+    assert!(saved.subject.push().unwrap().is_some());
+    let next = Holds::new(saved.budget.clone(), 0);
+    let held = [saved.hold(), saved.hold_for(&next)];
+    let stored = held.each_ref().map(|held| saved.values(held));
+    drop(held);
+    assert_eq!(saved.end_of(&next), Ok(None));
+    assert_eq!(saved.end(), Ok(None));
+    saved.subject.step();
+    assert!(stored.iter().all(|stored| *stored == bytes(&[1.0, 2.0])));
 }

@@ -74,9 +74,14 @@ impl<B: Backend> Slice<B> {
     /// # Errors
     /// [`Error::OutOfMemory`] if the version is still held, and there is no memory for another; the
     /// call can be repeated.
-    pub(crate) fn end_save(&self, backend: &B) -> Result<Option<(Attempt, Reduced)>> {
+    pub(crate) fn end_save(
+        &self,
+        backend: &B,
+        holds: &Arc<Holds>,
+    ) -> Result<Option<(Attempt, Reduced)>> {
         let mut inner = self.lock();
-        if inner.saves == 1 {
+        let is_of_save = |hold: Arc<Hold>| hold.is_of(holds);
+        if inner.saves == 1 || inner.hold.upgrade().is_some_and(is_of_save) {
             inner.hold = Weak::new();
         }
         if inner.is_reported() {
