@@ -205,9 +205,9 @@ impl World {
         let now = self.clock();
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
-            let Some(cluster) = &mut self.coordinator.cluster else { return };
             let mut wakes = matches!(event, Event::Tick);
             wakes |= event.wait().is_some_and(|wait| self.coordinator.fires_after(now + wait));
+            let Some(cluster) = &mut self.coordinator.cluster else { return };
             for action in cluster.handle(event, now) {
                 if let Action::Tick(at) = action {
                     wakes |= self.coordinator.fires_after(at);
