@@ -6,7 +6,6 @@ use crate::{
     codes::{Code, INVALID_VALUE, OUT_OF_MEMORY},
     device::{Device, Work},
     driver::{call, release, store},
-    fault::Fault,
     memory::pinned::{Direction, Pending},
 };
 
@@ -93,11 +92,17 @@ fn begin(
     direction: Direction,
 ) -> Result<Pending, Code> {
     let id = device.figures.calls;
-    let begun: Result<Pending, Fault> = device.pinned.begin(id, host as usize, size, direction);
-    begun.map_err(|fault| {
-        device.report(&fault);
-        INVALID_VALUE
-    })
+    let stamp = device.host_stamp("the host");
+    match device.pinned.begin(id, host as usize, size, direction, &stamp) {
+        Ok((pending, race)) => {
+            race.iter().for_each(|race| device.report(race));
+            Ok(pending)
+        }
+        Err(fault) => {
+            device.report(&fault);
+            Err(INVALID_VALUE)
+        }
+    }
 }
 
 #[unsafe(no_mangle)]

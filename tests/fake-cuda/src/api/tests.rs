@@ -231,6 +231,20 @@ fn pinned_memory_that_changes_or_is_freed_under_a_copy_is_found() {
 }
 
 #[test]
+fn pinned_memory_that_is_used_again_without_waiting_is_found_whenever_the_copy_runs() {
+    assert_found("race", |program| {
+        ok(program.upload(0));
+        while cuStreamQuery(program.streams[0]) != SUCCESS {}
+        // Nothing tells the program about the second copy, even if it is complete.
+        ok(program.upload(0));
+        with_device(program.device, |device| device.finish_all()).unwrap().unwrap();
+        // SAFETY: the pinned memory has as many bytes.
+        unsafe { program.pinned.cast::<u8>().write(1) };
+        ok(program.upload(0));
+    });
+}
+
+#[test]
 fn a_copy_that_is_not_waited_for_has_not_arrived() {
     let mut early = 0;
     for seed in 0..50 {

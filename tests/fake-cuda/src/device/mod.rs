@@ -147,6 +147,10 @@ impl Device {
     }
 
     fn report_races(&mut self) {
+        if self.sticky.is_some() {
+            // A program cannot wait for a device that is lost.
+            self.memory.races.clear();
+        }
         for race in std::mem::take(&mut self.memory.races) {
             self.report(&race);
         }

@@ -90,19 +90,13 @@ impl Device {
                 bytes.chunks_exact_mut(pattern.len()).for_each(|at| at.copy_from_slice(pattern));
             }
             Work::Upload { to, from, size } => {
-                let (source, faults) = self.pinned.end(from, stamp);
                 let to = self.memory.touch(*to, *size as u64, true, stamp)?;
-                if let Some(source) = source {
-                    to.copy_from_slice(source);
-                }
+                let faults = self.pinned.end(from, stamp, to);
                 faults.iter().for_each(|fault| self.report(fault));
             }
             Work::Download { to, from, size } => {
-                let (target, faults) = self.pinned.end(to, stamp);
                 let from = self.memory.touch(*from, *size as u64, false, stamp)?;
-                if let Some(target) = target {
-                    target.copy_from_slice(from);
-                }
+                let faults = self.pinned.end(to, stamp, from);
                 faults.iter().for_each(|fault| self.report(fault));
             }
             Work::Copy { to, from, size } => {

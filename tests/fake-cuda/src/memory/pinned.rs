@@ -29,6 +29,8 @@ struct Area {
     memory: Pages,
     pending: Vec<(u64, Range<usize>, Direction)>,
     history: History,
+    /// The content after the copies so far. Where it differs, the program has written.
+    known: Vec<u8>,
 }
 
 /// Memory that the program accesses as well.
@@ -78,7 +80,8 @@ impl Pinned {
         let number = self.count;
         self.count += 1;
         let memory = Pages { start, layout };
-        let area = Area { number, memory, pending: Vec::new(), history: History::default() };
+        let (pending, history, known) = (Vec::new(), History::default(), vec![0; size]);
+        let area = Area { number, memory, pending, history, known };
         self.areas.insert(start as usize, area);
         Some(start)
     }
@@ -107,14 +110,16 @@ impl Pinned {
         (address.checked_add(size)? <= end).then_some((*start, area))
     }
 
-    /// Begins a copy.
+    /// Begins a copy. `host` is the program, which may have written the memory. Returns the race
+    /// with an earlier copy, if there is one.
     pub(crate) fn begin(
         &mut self,
         id: u64,
         address: usize,
         size: usize,
         direction: Direction,
-    ) -> Result<Pending, Fault> {
+        host: &Arc<Stamp>,
+    ) -> Result<(Pending, Option<Fault>), Fault> {
         let Some((start, area)) = self.find(address, size) else {
             let what = format!(
                 "an asynchronous {direction:?} of {size} bytes at {address:#x}, which are not in \
@@ -135,16 +140,26 @@ impl Pinned {
         }
         let content = is_fixed.then(|| checksum(area.bytes(&range)));
         area.pending.push((id, range.clone(), direction));
-        Ok(Pending { id, area: start, range, direction, content })
+        let mut race = None;
+        if direction == Direction::Upload {
+            let now = area.bytes(&range).to_vec();
+            if area.known[range.clone()] != now {
+                area.known[range.clone()].copy_from_slice(&now);
+                let name = format!("pinned memory {}", area.number);
+                race = area.history.add(range.start as u64..range.end as u64, true, host, &name);
+            }
+        }
+        Ok((Pending { id, area: start, range, direction, content }, race))
     }
 
-    /// Ends a copy, or gives it up. Returns the bytes, and the faults of the program.
+    /// Ends a copy. `device` is the memory of the device. Returns the faults of the program.
     pub(crate) fn end(
         &mut self,
         pending: &Pending,
         stamp: &Arc<Stamp>,
-    ) -> (Option<&mut [u8]>, Vec<Fault>) {
-        let Some(area) = self.areas.get_mut(&pending.area) else { return (None, Vec::new()) };
+        device: &mut [u8],
+    ) -> Vec<Fault> {
+        let Some(area) = self.areas.get_mut(&pending.area) else { return Vec::new() };
         area.pending.retain(|(id, ..)| *id != pending.id);
         let name = format!("pinned memory {}", area.number);
         let range = pending.range.start as u64..pending.range.end as u64;
@@ -156,7 +171,14 @@ impl Pinned {
             let what = format!("{name} was written while {} was pending", stamp.name);
             faults.push(Fault { kind: Kind::PinnedChanged, what });
         }
-        (Some(bytes), faults)
+        match pending.direction {
+            Direction::Upload => device.copy_from_slice(bytes),
+            Direction::Download => {
+                bytes.copy_from_slice(device);
+                area.known[pending.range.clone()].copy_from_slice(device);
+            }
+        }
+        faults
     }
 
     /// Gives all copies up.
