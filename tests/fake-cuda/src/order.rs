@@ -1,8 +1,8 @@
 //! The order of operations: which of them happen before others, whenever they run.
 //!
 //! Streams have vector clocks. An operation comes after everything that its stream has waited for,
-//! and after everything that the program had waited for when it enqueued the operation. This follows
-//! from the calls alone, so an ordering that only the schedule provides is not one.
+//! and after everything that the program had waited for when it enqueued the operation. This
+//! follows from the calls alone, so an ordering that only the schedule provides is not one.
 
 use std::{ops::Range, sync::Arc};
 

@@ -4,9 +4,9 @@
 //! same bits. `tests/kernels.py` compiles them to `kernels.ptx`, and checks that no instruction can
 //! be contracted or rounds in another way.
 //!
-//! A [`Device`] runs the kernels: [`driver::Gpu`] by the driver of NVIDIA. Tests have a fake driver,
-//! which interprets the PTX (`tests/fake-cuda`), and [`host::Host`], which runs the same source,
-//! compiled by a C compiler.
+//! A [`Device`] runs the kernels: [`driver::Gpu`] by the driver of NVIDIA. Tests have a fake
+//! driver, which interprets the PTX (`tests/fake-cuda`), and [`host::Host`], which runs the same
+//! source, compiled by a C compiler.
 
 use std::{ops::Range, sync::Arc};
 
@@ -31,8 +31,8 @@ mod tests;
 
 /// A device with memory of its own, which runs kernels in the order of their launches.
 ///
-/// An operation may return before the device has carried it out. A failure may then be returned by a
-/// later operation.
+/// An operation may return before the device has carried it out. A failure may then be returned by
+/// a later operation.
 pub(crate) trait Device: Send + Sync + 'static {
     /// The largest number of bytes of an upload or a download.
     fn stage_bytes(&self) -> usize;
@@ -46,8 +46,8 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Runs a kernel.
     fn launch(&self, launch: &Launch) -> Result<()>;
 
-    /// Copies bytes to the device. `launches` gets their address, and launches the kernels that read
-    /// them. The memory is only theirs.
+    /// Copies bytes to the device. `launches` gets their address, and launches the kernels that
+    /// read them. The memory is only theirs.
     fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()>;
 
     /// Copies bytes from the device. `launches` gets the address of zeroed memory, and launches the
@@ -104,8 +104,8 @@ fn convert(
     launch.with(from).with(from_dtype).with(special)
 }
 
-/// Splits consecutive elements, and those of a box, at every `stage` elements. Each part has its runs
-/// of elements.
+/// Splits consecutive elements, and those of a box, at every `stage` elements. Each part has its
+/// runs of elements.
 fn parts(elements: &Elements, stage: usize) -> Vec<Vec<Range<usize>>> {
     let mut parts = vec![Vec::new()];
     let mut room = stage;

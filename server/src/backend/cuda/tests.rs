@@ -10,7 +10,10 @@ use super::{
     failure::{Failure, Result},
     fake::Fake,
 };
-use crate::backend::{Update, conformance};
+use crate::{
+    backend::{Output, Update, conformance},
+    optim::golden,
+};
 
 const CAPACITY: u64 = 1 << 30;
 /// Small buffers, so that values are split and buffers are used again.
@@ -38,6 +41,39 @@ fn interpreted_ptx_gives_the_bits_of_the_cpu() {
     println!("{figures:?}: {million:.0} million instructions a second");
 }
 
+#[test]
+fn interpreted_ptx_equals_the_golden_vectors() {
+    let fake = Fake::new(2, CAPACITY);
+    let cuda = open(fake, STAGING).unwrap();
+    golden::assert_equal(&cuda);
+    drop(cuda);
+    assert_clean(fake, "golden vectors");
+}
+
+/// A process without the fake driver, which runs only this test.
+#[test]
+fn without_a_driver_no_device_is_found() {
+    const ALONE: &str = "ZEROSHARD_TEST_WITHOUT_DRIVER";
+    if std::env::var_os(ALONE).is_some() {
+        let opened = Gpu::open(0, STAGING).err();
+        let has_driver = std::path::Path::new("/proc/driver/nvidia").exists();
+        assert!(has_driver || matches!(opened, Some(Failure::Unavailable { .. })), "{opened:?}");
+        return;
+    }
+    let name = "backend::cuda::tests::without_a_driver_no_device_is_found";
+    let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+    let done = alone.args(["--exact", name]).env(ALONE, "1").output().unwrap();
+    let output = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success() && output.contains("1 passed"), "{output}");
+}
+
+#[test]
+fn a_device_that_does_not_exist_is_refused() {
+    Fake::new(0, CAPACITY);
+    let opened = Gpu::open(1 << 20, STAGING).err();
+    assert!(matches!(opened, Some(Failure::Refused { code: 101, .. })), "{opened:?}");
+}
+
 /// A few steps of one slice: gradients are added in parts, the norm is read, the step is applied
 /// while a reader holds the old parameters, and the parameters are read. Returns the parameters and
 /// the norms.
@@ -63,7 +99,7 @@ fn train(cuda: &Cuda<Gpu>) -> Result<Vec<u8>> {
         applied = update.applied();
         let earlier = Arc::new(master?);
         let mut next = cuda.try_allocate(DType::F32, NUMEL)?;
-        let output = crate::backend::Output { buffer: &mut next, earlier: Some(earlier.clone()) };
+        let output = Output { buffer: &mut next, earlier: Some(earlier.clone()) };
         let state = [&mut first, &mut second];
         let state = state.map(|of| of.as_mut().map_err(|e| e.clone()).map(Into::into));
         let state = state.into_iter().collect::<Result<_>>()?;

@@ -1,7 +1,7 @@
 //! A device, its memory and its streams, with what a program did wrong on it.
 //!
-//! A device has no threads. The operations of streams wait in queues, and run during later calls:
-//! a few at random, and all those that a call has to wait for. The seed of the device decides which.
+//! A device has no threads. The operations of streams wait in queues, and run during later calls: a
+//! few at random, and all those that a call has to wait for. The seed of the device decides which.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -148,8 +148,8 @@ impl Memory {
         let (base, allocation) = self.find(address, size)?;
         let offset = (address - base) as usize;
         let (start, size) = (allocation.data.as_mut_ptr().cast::<u8>(), size as usize);
-        // SAFETY: `find` has checked the bounds, and the borrow of the allocations ends with that of
-        // the result.
+        // SAFETY: `find` has checked the bounds, and the borrow of the allocations ends with that
+        // of the result.
         let bytes = unsafe { std::slice::from_raw_parts_mut(start.add(offset), size) };
         self.record(base, offset as u64..(offset + size) as u64, is_write, stamp);
         Ok(bytes)

@@ -64,13 +64,12 @@ pub(crate) fn kernel(parsed: &Parsed<'_>) -> Result<Kernel, String> {
 
     let operations = decoder.guards.into_iter().zip(decoder.actions);
     let operations = operations.map(|(guard, action)| Operation { guard, action }).collect();
-    let (registers, constants, specials) = decoder.registers.finish();
     Ok(Kernel {
         name: parsed.name.to_owned(),
         operations,
-        registers,
-        constants,
-        specials,
+        registers: decoder.registers.count(),
+        constants: decoder.registers.constants(),
+        specials: decoder.registers.specials(),
         parameters,
         shared,
         sites: decoder.sites,

@@ -78,10 +78,19 @@ impl<'a> Registers<'a> {
         Ok(At { base, offset })
     }
 
-    /// The number of registers, the constants, and the special registers.
-    pub(crate) fn finish(self) -> (usize, Vec<(Register, u64)>, Vec<(Register, Special)>) {
-        let constants = self.constants.into_iter().map(|(value, register)| (register, value));
-        (self.count, constants.collect(), self.specials)
+    /// The number of registers.
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The constants, with their registers.
+    pub(crate) fn constants(&self) -> Vec<(Register, u64)> {
+        self.constants.iter().map(|(value, register)| (*register, *value)).collect()
+    }
+
+    /// The special registers, with the registers that have their values.
+    pub(crate) fn specials(&self) -> Vec<(Register, Special)> {
+        self.specials.clone()
     }
 }
 
@@ -138,7 +147,7 @@ mod tests {
         registers.register("%tid.x").unwrap();
         assert!(registers.register("%laneid.x").is_err());
         assert!(registers.value("other", "u32", &variables).is_err());
-        let (count, constants, specials) = registers.finish();
-        assert_eq!((count, constants.len(), specials.len()), (4, 2, 1));
+        let (constants, specials) = (registers.constants(), registers.specials());
+        assert_eq!((registers.count(), constants.len(), specials.len()), (4, 2, 1));
     }
 }

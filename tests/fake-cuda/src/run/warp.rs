@@ -160,7 +160,7 @@ fn share(
     value: &mut u64,
     shared: &mut Shared,
 ) -> Result<(), Fault> {
-    if address % size as u64 != 0 {
+    if !address.is_multiple_of(size as u64) {
         let what = format!("an access to shared memory at {address:#x} is not aligned to {size}");
         return Err(fault(Kind::Misaligned, what));
     }

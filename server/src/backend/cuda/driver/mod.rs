@@ -234,8 +234,8 @@ impl Device for Gpu {
             };
             pinned.copy_from_slice(bytes);
             self.wait(&self.upload, &buffer.used, Fence::Consumed)?;
-            // SAFETY: the device memory has at least this size, and the pinned memory is not changed
-            // before the event.
+            // SAFETY: the device memory has at least this size, and the pinned memory is not
+            // changed before the event.
             let copied =
                 unsafe { result::memcpy_htod_async(buffer.memory.0, pinned, self.upload.0) };
             self.checked("upload values", bytes.len(), copied)?;
