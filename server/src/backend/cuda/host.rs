@@ -24,7 +24,7 @@ type Kernel = unsafe extern "C" fn(*const *const c_void, u32, u32);
 
 /// The host as a device. It has its memory in words, so that all of it is aligned.
 #[derive(Default)]
-struct Host {
+pub(super) struct Host {
     memory: Mutex<HashMap<Address, Vec<u64>>>,
 }
 

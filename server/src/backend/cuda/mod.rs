@@ -306,7 +306,10 @@ impl<D: Device> Backend for Cuda<D> {
         dtype: DType,
         numel: usize,
     ) -> std::result::Result<Self::Buffer, OutOfMemory> {
-        self.try_allocate(dtype, numel).map_err(|_| OutOfMemory { numel, dtype })
+        match self.try_allocate(dtype, numel) {
+            Err(Failure::OutOfMemory { .. }) => Err(OutOfMemory { numel, dtype }),
+            allocated => Ok(allocated.expect(NO_ERRORS)),
+        }
     }
 
     /// The memory of a device is provided when it is allocated.
