@@ -168,7 +168,7 @@ impl<D: Device> Cuda<D> {
     }
 
     pub(crate) fn try_allocate(&self, dtype: DType, numel: usize) -> Result<Buffer<D>> {
-        let (operation, device) = ("an allocation", 0);
+        let (operation, device) = ("allocate memory", 0);
         let too_large = Failure::OutOfMemory { device, operation, bytes: usize::MAX };
         let bytes = numel.checked_mul(dtype.size()).ok_or(too_large)?;
         Ok(Buffer { memory: self.memory(bytes)?, dtype, numel })

@@ -40,6 +40,8 @@ pub(super) struct Context {
     pub(super) device: usize,
     handle: sys::CUcontext,
     cu_device: sys::CUdevice,
+    /// The bytes of the device's memory.
+    pub(super) capacity: usize,
 }
 
 impl Context {
@@ -47,9 +49,12 @@ impl Context {
         let found = result::device::get(device as i32);
         let cu_device = checked(device, "open the device", 0, found)?;
         // SAFETY: the driver has returned this device.
+        let total = unsafe { result::device::total_mem(cu_device) };
+        let capacity = checked(device, "read the size of the memory", 0, total)?;
+        // SAFETY: as above.
         let retained = unsafe { result::primary_ctx::retain(cu_device) };
         let handle = checked(device, "create the context", 0, retained)?;
-        Ok(Self { device, handle, cu_device })
+        Ok(Self { device, handle, cu_device, capacity })
     }
 
     /// Makes the context current in this thread.

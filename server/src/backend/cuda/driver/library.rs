@@ -6,12 +6,13 @@ use cudarc::driver::{result, sys};
 use super::super::failure::{Failure, Result};
 
 /// All functions of the driver that are called.
-const FUNCTIONS: [&str; 28] = [
+const FUNCTIONS: [&str; 30] = [
     "cuInit",
     "cuGetErrorName",
     "cuGetErrorString",
     "cuDeviceGet",
     "cuDeviceGetCount",
+    "cuDeviceTotalMem_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
     "cuCtxSetCurrent",
@@ -33,6 +34,7 @@ const FUNCTIONS: [&str; 28] = [
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuModuleLoadData",
+    "cuModuleUnload",
     "cuModuleGetFunction",
     "cuLaunchKernel",
 ];
@@ -47,9 +49,9 @@ pub(crate) fn device_count() -> Result<usize> {
     if !unsafe { sys::is_culib_present() } {
         return Err(unavailable("libcuda.so was not found; is the driver installed?".to_owned()));
     }
-    // SAFETY: as above. `cuModuleUnload` is looked up when a device is closed.
+    // SAFETY: as above.
     let library = unsafe { sys::culib() };
-    for name in FUNCTIONS.into_iter().chain(["cuModuleUnload"]) {
+    for name in FUNCTIONS {
         // SAFETY: the symbol is only looked up.
         if unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err() {
             let reason = format!("the driver has no function {name}; it must be 12.4 or later");

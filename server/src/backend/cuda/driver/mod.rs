@@ -20,7 +20,7 @@ use cudarc::driver::{result, sys};
 
 use super::{
     Device,
-    failure::Result,
+    failure::{Failure, Result},
     launch::{Address, Launch, THREADS},
 };
 use handles::{Context, Event, Module, Stream, checked};
@@ -191,6 +191,11 @@ impl Device for Gpu {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Address> {
+        if bytes > self.context.capacity {
+            // Drivers differ in what they make of it.
+            let (device, operation) = (self.context.device, "allocate memory");
+            return Err(Failure::OutOfMemory { device, operation, bytes });
+        }
         self.context.bind()?;
         // SAFETY: the memory is freed once.
         let allocated = unsafe { result::malloc_async(self.compute.0, bytes.max(1)) };
