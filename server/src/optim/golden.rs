@@ -12,7 +12,6 @@ use zeroshard_proto::dtype::DType;
 use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 use super::initial_state;
-use crate::backend::cpu::Buffer;
 use crate::backend::{Backend, Cpu, Update};
 
 /// The index and the vectors of torch's optimizers, and of Paddle's.
@@ -79,22 +78,21 @@ fn values(tensor: u32, step: u32, size: usize) -> Vec<f32> {
     (0..size as u32).map(value).collect()
 }
 
-fn buffer(cpu: &Cpu, values: &[f32]) -> Buffer {
-    let mut buffer = cpu.allocate(DType::F32, values.len()).unwrap();
-    cpu.store(&mut buffer, 0..values.len(), bytemuck::cast_slice(values), DType::F32);
+fn buffer<B: Backend>(backend: &B, values: &[f32]) -> B::Buffer {
+    let mut buffer = backend.allocate(DType::F32, values.len()).unwrap();
+    backend.store(&mut buffer, 0..values.len(), bytemuck::cast_slice(values), DType::F32);
     buffer
 }
 
 /// A tensor's parameters after each of the recorded steps.
-fn run(index: &Index, case: &Case, tensor: usize) -> Vec<Vec<f32>> {
-    let cpu = Cpu::new();
+fn run<B: Backend>(backend: &B, index: &Index, case: &Case, tensor: usize) -> Vec<Vec<f32>> {
     let size = index.sizes[tensor];
-    let mut master = buffer(&cpu, &values(tensor as u32, 0, size));
+    let mut master = buffer(backend, &values(tensor as u32, 0, size));
     let shape = match &case.shapes {
         None => vec![size as u64],
         Some(shapes) => shapes[tensor].clone(),
     };
-    let mut state = initial_state(&cpu, &case.optimizer, &shape, size).unwrap();
+    let mut state = initial_state(backend, &case.optimizer, &shape, size).unwrap();
     let mut applied = AppliedSteps::default();
     let mut recorded = Vec::new();
     for step in 1..=index.steps {
@@ -105,14 +103,14 @@ fn run(index: &Index, case: &Case, tensor: usize) -> Vec<Vec<f32>> {
         if case.shapes.is_some() {
             gradient.iter_mut().for_each(|value| *value = value.clamp(-1.0, 1.0));
         }
-        let gradient = buffer(&cpu, &gradient);
+        let gradient = buffer(backend, &gradient);
         let update = Update::after(applied, &optimizer, 1.0);
         applied = update.applied();
         let states = state.iter_mut().map(Into::into).collect();
-        cpu.apply(&update, (&mut master).into(), states, &gradient, None);
+        backend.apply(&update, (&mut master).into(), states, &gradient, None);
         if index.recorded.contains(&step) {
             let shared = Arc::new(master);
-            let bytes = cpu.read(&shared, 0..size, DType::F32);
+            let bytes = backend.read(&shared, 0..size, DType::F32);
             recorded.push(floats(&bytes));
             drop(bytes);
             master = Arc::into_inner(shared).unwrap();
@@ -216,15 +214,20 @@ impl Comparison {
 
 #[test]
 fn every_optimizer_equals_its_golden_vectors() {
+    assert_equal(&Cpu::new());
+}
+
+/// Compares the steps of a backend with all golden vectors.
+pub(crate) fn assert_equal<B: Backend>(backend: &B) {
     let mut failed = Vec::new();
     for (json, vectors) in GOLDEN {
-        failed.extend(compare(&Index::read(json), vectors));
+        failed.extend(compare(backend, &Index::read(json), vectors));
     }
     assert!(failed.is_empty(), "not equal: {failed:?}");
 }
 
 /// Compares all cases of an index, prints the results as a table, and returns the cases that fail.
-fn compare(index: &Index, vectors: &[u8]) -> Vec<String> {
+fn compare<B: Backend>(backend: &B, index: &Index, vectors: &[u8]) -> Vec<String> {
     let mut golden = floats(vectors).into_iter();
     let mut failed = Vec::new();
     println!("against {} (LAMB and Lion: float64 formulas)", index.reference);
@@ -234,7 +237,7 @@ fn compare(index: &Index, vectors: &[u8]) -> Vec<String> {
     );
     for case in &index.cases {
         case.optimizer.validate().unwrap();
-        let run = |tensor| run(index, case, tensor);
+        let run = |tensor| run(backend, index, case, tensor);
         let runs: Vec<_> = (0..index.sizes.len()).map(run).collect();
         let mut comparison = Comparison::new();
         for recorded in 0..index.recorded.len() {

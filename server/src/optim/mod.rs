@@ -44,7 +44,7 @@ pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) 
 }
 
 #[cfg(test)]
-mod golden;
+pub(crate) mod golden;
 
 #[cfg(test)]
 mod tests {

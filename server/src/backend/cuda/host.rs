@@ -13,6 +13,7 @@ use libloading::Library;
 
 use super::{
     Cuda, Device,
+    failure::{Failure, Result},
     launch::{Address, Launch},
 };
 use crate::backend::conformance;
@@ -23,38 +24,42 @@ type Kernel = unsafe extern "C" fn(*const *const c_void, u32, u32);
 
 /// The host as a device. It has its memory in words, so that all of it is aligned.
 #[derive(Default)]
-struct Host {
+pub(super) struct Host {
     memory: Mutex<HashMap<Address, Vec<u64>>>,
 }
 
+impl Host {
+    /// Bytes in the memory of the host, at an address that is aligned for every type.
+    fn words(bytes: &[u8]) -> Vec<u64> {
+        let mut words = vec![0; bytes.len().div_ceil(size_of::<u64>())];
+        bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
+        words
+    }
+}
+
 impl Device for Host {
-    fn allocate(&self, bytes: usize) -> Option<Address> {
+    /// An odd number, so that values of boxes are split.
+    fn stage_bytes(&self) -> usize {
+        10_004
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Address> {
         let words = bytes.div_ceil(size_of::<u64>()).max(1);
         let mut memory = Vec::new();
-        memory.try_reserve_exact(words).ok()?;
+        let reserved = memory.try_reserve_exact(words);
+        let operation = "an allocation";
+        reserved.map_err(|_| Failure::OutOfMemory { device: 0, operation, bytes })?;
         memory.resize(words, 0);
         let address = memory.as_ptr() as Address;
         self.memory.lock().unwrap().insert(address, memory);
-        Some(address)
+        Ok(address)
     }
 
     fn free(&self, address: Address) {
         assert!(self.memory.lock().unwrap().remove(&address).is_some(), "it is allocated");
     }
 
-    fn upload(&self, to: Address, bytes: &[u8]) {
-        // SAFETY: the backend has allocated as many bytes there.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
-    }
-
-    fn download(&self, from: Address, bytes: &mut [u8]) {
-        // SAFETY: as above.
-        unsafe {
-            std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len());
-        }
-    }
-
-    fn launch(&self, launch: &Launch) {
+    fn launch(&self, launch: &Launch) -> Result<()> {
         let arguments = launch.arguments();
         // SAFETY: `library` has made functions of this type for all kernels.
         let kernel = unsafe { library().get::<Kernel>(format!("launch_{}", launch.kernel)) };
@@ -64,6 +69,22 @@ impl Device for Host {
             // SAFETY: the arguments are those of the kernel.
             unsafe { kernel(arguments.as_ptr(), block, blocks) };
         }
+        Ok(())
+    }
+
+    fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()> {
+        launches(Self::words(bytes).as_ptr() as Address)
+    }
+
+    fn download(
+        &self,
+        bytes: &mut [u8],
+        launches: &mut dyn FnMut(Address) -> Result<()>,
+    ) -> Result<()> {
+        let mut words = Self::words(&vec![0; bytes.len()]);
+        launches(words.as_mut_ptr() as Address)?;
+        bytes.copy_from_slice(&bytemuck::cast_slice(&words)[..bytes.len()]);
+        Ok(())
     }
 }
 
@@ -119,7 +140,9 @@ fn with_launchers(kernels: &Path) -> String {
 
 #[test]
 fn the_kernels_for_gpus_give_the_bits_of_the_cpu() {
-    let cuda = Cuda::new(Host::default());
+    let cuda = Cuda::new(Host::default()).unwrap();
     conformance::run(&cuda);
-    assert!(cuda.device.memory.lock().unwrap().is_empty(), "all memory is freed");
+    let device = cuda.device.clone();
+    drop(cuda);
+    assert!(device.memory.lock().unwrap().is_empty(), "all memory is freed");
 }

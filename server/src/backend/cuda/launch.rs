@@ -9,7 +9,7 @@ use zeroshard_proto::{dtype::DType, geometry::blocks::BLOCK};
 pub(crate) type Address = u64;
 
 /// The number of threads of a block.
-const THREADS: usize = 128;
+pub(super) const THREADS: usize = 128;
 /// The maximum number of blocks of a launch, whose threads take several elements each. Enough to
 /// occupy the largest devices.
 const MAX_BLOCKS: usize = 1 << 14;

@@ -4,8 +4,9 @@
 //! same bits. `tests/kernels.py` compiles them to `kernels.ptx`, and checks that no instruction can
 //! be contracted or rounds in another way.
 //!
-//! A [`Device`] runs the kernels. In tests it is [`host::Host`], which compiles the same source
-//! with a C compiler.
+//! A [`Device`] runs the kernels: [`driver::Gpu`] by the driver of NVIDIA. Tests have a fake
+//! driver, which interprets the PTX (`tests/fake-cuda`), and [`host::Host`], which runs the same
+//! source, compiled by a C compiler.
 
 use std::{ops::Range, sync::Arc};
 
@@ -13,34 +14,55 @@ use bytes::Bytes;
 use zeroshard_proto::{Elements, dtype::DType};
 
 use super::{Backend, OutOfMemory, Output, Update};
+use failure::{Failure, Result};
 use launch::{Address, Array, Launch, Published, dtype_number};
 use step::Step;
 
+pub(crate) mod driver;
+pub(crate) mod failure;
+#[cfg(test)]
+mod fake;
 #[cfg(test)]
 mod host;
 pub(crate) mod launch;
 mod step;
+#[cfg(test)]
+mod tests;
 
-/// A device with memory of its own, which carries out calls in their order.
+/// A device with memory of its own, which runs kernels in the order of their launches.
+///
+/// An operation may return before the device has carried it out. A failure may then be returned by
+/// a later operation.
 pub(crate) trait Device: Send + Sync + 'static {
-    /// Allocates zeroed memory. `None`: the device does not have enough.
-    fn allocate(&self, bytes: usize) -> Option<Address>;
+    /// The largest number of bytes of an upload or a download.
+    fn stage_bytes(&self) -> usize;
 
-    /// Frees memory that was allocated.
+    /// Allocates zeroed memory for the kernels.
+    fn allocate(&self, bytes: usize) -> Result<Address>;
+
+    /// Frees memory that was allocated, after the kernels that were launched before.
     fn free(&self, address: Address);
 
-    /// Copies bytes to the device.
-    fn upload(&self, to: Address, bytes: &[u8]);
-
-    /// Copies bytes from the device.
-    fn download(&self, from: Address, bytes: &mut [u8]);
-
     /// Runs a kernel.
-    fn launch(&self, launch: &Launch);
+    fn launch(&self, launch: &Launch) -> Result<()>;
+
+    /// Copies bytes to the device. `launches` gets their address, and launches the kernels that
+    /// read them. The memory is only theirs.
+    fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()>;
+
+    /// Copies bytes from the device. `launches` gets the address of zeroed memory, and launches the
+    /// kernels that fill it. Waits for them.
+    fn download(
+        &self,
+        bytes: &mut [u8],
+        launches: &mut dyn FnMut(Address) -> Result<()>,
+    ) -> Result<()>;
 }
 
 /// A backend on a device.
 pub(crate) struct Cuda<D: Device> {
+    /// Where kernels set flags that nobody reads.
+    ignored: Memory<D>,
     device: Arc<D>,
 }
 
@@ -82,19 +104,36 @@ fn convert(
     launch.with(from).with(from_dtype).with(special)
 }
 
+/// Splits consecutive elements, and those of a box, at every `stage` elements. Each part has its
+/// runs of elements.
+fn parts(elements: &Elements, stage: usize) -> Vec<Vec<Range<usize>>> {
+    let mut parts = vec![Vec::new()];
+    let mut room = stage;
+    for mut run in elements.runs().filter(|run| !run.is_empty()) {
+        while run.len() > room {
+            let end = run.start + room;
+            parts.last_mut().expect("there is one").push(run.start..end);
+            run.start = end;
+            parts.push(Vec::new());
+            room = stage;
+        }
+        room -= run.len();
+        parts.last_mut().expect("there is one").push(run);
+    }
+    parts.retain(|part| part.iter().any(|run| !run.is_empty()));
+    parts
+}
+
 impl<D: Device> Cuda<D> {
-    pub(crate) fn new(device: D) -> Self {
-        Self { device: Arc::new(device) }
+    pub(crate) fn new(device: D) -> Result<Self> {
+        let device = Arc::new(device);
+        let address = device.allocate(size_of::<u32>())?;
+        Ok(Self { ignored: Memory { device: device.clone(), address }, device })
     }
 
-    fn memory(&self, bytes: usize) -> Option<Memory<D>> {
+    fn memory(&self, bytes: usize) -> Result<Memory<D>> {
         let address = self.device.allocate(bytes)?;
-        Some(Memory { device: self.device.clone(), address })
-    }
-
-    /// Memory for one operation.
-    fn scratch(&self, bytes: usize) -> Memory<D> {
-        self.memory(bytes).expect("a device has memory for a few numbers")
+        Ok(Memory { device: self.device.clone(), address })
     }
 
     /// Uploads values, and launches a kernel for each run of consecutive elements. `launch` gets
@@ -106,29 +145,171 @@ impl<D: Device> Cuda<D> {
         src: &[u8],
         dtype: DType,
         launch: impl Fn(usize, usize, Address, Address) -> Launch,
-    ) -> bool {
-        let values = self.scratch(src.len());
-        let special = self.scratch(size_of::<u32>());
-        self.device.upload(values.address, src);
-        let mut from = values.address;
-        for run in at.runs() {
-            self.device.launch(&launch(run.start, run.len(), from, special.address));
-            from += (run.len() * dtype.size()) as Address;
-        }
+    ) -> Result<bool> {
+        assert_eq!(src.len(), at.numel() * dtype.size(), "one value for each element");
         let mut found = [0; size_of::<u32>()];
-        self.device.download(special.address, &mut found);
-        u32::from_le_bytes(found) == 0
+        self.device.download(&mut found, &mut |special| {
+            let mut rest = src;
+            for part in parts(at, self.device.stage_bytes() / dtype.size()) {
+                let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
+                let (values, later) = rest.split_at(numel * dtype.size());
+                rest = later;
+                self.device.upload(values, &mut |mut from| {
+                    for run in &part {
+                        self.device.launch(&launch(run.start, run.len(), from, special))?;
+                        from += (run.len() * dtype.size()) as Address;
+                    }
+                    Ok(())
+                })?;
+            }
+            Ok(())
+        })?;
+        Ok(u32::from_le_bytes(found) == 0)
+    }
+
+    pub(crate) fn try_allocate(&self, dtype: DType, numel: usize) -> Result<Buffer<D>> {
+        let (operation, device) = ("allocate memory", 0);
+        let too_large = Failure::OutOfMemory { device, operation, bytes: usize::MAX };
+        let bytes = numel.checked_mul(dtype.size()).ok_or(too_large)?;
+        Ok(Buffer { memory: self.memory(bytes)?, dtype, numel })
+    }
+
+    pub(crate) fn try_store(
+        &self,
+        dst: &Buffer<D>,
+        at: &Elements,
+        src: &[u8],
+        dtype: DType,
+    ) -> Result<bool> {
+        let [to, of] = [dst.dtype, dtype].map(dtype_number);
+        self.receive(at, src, dtype, |start, numel, values, special| {
+            convert((dst.address(start), to), numel, (values, of), special)
+        })
+    }
+
+    pub(crate) fn try_accumulate(
+        &self,
+        dst: &Buffer<D>,
+        at: &Elements,
+        src: &[u8],
+        dtype: DType,
+    ) -> Result<bool> {
+        self.receive(at, src, dtype, |start, numel, values, special| {
+            Launch::over_elements("accumulate", numel)
+                .with(dst.address(start))
+                .with(numel)
+                .with(values)
+                .with(dtype_number(dtype))
+                .with(special)
+        })
+    }
+
+    pub(crate) fn try_canonicalise(&self, dst: &Buffer<D>, at: &Elements) -> Result<()> {
+        for run in at.runs().filter(|run| !run.is_empty()) {
+            let launch = Launch::over_elements("canonicalise", run.len());
+            self.device.launch(&launch.with(dst.address(run.start)).with(run.len()))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn try_read(&self, src: &Buffer<D>, from: &Elements, dtype: DType) -> Result<Bytes> {
+        let mut bytes = vec![0; from.numel() * dtype.size()];
+        let mut rest = &mut bytes[..];
+        let [of, as_dtype] = [src.dtype, dtype].map(dtype_number);
+        for part in parts(from, self.device.stage_bytes() / dtype.size()) {
+            let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
+            let values = rest.split_off_mut(..numel * dtype.size()).expect("as long as all parts");
+            self.device.download(values, &mut |mut to| {
+                for run in &part {
+                    let source = (src.address(run.start), of);
+                    let launch = convert((to, as_dtype), run.len(), source, self.ignored.address);
+                    self.device.launch(&launch)?;
+                    to += (run.len() * dtype.size()) as Address;
+                }
+                Ok(())
+            })?;
+        }
+        Ok(bytes.into())
+    }
+
+    pub(crate) fn try_sum_of_squares(&self, src: &Buffer<D>, range: Range<usize>) -> Result<f64> {
+        let mut sum = [0; size_of::<f64>()];
+        if range.is_empty() {
+            return Ok(0.0);
+        }
+        self.device.download(&mut sum, &mut |result| {
+            let squares = Launch::over_sums("squares", range.len());
+            let sums = self.memory(squares.blocks * size_of::<f64>())?;
+            let total = Launch::over_elements("total", 1).with(sums.address).with(squares.blocks);
+            let squares =
+                squares.with(src.address(range.start)).with(range.len()).with(sums.address);
+            self.device.launch(&squares)?;
+            self.device.launch(&total.with(result))
+        })?;
+        Ok(f64::from_le_bytes(sum))
+    }
+
+    pub(crate) fn try_apply(
+        &self,
+        update: &Update<'_>,
+        master: Output<'_, Buffer<D>>,
+        state: Vec<Output<'_, Buffer<D>>>,
+        gradient: &Buffer<D>,
+        published: Option<&mut Buffer<D>>,
+    ) -> Result<()> {
+        let array = |of: &Output<'_, Buffer<D>>| Array {
+            from: of.earlier.as_deref().unwrap_or(of.buffer).address(0),
+            to: of.buffer.address(0),
+        };
+        assert_eq!(state.len(), update.optimizer.state().len(), "the state tensors");
+        assert_eq!(gradient.numel, master.buffer.numel, "the gradient is of the master's size");
+        let step = Step {
+            numel: master.buffer.numel,
+            master: array(&master),
+            state: state.iter().map(|of| (array(of), of.buffer.numel)).collect(),
+            gradient: gradient.address(0),
+            published: match &published {
+                None => Published { to: 0, dtype: 0 },
+                Some(of) => Published { to: of.address(0), dtype: dtype_number(of.dtype) },
+            },
+            ignored: self.ignored.address,
+        };
+        let scratch = self.memory(step.scratch_bytes())?;
+        for launch in step.launches(update, scratch.address) {
+            self.device.launch(&launch)?;
+        }
+        // The master in its own dtype is not published by the kernels.
+        match published.filter(|of| of.dtype == DType::F32) {
+            Some(published) => self.try_copy(master.buffer, published),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn try_copy(&self, src: &Buffer<D>, dst: &Buffer<D>) -> Result<()> {
+        assert_eq!(src.numel, dst.numel, "copies are of equal size");
+        if src.numel == 0 {
+            return Ok(());
+        }
+        let (to, from) = [dst, src].map(|of| (of.address(0), dtype_number(of.dtype))).into();
+        self.device.launch(&convert(to, src.numel, from, self.ignored.address))
     }
 }
+
+/// Where the interface of backends has no errors yet.
+const NO_ERRORS: &str = "the device works";
 
 impl<D: Device> Backend for Cuda<D> {
     type Buffer = Buffer<D>;
 
-    fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer, OutOfMemory> {
-        let bytes = numel.checked_mul(dtype.size());
-        let memory = bytes.and_then(|bytes| self.memory(bytes));
-        let memory = memory.ok_or(OutOfMemory { numel, dtype })?;
-        Ok(Buffer { memory, dtype, numel })
+    fn allocate(
+        &self,
+        dtype: DType,
+        numel: usize,
+    ) -> std::result::Result<Self::Buffer, OutOfMemory> {
+        match self.try_allocate(dtype, numel) {
+            Err(Failure::OutOfMemory { .. }) => Err(OutOfMemory { numel, dtype }),
+            allocated => Ok(allocated.expect(NO_ERRORS)),
+        }
     }
 
     /// The memory of a device is provided when it is allocated.
@@ -149,10 +330,7 @@ impl<D: Device> Backend for Cuda<D> {
         src: &[u8],
         dtype: DType,
     ) -> bool {
-        let [to, of] = [dst.dtype, dtype].map(dtype_number);
-        self.receive(&at.into(), src, dtype, |start, numel, values, special| {
-            convert((dst.address(start), to), numel, (values, of), special)
-        })
+        self.try_store(dst, &at.into(), src, dtype).expect(NO_ERRORS)
     }
 
     fn accumulate(
@@ -162,49 +340,19 @@ impl<D: Device> Backend for Cuda<D> {
         src: &[u8],
         dtype: DType,
     ) -> bool {
-        self.receive(&at.into(), src, dtype, |start, numel, values, special| {
-            Launch::over_elements("accumulate", numel)
-                .with(dst.address(start))
-                .with(numel)
-                .with(values)
-                .with(dtype_number(dtype))
-                .with(special)
-        })
+        self.try_accumulate(dst, &at.into(), src, dtype).expect(NO_ERRORS)
     }
 
     fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>) {
-        for run in at.into().runs() {
-            let launch = Launch::over_elements("canonicalise", run.len());
-            self.device.launch(&launch.with(dst.address(run.start)).with(run.len()));
-        }
+        self.try_canonicalise(dst, &at.into()).expect(NO_ERRORS);
     }
 
     fn read(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes {
-        let from = from.into();
-        let mut bytes = vec![0; from.numel() * dtype.size()];
-        let (values, special) = (self.scratch(bytes.len()), self.scratch(size_of::<u32>()));
-        let mut to = values.address;
-        let [of, as_dtype] = [src.dtype, dtype].map(dtype_number);
-        for run in from.runs() {
-            let source = (src.address(run.start), of);
-            self.device.launch(&convert((to, as_dtype), run.len(), source, special.address));
-            to += (run.len() * dtype.size()) as Address;
-        }
-        self.device.download(values.address, &mut bytes);
-        bytes.into()
+        self.try_read(src, &from.into(), dtype).expect(NO_ERRORS)
     }
 
     fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64 {
-        let squares = Launch::over_sums("squares", range.len());
-        let sums = self.scratch((squares.blocks + 1) * size_of::<f64>());
-        let result = sums.address + (squares.blocks * size_of::<f64>()) as Address;
-        let total = Launch::over_elements("total", 1).with(sums.address).with(squares.blocks);
-        let squares = squares.with(src.address(range.start)).with(range.len()).with(sums.address);
-        self.device.launch(&squares);
-        self.device.launch(&total.with(result));
-        let mut sum = [0; size_of::<f64>()];
-        self.device.download(result, &mut sum);
-        f64::from_le_bytes(sum)
+        self.try_sum_of_squares(src, range).expect(NO_ERRORS)
     }
 
     fn apply(
@@ -215,36 +363,10 @@ impl<D: Device> Backend for Cuda<D> {
         gradient: &Self::Buffer,
         published: Option<&mut Self::Buffer>,
     ) {
-        let array = |of: &Output<'_, Self::Buffer>| Array {
-            from: of.earlier.as_deref().unwrap_or(of.buffer).address(0),
-            to: of.buffer.address(0),
-        };
-        assert_eq!(state.len(), update.optimizer.state().len(), "the state tensors");
-        assert_eq!(gradient.numel, master.buffer.numel, "the gradient is of the master's size");
-        let step = Step {
-            numel: master.buffer.numel,
-            master: array(&master),
-            state: state.iter().map(|of| (array(of), of.buffer.numel)).collect(),
-            gradient: gradient.address(0),
-            published: match &published {
-                None => Published { to: 0, dtype: 0 },
-                Some(of) => Published { to: of.address(0), dtype: dtype_number(of.dtype) },
-            },
-        };
-        let scratch = self.scratch(step.scratch_bytes());
-        for launch in step.launches(update, scratch.address) {
-            self.device.launch(&launch);
-        }
-        // The master in its own dtype is not published by the kernels.
-        if let Some(published) = published.filter(|of| of.dtype == DType::F32) {
-            self.copy(master.buffer, published);
-        }
+        self.try_apply(update, master, state, gradient, published).expect(NO_ERRORS);
     }
 
     fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) {
-        assert_eq!(src.numel, dst.numel, "copies are of equal size");
-        let special = self.scratch(size_of::<u32>());
-        let (to, from) = [&*dst, src].map(|of| (of.address(0), dtype_number(of.dtype))).into();
-        self.device.launch(&convert(to, src.numel, from, special.address));
+        self.try_copy(src, dst).expect(NO_ERRORS);
     }
 }

@@ -17,6 +17,8 @@ pub(super) struct Step {
     pub(super) state: Vec<(Array, usize)>,
     pub(super) gradient: Address,
     pub(super) published: Published,
+    /// Where kernels set flags that nobody reads.
+    pub(super) ignored: Address,
 }
 
 /// Memory for the sums of a step. Its initial content does not matter.
@@ -253,7 +255,9 @@ impl Step {
     /// The launches that copy held values of state tensors, because there is nothing to step.
     fn copies(&self) -> impl Iterator<Item = Launch> {
         let held = self.state.iter().filter(|(state, numel)| state.from != state.to && *numel > 0);
-        held.map(|(state, numel)| super::convert((state.to, 0), *numel, (state.from, 0), 0))
+        held.map(|(state, numel)| {
+            super::convert((state.to, 0), *numel, (state.from, 0), self.ignored)
+        })
     }
 
     fn sum_blocks(&self) -> usize {

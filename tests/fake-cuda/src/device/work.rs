@@ -1,0 +1,119 @@
+//! The operations of streams.
+
+use std::{fmt, sync::Arc, time::Instant};
+
+use super::{
+    Device,
+    streams::{Mark, Operation},
+};
+use crate::{
+    codes::{Code, ILLEGAL_ADDRESS, MISALIGNED_ADDRESS},
+    fault::{Fault, Kind},
+    memory::{pinned::Pending, windows::Windows},
+    order::Stamp,
+    run::Launch,
+};
+
+/// What an operation does.
+#[derive(Debug)]
+pub(crate) enum Work {
+    Allocate(u64),
+    Free(u64),
+    /// Fills memory with a pattern.
+    Set {
+        to: u64,
+        pattern: Vec<u8>,
+        count: usize,
+    },
+    Upload {
+        to: u64,
+        from: Pending,
+        size: usize,
+    },
+    Download {
+        to: Pending,
+        from: u64,
+        size: usize,
+    },
+    Copy {
+        to: u64,
+        from: u64,
+        size: usize,
+    },
+    Launch(Launch),
+    Record(Arc<Mark>),
+    Wait(Arc<Mark>),
+}
+
+impl fmt::Display for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Work::Allocate(_) => write!(f, "an allocation"),
+            Work::Free(_) => write!(f, "a free"),
+            Work::Set { .. } => write!(f, "a memset"),
+            Work::Upload { .. } => write!(f, "a copy from the host"),
+            Work::Download { .. } => write!(f, "a copy to the host"),
+            Work::Copy { .. } => write!(f, "a copy on the device"),
+            Work::Launch(launch) => write!(f, "kernel {}", launch.kernel.name),
+            Work::Record(_) => write!(f, "a record of an event"),
+            Work::Wait(_) => write!(f, "a wait for an event"),
+        }
+    }
+}
+
+impl Device {
+    /// Runs an operation.
+    pub(super) fn run(&mut self, operation: Operation) -> Result<(), Code> {
+        let Operation { stamp, work, fails } = operation;
+        if let Some(code) = fails {
+            return Err(code);
+        }
+        let done = self.work(&work, &stamp);
+        self.report_races();
+        done.map_err(|fault| {
+            let what = format!("{}: {}", stamp.name, fault.what);
+            self.report(&Fault { kind: fault.kind, what });
+            match fault.kind {
+                Kind::Misaligned => MISALIGNED_ADDRESS,
+                _ => ILLEGAL_ADDRESS,
+            }
+        })
+    }
+
+    fn work(&mut self, work: &Work, stamp: &Arc<Stamp>) -> Result<(), Fault> {
+        match work {
+            Work::Allocate(base) => self.memory.allocate(*base, stamp),
+            Work::Free(base) => self.memory.free(*base, stamp)?,
+            Work::Set { to, pattern, count } => {
+                let size = (pattern.len() * count) as u64;
+                let bytes = self.memory.touch(*to, size, true, stamp)?;
+                bytes.chunks_exact_mut(pattern.len()).for_each(|at| at.copy_from_slice(pattern));
+            }
+            Work::Upload { to, from, size } => {
+                let to = self.memory.touch(*to, *size as u64, true, stamp)?;
+                let faults = self.pinned.end(from, stamp, to);
+                faults.iter().for_each(|fault| self.report(fault));
+            }
+            Work::Download { to, from, size } => {
+                let from = self.memory.touch(*from, *size as u64, false, stamp)?;
+                let faults = self.pinned.end(to, stamp, from);
+                faults.iter().for_each(|fault| self.report(fault));
+            }
+            Work::Copy { to, from, size } => {
+                let bytes = self.memory.touch(*from, *size as u64, false, stamp)?.to_vec();
+                self.memory.touch(*to, *size as u64, true, stamp)?.copy_from_slice(&bytes);
+            }
+            Work::Launch(launch) => {
+                let start = Instant::now();
+                let mut windows = Windows::new(&mut self.memory, launch.kernel.sites);
+                let instructions = launch.run(&mut windows, &mut self.random)?;
+                windows.finish(stamp);
+                self.figures.instructions += instructions;
+                self.figures.nanoseconds += start.elapsed().as_nanos() as u64;
+            }
+            Work::Record(mark) => mark.come(),
+            Work::Wait(_) => {}
+        }
+        Ok(())
+    }
+}

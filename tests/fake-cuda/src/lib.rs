@@ -1,0 +1,31 @@
+//! A CUDA driver for tests that has no GPU, and is more hostile than one that has.
+//!
+//! It is a library with the functions of `libcuda.so` that the server calls. Kernels run for real:
+//! the text of their PTX is interpreted (`run`). Streams run late, and in any order that the
+//! calls of the program allow (`device`). Device memory has addresses that the host cannot access
+//! (`memory`). Every access of a copy or a kernel is checked: the driver finds uses of freed
+//! memory, accesses out of bounds, copies from and to memory that is not pinned or changes
+//! meanwhile, and accesses that no event orders (`order`). It names them on the standard error
+//! stream, and keeps them for [`control`]. Calls fail on request.
+//!
+//! What it does not do: it has no textures, graphs, cooperative launches or clusters, threads of a
+//! launch that race with each other are not found, and it says nothing about speed.
+
+// The functions of the driver have C's types, and the kernels access memory.
+#![allow(unsafe_code)]
+// The functions of the C interface are documented by CUDA.
+#![allow(missing_docs)]
+
+mod api;
+mod codes;
+pub mod control;
+mod device;
+mod driver;
+mod fault;
+mod memory;
+mod order;
+mod ptx;
+mod random;
+mod run;
+
+pub use device::Figures;
