@@ -134,7 +134,9 @@ impl Subject {
 
 #[test]
 fn every_version_has_the_same_bits_wherever_its_arrays_are() {
-    for (dtype, numel) in [(DType::F32, NUMEL), (DType::Bf16, NUMEL), (DType::F32, 5), (DType::F32, 1)] {
+    for (dtype, numel) in
+        [(DType::F32, NUMEL), (DType::Bf16, NUMEL), (DType::F32, 5), (DType::F32, 1)]
+    {
         let subjects = cases().map(|on_disk| Subject::new(job(dtype, numel), on_disk));
         let same = |of: &dyn Fn(&Subject) -> Vec<u8>| {
             let [expected, others @ ..] = subjects.each_ref().map(of);
