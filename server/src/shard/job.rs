@@ -389,7 +389,7 @@ impl<B: Backend> Job<B> {
 
     /// A gradient was not reported because a checkpoint held its slice.
     pub(crate) fn finish_save(&self, index: u32) -> Result<()> {
-        let ended = self.slice(index)?.end_save(self.backend())?;
+        let ended = self.note_disk(self.slice(index)?.end_save(self.backend()))?;
         if let Some((attempt, reduced)) = ended {
             self.finish_reduction(attempt, index, Some(reduced));
         }

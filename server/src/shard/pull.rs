@@ -309,7 +309,8 @@ impl<B: Backend> Pull<B> {
                 &held.buffer,
                 wanted.elements.select(offset..end),
                 self.dtype,
-            )?;
+            );
+            let payload = self.job.note_disk(payload)?;
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);

@@ -1,8 +1,8 @@
 //! Tiers: the arrays of slices that do not fit in memory are on disk.
 //!
-//! `plan` decides which arrays those are. `array` is an array in either tier; `paged` is one on disk,
-//! and `working` has the buffers in which it is changed by chunks. `steps` takes slices to the next
-//! version piece by piece. `scratch` is the file, and `free` its free parts.
+//! `plan` decides which arrays those are. `array` is an array in either tier; `paged` is one on
+//! disk, and `working` has the buffers in which it is changed by chunks. `steps` takes slices to
+//! the next version piece by piece. `scratch` is the file, and `free` its free parts.
 //!
 //! Slices know only that they have arrays, and that access to an array can fail.
 
@@ -161,8 +161,8 @@ impl<B: Backend> Tiers<B> {
     }
 }
 
-/// Runs work that waits for the disk. On a thread of a runtime with several threads, the other tasks
-/// of this thread continue on another one.
+/// Runs work that waits for the disk. On a thread of a runtime with several threads, the other
+/// tasks of this thread continue on another one.
 fn blocking<T>(work: impl FnOnce() -> T) -> T {
     match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(work),

@@ -1,9 +1,9 @@
 //! An array of f32 on disk.
 //!
 //! Its content is changed in two ways. A step reads and writes it piece by piece
-//! ([`super::steps`]). Everything else (uploads, gradients, copies, checkpoints) arrives in chunks of
-//! any size: the array is then loaded into a working buffer ([`super::working`]), and written back
-//! when it is complete, or when another array needs the buffer.
+//! ([`super::steps`]). Everything else (uploads, gradients, copies, checkpoints) arrives in chunks
+//! of any size: the array is then loaded into a working buffer ([`super::working`]), and written
+//! back when it is complete, or when another array needs the buffer.
 
 use std::{
     io,
@@ -267,8 +267,8 @@ impl<B: Backend> Shared<B> {
         self.cell.lock().expect("no holder of the lock panics")
     }
 
-    /// Writes changes to the disk, and returns the working buffer, unless the array is in use. False
-    /// if the array keeps its buffer.
+    /// Writes changes to the disk, and returns the working buffer, unless the array is in use.
+    /// False if the array keeps its buffer.
     pub(super) fn try_settle(&self, backend: &B) -> bool {
         let Ok(mut cell) = self.cell.try_lock() else { return false };
         // The owner of the array finds the same error when it writes the array itself.

@@ -1,7 +1,7 @@
 //! The scratch file: arrays that are not in memory, read and written without the page cache.
 //!
-//! The file has no name while it is used, so that nothing is left when the process ends, in whatever
-//! way. Its content is worth nothing after that.
+//! The file has no name while it is used, so that nothing is left when the process ends, in
+//! whatever way. Its content is worth nothing after that.
 
 use std::{
     fs::{self, File, OpenOptions},

@@ -11,8 +11,8 @@ use super::{
 };
 use crate::backend::Cpu;
 
-/// Tiers with room for everything, on a disk that fails after `left` further operations, and with
-/// `working` bytes of working buffers.
+/// Tiers without memory, and with room for everything on a disk that fails after `left` further
+/// operations, and with `working` bytes of working buffers.
 pub(crate) fn failing<B: Backend>(
     backend: &B,
     fault: Fault,
@@ -21,7 +21,7 @@ pub(crate) fn failing<B: Backend>(
 ) -> (Arc<Tiers<B>>, Traffic) {
     let (disk, traffic) = (Box::new(Faulty::new(fault, left.clone())), traffic());
     let scratch = Scratch::on(disk, Path::new("/scratch"), traffic.clone());
-    (Tiers::on(backend, u64::MAX, Some((scratch, u64::MAX)), working).unwrap(), traffic)
+    (Tiers::on(backend, 0, Some((scratch, u64::MAX)), working).unwrap(), traffic)
 }
 
 /// Tiers whose disk does not fail.

@@ -1,9 +1,9 @@
 //! The working buffers: whole arrays in memory whose place is on disk, while chunks of them arrive.
 //!
-//! Their memory is bounded. If it is used up, the array that was loaded first is written to the disk,
-//! and its buffer given to the one that needs it. An array that is in use at this moment is skipped,
-//! and if all are, the bound is exceeded: each thread uses one buffer at a time, so the excess is at
-//! most one array for each thread.
+//! Their memory is bounded. If it is used up, the array that was loaded first is written to the
+//! disk, and its buffer given to the one that needs it. An array that is in use at this moment is
+//! skipped, and if all are, the bound is exceeded: each thread uses one buffer at a time, so the
+//! excess is at most one array for each thread.
 
 use std::{
     collections::VecDeque,

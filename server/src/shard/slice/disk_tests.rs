@@ -153,7 +153,7 @@ fn every_version_has_the_same_bits_wherever_its_arrays_are() {
             same(&|subject| subject.all(&subject.held(part)).to_vec());
             let half = |subject: &Subject| {
                 let held = subject.held(part);
-                held.read(&subject.backend, 1..numel - 1, DType::F16).unwrap().to_vec()
+                held.read(&subject.backend, numel / 3..numel, DType::F16).unwrap().to_vec()
             };
             same(&half);
         }
