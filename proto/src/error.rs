@@ -209,7 +209,7 @@ pub enum Error {
         /// What is wrong.
         cause: String,
     },
-    /// A checkpoint cannot be read or written.
+    /// A checkpoint, or the file of slices that do not fit in memory, cannot be read or written.
     #[error("cannot {action} {url}: {cause}")]
     Storage {
         /// "read", "write", "list" or "remove".

@@ -7,6 +7,7 @@
 pub mod admin;
 mod attempt;
 pub mod backend;
+mod budget;
 pub mod config;
 mod connection;
 pub mod coordinator;
@@ -25,3 +26,4 @@ pub mod serve;
 pub mod shard;
 #[cfg(test)]
 mod simulation;
+mod tier;

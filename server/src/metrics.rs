@@ -35,6 +35,25 @@ pub struct Memory {
     pub snapshot: IntGauge,
 }
 
+/// The bytes of the arrays of slices, by the tier in which they are, on a server with budgets for
+/// them.
+#[derive(Debug)]
+pub struct Tiers {
+    /// In memory.
+    pub host: IntGauge,
+    /// On disk.
+    pub disk: IntGauge,
+}
+
+/// The bytes that were read from and written to the scratch file.
+#[derive(Debug, Clone)]
+pub struct Traffic {
+    /// Bytes read.
+    pub read: IntCounter,
+    /// Bytes written.
+    pub written: IntCounter,
+}
+
 /// The duration of the phases of a step on a shard server, each observed once per step, in seconds.
 #[derive(Debug)]
 pub struct Phases {
@@ -89,6 +108,10 @@ pub struct Metrics {
     pub stalled_reads: IntCounter,
     /// Memory by kind.
     pub memory: Memory,
+    /// Slices by tier.
+    pub tiers: Tiers,
+    /// Traffic of the disk of slices.
+    pub(crate) scratch: Traffic,
     /// Phases of a step on a shard server.
     pub phases: Phases,
     /// The coordinator's metrics of steps.
@@ -122,6 +145,16 @@ impl Metrics {
             &["operation", "direction"],
         );
         let memory = r.gauges("memory_bytes", "Memory of all jobs, by content.", &["kind"]);
+        let tiers = r.gauges(
+            "tier_bytes",
+            "Arrays of slices, by the tier in which they are, on a server with --host-memory.",
+            &["tier"],
+        );
+        let scratch = r.counters(
+            "tier_transferred_bytes_total",
+            "Bytes read from and written to a tier.",
+            &["tier", "direction"],
+        );
         let phase =
             r.histograms("step_phase_seconds", "Duration of the phases of a step.", &["phase"]);
         let saves = r.counters(
@@ -159,6 +192,14 @@ impl Metrics {
                 parked: memory.with_label_values(&["parked"]),
                 pinned: memory.with_label_values(&["pinned"]),
                 snapshot: memory.with_label_values(&["snapshot"]),
+            },
+            tiers: Tiers {
+                host: tiers.with_label_values(&["host"]),
+                disk: tiers.with_label_values(&["disk"]),
+            },
+            scratch: Traffic {
+                read: scratch.with_label_values(&["disk", "read"]),
+                written: scratch.with_label_values(&["disk", "written"]),
             },
             phases: Phases {
                 reduce: phase.with_label_values(&["reduce"]),

@@ -52,6 +52,18 @@ fn transfer_compares_boxes_with_an_array() {
 }
 
 #[test]
+fn tiers_compares_bytes_with_the_formula_and_steps_with_the_disk_and_with_memory() {
+    let arguments = ["tiers", "--tensors", "3", "--numel", "65536", "--steps", "1"];
+    let lines = bench(&arguments, &["params", "seconds", "server_peak_bytes"]);
+    let of = |field: &str| lines.iter().map(|line| line[field].as_f64()).collect::<Vec<_>>();
+    assert_eq!(of("memory"), [1.0, 0.5, 0.25, 0.0].map(Some));
+    assert_eq!(of("ratio_formula"), [None, Some(1.0), Some(1.0), Some(1.0)]);
+    for field in ["read_bytes", "written_bytes", "floor_seconds", "ratio_floor", "ratio_memory"] {
+        assert!(of(field)[1..].iter().all(|number| number.is_some_and(|it| it > 0.0)), "{field}");
+    }
+}
+
+#[test]
 fn optimizer_measures_every_optimizer_on_one_and_two_threads() {
     let numbers = ["threads", "gparams_per_s", "gbps", "ratio_memory"];
     let lines = bench(&["optimizer", "--elements", "100000", "--repeat", "1"], &numbers);

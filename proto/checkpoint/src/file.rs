@@ -8,50 +8,19 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write},
     ops::Range,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
 use rustix::{
-    fs::{Advice, OFlags, fadvise},
+    fs::{Advice, fadvise},
     io::{ReadWriteFlags, preadv2},
 };
 
-/// The alignment of direct access: a page, and a multiple of the sectors of all common disks.
-const PAGE: usize = 4096;
+use crate::direct::{PAGE, Pages, open};
 
 /// The bytes that are written with one call. A thread of low priority waits for a core after each.
 const WRITTEN: usize = 1 << 20;
-
-/// Memory that begins with a page.
-struct Pages {
-    memory: Vec<u8>,
-    start: usize,
-}
-
-impl Pages {
-    /// `length` bytes.
-    fn new(length: usize) -> Self {
-        let memory = vec![0; length + PAGE];
-        let start = memory.as_ptr().align_offset(PAGE);
-        Self { memory, start }
-    }
-
-    fn bytes(&mut self, range: Range<usize>) -> &mut [u8] {
-        &mut self.memory[self.start..][range]
-    }
-}
-
-/// Opens a file without the page cache, if its file system can.
-fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    let direct = OFlags::DIRECT.bits() as i32;
-    match options.custom_flags(direct).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-            options.custom_flags(0).open(path)
-        }
-        opened => opened,
-    }
-}
 
 /// A range of a file, of which pieces are read.
 pub(crate) struct Pieces {

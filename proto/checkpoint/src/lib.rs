@@ -13,6 +13,7 @@
 //! servers. `format` knows the keys of a slice, `manifest` the index of all files, `storage` where
 //! they are; `writer` and `reader` transfer slices.
 
+pub mod direct;
 mod export;
 mod file;
 mod format;

@@ -1,11 +1,11 @@
 //! The sections of the configuration for each role.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::{Address, Addresses, AdminListen, Error, Etcd, Listen, defaults};
+use super::{Address, Addresses, AdminListen, Error, Etcd, Listen, Size, defaults};
 
 /// The configuration of the coordinator.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
@@ -112,6 +112,18 @@ pub struct Shard {
     /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
+    /// Maximum memory for the master weights, optimizer state and gradients of slices, such as
+    /// 48GiB; by default there is no limit. Buffers, early gradients and versions that readers
+    /// hold come in addition
+    #[arg(long, env = "ZEROSHARD_HOST_MEMORY", value_name = "SIZE")]
+    pub host_memory: Option<Size>,
+    /// Directory, on a fast disk, for slices that do not fit in --host-memory. The file in it has
+    /// no name, and is gone when the server ends
+    #[arg(long, env = "ZEROSHARD_DISK", value_name = "DIR")]
+    pub disk: Option<PathBuf>,
+    /// Maximum size of the slices in --disk, such as 400GiB
+    #[arg(long, env = "ZEROSHARD_DISK_BYTES", value_name = "SIZE")]
+    pub disk_bytes: Option<Size>,
 }
 
 impl Default for Shard {
@@ -155,6 +167,18 @@ pub struct All {
     /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
+    /// Maximum memory for the master weights, optimizer state and gradients of slices, such as
+    /// 48GiB; by default there is no limit. Buffers, early gradients and versions that readers
+    /// hold come in addition
+    #[arg(long, env = "ZEROSHARD_HOST_MEMORY", value_name = "SIZE")]
+    pub host_memory: Option<Size>,
+    /// Directory, on a fast disk, for slices that do not fit in --host-memory. The file in it has
+    /// no name, and is gone when the server ends
+    #[arg(long, env = "ZEROSHARD_DISK", value_name = "DIR")]
+    pub disk: Option<PathBuf>,
+    /// Maximum size of the slices in --disk, such as 400GiB
+    #[arg(long, env = "ZEROSHARD_DISK_BYTES", value_name = "SIZE")]
+    pub disk_bytes: Option<Size>,
     /// Seconds after which a job without workers is deleted, and saved before if it has a policy
     /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
     #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
@@ -179,6 +203,24 @@ impl All {
             parked_bytes: self.parked_bytes,
             pinned_bytes: self.pinned_bytes,
             snapshot_bytes: self.snapshot_bytes,
+            host_memory: self.host_memory,
+            disk: self.disk.clone(),
+            disk_bytes: self.disk_bytes,
+        }
+    }
+}
+
+impl Shard {
+    /// Checks that the flags of the disk are complete.
+    pub(super) fn check_disk(&self, section: &'static str) -> Result<(), Error> {
+        let missing = |key, expected| Err(Error::value(section, key, "missing", expected));
+        match (&self.disk, self.disk_bytes, self.host_memory) {
+            (Some(_), None, _) => missing("disk_bytes", "a size such as 400GiB, because of --disk"),
+            (None, Some(_), _) => missing("disk", "a directory, because of --disk-bytes"),
+            (Some(_), Some(_), None) => {
+                missing("host_memory", "a size such as 48GiB, because of --disk")
+            }
+            _ => Ok(()),
         }
     }
 }

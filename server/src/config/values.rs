@@ -1,4 +1,4 @@
-//! Addresses in flags and files.
+//! Addresses and sizes in flags and files.
 
 use std::{
     fmt,
@@ -8,7 +8,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-/// The error for an invalid address.
+/// The error for an invalid address or size.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{found:?} is not {expected}")]
 pub struct Malformed {
@@ -216,6 +216,37 @@ impl fmt::Display for Etcd {
     }
 }
 
+/// A number of bytes: 1500000, 512MiB or 8GiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Size(pub u64);
+
+/// The units of sizes, the largest first.
+const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+
+impl FromStr for Size {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        let expected = "a number of bytes, such as 1500000, 512MiB or 8GiB";
+        let unit = UNITS.iter().find(|(unit, _)| text.ends_with(unit));
+        let (unit, bits) = unit.copied().unwrap_or_default();
+        let number = text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
+        let bytes = number.and_then(|number| number.checked_mul(1 << bits));
+        bytes.map(Self).ok_or_else(|| Malformed { found: text.to_owned(), expected })
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let whole = |&&(_, bits): &&(&str, u32)| self.0 > 0 && self.0.is_multiple_of(1 << bits);
+        match UNITS.iter().find(whole) {
+            Some((unit, bits)) => write!(f, "{}{unit}", self.0 >> bits),
+            None => self.0.fmt(f),
+        }
+    }
+}
+
 /// Implements Serde through `FromStr` and `Display`.
 macro_rules! as_text {
     ($($name:ident),*) => {$(
@@ -235,7 +266,7 @@ macro_rules! as_text {
     )*};
 }
 
-as_text!(Listen, AdminListen, Address, Addresses, Etcd);
+as_text!(Listen, AdminListen, Address, Addresses, Etcd, Size);
 
 #[cfg(test)]
 mod tests {
@@ -270,6 +301,23 @@ mod tests {
         let address: Address = "node:0".parse().unwrap();
         assert_eq!(address.or_port(7401).to_string(), "node:7401");
         assert_eq!("node:5".parse::<Address>().unwrap().or_port(7401).port(), 5);
+    }
+
+    #[test]
+    fn sizes_have_units_and_survive_text() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("1500000", 1_500_000),
+            ("8GiB", 8 << 30),
+            ("3KiB", 3 << 10),
+            ("1TiB", 1 << 40),
+        ] {
+            let size: Size = text.parse().unwrap();
+            assert_eq!((size.0, size.to_string()), (bytes, text.to_owned()));
+        }
+        for text in ["", "GiB", "8GB", "8 GiB", "-1", "1.5GiB", "99999999999TiB", "8gib"] {
+            assert!(text.parse::<Size>().is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -191,7 +191,7 @@ impl<B: Backend> Copier<B> {
                 let cause = format!("version {version} of job {name:?} is no longer available");
                 return Err(Error::Internal { cause });
             };
-            let bytes = from.values(backend, part, &buffer, range.clone(), DType::F32);
+            let bytes = from.values(backend, part, &buffer, range.clone(), DType::F32)?;
             self.job.slice(copy.slice)?.carry(backend, target, copy.offset, &bytes)?;
         }
         if copy.state {

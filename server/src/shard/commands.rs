@@ -174,6 +174,7 @@ impl<B: Backend> Task<B> {
                 is_restored,
                 closed,
                 backend: store.backend.clone(),
+                tiers: store.tiers.clone(),
                 budget: store.budget.clone(),
                 metrics: store.metrics.clone(),
                 events,

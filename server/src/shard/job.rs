@@ -11,16 +11,16 @@ use zeroshard_proto::{
 };
 
 use super::{
-    budget::Budget,
+    budget::{Budget, Space},
     events::{Events, JobEvent},
     pin::Pins,
     round::Chunk,
     senders::{self, Sent, describe},
-    slice::{Holds, Memory, Reduced, Role, Slice, Upload},
+    slice::{Holds, Home, Memory, Reduced, Role, Slice, Upload},
 };
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
+use crate::{attempt::Attempt, backend::Backend, metrics::Metrics, tier::Tiers};
 pub(crate) use held::being_restored;
 use progress::Progress;
 pub(crate) use progress::Ready;
@@ -34,7 +34,7 @@ mod steps;
 mod wait;
 
 /// A job to be opened, and the resources of this server that it uses.
-pub(crate) struct Opening<B> {
+pub(crate) struct Opening<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
     pub(crate) epoch: u64,
@@ -49,6 +49,8 @@ pub(crate) struct Opening<B> {
     /// Cancelled when the job is closed, also while it is being opened.
     pub(crate) closed: CancellationToken,
     pub(crate) backend: Arc<B>,
+    /// The tiers of the server, if it has budgets for the arrays of slices.
+    pub(crate) tiers: Option<Arc<Tiers<B>>>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
     /// The events to the coordinator.
@@ -74,6 +76,10 @@ pub(crate) struct Job<B: Backend> {
     placement: RwLock<Arc<Placement>>,
     origin: Origin,
     backend: Arc<B>,
+    /// The tiers of the server, if it has budgets for the arrays of slices.
+    tiers: Option<Arc<Tiers<B>>>,
+    /// The parts of these budgets that the slices take.
+    spaces: Mutex<Vec<[Space; 2]>>,
     /// The budget for the memory of early gradients.
     budget: Arc<Budget>,
     metrics: Arc<Metrics>,
@@ -100,8 +106,8 @@ impl<B: Backend> Job<B> {
     /// Allocates the slices that this server holds. Stops when `opening.closed` is cancelled.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], which names the tensor; [`Error::JobFailed`] if the job was closed.
-    /// The memory allocated so far is freed.
+    /// [`Error::OutOfMemory`], which names the tensor, or the budgets that are too small;
+    /// [`Error::JobFailed`] if the job was closed. The memory allocated so far is freed.
     pub(crate) fn open(opening: Opening<B>) -> Result<Self> {
         let Opening { id, spec, epoch, placement, server, version, closed, backend, .. } = opening;
         let attempt = Attempt::first(epoch, version.unwrap_or(0));
@@ -109,12 +115,13 @@ impl<B: Backend> Job<B> {
         let populates = !opening.is_restored;
         let new = Allocation {
             backend: &*backend,
+            tiers: opening.tiers.as_ref(),
             spec: &spec,
             closed: &closed,
             slices: &slices,
             populates,
         };
-        new.allocate((&placement, server), attempt, version.is_some())?;
+        let spaces = new.allocate((&placement, server), attempt, version.is_some())?;
         let progress = match version {
             None => Progress::upload(attempt, slices.iter().filter_map(OnceLock::get).count()),
             Some(_) => Progress::step(attempt, version, 0),
@@ -127,6 +134,8 @@ impl<B: Backend> Job<B> {
             served: AtomicU64::new(0),
             origin: opening.origin,
             backend,
+            tiers: opening.tiers,
+            spaces: Mutex::new(Vec::from_iter(spaces)),
             budget: opening.budget,
             metrics: opening.metrics,
             events: opening.events,
@@ -207,7 +216,7 @@ impl<B: Backend> Job<B> {
     /// The memory of all slices.
     pub(crate) fn memory(&self) -> Memory {
         self.slices().fold(Memory::default(), |sum, (_, slice)| {
-            let one = slice.memory();
+            let one = slice.memory(self.backend());
             Memory {
                 master: sum.master + one.master,
                 state: sum.state + one.state,
@@ -249,8 +258,9 @@ impl<B: Backend> Job<B> {
         chunk: &Chunk,
     ) -> Result<u64> {
         let current = || self.check_epoch(attempt.epoch);
+        let slice = self.slice(index)?;
         let (new, complete) =
-            self.slice(index)?.upload(self.backend(), attempt, upload, chunk, current)?;
+            self.note_disk(slice.upload(self.backend(), attempt, upload, chunk, current))?;
         if complete {
             self.finish_upload(attempt, 1);
         }
@@ -292,8 +302,8 @@ impl<B: Backend> Job<B> {
     pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.primary_slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        let (new, reduced) =
-            slice.contribute(self.backend(), attempt, chunk, &self.budget, current)?;
+        let added = slice.contribute(self.backend(), attempt, chunk, &self.budget, current);
+        let (new, reduced) = self.note_disk(added)?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(new)
@@ -302,8 +312,8 @@ impl<B: Backend> Job<B> {
     /// Records that a rank has nothing more to send of a trained slice.
     pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.primary_slice(index)?;
-        let reduced =
-            slice.absent(self.backend(), attempt, rank, || self.check_attempt(attempt, slice))?;
+        let current = || self.check_attempt(attempt, slice);
+        let reduced = self.note_disk(slice.absent(self.backend(), attempt, rank, current))?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(())
@@ -312,7 +322,8 @@ impl<B: Backend> Job<B> {
     /// Stores a chunk of a tensor's new values. Returns the number of new elements.
     pub(crate) fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
-        slice.replace(self.backend(), attempt, chunk, || self.check_attempt(attempt, slice))
+        let current = || self.check_attempt(attempt, slice);
+        self.note_disk(slice.replace(self.backend(), attempt, chunk, current))
     }
 
     /// Checks the attempt of a push.
@@ -379,11 +390,25 @@ impl<B: Backend> Job<B> {
     /// Ends the hold of a checkpoint on a slice. A gradient that was not reported because of it is
     /// reported now.
     pub(crate) fn finish_save(&self, index: u32, holds: &Arc<Holds>) -> Result<()> {
-        let ended = self.slice(index)?.end_save(self.backend(), holds)?;
+        let ended = self.note_disk(self.slice(index)?.end_save(self.backend(), holds))?;
         if let Some((attempt, reduced)) = ended {
             self.finish_reduction(attempt, index, Some(reduced));
         }
         Ok(())
+    }
+
+    /// Ends the job if the disk of its slices has failed.
+    pub(crate) fn note_disk<T>(&self, done: Result<T>) -> Result<T> {
+        done.inspect_err(|error| {
+            if matches!(error, Error::Storage { .. }) {
+                self.fail(error);
+            }
+        })
+    }
+
+    /// Reports an error that ends the job.
+    pub(crate) fn fail(&self, error: &Error) {
+        self.tell(JobEvent::failed(self.epoch(), error));
     }
 
     /// The number of slices that the open step needs the reduced gradient of.
@@ -412,6 +437,7 @@ impl<B: Backend> Job<B> {
 /// Slices to be allocated.
 struct Allocation<'a, B: Backend> {
     backend: &'a B,
+    tiers: Option<&'a Arc<Tiers<B>>>,
     spec: &'a JobSpec,
     closed: &'a CancellationToken,
     slices: &'a [OnceLock<Slice<B>>],
@@ -421,7 +447,7 @@ struct Allocation<'a, B: Backend> {
 
 impl<B: Backend> Allocation<'_, B> {
     /// Allocates the slices of `server` that do not exist yet. If `is_empty`, their job runs
-    /// already, and they have no content.
+    /// already, and they have no content. Returns the parts of the budgets that they take.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a placement of another number of slices; those of [`Job::open`].
@@ -430,7 +456,7 @@ impl<B: Backend> Allocation<'_, B> {
         (placement, server): (&Placement, u64),
         attempt: Attempt,
         is_empty: bool,
-    ) -> Result<()> {
+    ) -> Result<Option<[Space; 2]>> {
         let Self { spec, slices, .. } = *self;
         if placement.slices() != slices.len() {
             let what = format!("placement of job {:?}", spec.name);
@@ -439,8 +465,14 @@ impl<B: Backend> Allocation<'_, B> {
             return Err(Error::invalid(what, found, expected));
         }
         let wanted = placement.slices_of(server);
+        let mut wanted: Vec<(usize, bool)> =
+            wanted.filter(|(index, _)| slices[*index].get().is_none()).collect();
+        // The order of steps.
+        wanted.sort_unstable();
+        let numbers: Vec<usize> = wanted.iter().map(|(index, _)| *index).collect();
+        let placed = self.tiers.map(|tiers| tiers.place(spec, &numbers)).transpose()?;
         let mut last: Option<(usize, Contributions)> = None;
-        for (index, is_primary) in wanted.filter(|(index, _)| slices[*index].get().is_none()) {
+        for (number, (index, is_primary)) in wanted.into_iter().enumerate() {
             if self.closed.is_cancelled() {
                 return Err(closed_error(&spec.name));
             }
@@ -451,11 +483,9 @@ impl<B: Backend> Allocation<'_, B> {
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
             let contributors = contributions.of_slice(&cut);
             let role = if is_primary { Role::Primary } else { Role::Backup };
-            let slice = Slice::allocate(self.backend, spec, index, contributors, attempt, role);
-            let slice = slice.map_err(|e| Error::OutOfMemory {
-                what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
-                bytes: (e.numel * e.dtype.size()) as u64,
-            })?;
+            let disk = self.tiers.zip(placed.as_ref().map(|placed| placed.on_disk[number]));
+            let home = Home { backend: self.backend, disk };
+            let slice = Slice::allocate(home, spec, index, contributors, attempt, role)?;
             if self.populates {
                 slice.populate(self.backend);
                 slice.populate_sum(self.backend);
@@ -465,7 +495,7 @@ impl<B: Backend> Allocation<'_, B> {
             }
             _ = slices[index].set(slice);
         }
-        Ok(())
+        Ok(placed.map(|placed| placed.spaces))
     }
 }
 

@@ -12,7 +12,11 @@ use zeroshard_proto::{
 };
 
 use super::*;
-use crate::{backend::Cpu, shard::slice::Apply};
+use crate::{
+    backend::Cpu,
+    shard::slice::Apply,
+    tier::tests::{Fault, failing},
+};
 
 const JOB_ID: u64 = 5;
 const UPLOAD: Upload = Upload { state: None, applied: AppliedSteps::new(0) };
@@ -46,6 +50,10 @@ fn a_job_that_is_being_restored_is_described_with_its_predecessor() {
 
 impl Subject {
     fn new(slices: usize, world: u32) -> Self {
+        Self::on(slices, world, None)
+    }
+
+    fn on(slices: usize, world: u32, tiers: Option<Arc<Tiers<Cpu>>>) -> Self {
         let tensors = (0..slices).map(|index| TensorSpec::new(format!("t{index}"), [2]));
         let manifest = Manifest::new(tensors.collect()).unwrap();
         let spec = JobSpec { world, ..JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]) };
@@ -64,6 +72,7 @@ impl Subject {
             is_restored: false,
             closed: CancellationToken::new(),
             backend: Arc::new(Cpu::new()),
+            tiers,
             budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events,
@@ -114,6 +123,37 @@ impl Subject {
 
 fn at(epoch: u64, step: u64, number: u32) -> Attempt {
     Attempt { epoch, step, number }
+}
+
+#[test]
+fn a_failing_disk_ends_the_job_with_an_error_that_names_slice_and_file() {
+    for fault in Fault::ALL {
+        let left = Arc::new(AtomicU64::new(u64::MAX));
+        let (tiers, _) = failing(&Cpu::new(), fault, &left, 1 << 20);
+        let mut subject = Subject::on(2, 1, Some(tiers));
+        subject.upload_all(1, 0.0);
+        subject.job.publish(1).unwrap();
+        left.store(0, Ordering::Relaxed);
+        let pushed =
+            (0..2).try_for_each(|slice| subject.push(at(1, 0, 0), slice, 0, 1.0).map(drop));
+        // Pushes write to the disk, and steps read from it.
+        let failed = pushed.and_then(|()| subject.decide(at(1, 0, 0))).unwrap_err();
+        assert!(matches!(failed, Error::Storage { .. }), "{failed}");
+        let told = std::iter::from_fn(|| subject.said.try_recv().ok());
+        let told: Vec<String> = told
+            .filter_map(|event| match event {
+                Event::Failed(failed) => Some(failed.reason),
+                _ => None,
+            })
+            .collect();
+        // The task of the job reports the failure of a step.
+        assert_eq!(!told.is_empty(), fault != Fault::Read);
+        let reason = told.first().unwrap_or(&failed.to_string()).clone();
+        assert!(
+            reason.contains("slice 0") && reason.contains("scratch file in /scratch"),
+            "{reason}"
+        );
+    }
 }
 
 #[test]
@@ -315,6 +355,7 @@ fn opening_stops_when_the_job_is_closed() {
         is_restored: false,
         closed,
         backend: Arc::new(Cpu::new()),
+        tiers: None,
         budget: Budget::new(0),
         metrics: Metrics::new(),
         events: Events::default(),

@@ -5,7 +5,6 @@
 //! `commands` carries them out for a job. Only `carry` and `replicate` know the other servers.
 
 mod background;
-pub(crate) mod budget;
 mod carry;
 pub(crate) mod commands;
 pub(crate) mod control;
@@ -42,7 +41,14 @@ use zeroshard_proto::{
     Result, Token, pb::shard_service_server::ShardServiceServer, transport::MAX_CONTROL_MESSAGE,
 };
 
-use crate::{backend::Backend, config, health::Health, serve::Context};
+pub(crate) use crate::budget;
+use crate::{
+    backend::Backend,
+    config,
+    health::Health,
+    serve::Context,
+    tier::{self, Tiers},
+};
 use store::{Limits, Store};
 
 /// The interval at which a lost coordinator is dialled again.
@@ -65,7 +71,8 @@ impl<B: Backend> Shard<B> {
     /// Creates a server without jobs.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
+    /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers;
+    /// [`zeroshard_proto::Error::Storage`] if the scratch file cannot be created.
     pub fn new(backend: B, config: &config::Shard, context: Context) -> Result<Self> {
         let Context { common, metrics, health, failure } = context;
         let limits = Limits {
@@ -75,8 +82,16 @@ impl<B: Backend> Shard<B> {
             pinned_bytes: config.pinned_bytes,
             snapshot_bytes: config.snapshot_bytes.unwrap_or(u64::MAX),
         };
+        let tiers = config.host_memory.map(|memory| {
+            let disk = config.disk.clone().zip(config.disk_bytes.map(|bytes| bytes.0));
+            let limits = tier::Limits { memory: memory.0, disk };
+            Tiers::new(&backend, limits, metrics.scratch.clone())
+        });
+        let tiers = tiers.transpose()?;
+        let mut store = Store::new(backend, limits, metrics, failure);
+        store.tiers = tiers;
         Ok(Self {
-            store: Arc::new(Store::new(backend, limits, metrics, failure)),
+            store: Arc::new(store),
             health,
             token: common.token,
             id: config.id.clone(),

@@ -16,7 +16,7 @@ use super::{
     part::Part,
     pull::{Content, bytes_of},
 };
-use crate::{backend::Backend, config::MAX_WAIT, identity};
+use crate::{backend::Backend, config::MAX_WAIT, identity, tier::Array};
 
 /// The time limit of a pin for which the caller does not set one.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -24,12 +24,12 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// A version of slices that steps do not overwrite.
 pub(crate) struct Pin<B: Backend> {
     pub(super) version: u64,
-    slices: HashMap<u32, (Arc<B::Buffer>, Space)>,
+    slices: HashMap<u32, (Array<B>, Space)>,
 }
 
 impl<B: Backend> Pin<B> {
     /// The parameters of a slice, if it is pinned.
-    pub(super) fn slice(&self, index: u32) -> Option<&Arc<B::Buffer>> {
+    pub(super) fn slice(&self, index: u32) -> Option<&Array<B>> {
         self.slices.get(&index).map(|(buffer, _)| buffer)
     }
 }

@@ -16,7 +16,7 @@ use zeroshard_proto::{
 };
 
 use super::{budget::Space, job::Job, part::Part, pin::Pin, slice::Slice, store::Store};
-use crate::{attempt::Attempt, backend::Backend};
+use crate::{attempt::Attempt, backend::Backend, tier::Array};
 
 /// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -36,7 +36,7 @@ struct Wanted<B: Backend> {
 
 /// A version of a slice that steps do not overwrite.
 struct Held<B: Backend> {
-    buffer: Arc<B::Buffer>,
+    buffer: Array<B>,
     /// A part of the budget for all pulls; `None` for the slice that is being sent when the budget
     /// is exhausted, and for a slice that is pinned, which is part of another budget.
     _space: Option<Space>,
@@ -84,7 +84,7 @@ impl Content {
         self,
         job: &Job<B>,
         slice: &Slice<B>,
-    ) -> Result<Option<Arc<B::Buffer>>> {
+    ) -> Result<Option<Array<B>>> {
         let (backend, name) = (job.backend(), &job.spec.name);
         match self.attempt {
             Some(attempt) => slice.reduced_of(backend, name, attempt),
@@ -310,6 +310,7 @@ impl<B: Backend> Pull<B> {
                 wanted.elements.select(offset..end),
                 self.dtype,
             );
+            let payload = self.job.note_disk(payload)?;
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);

@@ -59,7 +59,7 @@ impl<B: Backend> Copies<B> {
                 let copied = copy(&store, &job, &token, version, slices);
                 match cancelled.run_until_cancelled(copied).await {
                     Some(Ok(())) => job.tell(JobEvent::Copied { number }),
-                    Some(Err(error)) => fail(&job, &error),
+                    Some(Err(error)) => job.fail(&error),
                     None => {}
                 }
             };
@@ -121,15 +121,10 @@ async fn copy<B: Backend>(
     store.failure.blocking("end a copy of slices", end).await
 }
 
-/// Reports an error that ends the job.
-fn fail<B: Backend>(job: &Job<B>, error: &Error) {
-    job.tell(JobEvent::failed(job.epoch(), error));
-}
-
 /// Whether a call to a primary cannot succeed later. A primary that does not know yet that it is
 /// one refuses the call, and one that is gone is replaced by the coordinator.
 fn is_final(error: &Error) -> bool {
-    matches!(error, Error::Invalid { .. } | Error::Internal { .. })
+    matches!(error, Error::Invalid { .. } | Error::Internal { .. } | Error::Storage { .. })
 }
 
 /// Receives the reduced gradients of the slices of which this server is a backup, until the job is
@@ -205,7 +200,7 @@ async fn receive<B: Backend>(
                 return;
             }
             if is_final(&error) {
-                return fail(job, &error);
+                return job.fail(&error);
             }
             tokio::time::sleep(PAUSE).await;
         }

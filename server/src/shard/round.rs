@@ -68,6 +68,11 @@ impl Round {
         self.touched = false;
     }
 
+    /// Whether any rank has sent elements, so that there is a sum.
+    pub(crate) fn is_touched(&self) -> bool {
+        self.touched
+    }
+
     /// Whether every rank has contributed, or no rank has a gradient.
     pub(crate) fn is_complete(&self) -> bool {
         self.figures.are_complete() || self.is_absent_everywhere()

@@ -307,7 +307,7 @@ impl<B: Backend> Source for Snapshot<B> {
         let slice = held.get(&slice).ok_or_else(|| Error::Internal {
             cause: format!("slice {slice} was released before it was written"),
         })?;
-        Ok(slice.part(self.job.backend(), part))
+        slice.part(self.job.backend(), part)
     }
 
     fn applied(&self, slice: u32) -> AppliedSteps {

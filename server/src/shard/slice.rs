@@ -20,19 +20,20 @@ use super::{
 };
 use crate::{
     attempt::Attempt,
-    backend::{Backend, OutOfMemory, Update},
-    optim,
+    backend::{Backend, Update},
+    tier::{Array, Arrays, Kind, Tiers},
 };
 use carried::Carried;
 use hold::Hold;
 use received::Received;
 use replacement::Replacement;
-use versioned::Versioned;
+use versioned::{Versioned, in_memory};
 
 mod backup;
 mod carried;
 mod factors;
 mod hold;
+mod home;
 mod read;
 mod received;
 mod replacement;
@@ -42,8 +43,12 @@ mod versioned;
 
 pub(crate) use backup::Role;
 pub(crate) use hold::Holds;
+pub(crate) use home::Home;
 pub(crate) use saved::HeldSlice;
 pub(crate) use upload::Upload;
+
+/// The elements that are read at once of master weights on disk that are cast.
+const CAST: usize = 1 << 18;
 
 /// The version of a slice of a job whose initial parameters are not complete.
 const NOT_INITIALISED: u64 = u64::MAX;
@@ -65,6 +70,8 @@ pub(crate) struct Slice<B: Backend> {
     initial_state: f32,
     /// The dtype of the published parameters.
     dtype: DType,
+    /// The tiers, if arrays of the slice are on disk.
+    tiers: Option<Arc<Tiers<B>>>,
     /// Readable without the lock, because waiting for a version must not wait for a step that is
     /// being applied.
     version: AtomicU64,
@@ -106,6 +113,8 @@ struct Inner<B: Backend> {
     last_save: Option<(Arc<Holds>, u32)>,
     /// Of a backup: the elements of the reduced gradient that have arrived.
     from_primary: usize,
+    /// The failure of the disk in a step, after which the content has elements of two versions.
+    broken: Option<Error>,
 }
 
 /// The gradient of the open step.
@@ -116,6 +125,23 @@ struct Open<B: Backend> {
     /// Whether the reduced gradient has been reported; from then on the step may be decided at any
     /// moment.
     is_reported: bool,
+}
+
+impl<B: Backend> Open<B> {
+    /// Records that a rank sends nothing more of this attempt's gradient.
+    ///
+    /// # Errors
+    /// Those of [`Versioned::write`].
+    fn absent(&mut self, backend: &B, rank: u32) -> Result<()> {
+        match self.round.is_touched() {
+            true => {
+                let mut sum = self.sum.write(backend)?;
+                self.round.absent(backend, &mut sum, rank);
+            }
+            false => _ = self.round.note_absent(rank),
+        }
+        Ok(())
+    }
 }
 
 /// The properties of a slice's reduced gradient, after every rank has contributed.
@@ -162,21 +188,25 @@ pub(crate) struct Memory {
 impl<B: Backend> Slice<B> {
     /// Allocates slice number `index` of a job with these contributors, without providing the
     /// memory.
-    pub(crate) fn allocate(
-        backend: &B,
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], which names the tensor; [`Error::Storage`].
+    pub(crate) fn allocate<'a>(
+        home: impl Into<Home<'a, B>>,
         job: &JobSpec,
         index: usize,
         contributors: Arc<[SliceContributors]>,
         attempt: Attempt,
         role: Role,
-    ) -> Result<Self, OutOfMemory> {
+    ) -> Result<Self> {
         let JobSpec { manifest, groups, .. } = job;
         let spec = manifest.slices()[index];
         let tensor = manifest.tensor_of(index);
         let group = tensor.trains().then_some(tensor.group as usize);
-        let buffer = |dtype| backend.allocate(dtype, spec.numel);
+        let home = home.into().of(index as u32, &tensor.name);
+        let array = |kind, dtype| home.array(kind, dtype, spec.numel, None);
         let inner = match group {
-            None => Inner::new(buffer(tensor.dtype)?, &contributors, attempt),
+            None => Inner::new(array(Kind::Master, tensor.dtype)?, &contributors, attempt),
             Some(group) => Inner {
                 uploaded_state: groups[group]
                     .state()
@@ -185,18 +215,15 @@ impl<B: Backend> Slice<B> {
                     .collect(),
                 published: match tensor.dtype {
                     DType::F32 => None,
-                    dtype => Some(Versioned::new(buffer(dtype)?)),
+                    dtype => Some(Versioned::new(home.in_memory(dtype, spec.numel, None)?)),
                 },
-                state: optim::initial_state(backend, &groups[group], &tensor.shape, spec.numel)?
-                    .into_iter()
-                    .map(Versioned::new)
-                    .collect(),
+                state: home.state(&groups[group], &tensor.shape, spec.numel)?,
                 open: Some(Open {
-                    sum: Versioned::new(buffer(DType::F32)?),
+                    sum: Versioned::new(array(Kind::Sum, DType::F32)?),
                     round: Round::new(index as u32, spec.numel, &contributors),
                     is_reported: false,
                 }),
-                ..Inner::new(buffer(DType::F32)?, &contributors, attempt)
+                ..Inner::new(array(Kind::Master, DType::F32)?, &contributors, attempt)
             },
         };
         Ok(Self {
@@ -209,6 +236,7 @@ impl<B: Backend> Slice<B> {
                 .map_or_else(Vec::new, |group| groups[group].state_shapes(&tensor.shape)),
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
             dtype: tensor.dtype,
+            tiers: home.tiers().cloned(),
             version: AtomicU64::new(NOT_INITIALISED),
             role: AtomicU8::new(role as u8),
             inner: Mutex::new(inner),
@@ -230,16 +258,22 @@ impl<B: Backend> Slice<B> {
         Some(self.version.load(Ordering::Acquire)).filter(|&version| version != NOT_INITIALISED)
     }
 
-    pub(crate) fn memory(&self) -> Memory {
-        let numel = self.spec.numel as u64;
+    /// Whether arrays of the slice are on disk, so that its steps wait for the disk.
+    pub(crate) fn is_streamed(&self) -> bool {
+        self.tiers.is_some()
+    }
+
+    /// The memory of the arrays that are in memory.
+    pub(crate) fn memory(&self, backend: &B) -> Memory {
         let inner = self.lock();
-        let master = numel * self.master_dtype().size() as u64;
+        let bytes = |array: &Array<B>| array.memory().map_or(0, |_| array.bytes(backend));
+        let replacement = inner.replacement.as_ref().map_or(0, |new| bytes(&new.values));
         Memory {
-            master,
-            state: self.state_shapes.iter().map(|of| 4 * of.numel(self.spec.numel) as u64).sum(),
-            accumulator: inner.open.as_ref().map_or(0, |_| numel * 4)
-                + inner.replacement.as_ref().map_or(0, |_| master),
-            published: inner.published.as_ref().map_or(0, |_| numel * self.dtype.size() as u64),
+            master: bytes(inner.master.current()),
+            state: inner.state.iter().map(|state| bytes(state.current())).sum(),
+            accumulator: inner.open.as_ref().map_or(0, |open| bytes(open.sum.current()))
+                + replacement,
+            published: inner.published.as_ref().map_or(0, |of| bytes(of.current())),
         }
     }
 
@@ -262,7 +296,13 @@ impl<B: Backend> Slice<B> {
         current()?;
         self.enter(backend, &mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        let new = open.round.contribute(backend, open.sum.write(backend)?, chunk, budget)?;
+        if open.is_reported {
+            return Ok((0, None)); // every rank has sent everything, or is absent
+        }
+        let new = {
+            let mut sum = open.sum.write(backend)?;
+            open.round.contribute(backend, &mut sum, chunk, budget)?
+        };
         Ok((new, inner.reduced(backend, self.role())?))
     }
 
@@ -280,7 +320,7 @@ impl<B: Backend> Slice<B> {
         current()?;
         self.enter(backend, &mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        open.round.absent(backend, open.sum.write(backend)?, rank);
+        open.absent(backend, rank)?;
         inner.reduced(backend, self.role())
     }
 
@@ -324,7 +364,7 @@ impl<B: Backend> Slice<B> {
         let Some(open) = inner.open.as_mut().filter(|_| adds) else {
             return Ok(None);
         };
-        open.round.absent(backend, open.sum.write(backend)?, rank);
+        open.absent(backend, rank)?;
         inner.reduced(backend, self.role())
     }
 
@@ -347,13 +387,12 @@ impl<B: Backend> Slice<B> {
     /// properties of the first step's gradient if it is complete because all ranks are absent.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`].
+    /// [`Error::OutOfMemory`], [`Error::Storage`].
     pub(crate) fn publish(&self, backend: &B, version: u64) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
-        if let Some(published) = &mut inner.published {
-            backend.copy(inner.master.current(), published.next(backend)?.buffer);
-        }
+        inner.cast(backend)?;
+        inner.settle(backend)?;
         inner.restart(backend, Attempt { step: version, ..inner.attempt }, self.role())?;
         self.set_version(version);
         inner.reduced(backend, self.role())
@@ -363,8 +402,9 @@ impl<B: Backend> Slice<B> {
     /// gradient if it is complete because all ranks are absent.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and no memory was
-    /// reserved, which does not happen after the gradient was reported.
+    /// [`Error::OutOfMemory`] if a reader holds the old version and no memory was reserved, which
+    /// does not happen after the gradient was reported; [`Error::Storage`] if the disk fails, after
+    /// which the slice can no longer be used.
     pub(crate) fn step(&self, backend: &B, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let (inner, role) = (&mut *inner, self.role());
@@ -386,18 +426,31 @@ impl<B: Backend> Slice<B> {
             // If there is no memory, nothing has been written.
             let buffers = inner.published.iter_mut().chain([&mut inner.master]);
             buffers.chain(&mut inner.state).try_for_each(|buffer| buffer.reserve(backend))?;
+            let buffers = [&inner.master, &open.sum].into_iter().chain(&inner.state);
+            buffers.into_iter().try_for_each(|buffer| buffer.settle(backend))?;
             let published = inner.published.as_mut().map(|p| p.next(backend)).transpose()?;
-            let published = published.map(|output| output.buffer);
+            let published = published.map(|published| in_memory(published).buffer);
             let master = inner.master.next(backend)?;
             let state = inner.state.iter_mut().map(|state| state.next(backend));
-            let state = state.collect::<Result<_>>()?;
-            backend.apply(&update, master, state, open.sum.current(), published);
+            let state = state.collect::<Result<Vec<_>>>()?;
+            let sum = open.sum.current();
+            match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
+                None => {
+                    let state = state.into_iter().map(in_memory).collect();
+                    let sum = sum.memory().expect("all arrays are in memory");
+                    backend.apply(&update, in_memory(master), state, sum, published);
+                }
+                Some(steps) => {
+                    let arrays = Arrays { master, state, sum, published };
+                    let applied = steps.apply(backend, &update, self.spec.numel, arrays);
+                    applied.inspect_err(|error| inner.broken = Some(error.clone()))?;
+                }
+            }
             inner.applied = update.applied();
             inner.hold = Weak::new();
         } else if replaced {
-            if let Some(published) = &mut inner.published {
-                backend.copy(inner.master.current(), published.next(backend)?.buffer);
-            }
+            inner.cast(backend)?;
+            inner.settle(backend)?;
             inner.hold = Weak::new();
         }
         inner.buffers().for_each(Versioned::release);
@@ -420,7 +473,7 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    fn new(master: B::Buffer, contributors: &[SliceContributors], attempt: Attempt) -> Self {
+    fn new(master: Array<B>, contributors: &[SliceContributors], attempt: Attempt) -> Self {
         Self {
             attempt,
             done: Vec::new(),
@@ -438,7 +491,31 @@ impl<B: Backend> Inner<B> {
             hold: Weak::new(),
             last_save: None,
             from_primary: 0,
+            broken: None,
         }
+    }
+
+    /// Publishes the master weights in the dtype of the tensor.
+    fn cast(&mut self, backend: &B) -> Result<()> {
+        let Some(published) = &mut self.published else { return Ok(()) };
+        let to = in_memory(published.next(backend)?).buffer;
+        match self.master.current() {
+            Array::Memory(master) => backend.copy(master, to),
+            master @ Array::Disk(_) => {
+                let numel = master.numel(backend);
+                for start in (0..numel).step_by(CAST) {
+                    let range = start..numel.min(start + CAST);
+                    let values = master.read(backend, range.clone(), DType::F32)?;
+                    backend.store(to, range, &values, DType::F32);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes values and state to the disk where they are there.
+    fn settle(&self, backend: &B) -> Result<()> {
+        [&self.master].into_iter().chain(&self.state).try_for_each(|array| array.settle(backend))
     }
 
     /// All buffers that a step writes and readers read.
@@ -457,9 +534,10 @@ impl<B: Backend> Inner<B> {
         if let Some(open) = &mut self.open {
             open.round.reset();
             open.is_reported = false;
+            open.sum.make_blank();
             // Of a backup, the sum is the primary's.
             for &rank in self.done.iter().filter(|_| role == Role::Primary) {
-                open.round.absent(backend, open.sum.write(backend)?, rank);
+                open.absent(backend, rank)?;
             }
         }
         Ok(())
@@ -471,7 +549,7 @@ impl<B: Backend> Inner<B> {
     fn reduced(&mut self, backend: &B, role: Role) -> Result<Option<Reduced>> {
         let is_complete = |open: &Open<B>| match role {
             Role::Primary => open.round.is_complete(),
-            Role::Backup | Role::Copying => self.from_primary == backend.numel(open.sum.current()),
+            Role::Backup | Role::Copying => self.from_primary == open.sum.current().numel(backend),
             Role::Empty => false,
         };
         if self.open.as_ref().is_none_or(|open| open.is_reported || !is_complete(open)) {
@@ -487,6 +565,7 @@ impl<B: Backend> Inner<B> {
             reserved => reserved?,
         }
         let Some(open) = &mut self.open else { return Ok(None) };
+        open.sum.settle(backend)?;
         open.is_reported = true;
         let sum_of_squares = open.round.sum_of_squares();
         let overflow = open.round.overflow();
@@ -497,6 +576,8 @@ impl<B: Backend> Inner<B> {
 
 #[cfg(test)]
 mod contributors_tests;
+#[cfg(test)]
+mod disk_tests;
 #[cfg(test)]
 mod hold_tests;
 #[cfg(test)]

@@ -7,7 +7,7 @@ use dashmap::DashMap;
 use zeroshard_proto::{Deadline, Error, Result, pb};
 
 use super::{budget::Budget, job::Job, stall::Readers};
-use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
+use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics, tier::Tiers};
 
 /// The maximum memory that pulls hold of slices that they do not send yet. A step needs the same
 /// amount of memory in addition.
@@ -31,6 +31,8 @@ pub(crate) struct Limits {
 /// All jobs of one server.
 pub(crate) struct Store<B: Backend> {
     pub(crate) backend: Arc<B>,
+    /// The tiers, if there are budgets for the arrays of slices.
+    pub(crate) tiers: Option<Arc<Tiers<B>>>,
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) failure: Failure,
@@ -50,6 +52,7 @@ impl<B: Backend> Store<B> {
     pub(crate) fn new(backend: B, limits: Limits, metrics: Arc<Metrics>, failure: Failure) -> Self {
         Self {
             backend: Arc::new(backend),
+            tiers: None,
             budget: Budget::new(limits.parked_bytes),
             held: Budget::new(HELD_BYTES),
             pinned: Budget::new(limits.pinned_bytes),
@@ -139,6 +142,11 @@ impl<B: Backend> Store<B> {
         metrics.memory.parked.set(stats.parked_bytes as i64);
         metrics.memory.pinned.set(self.pinned.used() as i64);
         metrics.memory.snapshot.set(self.snapshots.used() as i64);
+        if let Some(tiers) = &self.tiers {
+            let [memory, disk] = tiers.used();
+            metrics.tiers.host.set(memory as i64);
+            metrics.tiers.disk.set(disk as i64);
+        }
         for job in &stats.jobs {
             metrics.epoch.with_label_values(&[&job.job]).set(job.epoch as i64);
             if let Some(version) = job.version {

@@ -74,6 +74,7 @@ impl Subject {
             is_restored: false,
             closed: CancellationToken::new(),
             backend: store.backend.clone(),
+            tiers: None,
             budget: store.budget.clone(),
             metrics: store.metrics.clone(),
             events,

@@ -90,7 +90,7 @@ impl Request {
                 let values = content.read(job, of)?.map(|buffer| {
                     of.values(job.backend(), content.part, &buffer, 0..of.spec.numel, DType::F32)
                 });
-                Ok(values.map(Payload::Values))
+                Ok(values.transpose()?.map(Payload::Values))
             }
             Self::Push { lease, attempt, slice, chunk, .. } => {
                 job.check_lease(chunk.rank, *lease)?;
@@ -110,7 +110,7 @@ impl Request {
                     let rest = *offset..of.spec.numel;
                     of.values(job.backend(), Part::GradientSum, &sum, rest, DType::F32)
                 });
-                Ok(values.map(Payload::Values))
+                Ok(values.transpose()?.map(Payload::Values))
             }
             Self::Copy { version, slice, .. } => {
                 let content = whole(job, *version, *slice)?;
@@ -137,7 +137,7 @@ pub(super) fn whole(
     for part in parts(slice, job) {
         let content = Content { version, part, attempt: None };
         let Some(buffer) = content.read(job, slice)? else { return Ok(None) };
-        values.push(slice.values(job.backend(), part, &buffer, 0..slice.spec.numel, DType::F32));
+        values.push(slice.values(job.backend(), part, &buffer, 0..slice.spec.numel, DType::F32)?);
     }
     Ok(Some((values, slice.applied(&job.spec.name, version)?)))
 }

@@ -165,6 +165,7 @@ impl ShardServer {
             is_restored: false,
             closed: CancellationToken::new(),
             backend: Arc::new(Cpu::new()),
+            tiers: None,
             budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events: self.events.clone(),

@@ -7,6 +7,7 @@ mod recovery;
 mod sample;
 mod step;
 mod table;
+mod tiers;
 mod torch;
 mod transfer;
 
@@ -33,6 +34,7 @@ enum Bench {
     Step(step::Options),
     Checkpoint(checkpoint::Options),
     Recovery(recovery::Options),
+    Tiers(tiers::Options),
     Torch(torch::Options),
     #[command(hide = true)]
     StepWorker(step::WorkerOptions),
@@ -50,6 +52,7 @@ fn main() -> std::process::ExitCode {
         Bench::Step(options) => step::run(&options, json),
         Bench::Checkpoint(options) => checkpoint::run(&options, json),
         Bench::Recovery(options) => recovery::run(&options, json),
+        Bench::Tiers(options) => tiers::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
         Bench::StepWorker(options) => step::run_worker(&options),
         Bench::ServeRaw => transfer::serve_raw(),

@@ -29,6 +29,7 @@ mod shortage;
 mod shutdown;
 mod steps;
 mod succession;
+mod tiers;
 mod token;
 mod values;
 mod waits;

@@ -39,7 +39,7 @@ async fn step(job: &Job, step: u64) {
     }
 }
 
-async fn train(job: &Job, steps: std::ops::Range<u64>, done: &AtomicU64) {
+pub(crate) async fn train(job: &Job, steps: std::ops::Range<u64>, done: &AtomicU64) {
     for number in steps {
         training::pull(job, number).await.unwrap();
         step(job, number).await;

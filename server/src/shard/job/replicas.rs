@@ -58,8 +58,10 @@ impl<B: Backend> Job<B> {
         let attempt = Attempt { epoch, number: 0, ..self.attempt() };
         let runs = self.version().is_some();
         let Self { backend, spec, closed, slices, .. } = self;
-        let new = Allocation { backend: &**backend, spec, closed, slices, populates: true };
-        new.allocate((&placement, self.server), self.attempt(), runs)?;
+        let (backend, tiers) = (&**backend, self.tiers.as_ref());
+        let new = Allocation { backend, tiers, spec, closed, slices, populates: true };
+        let spaces = new.allocate((&placement, self.server), self.attempt(), runs)?;
+        self.spaces.lock().expect("no holder of the lock panics").extend(spaces);
         for (index, is_primary) in placement.slices_of(self.server) {
             let Some(slice) = slices[index].get() else { continue };
             let role = match (slice.role(), is_primary) {

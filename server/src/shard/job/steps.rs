@@ -161,7 +161,8 @@ impl<B: Backend> Job<B> {
     ///
     /// # Errors
     /// [`Error::Internal`] if the decision is not about the open attempt, or the attempt is
-    /// incomplete; [`Error::Invalid`] for hyperparameters that the job cannot have.
+    /// incomplete; [`Error::Invalid`] for hyperparameters that the job cannot have;
+    /// [`Error::Storage`] if the disk of slices fails.
     pub(crate) fn decide(
         &self,
         decision: &Arc<pb::Decision>,
@@ -222,9 +223,7 @@ impl<B: Backend> Job<B> {
 
     fn apply(&self, step: &Step<'_>) -> Result<()> {
         let done = AtomicU64::new(0);
-        self.slices.par_iter().enumerate().try_for_each(|(index, slice)| {
-            let Some(slice) = slice.get() else { return Ok(()) };
-            let index = index as u32;
+        let apply = |(index, slice): (u32, &Slice<B>)| {
             let reduced = slice.step(self.backend(), index, step)?;
             self.finish_reduction(step.next, index, reduced);
             let numel = slice.spec.numel as u64;
@@ -234,6 +233,13 @@ impl<B: Backend> Job<B> {
                 self.changed.send_replace(());
             }
             Ok(())
-        })
+        };
+        let (streamed, resident): (Vec<_>, Vec<_>) =
+            self.slices().partition(|(_, slice)| slice.is_streamed());
+        let in_memory = || resident.into_par_iter().try_for_each(apply);
+        match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
+            Some(steps) => steps.run(streamed.len(), |number| apply(streamed[number]), in_memory),
+            None => in_memory(),
+        }
     }
 }

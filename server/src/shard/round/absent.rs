@@ -33,20 +33,29 @@ impl Round {
         accumulator: &mut B::Buffer,
         rank: u32,
     ) -> bool {
-        let Some((of, turn)) = self.find(rank) else { return false };
-        let turns = &mut self.turns[of];
-        let contribution = &mut turns.contributions[turn];
-        if contribution.absent || contribution.received.is_all(turns.of.elements.numel()) {
-            return false;
-        }
-        contribution.absent = true;
-        turns.absents += 1;
+        let Some((of, turn)) = self.note_absent(rank) else { return false };
         if self.touched {
             let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
+            let turns = &mut self.turns[of];
             turns.add_zeros(total, turn);
             turns.unpark(total, turn);
         }
         true
+    }
+
+    /// The part of [`Self::absent`] that does not need the accumulator: everything, if no rank has
+    /// sent elements. Returns the set of contributors and the turn of the rank; `None` if nothing
+    /// changes.
+    pub(crate) fn note_absent(&mut self, rank: u32) -> Option<(usize, usize)> {
+        let (of, turn) = self.find(rank)?;
+        let turns = &mut self.turns[of];
+        let contribution = &mut turns.contributions[turn];
+        if contribution.absent || contribution.received.is_all(turns.of.elements.numel()) {
+            return None;
+        }
+        contribution.absent = true;
+        turns.absents += 1;
+        Some((of, turn))
     }
 
     /// The absent ranks, if there are any. `done`: ranks that are absent from every attempt.

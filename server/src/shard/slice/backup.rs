@@ -68,9 +68,8 @@ impl<B: Backend> Slice<B> {
         if self.role() != Role::Copying {
             return Ok(()); // a new placement has ended the copy
         }
-        if let Some(published) = &mut inner.published {
-            backend.copy(inner.master.current(), published.write(backend)?);
-        }
+        inner.cast(backend)?;
+        inner.settle(backend)?;
         self.role.store(Role::Backup as u8, Ordering::Release);
         Ok(())
     }
@@ -115,7 +114,9 @@ impl<B: Backend> Slice<B> {
         if !is_open || offset != inner.from_primary || end > numel {
             return Ok(None);
         }
-        backend.store(open.sum.write(backend)?, offset..end, bytes, DType::F32);
+        let mut sum = open.sum.write(backend)?;
+        backend.store(&mut sum, offset..end, bytes, DType::F32);
+        drop(sum);
         inner.from_primary = end;
         inner.reduced(backend, self.role())
     }

@@ -28,7 +28,8 @@ impl<B: Backend> Slice<B> {
         };
         let elements = Elements::from(offset..offset + bytes.len() / DType::F32.size());
         let values = (bytes, DType::F32);
-        factors::store(backend, self.shape_of(part), buffer.write(backend)?, &elements, values);
+        let buffer = &mut buffer.write(backend)?;
+        factors::store(backend, self.shape_of(part), buffer, &elements, values);
         Ok(())
     }
 

@@ -1,23 +1,24 @@
 //! State tensors that have a value for each row or column. They are kept so, and transferred in the
 //! shape of their parameter.
 
-use std::sync::Arc;
-
 use bytes::Bytes;
-use zeroshard_proto::{DType, Elements, optimizer::StateShape};
+use zeroshard_proto::{DType, Elements, Result, optimizer::StateShape};
 
-use crate::backend::Backend;
+use crate::{backend::Backend, tier::Array};
 
 /// Reads `elements` of a parameter from a state tensor of `shape`, as little-endian bytes of
 /// `dtype`.
+///
+/// # Errors
+/// Those of [`Array::read`].
 pub(super) fn repeat<B: Backend>(
     backend: &B,
     shape: StateShape,
-    state: &Arc<B::Buffer>,
+    state: &Array<B>,
     elements: &Elements,
     dtype: DType,
-) -> Bytes {
-    let values = backend.read(state, 0..backend.numel(state), dtype);
+) -> Result<Bytes> {
+    let values = state.read(backend, 0..state.numel(backend), dtype)?;
     let size = dtype.size();
     let mut bytes = Vec::with_capacity(elements.numel() * size);
     for (segment, first) in elements.runs().flat_map(|run| shape.segments(run)) {
@@ -26,7 +27,7 @@ pub(super) fn repeat<B: Backend>(
         let values = &values[first * size..(first + length) * size];
         (0..times).for_each(|_| bytes.extend_from_slice(values));
     }
-    bytes.into()
+    Ok(bytes.into())
 }
 
 /// Stores the values of `elements` of a parameter in a state tensor of `shape`. Of the values of a

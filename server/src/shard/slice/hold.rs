@@ -13,7 +13,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use zeroshard_proto::{Error, Result};
 
-use crate::shard::budget::{Budget, Space};
+use crate::budget::{Budget, Space};
 
 /// What the slices of a save have in common.
 #[derive(Debug)]

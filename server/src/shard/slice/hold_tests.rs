@@ -42,7 +42,7 @@ impl Saved {
     }
 
     fn values(&self, held: &HeldSlice<Instrumented>) -> Bytes {
-        held.part(&self.subject.backend, SavedPart::Values)
+        held.part(&self.subject.backend, SavedPart::Values).unwrap()
     }
 
     fn waits(&self) -> bool {
@@ -142,7 +142,7 @@ fn a_save_that_begins_without_room_after_the_report_learns_that_the_step_waits()
     drop(held);
     assert_eq!(saved.end(), Ok(None));
     saved.subject.step();
-    assert_eq!(saved.subject.backend.read(&reader, 0..2, DType::F32), bytes(&[1.0, 2.0]));
+    assert_eq!(reader.read(&saved.subject.backend, 0..2, DType::F32).unwrap(), bytes(&[1.0, 2.0]));
     assert_eq!(saved.budget.used(), 0);
 }
 

@@ -6,7 +6,10 @@ use bytes::Bytes;
 use zeroshard_proto::{AppliedSteps, DType, Elements, Error, Result, optimizer::StateShape};
 
 use super::{Inner, Slice, factors};
-use crate::{attempt::Attempt, backend::Backend, shard::part::Part};
+use crate::{attempt::Attempt, backend::Backend, shard::part::Part, tier::Array};
+
+/// The elements that are hashed at once.
+const HASHED: usize = 1 << 18;
 
 impl<B: Backend> Slice<B> {
     /// A part of the slice at `version`, which the caller may hold for any time; `None` if the
@@ -22,12 +25,13 @@ impl<B: Backend> Slice<B> {
         part: Part,
         job: &str,
         version: u64,
-    ) -> Result<Option<Arc<B::Buffer>>> {
+    ) -> Result<Option<Array<B>>> {
         if self.version().is_none_or(|current| current < version) {
             return Ok(None);
         }
         let mut inner = self.lock();
         self.check_version(job, version)?;
+        inner.check()?;
         let is_reported = inner.is_reported();
         let inner = &mut *inner;
         let buffer = match part {
@@ -36,7 +40,7 @@ impl<B: Backend> Slice<B> {
             Part::State(position) => &mut inner.state[position],
             Part::GradientSum => return inner.gradient_sum(backend),
         };
-        let held = Arc::clone(buffer.current());
+        let held = buffer.current().clone();
         if is_reported {
             buffer.reserve(backend)?;
         }
@@ -52,7 +56,7 @@ impl<B: Backend> Slice<B> {
         backend: &B,
         job: &str,
         attempt: Attempt,
-    ) -> Result<Option<Arc<B::Buffer>>> {
+    ) -> Result<Option<Array<B>>> {
         let inner = self.lock();
         match inner.attempt.cmp(&attempt) {
             std::cmp::Ordering::Less => Ok(None),
@@ -63,17 +67,20 @@ impl<B: Backend> Slice<B> {
 
     /// Elements of the slice from a buffer of [`Self::read`], as little-endian bytes of `dtype`.
     /// State tensors of another shape are repeated to the slice's.
+    ///
+    /// # Errors
+    /// Those of [`Array::read`].
     pub(crate) fn values(
         &self,
         backend: &B,
         part: Part,
-        buffer: &Arc<B::Buffer>,
+        array: &Array<B>,
         elements: impl Into<Elements>,
         dtype: DType,
-    ) -> Bytes {
+    ) -> Result<Bytes> {
         match self.shape_of(part) {
-            StateShape::Elements => backend.read(buffer, elements, dtype),
-            factor => factors::repeat(backend, factor, buffer, &elements.into(), dtype),
+            StateShape::Elements => array.read(backend, elements, dtype),
+            factor => factors::repeat(backend, factor, array, &elements.into(), dtype),
         }
     }
 
@@ -102,11 +109,12 @@ impl<B: Backend> Slice<B> {
         let (applied, buffers) = {
             let mut inner = self.lock();
             self.check_version(job, version)?;
+            inner.check()?;
             let inner = &mut *inner;
             let is_reported = inner.is_reported();
             let mut buffers = Vec::with_capacity(1 + inner.state.len());
             for buffer in [&mut inner.master].into_iter().chain(&mut inner.state) {
-                buffers.push(Arc::clone(buffer.current()));
+                buffers.push(buffer.current().clone());
                 if is_reported {
                     buffer.reserve(backend)?;
                 }
@@ -117,9 +125,12 @@ impl<B: Backend> Slice<B> {
         hasher.update(&(self.spec.numel as u64).to_le_bytes());
         hasher.update(&applied.count.to_le_bytes());
         applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
-        for buffer in &buffers {
-            let all = 0..backend.numel(buffer);
-            hasher.update(&backend.read(buffer, all, backend.dtype(buffer)));
+        for array in &buffers {
+            let (numel, dtype) = (array.numel(backend), array.dtype(backend));
+            for start in (0..numel).step_by(HASHED) {
+                let range = start..numel.min(start + HASHED);
+                hasher.update(&array.read(backend, range, dtype)?);
+            }
         }
         Ok(*hasher.finalize().as_bytes())
     }
@@ -137,8 +148,14 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
+    /// # Errors
+    /// The failure of the disk that has left elements of two versions in the slice.
+    pub(super) fn check(&self) -> Result<()> {
+        self.broken.clone().map_or(Ok(()), Err)
+    }
+
     /// The reduced gradient, zeros if no rank has one; `None` until every rank has contributed.
-    fn gradient_sum(&self, backend: &B) -> Result<Option<Arc<B::Buffer>>> {
+    fn gradient_sum(&self, backend: &B) -> Result<Option<Array<B>>> {
         let Some(open) = self.open.as_ref().filter(|open| open.round.is_complete()) else {
             return Ok(None);
         };
@@ -146,11 +163,11 @@ impl<B: Backend> Inner<B> {
         if !open.round.is_absent_everywhere() {
             return Ok(Some(sum.clone()));
         }
-        let numel = backend.numel(sum);
+        let numel = sum.numel(backend);
         let zeros = backend.allocate(DType::F32, numel).map_err(|_| Error::OutOfMemory {
             what: "a gradient of zeros that is read".to_owned(),
             bytes: (numel * DType::F32.size()) as u64,
         })?;
-        Ok(Some(Arc::new(zeros)))
+        Ok(Some(Array::Memory(Arc::new(zeros))))
     }
 }

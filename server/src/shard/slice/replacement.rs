@@ -1,14 +1,14 @@
 //! New values of a tensor that come with a step: the content of a buffer (such as batch-norm
 //! statistics), or a parameter that the program has written to.
 
-use zeroshard_proto::{DType, Error, Result, geometry::SliceContributors, optimizer::StateShape};
+use zeroshard_proto::{DType, Result, geometry::SliceContributors, optimizer::StateShape};
 
 use super::{Inner, Slice, received::Received, versioned::Versioned};
-use crate::{attempt::Attempt, backend::Backend, shard::round::Chunk};
+use crate::{attempt::Attempt, backend::Backend, shard::round::Chunk, tier::Array};
 
 /// The arrived part of the new values.
 pub(super) struct Replacement<B: Backend> {
-    values: B::Buffer,
+    pub(super) values: Array<B>,
     received: Received,
 }
 
@@ -18,7 +18,7 @@ impl<B: Backend> Slice<B> {
     /// the same as for [`Self::upload`].
     ///
     /// # Errors
-    /// Those of `current`; [`Error::OutOfMemory`].
+    /// Those of `current`; those of [`Array::another`] and [`Array::write`].
     pub(crate) fn replace(
         &self,
         backend: &B,
@@ -29,21 +29,17 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         current()?;
         self.enter(backend, &mut inner, attempt)?;
+        let inner = &mut *inner;
         let replacement = match &mut inner.replacement {
             Some(replacement) => replacement,
             none => {
-                let numel = self.spec.numel;
-                let values = backend.allocate(self.master_dtype(), numel).map_err(|_| {
-                    Error::OutOfMemory {
-                        what: "the new values of a slice".to_owned(),
-                        bytes: (numel * self.master_dtype().size()) as u64,
-                    }
-                })?;
+                let values = inner.master.current().another(backend)?;
                 none.insert(Replacement { values, received: Received::new(&self.contributors) })
             }
         };
         let Replacement { values, received } = replacement;
-        Ok(received.store(backend, &self.contributors, values, StateShape::Elements, chunk))
+        let mut values = values.write(backend)?;
+        Ok(received.store(backend, &self.contributors, &mut values, StateShape::Elements, chunk))
     }
 
     /// The dtype in which the slice's values are kept.

@@ -1,6 +1,6 @@
 //! A step whose gradient was reported cannot fail because of missing memory.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use zeroshard_proto::{DType, Error, JobSpec, Manifest, TensorSpec};
@@ -14,8 +14,6 @@ use crate::{
         test_jobs::contributors,
     },
 };
-
-type Buffer = <Instrumented as Backend>::Buffer;
 
 /// A slice of two elements under AdamW at version 0, and memory for `left` more buffers.
 pub(super) struct Subject {
@@ -52,7 +50,7 @@ impl Subject {
             .map(|(_, reduced)| reduced)
     }
 
-    pub(super) fn read(&self, part: Part) -> Result<Option<Arc<Buffer>>> {
+    pub(super) fn read(&self, part: Part) -> Result<Option<Array<Instrumented>>> {
         self.slice.read(&self.backend, part, "job", self.attempt().step)
     }
 
@@ -72,8 +70,8 @@ impl Subject {
         self.slice.step(&self.backend, 0, &step).unwrap();
     }
 
-    fn values(&self, buffer: &Arc<Buffer>) -> Bytes {
-        self.backend.read(buffer, 0..2, DType::F32)
+    fn values(&self, array: &Array<Instrumented>) -> Bytes {
+        array.read(&self.backend, 0..2, DType::F32).unwrap()
     }
 }
 

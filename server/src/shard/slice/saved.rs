@@ -12,26 +12,30 @@ use super::{
     hold::{HeldBytes, Hold, Holds},
     versioned::Versioned,
 };
-use crate::{attempt::Attempt, backend::Backend};
+use crate::{attempt::Attempt, backend::Backend, tier::Array};
 
 /// One version of a slice.
 pub(crate) struct HeldSlice<B: Backend> {
-    master: Arc<B::Buffer>,
-    state: Vec<Arc<B::Buffer>>,
+    master: Array<B>,
+    state: Vec<Array<B>>,
     pub(crate) applied: AppliedSteps,
     /// Dropped after the buffers.
     hold: Arc<Hold>,
 }
 
 impl<B: Backend> HeldSlice<B> {
-    /// A part of the slice as little-endian bytes, which share its memory.
-    pub(crate) fn part(&self, backend: &B, part: Part) -> Bytes {
+    /// A part of the slice as little-endian bytes, which share its memory, if it is in memory.
+    ///
+    /// # Errors
+    /// Those of [`Array::read`].
+    pub(crate) fn part(&self, backend: &B, part: Part) -> Result<Bytes> {
         let buffer = match part {
             Part::Values => &self.master,
             Part::State(position) => &self.state[position],
         };
-        let bytes = backend.read(buffer, 0..backend.numel(buffer), backend.dtype(buffer));
-        Bytes::from_owner(HeldBytes { bytes, _hold: self.hold.clone() })
+        let all = 0..buffer.numel(backend);
+        let bytes = buffer.read(backend, all, buffer.dtype(backend))?;
+        Ok(Bytes::from_owner(HeldBytes { bytes, _hold: self.hold.clone() }))
     }
 }
 
@@ -51,10 +55,11 @@ impl<B: Backend> Slice<B> {
     ) -> Result<HeldSlice<B>> {
         let mut inner = self.lock();
         self.check_version(job, version)?;
+        inner.check()?;
         let master = inner.master.current().clone();
         let state: Vec<_> = inner.state.iter().map(|state| state.current().clone()).collect();
-        let size = |buffer| (backend.numel(buffer) * backend.dtype(buffer).size()) as u64;
-        let bytes = size(&*master) + state.iter().map(|state| size(&**state)).sum::<u64>();
+        let bytes =
+            master.bytes(backend) + state.iter().map(|state| state.bytes(backend)).sum::<u64>();
         let hold = Hold::new(holds, index, bytes);
         inner.saves += 1;
         inner.hold = Arc::downgrade(&hold);
@@ -112,13 +117,14 @@ impl<B: Backend> Slice<B> {
             file: "a slice".to_owned(),
             cause: format!("{part:?} has more bytes than the job needs"),
         };
-        let buffer = buffer.ok_or_else(damaged)?.write(backend)?;
+        let buffer = buffer.ok_or_else(damaged)?;
         let elements = at / dtype.size()..(at + bytes.len()) / dtype.size();
-        if elements.end > backend.numel(buffer) {
+        if elements.end > buffer.current().numel(backend) {
             return Err(damaged());
         }
-        backend.populate(buffer, elements.clone());
-        backend.store(buffer, elements, bytes, dtype);
+        let mut buffer = buffer.write(backend)?;
+        backend.populate(&mut buffer, elements.clone());
+        backend.store(&mut buffer, elements, bytes, dtype);
         Ok(())
     }
 }

@@ -72,7 +72,10 @@ impl<B: Backend> Slice<B> {
             ));
         }
         let shape = self.shape_of(upload.state.map_or(Part::Parameters, Part::State));
-        let new = uploaded.store(backend, &self.contributors, buffer.write(backend)?, shape, chunk);
+        let new = {
+            let mut buffer = buffer.write(backend)?;
+            uploaded.store(backend, &self.contributors, &mut buffer, shape, chunk)
+        };
         Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.contributors)))
     }
 
@@ -112,7 +115,8 @@ impl<B: Backend> Inner<B> {
     fn reset_state(&mut self, backend: &B, value: f32) -> Result<()> {
         if self.stale_state {
             for (state, uploaded) in self.state.iter_mut().zip(&mut self.uploaded_state) {
-                optim::fill(backend, state.write(backend)?, value);
+                let mut state = state.write(backend)?;
+                optim::fill(backend, &mut state, value);
                 uploaded.clear();
             }
             self.stale_state = false;

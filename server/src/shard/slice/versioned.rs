@@ -1,49 +1,64 @@
-//! A buffer whose versions readers can hold while a step produces the next one.
+//! An array whose versions readers can hold while a step produces the next one.
 
 use std::sync::Arc;
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::Result;
 
-use crate::backend::{Backend, Output};
+use crate::{
+    backend::{Backend, Output},
+    tier::{Array, Next, Writing},
+};
 
-/// A buffer that is written in place if there is no reader, and otherwise copied.
+/// An array that is written in place if there is no reader, and otherwise copied.
 pub(super) struct Versioned<B: Backend> {
-    current: Arc<B::Buffer>,
-    /// Memory for the copy, reserved before a step is decided so that the step cannot fail.
-    spare: Option<B::Buffer>,
+    current: Array<B>,
+    /// An array for the copy, reserved before a step is decided so that the step cannot fail.
+    spare: Option<Array<B>>,
+    /// Whether the content is not needed any more: all elements are written before they are read.
+    is_blank: bool,
 }
 
 impl<B: Backend> Versioned<B> {
-    pub(super) fn new(buffer: B::Buffer) -> Self {
-        Self { current: Arc::new(buffer), spare: None }
+    pub(super) fn new(array: Array<B>) -> Self {
+        Self { current: array, spare: None, is_blank: false }
     }
 
     /// The current version, which remains valid for its holders.
-    pub(super) fn current(&self) -> &Arc<B::Buffer> {
+    pub(super) fn current(&self) -> &Array<B> {
         &self.current
     }
 
     /// Ensures that [`Self::write`] succeeds, as long as no reader is added without a reservation.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the version is being read and there is no memory for another.
+    /// [`zeroshard_proto::Error::OutOfMemory`] if the version is being read and there is no memory
+    /// for another; [`zeroshard_proto::Error::Storage`].
     pub(super) fn reserve(&mut self, backend: &B) -> Result<()> {
-        if self.spare.is_none() && self.is_read() {
-            self.spare = Some(self.another(backend)?);
+        if self.spare.is_none() && self.current.is_read() {
+            self.spare = Some(self.current.another(backend)?);
         }
         Ok(())
     }
 
-    /// Write access to the next version, which starts as a copy of the current one.
+    /// Write access to the next version, which starts as a copy of the current one, unless that is
+    /// blank.
     ///
     /// # Errors
-    /// Those of [`Self::reserve`], unless it has succeeded before.
-    pub(super) fn write(&mut self, backend: &B) -> Result<&mut B::Buffer> {
-        let Output { buffer, earlier } = self.next(backend)?;
-        if let Some(earlier) = earlier {
-            backend.copy(&earlier, buffer);
+    /// Those of [`Self::reserve`], unless it has succeeded before, and of [`Array::write`].
+    pub(super) fn write(&mut self, backend: &B) -> Result<Writing<'_, B>> {
+        let is_blank = std::mem::take(&mut self.is_blank);
+        let Next { array, earlier } = self.next(backend)?;
+        match earlier {
+            Some(earlier) if !is_blank => array.copy_from(backend, &earlier)?,
+            _ if is_blank => array.forget(),
+            _ => {}
         }
-        Ok(buffer)
+        array.write(backend)
+    }
+
+    /// The content is not needed any more. Readers keep theirs.
+    pub(super) fn make_blank(&mut self) {
+        self.is_blank = true;
     }
 
     /// Write access to the next version. If there are readers, its content is undefined until the
@@ -51,25 +66,31 @@ impl<B: Backend> Versioned<B> {
     ///
     /// # Errors
     /// Those of [`Self::reserve`], unless it has succeeded before.
-    pub(super) fn next(&mut self, backend: &B) -> Result<Output<'_, B::Buffer>> {
+    pub(super) fn next(&mut self, backend: &B) -> Result<Next<'_, B>> {
         let mut earlier = None;
-        if self.is_read() {
+        if self.current.is_read() {
             let fresh = match self.spare.take() {
                 Some(spare) => spare,
-                None => self.another(backend)?,
+                None => self.current.another(backend)?,
             };
-            earlier = Some(std::mem::replace(&mut self.current, Arc::new(fresh)));
+            earlier = Some(std::mem::replace(&mut self.current, fresh));
         }
         self.spare = None;
-        let buffer = Arc::get_mut(&mut self.current).expect("nobody holds what only the slice has");
-        Ok(Output { buffer, earlier })
+        Ok(Next { array: &mut self.current, earlier })
     }
 
     /// Provides the memory of the current version, if it has no readers.
     pub(super) fn populate(&mut self, backend: &B) {
-        if let Some(current) = Arc::get_mut(&mut self.current) {
-            backend.populate(current, 0..backend.numel(current));
-        }
+        let numel = self.current.numel(backend);
+        self.current.populate(backend, 0..numel);
+    }
+
+    /// Writes what was changed to the disk, if the array is there.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Storage`].
+    pub(super) fn settle(&self, backend: &B) -> Result<()> {
+        self.current.settle(backend)
     }
 
     /// Releases reserved memory that was not needed.
@@ -79,24 +100,17 @@ impl<B: Backend> Versioned<B> {
 
     /// Releases reserved memory if the reader for which it was reserved is gone.
     pub(super) fn release_unread(&mut self) {
-        if !self.is_read() {
+        if !self.current.is_read() {
             self.spare = None;
         }
     }
+}
 
-    /// References are only created by [`Self::current`], under the slice's lock, so a count of one
-    /// cannot grow meanwhile.
-    fn is_read(&self) -> bool {
-        Arc::strong_count(&self.current) > 1
-    }
-
-    fn another(&self, backend: &B) -> Result<B::Buffer> {
-        let (dtype, numel) = (backend.dtype(&self.current), backend.numel(&self.current));
-        let mut another = backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
-            what: "a second version beside the one that is being read".to_owned(),
-            bytes: (numel * dtype.size()) as u64,
-        })?;
-        backend.populate(&mut another, 0..numel);
-        Ok(another)
-    }
+/// The same array as the argument of a step in memory.
+pub(super) fn in_memory<'a, B: Backend>(next: Next<'a, B>) -> Output<'a, B::Buffer> {
+    let memory = "the array is in memory";
+    let Array::Memory(buffer) = next.array else { unreachable!("{memory}") };
+    let buffer = Arc::get_mut(buffer).expect("nobody else holds the next version");
+    let earlier = next.earlier.map(|earlier| earlier.memory().expect(memory).clone());
+    Output { buffer, earlier }
 }

@@ -1,0 +1,228 @@
+//! An array of a slice: in memory, or on disk.
+
+use std::{
+    ops::{Deref, DerefMut, Range},
+    sync::{Arc, MutexGuard},
+};
+
+use bytes::Bytes;
+use zeroshard_checkpoint::direct::Pages;
+use zeroshard_proto::{DType, Elements, Error, Result};
+
+use super::paged::{Cell, Paged};
+use crate::backend::Backend;
+
+/// A version of an array. Clones are references, which readers hold.
+pub(crate) enum Array<B: Backend> {
+    Memory(Arc<B::Buffer>),
+    /// Of f32.
+    Disk(Arc<Paged<B>>),
+}
+
+impl<B: Backend> Clone for Array<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Memory(buffer) => Self::Memory(buffer.clone()),
+            Self::Disk(paged) => Self::Disk(paged.clone()),
+        }
+    }
+}
+
+impl<B: Backend> Array<B> {
+    pub(crate) fn numel(&self, backend: &B) -> usize {
+        match self {
+            Self::Memory(buffer) => backend.numel(buffer),
+            Self::Disk(paged) => paged.numel(),
+        }
+    }
+
+    pub(crate) fn dtype(&self, backend: &B) -> DType {
+        match self {
+            Self::Memory(buffer) => backend.dtype(buffer),
+            Self::Disk(_) => DType::F32,
+        }
+    }
+
+    /// The size in bytes.
+    pub(crate) fn bytes(&self, backend: &B) -> u64 {
+        (self.numel(backend) * self.dtype(backend).size()) as u64
+    }
+
+    /// The buffer of an array in memory.
+    pub(crate) fn memory(&self) -> Option<&Arc<B::Buffer>> {
+        match self {
+            Self::Memory(buffer) => Some(buffer),
+            Self::Disk(_) => None,
+        }
+    }
+
+    /// Whether anybody else holds the array.
+    pub(crate) fn is_read(&self) -> bool {
+        match self {
+            Self::Memory(buffer) => Arc::strong_count(buffer) > 1,
+            Self::Disk(paged) => Arc::strong_count(paged) > 1,
+        }
+    }
+
+    /// Elements as little-endian bytes of `dtype`. If the array is in memory, they may share it.
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; [`Error::OutOfMemory`].
+    pub(crate) fn read(
+        &self,
+        backend: &B,
+        from: impl Into<Elements>,
+        dtype: DType,
+    ) -> Result<Bytes> {
+        match self {
+            Self::Memory(buffer) => Ok(backend.read(buffer, from, dtype)),
+            Self::Disk(paged) => paged.read(backend, &from.into(), dtype),
+        }
+    }
+
+    /// Another array of the same size in the same tier, with its memory or room.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Storage`].
+    pub(crate) fn another(&self, backend: &B) -> Result<Self> {
+        match self {
+            Self::Memory(buffer) => {
+                let (dtype, numel) = (backend.dtype(buffer), backend.numel(buffer));
+                let mut another =
+                    backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
+                        what: "a second version beside the one that is being read".to_owned(),
+                        bytes: (numel * dtype.size()) as u64,
+                    })?;
+                backend.populate(&mut another, 0..numel);
+                Ok(Self::Memory(Arc::new(another)))
+            }
+            Self::Disk(paged) => Ok(Self::Disk(Arc::new(paged.another()?))),
+        }
+    }
+
+    /// Access for changes, to an array that nobody else holds.
+    ///
+    /// # Errors
+    /// [`Error::Storage`]; [`Error::OutOfMemory`] for a working buffer.
+    pub(crate) fn write(&mut self, backend: &B) -> Result<Writing<'_, B>> {
+        match self {
+            Self::Memory(buffer) => Ok(Writing::Memory(exclusive(buffer))),
+            Self::Disk(paged) => paged.load(backend).map(Writing::Disk),
+        }
+    }
+
+    /// Copies `from`, which has the same size and dtype, into this array, which nobody else holds.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`].
+    pub(crate) fn copy_from(&mut self, backend: &B, from: &Self) -> Result<()> {
+        match (self, from) {
+            (Self::Memory(to), Self::Memory(from)) => backend.copy(from, exclusive(to)),
+            (to, from) => {
+                let (numel, dtype) = (from.numel(backend), from.dtype(backend));
+                to.forget();
+                let mut to = to.write(backend)?;
+                for start in (0..numel).step_by(1 << 18) {
+                    let range = start..numel.min(start + (1 << 18));
+                    let bytes = from.read(backend, range.clone(), dtype)?;
+                    backend.store(&mut to, range, &bytes, dtype);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The content is not needed any more: elements are written before they are read again.
+    pub(crate) fn forget(&self) {
+        if let Self::Disk(paged) = self {
+            paged.forget();
+        }
+    }
+
+    /// Writes changes of an array on disk to it.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub(crate) fn settle(&self, backend: &B) -> Result<()> {
+        match self {
+            Self::Memory(_) => Ok(()),
+            Self::Disk(paged) => paged.settle(backend),
+        }
+    }
+
+    /// Provides the memory of elements, if nobody else holds the array.
+    pub(crate) fn populate(&mut self, backend: &B, range: Range<usize>) {
+        if let Self::Memory(buffer) = self
+            && let Some(buffer) = Arc::get_mut(buffer)
+        {
+            backend.populate(buffer, range);
+        }
+    }
+
+    /// Reads f32 elements into the beginning of `piece`. Changes of an array on disk are settled.
+    pub(super) fn read_piece(
+        &self,
+        backend: &B,
+        range: &Range<usize>,
+        piece: &mut B::Buffer,
+        pages: &mut Pages,
+    ) -> Result<()> {
+        match self {
+            Self::Memory(buffer) => {
+                let bytes = backend.read(buffer, range.clone(), DType::F32);
+                backend.store(piece, 0..range.len(), &bytes, DType::F32);
+                Ok(())
+            }
+            Self::Disk(paged) => paged.read_piece(backend, range, piece, pages),
+        }
+    }
+
+    /// Writes the beginning of `piece`, which is f32, to elements of an array that nobody else
+    /// holds.
+    pub(super) fn write_piece(
+        &mut self,
+        backend: &B,
+        range: &Range<usize>,
+        piece: &Arc<B::Buffer>,
+        pages: &mut Pages,
+    ) -> Result<()> {
+        match self {
+            Self::Memory(buffer) => {
+                let bytes = backend.read(piece, 0..range.len(), DType::F32);
+                backend.store(exclusive(buffer), range.clone(), &bytes, DType::F32);
+                Ok(())
+            }
+            Self::Disk(paged) => paged.write_piece(backend, range, piece, pages),
+        }
+    }
+}
+
+fn exclusive<T>(buffer: &mut Arc<T>) -> &mut T {
+    Arc::get_mut(buffer).expect("the caller has checked that nobody else holds it")
+}
+
+/// Write access to an array. That of an array on disk is to a working buffer.
+pub(crate) enum Writing<'a, B: Backend> {
+    Memory(&'a mut B::Buffer),
+    Disk(MutexGuard<'a, Cell<B>>),
+}
+
+impl<B: Backend> Deref for Writing<'_, B> {
+    type Target = B::Buffer;
+
+    fn deref(&self) -> &B::Buffer {
+        match self {
+            Self::Memory(buffer) => buffer,
+            Self::Disk(cell) => cell.buffer(),
+        }
+    }
+}
+
+impl<B: Backend> DerefMut for Writing<'_, B> {
+    fn deref_mut(&mut self) -> &mut B::Buffer {
+        match self {
+            Self::Memory(buffer) => buffer,
+            Self::Disk(cell) => cell.buffer_mut(),
+        }
+    }
+}

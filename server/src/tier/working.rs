@@ -1,0 +1,117 @@
+//! The working buffers: whole arrays in memory whose place is on disk, while chunks of them arrive.
+//!
+//! Their memory is bounded. If it is used up, the array that was loaded first is written to the
+//! disk, and its buffer given to the one that needs it. An array that is in use at this moment is
+//! skipped, and if all are, the bound is exceeded: each thread uses one buffer at a time, so the
+//! excess is at most one array for each thread.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, MutexGuard, Weak},
+};
+
+use zeroshard_proto::{DType, Error, Result};
+
+use super::paged::Shared;
+use crate::backend::Backend;
+
+/// The working buffers of a server.
+pub(crate) struct Working<B: Backend> {
+    limit: usize,
+    state: Mutex<State<B>>,
+}
+
+struct State<B: Backend> {
+    /// The elements of all buffers, free or in use.
+    elements: usize,
+    /// Free buffers, with their size: memory that is mapped anew for each use would be slower than
+    /// the disk.
+    free: Vec<(usize, Arc<B::Buffer>)>,
+    /// Arrays that may have a buffer, in the order in which they got one.
+    loaded: VecDeque<Weak<Shared<B>>>,
+}
+
+impl<B: Backend> Working<B> {
+    /// Buffers of at most `bytes`.
+    pub(super) fn new(bytes: usize) -> Self {
+        let state = State { elements: 0, free: Vec::new(), loaded: VecDeque::new() };
+        Self { limit: bytes / DType::F32.size(), state: Mutex::new(state) }
+    }
+
+    /// A buffer of `numel` elements, of any content, that nobody else holds.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(super) fn take(&self, backend: &B, numel: usize) -> Result<Arc<B::Buffer>> {
+        let mut tries = self.state().loaded.len();
+        loop {
+            let mut state = self.state();
+            if let Some(at) = state.free.iter().position(|(size, _)| *size == numel) {
+                return Ok(state.free.swap_remove(at).1);
+            }
+            if state.elements + numel <= self.limit || tries == 0 {
+                state.elements += numel;
+                drop(state);
+                return self.allocate(backend, numel);
+            }
+            if let Some((size, buffer)) = state.free.pop() {
+                state.elements -= size;
+                drop(state);
+                drop(buffer);
+                continue;
+            }
+            tries -= 1;
+            let Some(first) = state.loaded.pop_front() else {
+                tries = 0;
+                continue;
+            };
+            drop(state);
+            if let Some(array) = first.upgrade()
+                && !array.try_settle(backend)
+            {
+                self.state().loaded.push_back(first);
+            }
+        }
+    }
+
+    fn allocate(&self, backend: &B, numel: usize) -> Result<Arc<B::Buffer>> {
+        let allocated = backend.allocate(DType::F32, numel).map_err(|_| {
+            self.state().elements -= numel;
+            Error::OutOfMemory {
+                what: "a buffer for an array whose place is on disk".to_owned(),
+                bytes: (numel * DType::F32.size()) as u64,
+            }
+        });
+        let mut buffer = allocated?;
+        backend.populate(&mut buffer, 0..numel);
+        Ok(Arc::new(buffer))
+    }
+
+    /// Returns a buffer.
+    pub(super) fn give(&self, buffer: Arc<B::Buffer>, numel: usize) {
+        let mut state = self.state();
+        if state.elements > self.limit {
+            state.elements -= numel;
+            drop(state);
+            drop(buffer);
+        } else {
+            state.free.push((numel, buffer));
+        }
+    }
+
+    /// Notes that an array has a buffer.
+    pub(super) fn list(&self, array: &Arc<Shared<B>>) {
+        let mut state = self.state();
+        // The list stays about as long as the number of arrays that are alive.
+        for _ in 0..2 {
+            if state.loaded.front().is_some_and(|first| first.strong_count() == 0) {
+                state.loaded.pop_front();
+            }
+        }
+        state.loaded.push_back(Arc::downgrade(array));
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().expect("no holder of the lock panics")
+    }
+}
