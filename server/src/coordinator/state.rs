@@ -108,8 +108,8 @@ pub(crate) struct Open {
     /// Ranks that left in order, and that no other worker has taken since. INVARIANT: not in
     /// `members`.
     pub(crate) left: BTreeSet<u32>,
-    /// Ranks that have no more data, with the first version at which that is known. INVARIANT: not in
-    /// `members`, not in `left`.
+    /// Ranks that have no more data, with the first version at which that is known. INVARIANT: not
+    /// in `members`, not in `left`.
     pub(crate) done: BTreeMap<u32, u64>,
     pub(crate) resting: Resting,
     pub(crate) peers: Peers,

@@ -34,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The pause before another try to report a gradient that other readers prevent.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Gives up the saves of a job from outside of the job's task, which may be waiting for one of them.
+/// Gives up the saves of a job from outside of the job's task, which may wait for one of them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct SaveGate(Arc<Mutex<CancellationToken>>);
 
