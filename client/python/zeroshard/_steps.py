@@ -154,8 +154,8 @@ class _Steps(Generic[B]):
         except UserDataLostError as lost:
             raise UserDataLostError(
                 f"{lost}. To do so, delete the job if it still exists (zsctl delete "
-                f"{checkpoints.job_name}) and the checkpoint of this version if there is one (zsctl "
-                f"checkpoint rm), and start the program again"
+                f"{checkpoints.job_name}), remove the checkpoint of this version if there is one "
+                "(zsctl checkpoint rm), and start the program again"
             ) from lost
         if version and loop is None:
             name = checkpoints.job_name
