@@ -248,11 +248,7 @@ impl Cluster {
             return;
         };
         let Some(version) = open.version else { return };
-        // When the training has ended, the model is saved without what nobody can send any more.
-        let user_data = &open.saves.user_data;
-        if let Some(rank) = user_data.lost()
-            && (user_data.is_unread || !open.has_ended(spec.world))
-        {
+        if let Some(rank) = open.saves.user_data.lost(open.has_ended(spec.world)) {
             let error = Error::UserDataLost { job: name.to_owned(), version, rank };
             let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error.clone()));
             return out.extend(waiters.into_iter().map(answer));
@@ -311,9 +307,7 @@ impl Cluster {
         let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
         let is_saving = open.saves.current.is_some();
         let is_saved = open.saves.saved(version, &policy.url).is_some();
-        let user_data = &open.saves.user_data;
-        let is_complete = user_data.missing.is_empty() || open.has_ended(spec.world);
-        let is_complete = is_complete && !user_data.is_unread;
+        let is_complete = open.saves.user_data.lost(open.has_ended(spec.world)).is_none();
         if !is_saving && (is_saved || version == 0 || !is_complete) {
             return false;
         }

@@ -29,6 +29,8 @@ pub(crate) struct UserData {
     pub(super) awaited: BTreeSet<u32>,
     /// The ranks that ended before they had sent their data.
     pub(super) missing: BTreeSet<u32>,
+    /// Whether the last coordinator had the data that is missing, as far as it had been sent.
+    pub(super) went_with_coordinator: bool,
     /// Whether the version was restored under the last coordinator, which had read the data.
     pub(super) is_unread: bool,
 }
@@ -54,12 +56,15 @@ impl UserData {
     pub(super) fn lost_with_coordinator(ranks: &[u32], members: &Members) -> Self {
         let is_member = |rank: &u32| members.get(*rank).is_some();
         let (awaited, missing) = ranks.iter().partition(|rank| is_member(rank));
-        Self { awaited, missing, ..Self::default() }
+        Self { awaited, missing, went_with_coordinator: true, ..Self::default() }
     }
 
-    /// The first rank without whose data the version cannot be saved.
-    pub(super) fn lost(&self) -> Option<u32> {
-        self.missing.first().copied().or(self.is_unread.then_some(0))
+    /// The first rank without whose data the version cannot be saved. When the training has ended,
+    /// the model is saved without data that ranks have sent and the last coordinator has lost. If a
+    /// rank has never sent it, programs continue from an earlier checkpoint.
+    pub(super) fn lost(&self, has_ended: bool) -> Option<u32> {
+        let is_needed = |_: &u32| !(has_ended && self.went_with_coordinator);
+        self.missing.first().copied().filter(is_needed).or(self.is_unread.then_some(0))
     }
 
     /// The ranks that have data.

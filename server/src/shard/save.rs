@@ -206,7 +206,7 @@ fn report<B: Backend>(
 /// One version of all slices of a job on this server.
 struct Snapshot<B: Backend> {
     job: Arc<Job<B>>,
-    held: Mutex<BTreeMap<u32, HeldSlice<B>>>,
+    held: Mutex<BTreeMap<u32, Arc<HeldSlice<B>>>>,
     /// The slices whose hold has not ended.
     left: Mutex<BTreeSet<u32>>,
     holds: Arc<Holds>,
@@ -220,7 +220,7 @@ impl<B: Backend> Snapshot<B> {
         let mut held = BTreeMap::new();
         let taken = job.primary_slices().try_for_each(|(index, slice)| {
             let slice = slice.hold(job.backend(), &job.spec.name, version, (index, &holds))?;
-            held.insert(index, slice);
+            held.insert(index, Arc::new(slice));
             Ok(())
         });
         let left = Mutex::new(held.keys().copied().collect());
@@ -280,7 +280,7 @@ impl<B: Backend> Snapshot<B> {
         }
     }
 
-    fn held(&self) -> MutexGuard<'_, BTreeMap<u32, HeldSlice<B>>> {
+    fn held(&self) -> MutexGuard<'_, BTreeMap<u32, Arc<HeldSlice<B>>>> {
         self.held.lock().expect("no holder of the lock panics")
     }
 }
@@ -303,11 +303,12 @@ impl<B: Backend> Source for Snapshot<B> {
     }
 
     fn part(&self, slice: u32, part: Part) -> Result<Bytes> {
-        let held = self.held();
-        let slice = held.get(&slice).ok_or_else(|| Error::Internal {
+        // Without the lock, because an array on disk is read.
+        let held = self.held().get(&slice).cloned();
+        let held = held.ok_or_else(|| Error::Internal {
             cause: format!("slice {slice} was released before it was written"),
         })?;
-        slice.part(self.job.backend(), part)
+        held.part(self.job.backend(), part)
     }
 
     fn applied(&self, slice: u32) -> AppliedSteps {

@@ -407,7 +407,22 @@ impl<B: Backend> Slice<B> {
     /// which the slice can no longer be used.
     pub(crate) fn step(&self, backend: &B, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
-        let (inner, role) = (&mut *inner, self.role());
+        let stepped = self.step_of(&mut inner, backend, index, step);
+        if let Err(error @ Error::Storage { .. }) = &stepped {
+            // A part of it may be of the next version.
+            inner.broken.get_or_insert_with(|| error.clone());
+        }
+        stepped
+    }
+
+    fn step_of(
+        &self,
+        inner: &mut Inner<B>,
+        backend: &B,
+        index: u32,
+        step: &Step<'_>,
+    ) -> Result<Option<Reduced>> {
+        let role = self.role();
         let is_absent = |open: &Open<B>| match role {
             Role::Primary => open.round.is_absent_everywhere(),
             Role::Backup | Role::Copying => step.absent.binary_search(&index).is_ok(),
@@ -442,8 +457,7 @@ impl<B: Backend> Slice<B> {
                 }
                 Some(steps) => {
                     let arrays = Arrays { master, state, sum, published };
-                    let applied = steps.apply(backend, &update, self.spec.numel, arrays);
-                    applied.inspect_err(|error| inner.broken = Some(error.clone()))?;
+                    steps.apply(backend, &update, self.spec.numel, arrays)?;
                 }
             }
             inner.applied = update.applied();

@@ -11,7 +11,10 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    io::Errno,
+};
 use zeroshard_checkpoint::direct::{PAGE, open};
 
 use super::free::Free;
@@ -45,10 +48,14 @@ impl Disk for File {
     }
 
     fn reserve(&self, at: u64, length: u64) -> io::Result<()> {
-        match fallocate(self, FallocateFlags::empty(), at, length) {
-            // The file system finds room when it is written.
-            Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
-            reserved => Ok(reserved?),
+        loop {
+            match fallocate(self, FallocateFlags::empty(), at, length) {
+                Err(Errno::INTR) => {}
+                // The file system finds room when it is written.
+                Err(Errno::OPNOTSUPP) => return Ok(()),
+                Err(Errno::DQUOT) => return Err(Errno::NOSPC.into()),
+                reserved => return Ok(reserved?),
+            }
         }
     }
 
@@ -84,7 +91,9 @@ impl Scratch {
         }
         let number = identity::random().map_err(io::Error::other)?;
         let path = directory.join(format!("{PREFIX}{number:016x}"));
-        let file = open(&path, OpenOptions::new().read(true).write(true).create_new(true))?;
+        // The name is random. Without direct access, the first try creates the file and fails.
+        let mut options = OpenOptions::new();
+        let file = open(&path, options.read(true).write(true).create(true).truncate(false))?;
         match fs::remove_file(&path) {
             // A server that starts at the same moment has removed it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}

@@ -1,8 +1,9 @@
 //! Runs that continue from checkpoints.
 
 use std::{
+    fs,
     io::{BufRead, BufReader, Lines},
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, Stdio},
 };
 
@@ -57,6 +58,15 @@ impl Worker {
         while self.line()["step"] != step {}
     }
 
+    /// Reads until there is a complete checkpoint in the directory.
+    fn until_saved(&mut self, directory: &Path) {
+        let is_saved = |version: PathBuf| version.join("manifest.json").exists();
+        let folders = |of: &Path| fs::read_dir(of).unwrap().map(|entry| entry.unwrap().path());
+        while !folders(directory).any(|job| folders(&job).any(is_saved)) {
+            self.line();
+        }
+    }
+
     /// The remaining lines, after the worker has ended.
     fn rest(mut self) -> Vec<Value> {
         let lines = self.lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap());
@@ -98,6 +108,7 @@ fn a_run_resumes_on_another_cluster_and_ends_with_the_same_hash() {
     let cluster = Cluster::start(3);
     let mut workers = [0, 1].map(|rank| Worker::start(&cluster, rank, &flags));
     workers[0].until_step(25);
+    workers[0].until_saved(directory.path());
     drop(cluster);
     for worker in &mut workers {
         worker.process.kill().unwrap();

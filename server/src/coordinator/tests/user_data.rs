@@ -185,16 +185,14 @@ fn an_unused_job_that_some_ranks_have_not_left_is_deleted_without_a_save_of_lost
 }
 
 #[test]
-fn a_job_that_all_ranks_have_left_is_saved_without_the_data_that_was_lost() {
+fn a_job_that_all_ranks_have_left_is_not_saved_without_data_that_was_never_sent() {
     let mut spec = policy(1, 100);
     spec.idle_timeout = Some(WAIT);
     spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
     let (mut script, leases) = Script::training_of(spec, 1);
     script.step_and_promise(&leases, 0);
     script.leave(leases[0], true);
-    script.write_all();
-    assert_eq!(script.completions[0].lost_ranks, [0]);
-    script.completed(completion_save(&script), Ok(1));
+    assert_eq!(script.writes(), []);
     assert!(!script.cluster.jobs.contains_key("job"));
 }
 
