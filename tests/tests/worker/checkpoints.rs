@@ -92,6 +92,7 @@ fn a_run_restores_itself_when_a_server_is_killed_and_ends_with_the_same_hash() {
     );
     let mut workers = [0, 1].map(|rank| Worker::start(&cluster, rank, &flags));
     workers[0].until_step(32);
+    workers[0].until_saved(directory.path());
     cluster.shards[0].kill();
     let [first, _] = workers.map(Worker::rest);
     let restored: Vec<_> = first.iter().filter(|line| line["event"] == "restored").collect();
