@@ -179,10 +179,8 @@ impl Cluster {
             reason += &format!("{}; ", away.cause);
         }
         reason += &format!("{why}); it held {}", held_by(server, &job.spec, placement));
-        if !self.fail_over(name, server, &reason, now, out)
-            && !self.interrupt(name, &reason, now, out)
-        {
-            self.fail(name, &reason, now, out);
+        if !self.fail_over(name, server, &reason, now, out) {
+            self.interrupt_or_fail(name, &reason, now, out);
         }
     }
 }

@@ -540,13 +540,6 @@ impl Cluster {
         let reason = format!("{} {why}", some_of(late));
         self.interrupt_or_fail(name, &reason, now, out);
     }
-
-    /// Returns a job to its last checkpoint, or fails it if its policy does not ask for it.
-    fn interrupt_or_fail(&mut self, name: &str, reason: &str, now: Now, out: &mut Vec<Action>) {
-        if !self.interrupt(name, reason, now, out) {
-            self.fail(name, reason, now, out);
-        }
-    }
 }
 
 impl Job {

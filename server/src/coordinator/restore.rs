@@ -53,8 +53,8 @@ pub(crate) struct Interrupted {
     /// As in [`Open`].
     done: BTreeMap<u32, u64>,
     peers: Peers,
-    /// Ranks whose lease has ended since, and why.
-    lost: Vec<(u32, Cause)>,
+    /// Ranks whose lease has ended since. Those that have left in order are also in `left`.
+    lost: Vec<u32>,
     /// The servers that may still hold the job as it was. They keep it until they open it again, or
     /// until all others have, because a new coordinator learns of the job from them.
     holders: BTreeSet<ServerId>,
@@ -62,9 +62,8 @@ pub(crate) struct Interrupted {
     servers: usize,
     /// Until when it waits for as many servers; `None` if there are too few for its replicas.
     settles_until: Option<Now>,
-    /// After a failed try: why it has failed, and the time of the next one.
-    failure: Option<String>,
-    retry_at: Option<Now>,
+    /// After a failed try: the time of the next one, and why it has failed.
+    retry: Option<(Now, String)>,
     deadline: Now,
 }
 
@@ -95,8 +94,7 @@ impl Interrupted {
             holders,
             servers,
             settles_until: None,
-            failure: None,
-            retry_at: None,
+            retry: None,
             deadline: now + RESTORE_LIMIT,
         }
     }
@@ -116,7 +114,7 @@ impl Interrupted {
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
-        if self.retry_at.is_some() || connected < replicas.max(1) {
+        if self.retry.is_some() || connected < replicas.max(1) {
             self.settles_until = None;
             return false;
         }
@@ -132,8 +130,8 @@ impl Interrupted {
 
     /// What the job waits for before it is placed, for messages.
     pub(super) fn waits_for(&self, connected: usize, replicas: u32) -> String {
-        match (&self.failure, self.settles_until) {
-            (Some(failure), _) if self.retry_at.is_some() => {
+        match (&self.retry, self.settles_until) {
+            (Some((_, failure)), _) => {
                 format!("another try, because the last one failed: {failure}")
             }
             (_, Some(_)) => format!("shard servers: {connected} of {} are connected", self.servers),
@@ -166,12 +164,15 @@ impl Interrupted {
         }
         self.members.remove(rank);
         self.peers.set(rank, None);
-        let cause = if matches!(cause, Cause::Left) { cause } else { Cause::Lost };
-        self.lost.push((rank, cause));
+        if matches!(cause, Cause::Left) {
+            self.left.insert(rank);
+        }
+        self.lost.push(rank);
     }
 
     pub(super) fn next_deadline(&self) -> Option<Now> {
-        let times = [self.queue.next_deadline(), self.settles_until, self.retry_at];
+        let retry_at = self.retry.as_ref().map(|(at, _)| *at);
+        let times = [self.queue.next_deadline(), self.settles_until, retry_at];
         times.into_iter().flatten().chain([self.deadline]).min()
     }
 
@@ -257,6 +258,19 @@ impl Cluster {
         true
     }
 
+    /// Returns a job to its last checkpoint, or fails it if its policy does not ask for that.
+    pub(super) fn interrupt_or_fail(
+        &mut self,
+        name: &str,
+        reason: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        if !self.interrupt(name, reason, now, out) {
+            self.fail(name, reason, now, out);
+        }
+    }
+
     /// A restoration begins in an epoch that no worker knows, if servers know this one.
     pub(super) fn skip_epochs(&mut self, known: u64) {
         self.see_epoch(known.saturating_add(SKIPPED_EPOCHS));
@@ -276,7 +290,7 @@ impl Cluster {
             return;
         };
         let Some(interrupted) = interrupted else { return };
-        (interrupted.failure, interrupted.retry_at) = (Some(failure.to_owned()), Some(now + RETRY));
+        interrupted.retry = Some((now + RETRY, failure.to_owned()));
         out.push(Action::Tick(now + RETRY));
         let again = format!("job {name:?} could not be restored: {failure}; again in {RETRY:?}");
         match self.jobs.get(name).map(|job| &job.phase) {
@@ -309,6 +323,8 @@ impl Cluster {
         let Interrupted { mut members, queue, left, done, peers, lost, holders, .. } = interrupted;
         members.wait_for_streams_until(now + RECOVERY);
         out.push(Action::Tick(now + RECOVERY));
+        let cause = |rank| if left.contains(&rank) { Cause::Left } else { Cause::Lost };
+        let lost: Vec<_> = lost.into_iter().map(|rank| (rank, cause(rank))).collect();
         (open.members, open.queue, open.left, open.done) = (members, queue, left, done);
         open.peers = peers;
         open.rolled_back = Some((*epoch, open.step()));
@@ -323,7 +339,8 @@ impl Cluster {
         )));
         open.wake_all(out);
         for (rank, cause) in lost {
-            self.lose_restored(name, rank, cause, now, out);
+            self.new_epoch(name, rank, cause, out);
+            self.admit_next(name, rank, now, out);
         }
         // Those before them in the queue were joining when the job was interrupted.
         let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
@@ -331,23 +348,6 @@ impl Cluster {
         for rank in free.collect::<Vec<u32>>() {
             self.admit_next(name, rank, now, out);
         }
-    }
-
-    /// The lease of a rank has ended while the job was being restored.
-    fn lose_restored(
-        &mut self,
-        name: &str,
-        rank: u32,
-        cause: Cause,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
-        if matches!(cause, Cause::Left) {
-            open.left.insert(rank);
-        }
-        self.new_epoch(name, rank, cause, out);
-        self.admit_next(name, rank, now, out);
     }
 
     /// The placement of a job or its checkpoint has not been found: creators receive `error`. A job
@@ -391,7 +391,7 @@ impl Cluster {
             );
             return self.fail(name, &reason, now, out);
         }
-        interrupted.retry_at.take_if(|at| *at <= now);
+        interrupted.retry.take_if(|(at, _)| *at <= now);
         self.try_place(name, now, out);
     }
 }
@@ -425,8 +425,7 @@ impl Open {
             holders,
             servers,
             settles_until: None,
-            failure: None,
-            retry_at: None,
+            retry: None,
             deadline,
         };
         (interrupted, waiters)

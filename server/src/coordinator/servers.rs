@@ -75,9 +75,7 @@ impl Cluster {
                 }
                 _ => {
                     let reason = format!("{gone} while the job was being opened");
-                    if !self.interrupt(&name, &reason, now, out) {
-                        self.fail(&name, &reason, now, out);
-                    }
+                    self.interrupt_or_fail(&name, &reason, now, out);
                 }
             }
         }

@@ -92,8 +92,8 @@ async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<()> {
 /// checkpoint, which must not be removed, and nothing must be added to it.
 ///
 /// # Errors
-/// That of `check_leader`; [`Error::Storage`]; [`Error::Internal`] if the servers have not written
-/// each slice once.
+/// The error of `check_leader`; [`Error::Storage`]; [`Error::Internal`] if the servers have not
+/// written each slice once.
 pub(super) async fn complete(
     completion: Completion,
     check_leader: impl Fn() -> Result<()>,

@@ -57,8 +57,8 @@ impl FromIterator<Kind> for OnDisk {
 /// The sizes of the arrays of one slice, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Sizes {
-    /// What is always in memory: arrays of other dtypes than f32, and all arrays of optimizers
-    /// whose steps need whole tensors.
+    /// The bytes that are always in memory: arrays whose dtype is not f32, and all arrays of
+    /// optimizers whose steps need whole tensors.
     pub(crate) fixed: u64,
     /// The arrays of f32.
     pub(crate) arrays: Vec<(Kind, u64)>,

@@ -192,7 +192,7 @@ fn every_fence_that_is_left_out_is_found() {
     }
 }
 
-/// All calls that opening a device, training and closing it make.
+/// Opens a device, trains on it and closes it. Returns the number of driver calls.
 fn call_count() -> u64 {
     let fake = Fake::new(0, CAPACITY);
     train(&open(fake, STAGING).unwrap()).unwrap();

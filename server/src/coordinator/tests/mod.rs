@@ -47,7 +47,7 @@ use super::{
     reduce::{Absent, Norm, Overflow, Reduced},
     responses::Files,
     save::{Completion, Save, Saved},
-    state::{Open, Phase},
+    state::Open,
     user_data::UserData,
 };
 use crate::attempt::Attempt;
@@ -311,10 +311,7 @@ impl Script {
 
     /// Why the job has failed, if it has.
     fn failure(&self) -> Option<&str> {
-        match &self.cluster.jobs["job"].phase {
-            Phase::Failed { reason, .. } => Some(reason),
-            _ => None,
-        }
+        self.cluster.failure_of("job")
     }
 
     fn epoch(&self) -> u64 {
