@@ -21,6 +21,7 @@ mod commit;
 mod compare;
 mod confirm;
 pub(crate) mod control;
+mod creators;
 pub(crate) mod decisions;
 mod disposal;
 mod driver;
