@@ -90,7 +90,7 @@ impl Driver {
     /// Completes a checkpoint in a task of its own.
     fn complete(&self, completion: Completion) {
         let Some(driver) = self.me.upgrade() else { return };
-        tokio::spawn(async move {
+        self.completions.spawn(async move {
             let (job, save) = (completion.job.clone(), completion.plan.save);
             let plan = completion.plan.clone();
             let check_leader = || driver.read(|_| ());
@@ -98,7 +98,7 @@ impl Driver {
                 let outcome = storage::complete(completion, check_leader).await;
                 let is_complete = outcome.is_ok();
                 driver.tell(Event::Completed { job: job.clone(), save, outcome });
-                if is_complete && check_leader().is_ok() {
+                if is_complete && driver.is_leader() {
                     storage::prune(&job.name, &plan).await;
                 }
             };

@@ -10,13 +10,14 @@ use std::{
     collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, Weak},
     task::{Context, Poll, Waker},
+    time::Duration,
 };
 
 use tokio::{
     sync::{Notify, mpsc, oneshot},
     time::Instant,
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use zeroshard_proto::{Error, Result};
 
 use super::{
@@ -41,6 +42,8 @@ pub(crate) struct Driver {
     leadership: Leadership,
     pub(super) metrics: Arc<Metrics>,
     pub(super) failure: Failure,
+    /// The manifests that are being written, and the old checkpoints that are being removed.
+    pub(super) completions: TaskTracker,
     inner: Mutex<Inner>,
     /// Wakes the timer for an earlier deadline.
     wake: Notify,
@@ -110,6 +113,7 @@ impl Driver {
             leadership,
             metrics,
             failure,
+            completions: TaskTracker::new(),
             inner: Mutex::new(inner),
             wake: Notify::new(),
         })
@@ -127,6 +131,11 @@ impl Driver {
         let mut inner = self.lock();
         self.check_running(&mut inner)?;
         Ok(read(&inner.cluster))
+    }
+
+    /// Whether no other coordinator decides, also while this one is shutting down.
+    pub(super) fn is_leader(&self) -> bool {
+        self.leadership.is_valid()
     }
 
     /// The term of the coordinator.
@@ -237,8 +246,10 @@ impl Driver {
         self.lock().cluster.next_membership(job, lease)
     }
 
-    /// Runs the timer until `shutdown`, then ends every call and stream.
-    pub(crate) async fn run(&self, shutdown: CancellationToken) {
+    /// Runs the timer until `shutdown`, then ends every call and stream. A checkpoint that is being
+    /// completed then has `drain` to finish: without a later checkpoint, nothing else removes the old
+    /// ones.
+    pub(crate) async fn run(&self, shutdown: CancellationToken, drain: Duration) {
         loop {
             let until = {
                 let mut inner = self.lock();
@@ -252,6 +263,10 @@ impl Driver {
             }
         }
         self.stop(&mut self.lock());
+        self.completions.close();
+        if tokio::time::timeout(drain, self.completions.wait()).await.is_err() {
+            tracing::warn!("a checkpoint was not completed, or old ones were not removed, in time");
+        }
     }
 
     /// Ends every call and stream.
@@ -280,7 +295,7 @@ impl Driver {
     /// # Errors
     /// [`Error::Unavailable`] after the end of the leadership, or when it is shutting down.
     fn check_running(&self, inner: &mut Inner) -> Result<()> {
-        if !inner.stopped && !self.leadership.is_valid() {
+        if !inner.stopped && !self.is_leader() {
             self.stop(inner);
         }
         if inner.stopped { Err(self.stopped()) } else { Ok(()) }
@@ -288,8 +303,8 @@ impl Driver {
 
     /// The error of calls to a coordinator that has stopped.
     fn stopped(&self) -> Error {
-        let is_leader = self.leadership.is_valid();
-        let cause = if is_leader { "it is shutting down" } else { "it is no longer the leader" };
+        let cause =
+            if self.is_leader() { "it is shutting down" } else { "it is no longer the leader" };
         Error::Unavailable { peer: "coordinator".to_owned(), cause: cause.to_owned() }
     }
 

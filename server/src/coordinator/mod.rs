@@ -102,7 +102,7 @@ impl Coordinator {
     /// Enforces deadlines until `shutdown`, then ends every call and stream with a typed error.
     pub async fn run(&self, shutdown: CancellationToken) {
         self.context.health.set_ready(true).await;
-        self.driver.run(shutdown).await;
+        self.driver.run(shutdown, self.context.common.drain()).await;
         self.context.health.set_ready(false).await;
     }
 }
