@@ -247,8 +247,8 @@ impl Driver {
     }
 
     /// Runs the timer until `shutdown`, then ends every call and stream. A checkpoint that is being
-    /// completed then has `drain` to finish: without a later checkpoint, nothing else removes the old
-    /// ones.
+    /// completed then has `drain` to finish, because later only another checkpoint of the job would
+    /// remove its old ones.
     pub(crate) async fn run(&self, shutdown: CancellationToken, drain: Duration) {
         loop {
             let until = {
