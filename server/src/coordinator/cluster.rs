@@ -153,6 +153,9 @@ impl Cluster {
                 let failed = Failed { epoch, reason: &reason, transient };
                 self.failed_on(server, &job, failed, now, out);
             }
+            Said::CopyRefused { job, number, reason } => {
+                self.copy_refused(server, &job, number, &reason, now, out);
+            }
             Said::Copied { job, number } => self.copied(server, &job, number, now, out),
             Said::Hashes { job, epoch, version, slices } => {
                 self.hashes(server, &job, (epoch, version), &slices, now, out);

@@ -314,6 +314,9 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Copied(pb::SlicesCopied { job: name, job_id, number }) => {
             Said::Copied { job: job(name, job_id), number }
         }
+        Wire::CopyRefused(pb::CopyRefused { job: name, job_id, number, reason }) => {
+            Said::CopyRefused { job: job(name, job_id), number, reason }
+        }
         Wire::Hashes(pb::SliceHashes { job: name, job_id, epoch, version, slices }) => {
             let slices = slices.into_iter().map(|pb::SliceHash { slice, hash }| (slice, hash));
             Said::Hashes { job: job(name, job_id), epoch, version, slices: slices.collect() }

@@ -185,6 +185,8 @@ pub(crate) enum Said {
     Failed { job: JobRef, epoch: u64, reason: String, transient: bool },
     /// The server has copied slices.
     Copied { job: JobRef, number: u64 },
+    /// The server has no memory for the slices that it was told to copy.
+    CopyRefused { job: JobRef, number: u64, reason: String },
     /// The hashes of the server's slices at a version.
     Hashes { job: JobRef, epoch: u64, version: u64, slices: Vec<(u32, u64)> },
     /// The server has written its part of a checkpoint.

@@ -62,8 +62,8 @@ pub fn place(
 }
 
 /// Keeps each slice on the servers `kept`, the first of which is the primary, and adds servers
-/// where these are fewer than `replicas`, as far as there are any, of other zones first. No slice
-/// moves.
+/// where these are fewer than `replicas`, as far as there are any: none of those in `full` if there
+/// is a choice, and of other zones first. No slice moves.
 ///
 /// # Errors
 /// [`Error::Invalid`] if there is no server.
@@ -71,6 +71,7 @@ pub fn replace_lost(
     kept: &[Vec<Server>],
     live: &[Server],
     zones: &Zones,
+    full: &BTreeSet<u64>,
     weights: &[u64],
     replicas: usize,
 ) -> Result<Placement> {
@@ -82,6 +83,7 @@ pub fn replace_lost(
         return Err(Error::invalid("number of shard servers", 0, "at least 1"));
     }
     let mut plan = Plan::new(&servers, zones, weights, replicas);
+    plan.full = servers.iter().map(|server| full.contains(&server.id)).collect();
     let position = |server: &Server| servers.iter().position(|other| other == server);
     for (slice, kept) in kept.iter().enumerate() {
         let owners = kept.iter().filter_map(position).map(|owner| owner as u32);
@@ -97,6 +99,8 @@ struct Plan<'a> {
     replicas: usize,
     /// The zone of each live server; `None`: a zone of its own.
     zones: Vec<Option<&'a str>>,
+    /// Whether each live server has no memory for further slices.
+    full: Vec<bool>,
     /// Positions in the list of live servers, primary first, of each slice; at most `replicas`.
     owners: Vec<Vec<u32>>,
     loads: Vec<u64>,
@@ -111,6 +115,7 @@ impl<'a> Plan<'a> {
             weights,
             replicas,
             zones: servers.iter().map(zone).collect(),
+            full: vec![false; servers.len()],
             owners: vec![Vec::with_capacity(replicas); weights.len()],
             loads: vec![0; servers.len()],
             order: (0..servers.len() as u32).map(|server| (0, server)).collect(),
@@ -163,14 +168,16 @@ impl<'a> Plan<'a> {
         self.order = self.loads.iter().enumerate().map(|(s, &load)| (load, s as u32)).collect();
     }
 
-    /// The least loaded server that does not hold the slice: of another zone, if there is one.
+    /// The least loaded server that does not hold the slice: one with memory, and of another zone, if
+    /// there is one.
     fn free(&self, owners: &[u32]) -> Option<u32> {
         let free = || {
             let servers = self.order.iter().map(|&(_, server)| server);
             servers.filter(|server| !owners.contains(server))
         };
-        let elsewhere = free().find(|&server| !self.shares_zone(owners, server));
-        elsewhere.or_else(|| free().next())
+        let with_memory = || free().filter(|&server| !self.full[server as usize]);
+        let elsewhere = with_memory().find(|&server| !self.shares_zone(owners, server));
+        elsewhere.or_else(|| with_memory().next()).or_else(|| free().next())
     }
 
     /// Finds servers for slices that have too few, largest first.
@@ -285,11 +292,14 @@ mod tests {
         let zones: Zones = (0..4).map(|id| (id, format!("zone {}", id % 2))).collect();
         let weights = [10, 20, 30];
         let kept = vec![servers([0]), servers([1]), servers([0])];
-        let placed = replace_lost(&kept, &servers(0..4), &zones, &weights, 2).unwrap();
+        let placed =
+            replace_lost(&kept, &servers(0..4), &zones, &BTreeSet::new(), &weights, 2).unwrap();
         for slice in 0..3 {
             assert_eq!(zones_of(&placed, slice, 2).iter().sum::<u64>(), 1, "{placed:?}");
         }
-        let placed = replace_lost(&kept[..1], &servers([0, 2]), &zones, &weights[..1], 2).unwrap();
+        let placed =
+            replace_lost(&kept[..1], &servers([0, 2]), &zones, &BTreeSet::new(), &weights[..1], 2)
+                .unwrap();
         assert_eq!(ids(&placed, 0), [0, 2], "better than none");
     }
 

@@ -48,6 +48,8 @@ pub(crate) struct Replicas {
     last_copy: u64,
     /// The servers that could not hold the job, with their incarnations.
     refused: BTreeSet<(ServerId, u64)>,
+    /// The servers that have no memory for further slices.
+    full: BTreeSet<ServerId>,
     /// Since when there have been slices with too few replicas.
     degraded: Option<Now>,
 }
@@ -183,10 +185,11 @@ impl Open {
         let kept = |slice: usize| {
             let owners = self.placement.owners(slice).iter().map(|&owner| &servers[owner as usize]);
             let left = owners.filter(|server| Some(server.id) != lost);
-            let (full, empty): (Vec<Server>, Vec<Server>) =
+            let (whole, mut empty): (Vec<Server>, Vec<Server>) =
                 left.cloned().partition(|server| self.replicas.has(server.id, slice as u32));
-            let has_content = !full.is_empty() || self.version.is_none();
-            has_content.then(|| [full, empty].concat())
+            empty.retain(|server| !self.replicas.full.contains(&server.id));
+            let has_content = !whole.is_empty() || self.version.is_none();
+            has_content.then(|| [whole, empty].concat())
         };
         (0..self.placement.slices()).map(kept).collect()
     }
@@ -231,6 +234,8 @@ impl Cluster {
             return false;
         }
         let Some(kept) = open.kept_without(Some(lost)) else { return false };
+        // Memory may be free again: without this server they are asked once more.
+        open.replicas.full.clear();
         // If the other servers have all initial parameters, the ranks may have been told so.
         open.uninitialised.remove(&lost);
         self.publish_if_initialised(name, out);
@@ -239,17 +244,34 @@ impl Cluster {
         true
     }
 
-    /// Adds backups on a server that has connected, if the job has had too few servers so far.
+    /// Adds backups of slices for which the job has had too few servers with enough memory so far,
+    /// if another server is connected now.
     pub(super) fn restore_redundancy(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
-        if open.placement.replicas() >= spec.replicas as usize || open.version.is_none() {
-            return;
-        }
-        let known = |server: &Server| open.placement.servers().contains(server);
-        let refused =
-            |server: &Server| open.replicas.refused.contains(&(server.id, server.incarnation));
-        let is_new = self.live().iter().any(|server| !known(server) && !refused(server));
-        if let Some(kept) = open.kept_without(None).filter(|_| is_new) {
+        let (placement, replicas) = (&open.placement, &open.replicas);
+        let mut lacking: Vec<usize> = match placement.replicas() < spec.replicas as usize {
+            true => (0..placement.slices()).collect(),
+            false => {
+                let refused = replicas.full.iter().filter_map(|server| replicas.empty.get(server));
+                refused.flatten().map(|&slice| slice as usize).collect()
+            }
+        };
+        lacking.dedup_by_key(|slice| placement.owners(*slice));
+        let can_hold = |server: &Server, slice: usize| {
+            let mut owners = placement.owners(slice).iter();
+            owners.all(|&owner| placement.servers()[owner as usize] != *server)
+        };
+        let mut live = self.live();
+        live.retain(|server| {
+            !replicas.refused.contains(&(server.id, server.incarnation))
+                && !replicas.full.contains(&server.id)
+        });
+        let is_possible =
+            lacking.iter().any(|&slice| live.iter().any(|server| can_hold(server, slice)));
+        if open.version.is_some()
+            && is_possible
+            && let Some(kept) = open.kept_without(None)
+        {
             self.change_placement(name, None, kept, now, out);
         }
     }
@@ -273,7 +295,9 @@ impl Cluster {
             .into_iter()
             .filter(|server| !refused.contains(&(server.id, server.incarnation)))
             .collect();
-        let placed = replace_lost(&kept, &live, &zones, &weights(spec), spec.replicas as usize);
+        let full = &open.replicas.full;
+        let placed =
+            replace_lost(&kept, &live, &zones, full, &weights(spec), spec.replicas as usize);
         let placement = match placed {
             Ok(placement) => placement,
             Err(error) => return self.fail(name, &error.to_string(), now, out),
@@ -297,6 +321,7 @@ impl Cluster {
             empty,
             last_copy: replicas.last_copy,
             refused: std::mem::take(&mut replicas.refused),
+            full: std::mem::take(&mut replicas.full),
             degraded: replicas.degraded.or((!is_whole).then_some(now)),
             ..Replicas::default()
         };

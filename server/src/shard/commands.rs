@@ -194,7 +194,7 @@ impl<B: Backend> Task<B> {
                 Command::Grant { rank, lease } => job.grant(rank, lease),
                 Command::Write(write) => saves.begin(write).await,
                 Command::CancelSave { save } => saves.cancel(save),
-                Command::Copy(copy) => copies.begin(&copy)?,
+                Command::Copy(copy) => copies.begin(copy).await?,
                 Command::Serve { version } => job.serve(version),
                 Command::Describe(answer) => {
                     saves.end_all();

@@ -36,6 +36,8 @@ pub(crate) enum JobEvent {
     Stored { epoch: u64, step: u64 },
     /// The slices of a [`pb::CopySlices`] are copied.
     Copied { number: u64 },
+    /// There is no memory for the slices of a [`pb::CopySlices`].
+    CopyRefused { number: u64, reason: String },
     /// The content of the slices at a version.
     Hashes { epoch: u64, version: u64, slices: Vec<pb::SliceHash> },
     /// This server's part of a checkpoint is written.
@@ -76,6 +78,9 @@ impl JobEvent {
                 Event::Stored(pb::DecisionStored { job, job_id, epoch, step })
             }
             Self::Copied { number } => Event::Copied(pb::SlicesCopied { job, job_id, number }),
+            Self::CopyRefused { number, reason } => {
+                Event::CopyRefused(pb::CopyRefused { job, job_id, number, reason })
+            }
             Self::Hashes { epoch, version, slices } => {
                 Event::Hashes(pb::SliceHashes { job, job_id, epoch, version, slices })
             }

@@ -121,7 +121,9 @@ impl<B: Backend> Job<B> {
             slices: &slices,
             populates,
         };
-        let spaces = new.allocate((&placement, server), attempt, version.is_some())?;
+        check_placement(&spec, &placement)?;
+        let wanted = placement.slices_of(server).collect();
+        let spaces = new.allocate(wanted, attempt, version.is_some())?;
         let progress = match version {
             None => Progress::upload(attempt, slices.iter().filter_map(OnceLock::get).count()),
             Some(_) => Progress::step(attempt, version, 0),
@@ -446,32 +448,26 @@ struct Allocation<'a, B: Backend> {
 }
 
 impl<B: Backend> Allocation<'_, B> {
-    /// Allocates the slices of `server` that do not exist yet. If `is_empty`, their job runs
-    /// already, and they have no content. Returns the parts of the budgets that they take.
+    /// Allocates those of the slices `wanted` that do not exist yet: all of them, or none after an
+    /// error. `wanted`: indices, and whether this server is the primary. If `is_empty`, the job runs
+    /// already, and the slices have no content. Returns the parts of the budgets that they take.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a placement of another number of slices; those of [`Job::open`].
+    /// Those of [`Job::open`].
     fn allocate(
         &self,
-        (placement, server): (&Placement, u64),
+        mut wanted: Vec<(usize, bool)>,
         attempt: Attempt,
         is_empty: bool,
     ) -> Result<Option<[Space; 2]>> {
         let Self { spec, slices, .. } = *self;
-        if placement.slices() != slices.len() {
-            let what = format!("placement of job {:?}", spec.name);
-            let (found, expected) = (placement.slices(), slices.len());
-            let (found, expected) = (format!("{found} slices"), format!("{expected} slices"));
-            return Err(Error::invalid(what, found, expected));
-        }
-        let wanted = placement.slices_of(server);
-        let mut wanted: Vec<(usize, bool)> =
-            wanted.filter(|(index, _)| slices[*index].get().is_none()).collect();
+        wanted.retain(|(index, _)| slices[*index].get().is_none());
         // The order of steps.
         wanted.sort_unstable();
         let numbers: Vec<usize> = wanted.iter().map(|(index, _)| *index).collect();
         let placed = self.tiers.map(|tiers| tiers.place(spec, &numbers)).transpose()?;
         let mut last: Option<(usize, Contributions)> = None;
+        let mut allocated = Vec::with_capacity(wanted.len());
         for (number, (index, is_primary)) in wanted.into_iter().enumerate() {
             if self.closed.is_cancelled() {
                 return Err(closed_error(&spec.name));
@@ -493,10 +489,24 @@ impl<B: Backend> Allocation<'_, B> {
             if is_empty {
                 slice.begin_empty(attempt);
             }
+            allocated.push((index, slice));
+        }
+        for (index, slice) in allocated {
             _ = slices[index].set(slice);
         }
         Ok(placed.map(|placed| placed.spaces))
     }
+}
+
+/// # Errors
+/// [`Error::Invalid`] for a placement of another number of slices.
+fn check_placement(spec: &JobSpec, placement: &Placement) -> Result<()> {
+    let (found, expected) = (placement.slices(), spec.manifest.slices().len());
+    if found != expected {
+        let what = format!("placement of job {:?}", spec.name);
+        return Err(Error::invalid(what, format!("{found} slices"), format!("{expected} slices")));
+    }
+    Ok(())
 }
 
 fn closed_error(job: &str) -> Error {

@@ -46,10 +46,13 @@ impl<B: Backend> Copies<B> {
     ///
     /// # Errors
     /// Those of [`Job::begin_copy`].
-    pub(super) fn begin(&mut self, request: &pb::CopySlices) -> Result<()> {
+    pub(super) async fn begin(&mut self, request: pb::CopySlices) -> Result<()> {
         self.cancel();
-        let slices = self.job.begin_copy(request.number, &request.slices)?;
-        let &pb::CopySlices { number, version, .. } = request;
+        let pb::CopySlices { number, version, slices, .. } = request;
+        let job = self.job.clone();
+        let begin = move || job.begin_copy(number, &slices);
+        let begun = self.store.failure.blocking("begin a copy of slices", begin).await?;
+        let Some(slices) = begun else { return Ok(()) };
         let cancelled = self.job.closed().child_token();
         self.current = cancelled.clone();
         let (store, job, token) = (self.store.clone(), self.job.clone(), self.token.clone());

@@ -88,6 +88,13 @@ struct BeingOpened {
     commands: VecDeque<Command>,
 }
 
+/// Whether a server has memory for further slices.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    Free,
+    Full,
+}
+
 /// Slices that are copied from their primaries.
 pub(super) struct Copy {
     pub(super) number: u64,
@@ -188,7 +195,7 @@ impl ShardServer {
     }
 
     /// Carries out the next command for a job. Returns whether there was one.
-    fn work(&mut self) -> bool {
+    fn work(&mut self, memory: Memory) -> bool {
         let Some((&id, running)) =
             self.jobs.iter_mut().find(|(_, running)| !running.commands.is_empty())
         else {
@@ -214,8 +221,13 @@ impl ShardServer {
                 running.save.take_if(|current| *current == save);
                 Ok(())
             }
+            Command::Copy(pb::CopySlices { number, .. }) if memory == Memory::Full => {
+                job.refuse_copy(number, "the memory is full".to_owned());
+                Ok(())
+            }
             Command::Copy(pb::CopySlices { number, version, slices, .. }) => {
                 job.begin_copy(number, &slices).map(|missing| {
+                    let missing = missing.expect("a simulated server has enough memory");
                     let slices = missing.clone();
                     running.copy = Some(Copy { number, version, slices, missing });
                     running.end_copy();
@@ -265,7 +277,7 @@ impl World {
             return self.after(wait, Happening::Dial { server, life });
         };
         let of = &mut self.servers[server];
-        while of.work() {}
+        while of.work(Memory::Free) {}
         // Nobody waits for a save of the last coordinator.
         of.jobs.values_mut().for_each(|running| running.save = None);
         of.said = Some(of.events.connect());
@@ -380,7 +392,8 @@ impl World {
 
     pub(super) fn work(&mut self, server: usize, life: u64) {
         if self.servers[server].life == life && self.servers[server].is_alive {
-            self.servers[server].work();
+            let is_full = self.faults.loses(&mut self.rng);
+            self.servers[server].work(if is_full { Memory::Full } else { Memory::Free });
             self.flush(server);
         }
     }
@@ -454,7 +467,7 @@ impl World {
         let version = self.size.steps;
         let mut found = Vec::new();
         for server in self.servers.iter_mut().filter(|server| server.is_alive) {
-            while server.work() {}
+            while server.work(Memory::Free) {}
             for Running { job, .. } in server.jobs.values() {
                 let has = |slice: &Slice<Cpu>| {
                     let role = slice.role();

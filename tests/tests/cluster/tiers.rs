@@ -140,6 +140,40 @@ async fn replicas_checkpoints_and_restores_of_slices_on_disk_have_the_same_bits(
 }
 
 #[tokio::test]
+async fn servers_without_memory_for_more_backups_keep_the_job_until_another_server_connects() {
+    let spec = |name, replicas| {
+        let spec = job(name, 2, adamw(), synthetic::kinds_and_large(&adamw()));
+        JobSpec { min_servers: 3, replicas, ..spec }
+    };
+    let undisturbed = Training { steps: 6, ..Training::new(spec("undisturbed", 1)) };
+    let expected = undisturbed.run(Cluster::start(3).address()).await.unwrap().hash;
+
+    // Each server holds two thirds of the state. Two servers would have to hold all of it.
+    let spec = spec("full", 2);
+    let memory = (state(&spec) * 3 / 4).to_string();
+    let mut cluster = Cluster::start_with(3, &["--host-memory", &memory]);
+    let jobs = start(cluster.address(), &spec).await;
+    let done = AtomicU64::new(0);
+    for lost in 0..3 {
+        let steps = 2 * lost..2 * lost + 2;
+        let train = |rank: usize| train(&jobs[rank], steps.clone(), &done);
+        futures_util::future::join(train(0), train(1)).await;
+        match lost {
+            0 => cluster.shards.remove(0).kill(),
+            1 => {
+                let metrics = cluster.coordinator.get("/metrics");
+                assert!(!metrics.contains("zeroshard_job_degraded_slices{job=\"full\"} 0\n"));
+                cluster.shards.push(Cluster::shard(cluster.address(), &[]));
+                until_redundant(&cluster.coordinator, "full").await;
+                cluster.shards.remove(0).kill();
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(jobs[0].state_hash(6).await.unwrap(), expected);
+}
+
+#[tokio::test]
 async fn a_killed_server_leaves_no_file() {
     let disk = directory();
     let mut cluster = cluster(1, 0, disk.path());

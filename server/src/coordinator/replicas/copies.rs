@@ -3,7 +3,7 @@
 
 use zeroshard_proto::JobSpec;
 
-use super::Copying;
+use super::{Copying, Replicas};
 use crate::coordinator::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Now, ServerId},
@@ -74,6 +74,37 @@ impl Cluster {
         }
     }
 
+    /// A server has no memory for slices. They are given to another server, if there is one, and
+    /// otherwise have too few replicas until a server connects or another one is lost.
+    pub(in crate::coordinator) fn copy_refused(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        number: u64,
+        reason: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+            return;
+        };
+        let Open { replicas, .. } = &mut **open;
+        let Some(Copying { slices, .. }) = replicas.end_copy(server, number) else { return };
+        let trained = slices.iter().filter(|&&slice| spec.manifest.trains(slice as usize)).count();
+        if let Some(active) = replicas.active.get_mut(&server) {
+            *active -= trained;
+        }
+        replicas.full.insert(server);
+        replicas.empty.entry(server).or_default().extend(slices);
+        out.push(Action::Note(format!(
+            "shard server {server:016x} cannot hold more backups of job {:?}: {reason}",
+            job.name
+        )));
+        self.restore_redundancy(&job.name, now, out);
+        self.advance(&job.name, now, out);
+        self.copy_next(&job.name, out);
+    }
+
     /// A server has copied slices.
     pub(in crate::coordinator) fn copied(
         &mut self,
@@ -86,8 +117,7 @@ impl Cluster {
         let Some(Job { spec, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
             return;
         };
-        let is_it = |copying: &mut Copying| (copying.server, copying.number) == (server, number);
-        if open.replicas.copying.take_if(is_it).is_none() {
+        if open.replicas.end_copy(server, number).is_none() {
             return;
         }
         if open.replicas.empty.is_empty()
@@ -107,12 +137,21 @@ impl Cluster {
     }
 }
 
+impl Replicas {
+    /// Ends the copy in progress, if the server has answered it.
+    fn end_copy(&mut self, server: ServerId, number: u64) -> Option<Copying> {
+        self.copying.take_if(|copying| (copying.server, copying.number) == (server, number))
+    }
+}
+
 impl Open {
     /// A server that can copy slices, and the next part of them.
     fn next_copy(&mut self, spec: &JobSpec) -> Option<(ServerId, Vec<u32>)> {
         let Self { replicas, away, .. } = self;
         let can = |server: &ServerId| {
-            !replicas.opening.contains_key(server) && !away.contains_key(server)
+            !replicas.opening.contains_key(server)
+                && !replicas.full.contains(server)
+                && !away.contains_key(server)
         };
         let (&server, slices) = replicas.empty.iter_mut().find(|(server, _)| can(server))?;
         let mut bytes = 0;

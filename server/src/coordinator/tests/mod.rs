@@ -27,7 +27,7 @@ mod user_data;
 mod wire;
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     time::Duration,
 };
 
@@ -83,6 +83,8 @@ struct Script {
     last: u64,
     /// Whether servers leave leases unaccepted and decisions unstored.
     silent: bool,
+    /// The servers without memory for further slices.
+    full: BTreeSet<u64>,
     links: HashMap<u64, Link>,
     answers: HashMap<Caller, Result<Reply>>,
     commands: Vec<(u64, Command)>,
@@ -161,7 +163,7 @@ impl Script {
                 );
             }
             Action::Command(server, command) => {
-                let said = self.reply(&command).filter(|_| !self.silent);
+                let said = self.reply(server, &command).filter(|_| !self.silent);
                 self.commands.push((server, command));
                 return said.map(|said| Event::Said { from: self.links[&server], said });
             }
@@ -191,9 +193,12 @@ impl Script {
     }
 
     /// The reply of a server to a command that it can carry out at once.
-    fn reply(&self, command: &Command) -> Option<Said> {
+    fn reply(&self, server: u64, command: &Command) -> Option<Said> {
         match command.clone() {
             Command::Grant { job, rank, lease } => Some(Said::Granted { job, rank, lease }),
+            Command::Copy { job, number, .. } if self.full.contains(&server) => {
+                Some(Said::CopyRefused { job, number, reason: "out of memory".to_owned() })
+            }
             Command::Copy { job, number, .. } => Some(Said::Copied { job, number }),
             Command::Confirm { number } => Some(Said::Confirmed { number }),
             Command::Decide { job, decision: Decision { attempt, .. } } => {

@@ -207,6 +207,68 @@ fn a_server_that_cannot_be_a_backup_is_left_out() {
 }
 
 #[test]
+fn a_server_without_memory_for_more_slices_keeps_those_that_it_has() {
+    let (mut script, lease) = training();
+    let spec = script.cluster.jobs["job"].spec.clone();
+    step(&mut script, lease, 0);
+    script.full = [2, 3].into();
+    script.lose_server(1);
+    assert!(script.failure().is_none() && script.closed().iter().all(|&closed| closed == 1));
+    let epoch = script.epoch();
+    for number in 1..3 {
+        step(&mut script, lease, number);
+    }
+    assert_eq!(script.epoch(), epoch);
+    let lacking = script.open().degraded_slices(&spec);
+    assert!(lacking > 0);
+    // A server that connects gets exactly the slices for which there was no memory.
+    script.server(4);
+    script.said(4, script.opened(job()));
+    assert_eq!(script.open().degraded_slices(&spec), 0);
+    assert_eq!(script.open().placement.slices_of(4).count(), lacking);
+    step(&mut script, lease, 3);
+}
+
+#[test]
+fn slices_for_which_a_server_has_no_memory_are_copied_to_another() {
+    for full in 2..5 {
+        let mut script = Script::with_servers(4);
+        script.create(JobSpec { replicas: REPLICAS, min_servers: 4, ..spec(1) });
+        script.open_all();
+        script.initialise_all();
+        let lease = script.join(0).unwrap();
+        step(&mut script, lease, 0);
+        script.full = [full].into();
+        script.lose_server(1);
+        let spec = script.cluster.jobs["job"].spec.clone();
+        assert_eq!(script.open().degraded_slices(&spec), 0, "without memory on {full}");
+        step(&mut script, lease, 1);
+    }
+}
+
+#[test]
+fn servers_are_asked_again_for_memory_when_another_one_is_lost() {
+    let mut survived = 0;
+    for lost in 2..5 {
+        let mut script = Script::with_servers(4);
+        script.create(JobSpec { replicas: REPLICAS, min_servers: 4, ..spec(1) });
+        script.open_all();
+        script.initialise_all();
+        script.full = [2, 3, 4].into();
+        script.lose_server(1);
+        let spec = script.cluster.jobs["job"].spec.clone();
+        assert!(script.open().degraded_slices(&spec) > 0);
+        script.full.clear();
+        script.lose_server(lost);
+        if script.failure().is_none() {
+            survived += 1;
+            assert_eq!(script.open().degraded_slices(&spec), 0, "without {lost}");
+        }
+    }
+    assert!(survived > 0, "one of the servers has no last copy of a slice");
+}
+
+#[test]
 fn a_silent_server_is_replaced_after_ten_seconds() {
     let (mut script, lease) = training();
     step(&mut script, lease, 0);

@@ -97,12 +97,19 @@ fn commands_about_replicas_are_converted_with_every_field() {
     let serve = pb::ServeVersion { job: name.clone(), job_id, version };
     let command = Command::ServeVersion { job: job(), version };
     assert_eq!(Wire::from(command), Wire::ServeVersion(serve));
-    let copied = pb::SlicesCopied { job: name, job_id, number };
+    let copied = pb::SlicesCopied { job: name.clone(), job_id, number };
     let Ok(Said::Copied { job: of, number: 4 }) = said(pb::serve_request::Event::Copied(copied))
     else {
         panic!("Copied")
     };
     assert_eq!(of, job());
+    let refused = pb::CopyRefused { job: name, job_id, number, reason: "memory".into() };
+    let Ok(Said::CopyRefused { job: of, number: 4, reason }) =
+        said(pb::serve_request::Event::CopyRefused(refused))
+    else {
+        panic!("CopyRefused")
+    };
+    assert_eq!((of, reason.as_str()), (job(), "memory"));
 }
 
 #[test]

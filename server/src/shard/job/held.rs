@@ -51,7 +51,7 @@ impl<B: Backend> Job<B> {
         let with = |role| {
             self.slices().filter(move |(_, slice)| slice.role() == role).map(|(index, _)| index)
         };
-        held.empty = with(Role::Empty).collect();
+        held.empty = with(Role::Empty).chain(self.unallocated()).collect();
         held.copying = with(Role::Copying).collect();
         let progress = self.progress();
         let Attempt { epoch, step, number } = progress.attempt;

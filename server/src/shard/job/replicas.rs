@@ -1,20 +1,23 @@
 //! A job with replicas: the slices of which this server is a backup, and placements that change.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     sync::{Arc, atomic::Ordering},
 };
 
 use tokio::sync::watch;
 use zeroshard_proto::{Error, Placement, Result, pb};
 
-use super::{Allocation, Job, Ready, progress::Decided};
+use super::{Allocation, Job, Ready, check_placement, progress::Decided};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
 use crate::{
     attempt::Attempt,
     backend::Backend,
-    shard::{events::JobEvent, slice::Role},
+    shard::{
+        events::JobEvent,
+        slice::{Role, Slice},
+    },
 };
 
 /// Slices by the position of their primary in the placement, with a number of elements.
@@ -48,47 +51,91 @@ impl<B: Backend> Job<B> {
         self.progress().last = Some(Decided { decision, reduced: none });
     }
 
-    /// The servers of the slices are those of `placement` from now on, and the open attempt ends.
+    /// The servers of the slices are those of `placement` from now on, and the open attempt ends. If
+    /// the job runs already, [`Self::begin_copy`] allocates the slices that are new here.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Invalid`] for a placement of another number of slices;
-    /// [`Error::Internal`] if this server is to be the primary of a slice
-    /// without content.
+    /// [`Error::Internal`] if this server is to be the primary of a slice without content.
     pub(crate) fn new_placement(&self, epoch: u64, placement: Placement) -> Result<()> {
         let attempt = Attempt { epoch, number: 0, ..self.attempt() };
-        let runs = self.version().is_some();
-        let Self { backend, spec, closed, slices, .. } = self;
-        let (backend, tiers) = (&**backend, self.tiers.as_ref());
-        let new = Allocation { backend, tiers, spec, closed, slices, populates: true };
-        let spaces = new.allocate((&placement, self.server), self.attempt(), runs)?;
-        self.spaces.lock().expect("no holder of the lock panics").extend(spaces);
+        check_placement(&self.spec, &placement)?;
+        if self.version().is_none() {
+            self.allocate(placement.slices_of(self.server).collect(), false)?;
+        }
         for (index, is_primary) in placement.slices_of(self.server) {
-            let Some(slice) = slices[index].get() else { continue };
-            let role = match (slice.role(), is_primary) {
-                (Role::Primary | Role::Backup, true) => Role::Primary,
-                (Role::Primary | Role::Backup, false) => Role::Backup,
-                (Role::Copying | Role::Empty, false) => Role::Empty,
-                (Role::Copying | Role::Empty, true) => {
+            let slice = self.slices[index].get();
+            let has_content = slice.is_some_and(|slice| slice.role().has_content());
+            let role = match (has_content, is_primary) {
+                (true, true) => Role::Primary,
+                (true, false) => Role::Backup,
+                (false, false) => Role::Empty,
+                (false, true) => {
                     let cause = format!("slice {index} has no content on its new primary");
                     return Err(Error::Internal { cause });
                 }
             };
-            slice.set_role(role);
+            slice.into_iter().for_each(|slice| slice.set_role(role));
         }
         self.progress().copies = 0;
         *self.placement.write().expect("no holder of the lock panics") = Arc::new(placement);
         self.open_attempt(attempt, None)
     }
 
+    /// Allocates slices that do not exist yet. If `is_empty`, they have no content.
+    ///
+    /// # Errors
+    /// Those of [`Allocation::allocate`].
+    fn allocate(&self, wanted: Vec<(usize, bool)>, is_empty: bool) -> Result<()> {
+        let Self { spec, closed, slices, .. } = self;
+        let (backend, tiers) = (self.backend(), self.tiers.as_ref());
+        let new = Allocation { backend, tiers, spec, closed, slices, populates: true };
+        let spaces = new.allocate(wanted, self.attempt(), is_empty)?;
+        self.spaces.lock().expect("no holder of the lock panics").extend(spaces);
+        Ok(())
+    }
+
+    /// The slices of this server in the placement for which it has allocated no memory yet.
+    pub(super) fn unallocated(&self) -> Vec<u32> {
+        let placement = self.placement();
+        let held = placement.slices_of(self.server).map(|(index, _)| index);
+        let missing = held.filter(|&index| self.slices[index].get().is_none());
+        missing.map(|index| index as u32).collect()
+    }
+
     /// Begins to copy slices. Returns those that have no content yet. From now on the step needs
-    /// their reduced gradients.
+    /// their reduced gradients. If there is no memory for them, the coordinator is told, and the
+    /// result is `None`.
     ///
     /// # Errors
     /// [`Error::NotHere`] or [`Error::Invalid`] for slices that this server does not hold.
-    pub(crate) fn begin_copy(&self, number: u64, slices: &[u32]) -> Result<Vec<u32>> {
+    pub(crate) fn begin_copy(&self, number: u64, slices: &[u32]) -> Result<Option<Vec<u32>>> {
+        let wanted: HashSet<u32> = slices.iter().copied().collect();
+        let new = self.unallocated().into_iter().filter(|index| wanted.contains(index));
+        let new = new.map(|index| (index as usize, false)).collect();
+        match self.allocate(new, true) {
+            Ok(()) => {}
+            Err(error @ Error::OutOfMemory { .. }) => {
+                self.refuse_copy(number, error.to_string());
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        }
+        let slices = slices.iter().map(|&index| Ok((index, self.slice(index)?)));
+        Ok(Some(self.note_copy(number, slices.collect::<Result<_>>()?)))
+    }
+
+    /// The slices of a copy stay without content.
+    pub(crate) fn refuse_copy(&self, number: u64, reason: String) {
+        self.note_copy(number, Vec::new());
+        self.tell(JobEvent::CopyRefused { number, reason });
+    }
+
+    /// Reports about the step are current again after a copy of `slices` has begun. Returns those that
+    /// have no content yet.
+    fn note_copy(&self, number: u64, slices: Vec<(u32, &Slice<B>)>) -> Vec<u32> {
         let (mut empty, mut begun) = (Vec::new(), Vec::new());
-        for &index in slices {
-            let slice = self.slice(index)?;
+        for (index, slice) in slices {
             match slice.role() {
                 Role::Empty => empty.push((index, slice)),
                 Role::Copying => begun.push(index),
@@ -110,7 +157,7 @@ impl<B: Backend> Job<B> {
             self.tell(JobEvent::Ready { attempt, reduced });
         }
         self.changed.send_replace(());
-        Ok(begun)
+        begun
     }
 
     /// The number of the last copy that has begun.
