@@ -168,8 +168,8 @@ impl<'a> Plan<'a> {
         self.order = self.loads.iter().enumerate().map(|(s, &load)| (load, s as u32)).collect();
     }
 
-    /// The least loaded server that does not hold the slice: one with memory, and of another zone, if
-    /// there is one.
+    /// The least loaded server that does not hold the slice: one with memory, and of another zone,
+    /// if there is one.
     fn free(&self, owners: &[u32]) -> Option<u32> {
         let free = || {
             let servers = self.order.iter().map(|&(_, server)| server);

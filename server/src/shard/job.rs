@@ -449,8 +449,9 @@ struct Allocation<'a, B: Backend> {
 
 impl<B: Backend> Allocation<'_, B> {
     /// Allocates those of the slices `wanted` that do not exist yet: all of them, or none after an
-    /// error. `wanted`: indices, and whether this server is the primary. If `is_empty`, the job runs
-    /// already, and the slices have no content. Returns the parts of the budgets that they take.
+    /// error. `wanted`: indices, and whether this server is the primary. If `is_empty`, the job
+    /// runs already, and the slices have no content. Returns the parts of the budgets that they
+    /// take.
     ///
     /// # Errors
     /// Those of [`Job::open`].

@@ -51,8 +51,8 @@ impl<B: Backend> Job<B> {
         self.progress().last = Some(Decided { decision, reduced: none });
     }
 
-    /// The servers of the slices are those of `placement` from now on, and the open attempt ends. If
-    /// the job runs already, [`Self::begin_copy`] allocates the slices that are new here.
+    /// The servers of the slices are those of `placement` from now on, and the open attempt ends.
+    /// If the job runs already, [`Self::begin_copy`] allocates the slices that are new here.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Invalid`] for a placement of another number of slices;
@@ -131,8 +131,8 @@ impl<B: Backend> Job<B> {
         self.tell(JobEvent::CopyRefused { number, reason });
     }
 
-    /// Reports about the step are current again after a copy of `slices` has begun. Returns those that
-    /// have no content yet.
+    /// Reports have the number of this copy from now on, and the step needs the reduced gradients of
+    /// `slices`. Returns those that have no content yet.
     fn note_copy(&self, number: u64, slices: Vec<(u32, &Slice<B>)>) -> Vec<u32> {
         let (mut empty, mut begun) = (Vec::new(), Vec::new());
         for (index, slice) in slices {
