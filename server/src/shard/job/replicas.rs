@@ -131,7 +131,7 @@ impl<B: Backend> Job<B> {
         self.tell(JobEvent::CopyRefused { number, reason });
     }
 
-    /// Reports have the number of this copy from now on, and the step needs the reduced gradients of
+    /// Reports have the number of this copy from now on, and the step needs the gradients of
     /// `slices`. Returns those that have no content yet.
     fn note_copy(&self, number: u64, slices: Vec<(u32, &Slice<B>)>) -> Vec<u32> {
         let (mut empty, mut begun) = (Vec::new(), Vec::new());
