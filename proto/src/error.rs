@@ -304,6 +304,14 @@ pub enum Error {
         /// The number of bytes.
         bytes: u64,
     },
+    /// A device of the server has failed.
+    #[error("{}{cause}", of_slice(*slice))]
+    Device {
+        /// The slice that the operation was for, if it is known.
+        slice: Option<u32>,
+        /// The device, its operation, and the error of its driver.
+        cause: String,
+    },
     /// The peer cannot be reached, or is shutting down.
     #[error("{peer} is unavailable: {cause}")]
     Unavailable {
@@ -378,6 +386,7 @@ impl Error {
             | Self::LeaseLost { .. }
             | Self::Disagreement { .. }
             | Self::OutOfMemory { .. }
+            | Self::Device { .. }
             | Self::Internal { .. } => Remedy::GiveUp,
         }
     }
@@ -406,7 +415,7 @@ impl Error {
             Self::Timeout { .. } => Code::DeadlineExceeded,
             Self::ParkingFull { .. } | Self::OutOfMemory { .. } => Code::ResourceExhausted,
             Self::Unavailable { .. } => Code::Unavailable,
-            Self::Internal { .. } => Code::Internal,
+            Self::Device { .. } | Self::Internal { .. } => Code::Internal,
         }
     }
 }
@@ -450,6 +459,11 @@ impl Error {
             },
         })
     }
+}
+
+/// The beginning of a message about a slice.
+fn of_slice(slice: Option<u32>) -> String {
+    slice.map_or_else(String::new, |slice| format!("slice {slice}: "))
 }
 
 /// The message of a status that comes from the transport, and its root cause.

@@ -25,7 +25,7 @@ use zeroshard_proto::{
 };
 
 pub use sections::{All, Coordinator, Shard};
-pub use values::{Address, Addresses, AdminListen, Etcd, Listen, Malformed, Size};
+pub use values::{Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size};
 
 /// The longest wait that a caller may request.
 pub const MAX_WAIT: Duration = Duration::from_secs(600);
@@ -312,13 +312,13 @@ pub fn load(
                 let expected = "the HOST:PORT of the coordinator, such as 127.0.0.1:7400";
                 return Err(Error::value("shard", "coordinator", "missing", expected));
             }
-            shard.check_disk("shard")?;
+            shard.check_tiers("shard")?;
             Role::Shard(shard)
         }
         _ => {
             let all: All = layered("all", matches, file.as_ref())?;
             sections::check_advertise("all", all.shard_listen, all.advertise.as_ref())?;
-            all.shard().check_disk("all")?;
+            all.shard().check_tiers("all")?;
             Role::All(all)
         }
     };

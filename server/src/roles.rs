@@ -16,7 +16,7 @@ use tonic::service::Routes;
 
 use crate::{
     admin::{self, Admin},
-    backend::Cpu,
+    backend::{Backend, device::Device},
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
     coordinator::{Coordinator, leadership::Leadership},
     failure::Failure,
@@ -153,8 +153,22 @@ pub(crate) fn coordinator(
 /// advertised address.
 ///
 /// # Errors
-/// [`Error::Invalid`] if the system has no random numbers.
+/// [`Error::Invalid`] if the device cannot be opened, or the system has no random numbers.
 pub(crate) fn shard(
+    config: &config::Shard,
+    coordinator: Addresses,
+    site: &Site,
+    shutdown: &CancellationToken,
+) -> Result<Parts, Error> {
+    let device = Device::open(config.device).map_err(zeroshard_proto::Error::from)?;
+    match device {
+        Device::Cpu(cpu) => shard_on(cpu, config, coordinator, site, shutdown),
+        Device::Cuda(gpu) => shard_on(gpu, config, coordinator, site, shutdown),
+    }
+}
+
+fn shard_on<B: Backend>(
+    backend: B,
     config: &config::Shard,
     coordinator: Addresses,
     site: &Site,
@@ -164,7 +178,7 @@ pub(crate) fn shard(
         Some(address) => address.or_port(site.address.port()),
         None => Address::from(site.address),
     };
-    let shard = Shard::new(Cpu::new(), config, site.context.clone())?;
+    let shard = Shard::new(backend, config, site.context.clone())?;
     let (routes, shutdown) = (shard.routes(shutdown), shutdown.clone());
     let background = async move {
         shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;

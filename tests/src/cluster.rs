@@ -4,7 +4,7 @@ use std::{net::SocketAddr, process::Command};
 
 use zeroshard_proto::token::TOKEN_VARIABLE;
 
-use crate::{Process, binary};
+use crate::{Process, binary, gpu};
 
 /// A running cluster, which is killed when dropped.
 #[derive(Debug)]
@@ -111,6 +111,18 @@ impl Cluster {
         Process::start(shard(address, flags))
     }
 
+    /// Starts a shard server on a GPU of the fake driver, whose environment `settings` choose. It
+    /// registers with the coordinator at `address`.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn shard_on_gpu(address: &str, settings: &[(&str, &str)]) -> Process {
+        let mut command = shard(address, &["--device", "cuda:0"]);
+        gpu::with_fake_driver(&mut command);
+        command.envs(settings.iter().copied());
+        Process::start(command)
+    }
+
     /// The payload bytes that the shard servers have sent to pulls and received in pushes,
     /// according to their metrics.
     ///
@@ -145,6 +157,7 @@ fn shard(coordinator: &str, flags: &[&str]) -> Command {
     let mut command =
         server(&["shard", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]);
     command.args(["--coordinator", coordinator]).args(flags);
+    gpu::choose_device(&mut command, flags);
     command
 }
 

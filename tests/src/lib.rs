@@ -6,6 +6,7 @@
 
 mod cluster;
 mod etcd;
+pub mod gpu;
 pub mod phase;
 mod process;
 mod proxy;

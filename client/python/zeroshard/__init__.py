@@ -20,6 +20,7 @@ from ._steps import Step, steps
 from .errors import (
     AlreadyParallelError,
     CheckpointDamagedError,
+    DeviceError,
     DisagreementError,
     Error,
     InternalError,
@@ -61,6 +62,7 @@ __all__ = [
     "AlreadyParallelError",
     "CheckpointDamagedError",
     "Checkpoints",
+    "DeviceError",
     "DisagreementError",
     "Error",
     "InternalError",

@@ -126,6 +126,10 @@ class OutOfMemoryError(Error, MemoryError):
     """A server does not have enough memory for the job."""
 
 
+class DeviceError(Error):
+    """A device of a server has failed. The message names it, and the slice if that is known."""
+
+
 class UnavailableError(Error, ConnectionError):
     """A server cannot be reached."""
 

@@ -56,6 +56,7 @@ fn every_variant(text: &str) -> Vec<Error> {
         },
         Error::ParkingFull { slice: 1, rank: 2, offset: 3, waiting_for: 4, budget: 5 },
         Error::OutOfMemory { what: t(), bytes: 1 },
+        Error::Device { slice: Some(1), cause: t() },
         Error::Unavailable { peer: t(), cause: t() },
         Error::Internal { cause: t() },
     ]

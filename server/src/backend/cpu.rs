@@ -6,10 +6,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 use zeroshard_proto::{DType, Elements};
 
+use super::failure::DeviceName;
 use super::kernels::convert::{self, Bf16, F16, F32};
 use super::kernels::{Level, sum};
 use super::memory::Memory;
-use super::{Backend, OutOfMemory, Output, Update};
+use super::{Backend, Failure, Output, Result, Update};
 
 mod step;
 
@@ -142,9 +143,11 @@ impl AsRef<[u8]> for View {
 impl Backend for Cpu {
     type Buffer = Buffer;
 
-    fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer, OutOfMemory> {
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer> {
         let memory = numel.checked_mul(dtype.size()).and_then(Memory::zeroed);
-        let memory = memory.ok_or(OutOfMemory { numel, dtype })?;
+        let bytes = numel.saturating_mul(dtype.size());
+        let (device, operation) = (DeviceName::Cpu, "allocate memory");
+        let memory = memory.ok_or(Failure::OutOfMemory { device, operation, bytes })?;
         Ok(Buffer { memory, dtype, numel })
     }
 
@@ -161,9 +164,15 @@ impl Backend for Cpu {
         buffer.dtype
     }
 
-    fn store(&self, dst: &mut Buffer, at: impl Into<Elements>, src: &[u8], dtype: DType) -> bool {
+    fn store(
+        &self,
+        dst: &mut Buffer,
+        at: impl Into<Elements>,
+        src: &[u8],
+        dtype: DType,
+    ) -> Result<bool> {
         let (at, to) = (at.into(), dst.dtype);
-        match to {
+        Ok(match to {
             DType::F32 => {
                 // The compiler copies first and then checks. With tiles, the checked data is in
                 // cache.
@@ -180,7 +189,7 @@ impl Backend for Cpu {
                     self.convert(src, dtype, dst.bytes_mut(run), to, &mut scratch)
                 })
             }
-        }
+        })
     }
 
     fn accumulate(
@@ -189,22 +198,23 @@ impl Backend for Cpu {
         at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
-    ) -> bool {
+    ) -> Result<bool> {
         let dst = dst.values_mut();
         let add = match dtype {
             DType::F32 => convert::accumulate::<F32>,
             DType::Bf16 => convert::accumulate::<Bf16>,
             DType::F16 => convert::accumulate::<F16>,
         };
-        each_run(&at.into(), src, dtype, |run, src| add(self.level, src, &mut dst[run]))
+        Ok(each_run(&at.into(), src, dtype, |run, src| add(self.level, src, &mut dst[run])))
     }
 
-    fn canonicalise(&self, dst: &mut Buffer, at: impl Into<Elements>) {
+    fn canonicalise(&self, dst: &mut Buffer, at: impl Into<Elements>) -> Result<()> {
         let dst = dst.values_mut();
         at.into().runs().for_each(|run| convert::canonicalise(self.level, &mut dst[run]));
+        Ok(())
     }
 
-    fn read(&self, src: &Arc<Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes {
+    fn read(&self, src: &Arc<Buffer>, from: impl Into<Elements>, dtype: DType) -> Result<Bytes> {
         let from = from.into();
         if src.dtype != dtype {
             let mut bytes = vec![0; from.numel() * dtype.size()];
@@ -215,18 +225,18 @@ impl Backend for Cpu {
                     .expect("as long as all runs together");
                 self.convert(src.bytes(run), src.dtype, dst, dtype, &mut scratch);
             }
-            return bytes.into();
+            return Ok(bytes.into());
         }
         if let Elements::Range(range) = from {
-            return Bytes::from_owner(View { buffer: Arc::clone(src), range });
+            return Ok(Bytes::from_owner(View { buffer: Arc::clone(src), range }));
         }
         let mut bytes = Vec::with_capacity(from.numel() * dtype.size());
         from.runs().for_each(|run| bytes.extend_from_slice(src.bytes(run)));
-        bytes.into()
+        Ok(bytes.into())
     }
 
-    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> f64 {
-        sum::of_squares(self.level, &src.values()[range])
+    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> Result<f64> {
+        Ok(sum::of_squares(self.level, &src.values()[range]))
     }
 
     fn apply(
@@ -236,11 +246,12 @@ impl Backend for Cpu {
         state: Vec<Output<'_, Buffer>>,
         gradient: &Buffer,
         published: Option<&mut Buffer>,
-    ) {
+    ) -> Result<()> {
         step::apply(self, update, master, state, gradient, published);
+        Ok(())
     }
 
-    fn copy(&self, src: &Buffer, dst: &mut Buffer) {
+    fn copy(&self, src: &Buffer, dst: &mut Buffer) -> Result<()> {
         assert_eq!(src.numel, dst.numel, "a copy has as many elements");
         if src.dtype == dst.dtype {
             dst.memory.bytes_mut().copy_from_slice(src.memory.bytes());
@@ -248,5 +259,6 @@ impl Backend for Cpu {
             let to = dst.dtype;
             self.convert(src.memory.bytes(), src.dtype, dst.memory.bytes_mut(), to, &mut [0.0; _]);
         }
+        Ok(())
     }
 }

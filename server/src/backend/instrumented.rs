@@ -11,7 +11,7 @@ use std::{
 use bytes::Bytes;
 use zeroshard_proto::{DType, Elements};
 
-use super::{Backend, Cpu, OutOfMemory, Output, Update};
+use super::{Backend, Cpu, Failure, Output, Result, Update, failure::DeviceName};
 
 type Buffer = <Cpu as Backend>::Buffer;
 
@@ -39,11 +39,14 @@ impl Instrumented {
 impl Backend for Instrumented {
     type Buffer = Buffer;
 
-    fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer, OutOfMemory> {
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer> {
         let take = |room: usize| room.checked_sub(1);
         match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
             Ok(_) => self.cpu.allocate(dtype, numel),
-            Err(_) => Err(OutOfMemory { numel, dtype }),
+            Err(_) => {
+                let (device, operation) = (DeviceName::Cpu, "allocate memory");
+                Err(Failure::OutOfMemory { device, operation, bytes: numel * dtype.size() })
+            }
         }
     }
 
@@ -59,7 +62,13 @@ impl Backend for Instrumented {
         self.cpu.dtype(buffer)
     }
 
-    fn store(&self, dst: &mut Buffer, at: impl Into<Elements>, src: &[u8], dtype: DType) -> bool {
+    fn store(
+        &self,
+        dst: &mut Buffer,
+        at: impl Into<Elements>,
+        src: &[u8],
+        dtype: DType,
+    ) -> Result<bool> {
         self.count().store(dst, at, src, dtype)
     }
 
@@ -69,19 +78,19 @@ impl Backend for Instrumented {
         at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
-    ) -> bool {
+    ) -> Result<bool> {
         self.count().accumulate(dst, at, src, dtype)
     }
 
-    fn canonicalise(&self, dst: &mut Buffer, at: impl Into<Elements>) {
-        self.count().canonicalise(dst, at);
+    fn canonicalise(&self, dst: &mut Buffer, at: impl Into<Elements>) -> Result<()> {
+        self.count().canonicalise(dst, at)
     }
 
-    fn read(&self, src: &Arc<Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes {
+    fn read(&self, src: &Arc<Buffer>, from: impl Into<Elements>, dtype: DType) -> Result<Bytes> {
         self.cpu.read(src, from, dtype)
     }
 
-    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> f64 {
+    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> Result<f64> {
         self.cpu.sum_of_squares(src, range)
     }
 
@@ -92,11 +101,11 @@ impl Backend for Instrumented {
         state: Vec<Output<'_, Buffer>>,
         gradient: &Buffer,
         published: Option<&mut Buffer>,
-    ) {
-        self.cpu.apply(update, master, state, gradient, published);
+    ) -> Result<()> {
+        self.cpu.apply(update, master, state, gradient, published)
     }
 
-    fn copy(&self, src: &Buffer, dst: &mut Buffer) {
-        self.cpu.copy(src, dst);
+    fn copy(&self, src: &Buffer, dst: &mut Buffer) -> Result<()> {
+        self.cpu.copy(src, dst)
     }
 }

@@ -21,9 +21,9 @@ use zeroshard_proto::dtype::DType;
 use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 pub mod cpu;
-// Not a part of the server yet: only its kernels are.
-#[cfg(test)]
-mod cuda;
+pub(crate) mod cuda;
+pub(crate) mod device;
+pub(crate) mod failure;
 #[cfg(test)]
 pub(crate) mod instrumented;
 pub mod kernels;
@@ -33,8 +33,13 @@ mod memory;
 mod conformance;
 
 pub use cpu::Cpu;
+pub use failure::{Failure, Result};
 
 /// A device that holds slices of numbers and computes on them.
+///
+/// After an error, the elements that the operation was to write have undefined values. A device
+/// may carry out an operation after the call has returned; the error of a later call is then the
+/// error of that operation.
 pub trait Backend: Send + Sync + 'static {
     /// An array of elements of one dtype.
     type Buffer: Send + Sync + 'static;
@@ -43,8 +48,9 @@ pub trait Backend: Send + Sync + 'static {
     /// by [`Backend::populate`].
     ///
     /// # Errors
-    /// [`OutOfMemory`] if the device does not have enough memory; existing arrays are not affected.
-    fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer, OutOfMemory>;
+    /// [`Failure::OutOfMemory`] if the device does not have enough memory; existing arrays are not
+    /// affected.
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer>;
 
     /// Provides the memory of these elements now, so that their first use is as fast as later ones.
     fn populate(&self, buffer: &mut Self::Buffer, range: Range<usize>);
@@ -63,7 +69,7 @@ pub trait Backend: Send + Sync + 'static {
         at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
-    ) -> bool;
+    ) -> Result<bool>;
 
     /// Converts `src` like [`Backend::store`], and adds it to `dst`, which is f32. Returns whether
     /// all values of `src` are finite.
@@ -73,21 +79,26 @@ pub trait Backend: Send + Sync + 'static {
         at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
-    ) -> bool;
+    ) -> Result<bool>;
 
     /// Replaces every NaN among these elements of `dst`, which is f32, by 0x7fc00000. The bits of
     /// the NaN that an addition produces depend on the order of its operands and on the machine.
-    fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>);
+    fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>) -> Result<()>;
 
     /// Reads elements as little-endian bytes of `dtype`, rounded to nearest even. If the elements
     /// are consecutive and `dtype` is the buffer's own dtype, nothing is copied, and the bytes keep
     /// the buffer alive. Otherwise they are copied once.
-    fn read(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes;
+    fn read(
+        &self,
+        src: &Arc<Self::Buffer>,
+        from: impl Into<Elements>,
+        dtype: DType,
+    ) -> Result<Bytes>;
 
     /// The sum of squares of the elements of `range` in f64. `range` begins at the beginning of a
     /// block; see [`kernels::sum`] for the order. The sum is finite exactly if every element is
     /// finite.
-    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64;
+    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> Result<f64>;
 
     /// Applies one optimizer step in one pass over memory (LAMB: two, Adafactor: three). `master`,
     /// `state` (one buffer for each of [`Optimizer::state`], in that order) and `gradient` are f32
@@ -100,11 +111,11 @@ pub trait Backend: Send + Sync + 'static {
         state: Vec<Output<'_, Self::Buffer>>,
         gradient: &Self::Buffer,
         published: Option<&mut Self::Buffer>,
-    );
+    ) -> Result<()>;
 
     /// Copies `src` into `dst`, which has the same number of elements, and casts if the dtypes
     /// differ.
-    fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer);
+    fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) -> Result<()>;
 }
 
 /// An array that a step reads and writes.
@@ -157,14 +168,4 @@ impl<'a> Update<'a> {
         };
         AppliedSteps { count: step, scalar_state }
     }
-}
-
-/// The device cannot allocate another array of this size.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("out of memory: cannot allocate {numel} elements of {dtype}")]
-pub struct OutOfMemory {
-    /// The requested number of elements.
-    pub numel: usize,
-    /// The dtype.
-    pub dtype: DType,
 }

@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::{Address, Addresses, AdminListen, Error, Etcd, Listen, Size, defaults};
+use super::{Address, Addresses, AdminListen, DeviceChoice, Error, Etcd, Listen, Size, defaults};
 
 /// The configuration of the coordinator.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
@@ -112,6 +112,10 @@ pub struct Shard {
     /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
+    /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, or `auto` for
+    /// the first GPU if there is one. GPUs have only been tested with a simulated driver
+    #[arg(long, env = "ZEROSHARD_DEVICE", value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
+    pub device: DeviceChoice,
     /// Maximum memory for the master weights, optimizer state and gradients of slices, such as
     /// 48GiB; by default there is no limit. Buffers, early gradients and versions that readers
     /// hold come in addition
@@ -167,6 +171,10 @@ pub struct All {
     /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
+    /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, or `auto` for
+    /// the first GPU if there is one. GPUs have only been tested with a simulated driver
+    #[arg(long, env = "ZEROSHARD_DEVICE", value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
+    pub device: DeviceChoice,
     /// Maximum memory for the master weights, optimizer state and gradients of slices, such as
     /// 48GiB; by default there is no limit. Buffers, early gradients and versions that readers
     /// hold come in addition
@@ -203,6 +211,7 @@ impl All {
             parked_bytes: self.parked_bytes,
             pinned_bytes: self.pinned_bytes,
             snapshot_bytes: self.snapshot_bytes,
+            device: self.device,
             host_memory: self.host_memory,
             disk: self.disk.clone(),
             disk_bytes: self.disk_bytes,
@@ -211,8 +220,12 @@ impl All {
 }
 
 impl Shard {
-    /// Checks that the flags of the disk are complete.
-    pub(super) fn check_disk(&self, section: &'static str) -> Result<(), Error> {
+    /// Checks that the flags of the tiers are complete, and possible on the device.
+    pub(super) fn check_tiers(&self, section: &'static str) -> Result<(), Error> {
+        if self.device != DeviceChoice::Cpu && self.host_memory.is_some() {
+            let expected = "cpu, because of --host-memory: slices on GPUs have no other tiers yet";
+            return Err(Error::value(section, "device", self.device, expected));
+        }
         let missing = |key, expected| Err(Error::value(section, key, "missing", expected));
         match (&self.disk, self.disk_bytes, self.host_memory) {
             (Some(_), None, _) => missing("disk_bytes", "a size such as 400GiB, because of --disk"),

@@ -83,6 +83,45 @@ impl fmt::Display for AdminListen {
     }
 }
 
+/// The device that holds slices and computes on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum DeviceChoice {
+    /// The first GPU if there is one, and otherwise the CPU.
+    Auto,
+    /// Host memory and the processors.
+    #[default]
+    Cpu,
+    /// The GPU with this number.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        let gpu = || text.strip_prefix("cuda:")?.parse().ok().map(Self::Cuda);
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            _ => gpu().ok_or_else(|| Malformed {
+                found: text.to_owned(),
+                expected: "`cpu`, `auto`, or a GPU by its number, such as cuda:0",
+            }),
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(number) => write!(f, "cuda:{number}"),
+        }
+    }
+}
+
 /// `host:port` as other processes dial it; the host is a name or an IP address.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -266,7 +305,7 @@ macro_rules! as_text {
     )*};
 }
 
-as_text!(Listen, AdminListen, Address, Addresses, Etcd, Size);
+as_text!(Listen, AdminListen, DeviceChoice, Address, Addresses, Etcd, Size);
 
 #[cfg(test)]
 mod tests {
@@ -276,6 +315,16 @@ mod tests {
     fn addresses_survive_text() {
         for text in ["node-1.cluster:7400", "10.0.0.5:1", "[::1]:7400", "localhost:0"] {
             assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn devices_survive_text() {
+        for text in ["auto", "cpu", "cuda:0", "cuda:11"] {
+            assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
+        }
+        for text in ["", "gpu", "cuda", "cuda:", "cuda:-1", "cuda:0,1"] {
+            assert!(text.parse::<DeviceChoice>().is_err(), "{text}");
         }
     }
 

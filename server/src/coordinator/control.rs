@@ -442,7 +442,12 @@ fn decision(decision: pb::Decision) -> Result<Decision> {
     let absent = decision.absent;
     let replicated = |report| Box::new(Replicated { absent, report: Report::from(report) });
     let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
-        Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
+        Ok::<_, Error>(Update {
+            groups: optimizers(groups)?,
+            coefficient,
+            unclipped,
+            gradient_factors,
+        })
     };
     let (resting, user_data) = (decision.resting, decision.user_data);
     let figures = Figures { scale, clip_coefficient, loss, resting, user_data };

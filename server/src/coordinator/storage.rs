@@ -55,7 +55,7 @@ async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Found> {
     let (storage, manifest) = (&storage, &manifest);
     let read = |rank| async move {
         let data = storage.user_data(manifest, rank).await?;
-        Ok(data.map(|data| (rank, data)))
+        Ok::<_, Error>(data.map(|data| (rank, data)))
     };
     let ranks = stream::iter(manifest.ranks()).map(read).buffer_unordered(READS);
     let ranks = ranks.try_filter_map(async |found| Ok(found)).try_collect().await?;

@@ -80,7 +80,7 @@ fn values(tensor: u32, step: u32, size: usize) -> Vec<f32> {
 
 fn buffer<B: Backend>(backend: &B, values: &[f32]) -> B::Buffer {
     let mut buffer = backend.allocate(DType::F32, values.len()).unwrap();
-    backend.store(&mut buffer, 0..values.len(), bytemuck::cast_slice(values), DType::F32);
+    backend.store(&mut buffer, 0..values.len(), bytemuck::cast_slice(values), DType::F32).unwrap();
     buffer
 }
 
@@ -107,10 +107,10 @@ fn run<B: Backend>(backend: &B, index: &Index, case: &Case, tensor: usize) -> Ve
         let update = Update::after(applied, &optimizer, 1.0);
         applied = update.applied();
         let states = state.iter_mut().map(Into::into).collect();
-        backend.apply(&update, (&mut master).into(), states, &gradient, None);
+        backend.apply(&update, (&mut master).into(), states, &gradient, None).unwrap();
         if index.recorded.contains(&step) {
             let shared = Arc::new(master);
-            let bytes = backend.read(&shared, 0..size, DType::F32);
+            let bytes = backend.read(&shared, 0..size, DType::F32).unwrap();
             recorded.push(floats(&bytes));
             drop(bytes);
             master = Arc::into_inner(shared).unwrap();

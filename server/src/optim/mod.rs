@@ -4,24 +4,25 @@ use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{Optimizer, StateShape};
 
-use crate::backend::{Backend, OutOfMemory};
+use crate::backend::{Backend, Result};
 
 /// The state of `numel` parameters of a tensor of `shape` before the first step: one f32 buffer for
 /// each of [`Optimizer::state`], in that order.
 ///
 /// # Errors
-/// [`OutOfMemory`] if the device cannot hold all buffers; those that were allocated are freed.
+/// [`crate::backend::Failure::OutOfMemory`] if the device cannot hold all buffers; those that were
+/// allocated are freed.
 pub fn initial_state<B: Backend>(
     backend: &B,
     optimizer: &Optimizer,
     shape: &[u64],
     numel: usize,
-) -> Result<Vec<B::Buffer>, OutOfMemory> {
+) -> Result<Vec<B::Buffer>> {
     let value = optimizer.initial_state();
     let make = |shape: StateShape| {
         let mut buffer = backend.allocate(DType::F32, shape.numel(numel))?;
         if value != 0.0 {
-            fill(backend, &mut buffer, value);
+            fill(backend, &mut buffer, value)?;
         }
         Ok(buffer)
     };
@@ -29,7 +30,7 @@ pub fn initial_state<B: Backend>(
 }
 
 /// Sets all elements to one value.
-pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) {
+pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) -> Result<()> {
     let numel = backend.numel(buffer);
     let block = value.to_le_bytes().repeat(numel.min(BLOCK));
     for offset in (0..numel).step_by(BLOCK) {
@@ -39,8 +40,9 @@ pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) 
             offset..end,
             &block[..(end - offset) * DType::F32.size()],
             DType::F32,
-        );
+        )?;
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -66,7 +68,7 @@ mod tests {
             let state = initial_state(&cpu, &optimizer, &[numel as u64], numel).unwrap();
             assert_eq!(state.len(), optimizer.state().len());
             for buffer in state {
-                let bytes = cpu.read(&Arc::new(buffer), 0..numel, DType::F32);
+                let bytes = cpu.read(&Arc::new(buffer), 0..numel, DType::F32).unwrap();
                 assert_eq!(bytes, expected.to_le_bytes().repeat(numel));
             }
         }

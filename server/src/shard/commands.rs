@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
+use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
 
 use super::{
     carry::carry_over,
@@ -67,7 +67,12 @@ impl Command {
     pub(crate) fn decide(decision: pb::Decision) -> Result<Self> {
         let pb::Decision { epoch, step, attempt: number, .. } = decision;
         let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
-            Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
+            Ok::<_, Error>(Update {
+                groups: optimizers(groups)?,
+                coefficient,
+                unclipped,
+                gradient_factors,
+            })
         };
         let update = decision.update.clone().map(update).transpose()?;
         let message = Arc::new(decision);

@@ -262,7 +262,7 @@ impl<B: Backend> Job<B> {
         let current = || self.check_epoch(attempt.epoch);
         let slice = self.slice(index)?;
         let (new, complete) =
-            self.note_disk(slice.upload(self.backend(), attempt, upload, chunk, current))?;
+            self.note(index, slice.upload(self.backend(), attempt, upload, chunk, current))?;
         if complete {
             self.finish_upload(attempt, 1);
         }
@@ -305,7 +305,7 @@ impl<B: Backend> Job<B> {
         let slice = self.primary_slice(index)?;
         let current = || self.check_attempt(attempt, slice);
         let added = slice.contribute(self.backend(), attempt, chunk, &self.budget, current);
-        let (new, reduced) = self.note_disk(added)?;
+        let (new, reduced) = self.note(index, added)?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(new)
@@ -315,7 +315,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.primary_slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        let reduced = self.note_disk(slice.absent(self.backend(), attempt, rank, current))?;
+        let reduced = self.note(index, slice.absent(self.backend(), attempt, rank, current))?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(())
@@ -325,7 +325,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        self.note_disk(slice.replace(self.backend(), attempt, chunk, current))
+        self.note(index, slice.replace(self.backend(), attempt, chunk, current))
     }
 
     /// Checks the attempt of a push.
@@ -392,17 +392,18 @@ impl<B: Backend> Job<B> {
     /// Ends the hold of a checkpoint on a slice. A gradient that was not reported because of it is
     /// reported now.
     pub(crate) fn finish_save(&self, index: u32, holds: &Arc<Holds>) -> Result<()> {
-        let ended = self.note_disk(self.slice(index)?.end_save(self.backend(), holds))?;
+        let ended = self.note(index, self.slice(index)?.end_save(self.backend(), holds))?;
         if let Some((attempt, reduced)) = ended {
             self.finish_reduction(attempt, index, Some(reduced));
         }
         Ok(())
     }
 
-    /// Ends the job if the disk of its slices has failed.
-    pub(crate) fn note_disk<T>(&self, done: Result<T>) -> Result<T> {
-        done.inspect_err(|error| {
-            if matches!(error, Error::Storage { .. }) {
+    /// Ends the job if its disk or device has failed in an operation on slice number `index`, which
+    /// the error then names.
+    pub(crate) fn note<T>(&self, index: u32, done: Result<T>) -> Result<T> {
+        of_slice(index, done).inspect_err(|error| {
+            if matches!(error, Error::Storage { .. } | Error::Device { .. }) {
                 self.fail(error);
             }
         })
@@ -508,6 +509,14 @@ fn check_placement(spec: &JobSpec, placement: &Placement) -> Result<()> {
         return Err(Error::invalid(what, format!("{found} slices"), format!("{expected} slices")));
     }
     Ok(())
+}
+
+/// Names slice number `index` in the error of an operation on it.
+fn of_slice<T>(index: u32, done: Result<T>) -> Result<T> {
+    done.map_err(|error| match error {
+        Error::Device { slice: None, cause } => Error::Device { slice: Some(index), cause },
+        other => other,
+    })
 }
 
 fn closed_error(job: &str) -> Error {

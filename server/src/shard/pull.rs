@@ -310,7 +310,7 @@ impl<B: Backend> Pull<B> {
                 wanted.elements.select(offset..end),
                 self.dtype,
             );
-            let payload = self.job.note_disk(payload)?;
+            let payload = self.job.note(wanted.slice, payload)?;
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);

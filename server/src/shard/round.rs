@@ -100,6 +100,7 @@ impl Round {
     /// # Errors
     /// [`Error::ParkingFull`]: the rest of the chunk can be sent again later. [`Error::Invalid`]
     /// for a contribution in too many separate ranges. Elements accepted before the error are kept.
+    /// [`Error::Device`], after which the sum is undefined.
     pub(crate) fn contribute<B: Backend>(
         &mut self,
         backend: &B,
@@ -121,7 +122,7 @@ impl Round {
             }
             let part = chunk.select(range.clone());
             if in_turn {
-                turns.add(total, turn, range.clone(), Some(&part));
+                turns.add(total, turn, range.clone(), Some(&part))?;
             } else if let Err(full) = turns.park(turn, part, budget) {
                 refused = Err(full);
                 break;
@@ -129,11 +130,11 @@ impl Round {
             new += range.len() as u64;
             turns.contributions[turn].received.insert(range);
         }
-        turns.unpark(total, turn);
+        turns.unpark(total, turn)?;
         if !self.touched && !turns.contributions[turn].received.is_empty() {
             // From now on there is a sum to which the zeros of absent ranks can be added.
             self.touched = true;
-            self.turns.iter_mut().for_each(|turns| turns.fill_in(total));
+            self.turns.iter_mut().try_for_each(|turns| turns.fill_in(total))?;
         }
         refused.map(|()| new)
     }

@@ -33,7 +33,7 @@ fn sum_of(slice: u32, world: u32, chunks: &[Chunk], limit: u64) -> (Round, Resul
             return (round, Err(error));
         }
     }
-    let bytes = backend.read(&Arc::new(sum), 0..NUMEL, DType::F32).to_vec();
+    let bytes = backend.read(&Arc::new(sum), 0..NUMEL, DType::F32).unwrap().to_vec();
     (round, Ok(bytes))
 }
 

@@ -136,7 +136,7 @@ impl<B: Backend> Open<B> {
         match self.round.is_touched() {
             true => {
                 let mut sum = self.sum.write(backend)?;
-                self.round.absent(backend, &mut sum, rank);
+                self.round.absent(backend, &mut sum, rank)?;
             }
             false => _ = self.round.note_absent(rank),
         }
@@ -299,10 +299,11 @@ impl<B: Backend> Slice<B> {
         if open.is_reported {
             return Ok((0, None)); // every rank has sent everything, or is absent
         }
-        let new = {
+        let added = {
             let mut sum = open.sum.write(backend)?;
-            open.round.contribute(backend, &mut sum, chunk, budget)?
+            open.round.contribute(backend, &mut sum, chunk, budget)
         };
+        let new = inner.note(added)?;
         Ok((new, inner.reduced(backend, self.role())?))
     }
 
@@ -320,7 +321,8 @@ impl<B: Backend> Slice<B> {
         current()?;
         self.enter(backend, &mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        open.absent(backend, rank)?;
+        let added = open.absent(backend, rank);
+        inner.note(added)?;
         inner.reduced(backend, self.role())
     }
 
@@ -364,7 +366,8 @@ impl<B: Backend> Slice<B> {
         let Some(open) = inner.open.as_mut().filter(|_| adds) else {
             return Ok(None);
         };
-        open.absent(backend, rank)?;
+        let added = open.absent(backend, rank);
+        inner.note(added)?;
         inner.reduced(backend, self.role())
     }
 
@@ -403,16 +406,13 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a reader holds the old version and no memory was reserved, which
-    /// does not happen after the gradient was reported; [`Error::Storage`] if the disk fails, after
-    /// which the slice can no longer be used.
+    /// does not happen after the gradient was reported; [`Error::Storage`] and [`Error::Device`],
+    /// after which the slice can no longer be used.
     pub(crate) fn step(&self, backend: &B, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let stepped = self.step_of(&mut inner, backend, index, step);
-        if let Err(error @ Error::Storage { .. }) = &stepped {
-            // A part of it may be of the next version.
-            inner.broken.get_or_insert_with(|| error.clone());
-        }
-        stepped
+        // A part of it may be of the next version.
+        inner.note(stepped)
     }
 
     fn step_of(
@@ -453,7 +453,7 @@ impl<B: Backend> Slice<B> {
                 None => {
                     let state = state.into_iter().map(in_memory).collect();
                     let sum = sum.memory().expect("all arrays are in memory");
-                    backend.apply(&update, in_memory(master), state, sum, published);
+                    backend.apply(&update, in_memory(master), state, sum, published)?;
                 }
                 Some(steps) => {
                     let arrays = Arrays { master, state, sum, published };
@@ -514,13 +514,13 @@ impl<B: Backend> Inner<B> {
         let Some(published) = &mut self.published else { return Ok(()) };
         let to = in_memory(published.next(backend)?).buffer;
         match self.master.current() {
-            Array::Memory(master) => backend.copy(master, to),
+            Array::Memory(master) => backend.copy(master, to)?,
             master @ Array::Disk(_) => {
                 let numel = master.numel(backend);
                 for start in (0..numel).step_by(CAST) {
                     let range = start..numel.min(start + CAST);
                     let values = master.read(backend, range.clone(), DType::F32)?;
-                    backend.store(to, range, &values, DType::F32);
+                    backend.store(to, range, &values, DType::F32)?;
                 }
             }
         }
@@ -569,6 +569,7 @@ impl<B: Backend> Inner<B> {
         if self.open.as_ref().is_none_or(|open| open.is_reported || !is_complete(open)) {
             return Ok(None);
         }
+        self.check()?;
         match self.reserve(backend) {
             Err(error @ Error::OutOfMemory { .. }) if self.saves > 0 => {
                 if let Some((save, slice)) = &self.last_save {

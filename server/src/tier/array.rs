@@ -7,10 +7,10 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_checkpoint::direct::Pages;
-use zeroshard_proto::{DType, Elements, Error, Result};
+use zeroshard_proto::{DType, Elements, Result};
 
 use super::paged::{Cell, Paged};
-use crate::backend::Backend;
+use crate::backend::{Backend, Failure};
 
 /// A version of an array. Clones are references, which readers hold.
 pub(crate) enum Array<B: Backend> {
@@ -75,7 +75,7 @@ impl<B: Backend> Array<B> {
         dtype: DType,
     ) -> Result<Bytes> {
         match self {
-            Self::Memory(buffer) => Ok(backend.read(buffer, from, dtype)),
+            Self::Memory(buffer) => Ok(backend.read(buffer, from, dtype)?),
             Self::Disk(paged) => paged.read(backend, &from.into(), dtype),
         }
     }
@@ -88,11 +88,10 @@ impl<B: Backend> Array<B> {
         match self {
             Self::Memory(buffer) => {
                 let (dtype, numel) = (backend.dtype(buffer), backend.numel(buffer));
-                let mut another =
-                    backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
-                        what: "a second version beside the one that is being read".to_owned(),
-                        bytes: (numel * dtype.size()) as u64,
-                    })?;
+                let of_version = |failure: Failure| {
+                    failure.of("a second version beside the one that is being read")
+                };
+                let mut another = backend.allocate(dtype, numel).map_err(of_version)?;
                 backend.populate(&mut another, 0..numel);
                 Ok(Self::Memory(Arc::new(another)))
             }
@@ -117,7 +116,7 @@ impl<B: Backend> Array<B> {
     /// Those of [`Self::write`].
     pub(crate) fn copy_from(&mut self, backend: &B, from: &Self) -> Result<()> {
         match (self, from) {
-            (Self::Memory(to), Self::Memory(from)) => backend.copy(from, exclusive(to)),
+            (Self::Memory(to), Self::Memory(from)) => backend.copy(from, exclusive(to))?,
             (to, from) => {
                 let (numel, dtype) = (from.numel(backend), from.dtype(backend));
                 to.forget();
@@ -125,7 +124,7 @@ impl<B: Backend> Array<B> {
                 for start in (0..numel).step_by(1 << 18) {
                     let range = start..numel.min(start + (1 << 18));
                     let bytes = from.read(backend, range.clone(), dtype)?;
-                    backend.store(&mut to, range, &bytes, dtype);
+                    backend.store(&mut to, range, &bytes, dtype)?;
                 }
             }
         }
@@ -169,8 +168,8 @@ impl<B: Backend> Array<B> {
     ) -> Result<()> {
         match self {
             Self::Memory(buffer) => {
-                let bytes = backend.read(buffer, range.clone(), DType::F32);
-                backend.store(piece, 0..range.len(), &bytes, DType::F32);
+                let bytes = backend.read(buffer, range.clone(), DType::F32)?;
+                backend.store(piece, 0..range.len(), &bytes, DType::F32)?;
                 Ok(())
             }
             Self::Disk(paged) => paged.read_piece(backend, range, piece, pages),
@@ -188,8 +187,8 @@ impl<B: Backend> Array<B> {
     ) -> Result<()> {
         match self {
             Self::Memory(buffer) => {
-                let bytes = backend.read(piece, 0..range.len(), DType::F32);
-                backend.store(exclusive(buffer), range.clone(), &bytes, DType::F32);
+                let bytes = backend.read(piece, 0..range.len(), DType::F32)?;
+                backend.store(exclusive(buffer), range.clone(), &bytes, DType::F32)?;
                 Ok(())
             }
             Self::Disk(paged) => paged.write_piece(backend, range, piece, pages),

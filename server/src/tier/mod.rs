@@ -99,7 +99,11 @@ impl<B: Backend> Tiers<B> {
         working: usize,
     ) -> Result<Arc<Self>> {
         let disk = disk.map(|(scratch, bytes)| {
-            Ok(Disk { budget: Budget::new(bytes), scratch, steps: Steps::new(backend)? })
+            Ok::<_, Error>(Disk {
+                budget: Budget::new(bytes),
+                scratch,
+                steps: Steps::new(backend)?,
+            })
         });
         Ok(Arc::new(Self {
             memory: Budget::new(memory),

@@ -16,7 +16,10 @@ use zeroshard_checkpoint::direct::{PAGE, Pages};
 use zeroshard_proto::{DType, Elements, Error, Result};
 
 use super::{Tiers, blocking, scratch::Extent};
-use crate::{backend::Backend, optim};
+use crate::{
+    backend::{Backend, Failure},
+    optim,
+};
 
 /// The bytes that are read or written with one request.
 pub(super) const REQUEST: usize = 1 << 20;
@@ -131,10 +134,7 @@ impl<B: Backend> Paged<B> {
             let target = Arc::get_mut(&mut buffer).expect("nobody holds a free buffer");
             let filled = match cell.content {
                 Content::Undefined => Ok(()),
-                Content::Filled(value) => {
-                    optim::fill(backend, target, value);
-                    Ok(())
-                }
+                Content::Filled(value) => optim::fill(backend, target, value).map_err(Into::into),
                 Content::Written => self.shared.read_into(backend, target),
             };
             if let Err(error) = filled {
@@ -170,13 +170,10 @@ impl<B: Backend> Paged<B> {
             return Ok(bytes);
         }
         let numel = from.numel();
-        let out_of_memory = |_| Error::OutOfMemory {
-            what: "a conversion of elements that are read".to_owned(),
-            bytes: (numel * SIZE) as u64,
-        };
-        let mut buffer = backend.allocate(DType::F32, numel).map_err(out_of_memory)?;
-        backend.store(&mut buffer, 0..numel, &bytes, DType::F32);
-        Ok(backend.read(&Arc::new(buffer), 0..numel, dtype))
+        let of_conversion = |failure: Failure| failure.of("a conversion of elements that are read");
+        let mut buffer = backend.allocate(DType::F32, numel).map_err(of_conversion)?;
+        backend.store(&mut buffer, 0..numel, &bytes, DType::F32)?;
+        Ok(backend.read(&Arc::new(buffer), 0..numel, dtype)?)
     }
 
     fn bytes(&self, backend: &B, from: &Elements) -> Result<Bytes> {
@@ -187,7 +184,7 @@ impl<B: Backend> Paged<B> {
                 &loaded.buffer,
                 from.clone(),
                 DType::F32,
-            )));
+            )?));
         }
         match cell.content {
             Content::Undefined => Ok(vec![0; from.numel() * SIZE].into()),
@@ -224,7 +221,7 @@ impl<B: Backend> Paged<B> {
                 self.shared.read(whole, range.start * SIZE)?;
             }
         }
-        backend.store(piece, 0..range.len(), pages.bytes(0..range.len() * SIZE), DType::F32);
+        backend.store(piece, 0..range.len(), pages.bytes(0..range.len() * SIZE), DType::F32)?;
         Ok(())
     }
 
@@ -240,7 +237,7 @@ impl<B: Backend> Paged<B> {
         piece: &Arc<B::Buffer>,
         pages: &mut Pages,
     ) -> Result<()> {
-        let bytes = backend.read(piece, 0..range.len(), DType::F32);
+        let bytes = backend.read(piece, 0..range.len(), DType::F32)?;
         self.shared.write(&bytes, range.start * SIZE, pages)
     }
 
@@ -283,7 +280,7 @@ impl<B: Backend> Shared<B> {
             let mut pages = Pages::new(REQUEST);
             for start in (0..self.numel).step_by(REQUEST / SIZE) {
                 let end = self.numel.min(start + REQUEST / SIZE);
-                let bytes = backend.read(&loaded.buffer, start..end, DType::F32);
+                let bytes = backend.read(&loaded.buffer, start..end, DType::F32)?;
                 self.write(&bytes, start * SIZE, &mut pages)?;
             }
             loaded.is_dirty = false;
@@ -301,7 +298,7 @@ impl<B: Backend> Shared<B> {
             let end = self.numel.min(start + REQUEST / SIZE);
             let bytes = (end - start) * SIZE;
             self.read(pages.bytes(0..bytes.next_multiple_of(PAGE)), start * SIZE)?;
-            backend.store(target, start..end, pages.bytes(0..bytes), DType::F32);
+            backend.store(target, start..end, pages.bytes(0..bytes), DType::F32)?;
         }
         Ok(())
     }

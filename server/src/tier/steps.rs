@@ -17,7 +17,7 @@ use zeroshard_checkpoint::direct::{PAGE, Pages};
 use zeroshard_proto::{DType, Error, Result};
 
 use super::{array::Array, paged::REQUEST};
-use crate::backend::{Backend, OutOfMemory, Update};
+use crate::backend::{self, Backend, Update};
 
 /// The threads, and therefore the number of requests in flight.
 pub(super) const THREADS: usize = 8;
@@ -82,11 +82,9 @@ impl<B: Backend> Steps<B> {
             cause: format!("cannot start the threads for slices on disk: {error}"),
         })?;
         let workspace = |_| Workspace::new(backend);
-        let free = (0..THREADS).map(workspace).collect::<Result<_, _>>();
-        let free = free.map_err(|_: OutOfMemory| Error::OutOfMemory {
-            what: "the buffers of steps with slices on disk".to_owned(),
-            bytes: (THREADS * ARRAYS * REQUEST) as u64,
-        })?;
+        let free = (0..THREADS).map(workspace).collect::<backend::Result<_>>();
+        let free =
+            free.map_err(|failure| failure.of("the buffers of steps with slices on disk"))?;
         Ok(Self { threads, free: Mutex::new(free), returned: Condvar::new() })
     }
 
@@ -162,14 +160,14 @@ impl<B: Backend> Steps<B> {
 }
 
 impl<B: Backend> Workspace<B> {
-    fn new(backend: &B) -> Result<Self, OutOfMemory> {
+    fn new(backend: &B) -> backend::Result<Self> {
         let arrays = |numel| {
             let array = || {
                 let mut buffer = backend.allocate(DType::F32, numel)?;
                 backend.populate(&mut buffer, 0..numel);
                 Ok(Arc::new(buffer))
             };
-            (0..ARRAYS).map(|_| array()).collect::<Result<Vec<_>, _>>()
+            (0..ARRAYS).map(|_| array()).collect::<backend::Result<Vec<_>>>()
         };
         let [small, large] = PIECES;
         Ok(Self { arrays: [arrays(small)?, arrays(large)?], pages: Pages::new(REQUEST) })
@@ -217,10 +215,10 @@ fn apply_piece<B: Backend>(
     arrays.sum.read_piece(backend, range, exclusive(gradient), pages)?;
     let mut buffers = outputs.iter_mut().map(|piece| exclusive(piece).into());
     let master = buffers.next().expect("there are master weights");
-    backend.apply(update, master, buffers.collect(), gradient, None);
+    backend.apply(update, master, buffers.collect(), gradient, None)?;
     if let Some(published) = &mut arrays.published {
-        let values = backend.read(&outputs[0], 0..range.len(), DType::F32);
-        backend.store(published, range.clone(), &values, DType::F32);
+        let values = backend.read(&outputs[0], 0..range.len(), DType::F32)?;
+        backend.store(published, range.clone(), &values, DType::F32)?;
     }
     let targets = [&mut arrays.master].into_iter().chain(&mut arrays.state);
     for (next, piece) in targets.zip(&*outputs) {

@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, Weak},
 };
 
-use zeroshard_proto::{DType, Error, Result};
+use zeroshard_proto::{DType, Result};
 
 use super::paged::Shared;
 use crate::backend::Backend;
@@ -75,12 +75,9 @@ impl<B: Backend> Working<B> {
     }
 
     fn allocate(&self, backend: &B, numel: usize) -> Result<Arc<B::Buffer>> {
-        let allocated = backend.allocate(DType::F32, numel).map_err(|_| {
+        let allocated = backend.allocate(DType::F32, numel).map_err(|failure| {
             self.state().elements -= numel;
-            Error::OutOfMemory {
-                what: "a buffer for an array whose place is on disk".to_owned(),
-                bytes: (numel * DType::F32.size()) as u64,
-            }
+            failure.of("a buffer for an array whose place is on disk")
         });
         let mut buffer = allocated?;
         backend.populate(&mut buffer, 0..numel);

@@ -3,6 +3,10 @@
 //! `FAKE_CUDA_DEVICES` is the number of devices when the driver is initialised (1),
 //! `FAKE_CUDA_SEED` the seed of their schedules (0), and `FAKE_CUDA_CAPACITY` their bytes of memory
 //! (16 GiB). Tests in one process add devices of their own.
+//!
+//! For programs that tests start, `FAKE_CUDA_FAIL` is `FUNCTION:AFTER:CODE`: on every device, the
+//! call of the function that comes after that many others fails. If `FAKE_CUDA_ABORT` is set, a
+//! fault of the program ends it.
 
 use std::{
     cell::Cell,
@@ -11,7 +15,7 @@ use std::{
 
 use crate::{
     codes::{Code, INVALID_CONTEXT, SUCCESS},
-    device::Device,
+    device::{Device, Injection},
 };
 
 const DEFAULT_CAPACITY: u64 = 16 << 30;
@@ -29,6 +33,15 @@ fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
+/// The failure that `FAKE_CUDA_FAIL` asks for.
+fn injection() -> Option<Injection> {
+    let text = std::env::var("FAKE_CUDA_FAIL").ok()?;
+    let mut parts = text.split(':');
+    let function = parts.next()?.to_owned();
+    let [after, code] = [parts.next()?.parse().ok()?, parts.next()?.parse().ok()?];
+    Some(Injection { function, after, code: code as Code, is_late: false })
+}
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -39,7 +52,11 @@ fn with_devices<T>(access: impl FnOnce(&mut Devices) -> T) -> T {
     let devices = devices.get_or_insert_with(|| {
         let seed = setting("FAKE_CUDA_SEED", 0);
         let capacity = setting("FAKE_CUDA_CAPACITY", DEFAULT_CAPACITY);
-        let new = |number: usize| Device::new(number, seed.wrapping_add(number as u64), capacity);
+        let new = |number: usize| {
+            let mut device = Device::new(number, seed.wrapping_add(number as u64), capacity);
+            injection().into_iter().for_each(|injection| device.inject(injection));
+            device
+        };
         (0..setting("FAKE_CUDA_DEVICES", 1) as usize)
             .map(|number| Arc::new(Mutex::new(new(number))))
             .collect()

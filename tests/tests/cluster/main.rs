@@ -13,6 +13,7 @@ mod dtypes;
 mod election;
 mod exactly_once;
 mod faults;
+mod gpus;
 mod isolation;
 mod membership;
 mod norms;

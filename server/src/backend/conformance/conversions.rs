@@ -30,7 +30,7 @@ fn every_value_is_decoded<B: Backend>(backend: &B, dtype: DType) {
     };
     let bytes: Vec<u8> = (0..=0xFFFF).flat_map(element).collect();
     let mut buffer = backend.allocate(DType::F32, 0x1_0000).unwrap();
-    let finite = backend.store(&mut buffer, 0..0x1_0000, &bytes, dtype);
+    let finite = backend.store(&mut buffer, 0..0x1_0000, &bytes, dtype).unwrap();
     assert!(!finite, "infinities and NaN are among them");
     let (stored, _) = contents(backend, buffer);
     let expected = from_bytes(&bytes, dtype);
@@ -65,11 +65,11 @@ fn hard_values() -> Vec<f32> {
 fn hard_values_are_encoded<B: Backend>(backend: &B, dtype: DType) {
     let values = hard_values();
     let buffer = Arc::new(buffer_of(backend, &values, DType::F32));
-    let bytes = backend.read(&buffer, 0..values.len(), dtype);
+    let bytes = backend.read(&buffer, 0..values.len(), dtype).unwrap();
     let expected = to_bytes(&values, dtype);
     let what = format!("encode {dtype}");
     assert_same(&from_bytes(&bytes, dtype), &from_bytes(&expected, dtype), &what);
-    let part = backend.read(&buffer, 77..10_001, dtype);
+    let part = backend.read(&buffer, 77..10_001, dtype).unwrap();
     assert_eq!(part, bytes.slice(77 * dtype.size()..10_001 * dtype.size()), "part of {what}");
 }
 
@@ -84,7 +84,7 @@ fn an_extent_is_stored<B: Backend>(backend: &B, dtype: DType) {
         let mut buffer = buffer_of(backend, &before, to);
         // A large number is infinite as f16.
         let finite = incoming.iter().all(|value| value.is_finite());
-        assert_eq!(backend.store(&mut buffer, 1_001..4_002, &bytes[1..], dtype), finite);
+        assert_eq!(backend.store(&mut buffer, 1_001..4_002, &bytes[1..], dtype).unwrap(), finite);
         let mut expected = before;
         expected[1_001..4_002].copy_from_slice(&incoming);
         let (stored, _) = contents(backend, buffer);
@@ -98,7 +98,7 @@ fn an_extent_is_added<B: Backend>(backend: &B, dtype: DType) {
     let incoming = from_bytes(&bytes[1..], dtype);
     let mut expected = numbers(4, 5_003);
     let mut buffer = buffer_of(backend, &expected, DType::F32);
-    backend.accumulate(&mut buffer, 1_001..4_002, &bytes[1..], dtype);
+    backend.accumulate(&mut buffer, 1_001..4_002, &bytes[1..], dtype).unwrap();
     for (sum, value) in expected[1_001..].iter_mut().zip(incoming) {
         *sum += value;
     }
@@ -111,16 +111,19 @@ fn only_incoming_special_values_are_told<B: Backend>(backend: &B, dtype: DType) 
     let infinite = vec![f32::INFINITY; numel];
     let finite = to_bytes(&vec![1.0; numel], dtype);
     let mut buffer = buffer_of(backend, &infinite, DType::F32);
-    assert!(backend.accumulate(&mut buffer, 0..numel, &finite, dtype));
-    assert!(backend.store(&mut buffer, 0..numel, &finite, dtype));
-    assert!(backend.accumulate(&mut buffer, numel..numel, &[], dtype), "nothing is finite");
+    assert!(backend.accumulate(&mut buffer, 0..numel, &finite, dtype).unwrap());
+    assert!(backend.store(&mut buffer, 0..numel, &finite, dtype).unwrap());
+    assert!(
+        backend.accumulate(&mut buffer, numel..numel, &[], dtype).unwrap(),
+        "nothing is finite"
+    );
     for special in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         for at in [0, 1, 63, 128, numel - 1] {
             let mut values = vec![1.0; numel];
             values[at] = special;
             let bytes = to_bytes(&values, dtype);
-            assert!(!backend.store(&mut buffer, 0..numel, &bytes, dtype));
-            assert!(!backend.accumulate(&mut buffer, 0..numel, &bytes, dtype));
+            assert!(!backend.store(&mut buffer, 0..numel, &bytes, dtype).unwrap());
+            assert!(!backend.accumulate(&mut buffer, 0..numel, &bytes, dtype).unwrap());
         }
     }
 }
@@ -142,18 +145,18 @@ fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
     for to in DType::ALL {
         let mut expected = numbers(9, numel);
         let mut buffer = buffer_of(backend, &expected, to);
-        assert_eq!(backend.store(&mut buffer, elements.clone(), &bytes, dtype), finite);
+        assert_eq!(backend.store(&mut buffer, elements.clone(), &bytes, dtype).unwrap(), finite);
         places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place] = value);
         let (stored, buffer) = contents(backend, buffer);
         assert_eq!(stored, to_bytes(&expected, to), "store a box of {dtype} into {to}");
         let all = from_bytes(&stored, to);
         let inside: Vec<f32> = places.iter().map(|&place| all[place]).collect();
-        let read = backend.read(&Arc::new(buffer), elements.clone(), dtype);
+        let read = backend.read(&Arc::new(buffer), elements.clone(), dtype).unwrap();
         assert_eq!(read, to_bytes(&inside, dtype), "read a box of {to} as {dtype}");
     }
     let mut expected = numbers(9, numel);
     let mut buffer = buffer_of(backend, &expected, DType::F32);
-    assert_eq!(backend.accumulate(&mut buffer, elements, &bytes, dtype), finite);
+    assert_eq!(backend.accumulate(&mut buffer, elements, &bytes, dtype).unwrap(), finite);
     places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place] += value);
     let (added, _) = contents(backend, buffer);
     assert_same(
@@ -177,12 +180,12 @@ fn every_nan_becomes_the_same_one<B: Backend>(backend: &B, dtype: DType) {
         let before = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1.0, -0.0].repeat(numel / 5 + 1);
         let mut buffer = buffer_of(backend, &before[..numel], DType::F32);
         let finite = match add {
-            false => backend.store(&mut buffer, 0..numel, &bytes, dtype),
-            true => backend.accumulate(&mut buffer, 0..numel, &bytes, dtype),
+            false => backend.store(&mut buffer, 0..numel, &bytes, dtype).unwrap(),
+            true => backend.accumulate(&mut buffer, 0..numel, &bytes, dtype).unwrap(),
         };
         assert!(!finite);
         let (mixed, mut buffer) = contents(backend, buffer);
-        backend.canonicalise(&mut buffer, 77..numel - 77);
+        backend.canonicalise(&mut buffer, 77..numel - 77).unwrap();
         let (canonical, _) = contents(backend, buffer);
         let words = |bytes: &[u8]| {
             bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect::<Vec<_>>()
@@ -199,7 +202,7 @@ fn copies_cast<B: Backend>(backend: &B, from: DType, to: DType) {
     let values = from_bytes(&to_bytes(&numbers(5, 5_003), from), from);
     let src = buffer_of(backend, &values, from);
     let mut dst = backend.allocate(to, values.len()).unwrap();
-    backend.copy(&src, &mut dst);
+    backend.copy(&src, &mut dst).unwrap();
     let (copied, _) = contents(backend, dst);
     assert_eq!(copied, to_bytes(&values, to), "copy {from} to {to}");
 }

@@ -13,10 +13,9 @@ use libloading::Library;
 
 use super::{
     Cuda, Device,
-    failure::{Failure, Result},
     launch::{Address, Launch},
 };
-use crate::backend::conformance;
+use crate::backend::{Failure, Result, conformance, failure::DeviceName};
 
 /// A block of a kernel, which takes the addresses of the arguments, its number, and the number of
 /// blocks.
@@ -38,6 +37,10 @@ impl Host {
 }
 
 impl Device for Host {
+    fn number(&self) -> usize {
+        0
+    }
+
     /// An odd number, so that values of boxes are split.
     fn stage_bytes(&self) -> usize {
         10_004
@@ -47,8 +50,8 @@ impl Device for Host {
         let words = bytes.div_ceil(size_of::<u64>()).max(1);
         let mut memory = Vec::new();
         let reserved = memory.try_reserve_exact(words);
-        let operation = "an allocation";
-        reserved.map_err(|_| Failure::OutOfMemory { device: 0, operation, bytes })?;
+        let (device, operation) = (DeviceName::Cuda(0), "allocate memory");
+        reserved.map_err(|_| Failure::OutOfMemory { device, operation, bytes })?;
         memory.resize(words, 0);
         let address = memory.as_ptr() as Address;
         self.memory.lock().unwrap().insert(address, memory);

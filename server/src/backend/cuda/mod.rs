@@ -13,13 +13,11 @@ use std::{ops::Range, sync::Arc};
 use bytes::Bytes;
 use zeroshard_proto::{Elements, dtype::DType};
 
-use super::{Backend, OutOfMemory, Output, Update};
-use failure::{Failure, Result};
+use super::{Backend, Failure, Output, Result, Update, failure::DeviceName};
 use launch::{Address, Array, Launch, Published, dtype_number};
 use step::Step;
 
 pub(crate) mod driver;
-pub(crate) mod failure;
 #[cfg(test)]
 mod fake;
 #[cfg(test)]
@@ -34,6 +32,9 @@ mod tests;
 /// An operation may return before the device has carried it out. A failure may then be returned by
 /// a later operation.
 pub(crate) trait Device: Send + Sync + 'static {
+    /// The number of the device.
+    fn number(&self) -> usize;
+
     /// The largest number of bytes of an upload or a download.
     fn stage_bytes(&self) -> usize;
 
@@ -166,35 +167,50 @@ impl<D: Device> Cuda<D> {
         })?;
         Ok(u32::from_le_bytes(found) == 0)
     }
+}
 
-    pub(crate) fn try_allocate(&self, dtype: DType, numel: usize) -> Result<Buffer<D>> {
-        let (operation, device) = ("allocate memory", 0);
+impl<D: Device> Backend for Cuda<D> {
+    type Buffer = Buffer<D>;
+
+    /// The memory of a device is provided when it is allocated.
+    fn populate(&self, _: &mut Self::Buffer, _: Range<usize>) {}
+
+    fn numel(&self, buffer: &Self::Buffer) -> usize {
+        buffer.numel
+    }
+
+    fn dtype(&self, buffer: &Self::Buffer) -> DType {
+        buffer.dtype
+    }
+
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer> {
+        let (device, operation) = (DeviceName::Cuda(self.device.number()), "allocate memory");
         let too_large = Failure::OutOfMemory { device, operation, bytes: usize::MAX };
         let bytes = numel.checked_mul(dtype.size()).ok_or(too_large)?;
         Ok(Buffer { memory: self.memory(bytes)?, dtype, numel })
     }
 
-    pub(crate) fn try_store(
+    fn store(
         &self,
-        dst: &Buffer<D>,
-        at: &Elements,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
     ) -> Result<bool> {
         let [to, of] = [dst.dtype, dtype].map(dtype_number);
-        self.receive(at, src, dtype, |start, numel, values, special| {
+        self.receive(&at.into(), src, dtype, |start, numel, values, special| {
             convert((dst.address(start), to), numel, (values, of), special)
         })
     }
 
-    pub(crate) fn try_accumulate(
+    fn accumulate(
         &self,
-        dst: &Buffer<D>,
-        at: &Elements,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
     ) -> Result<bool> {
-        self.receive(at, src, dtype, |start, numel, values, special| {
+        self.receive(&at.into(), src, dtype, |start, numel, values, special| {
             Launch::over_elements("accumulate", numel)
                 .with(dst.address(start))
                 .with(numel)
@@ -204,19 +220,25 @@ impl<D: Device> Cuda<D> {
         })
     }
 
-    pub(crate) fn try_canonicalise(&self, dst: &Buffer<D>, at: &Elements) -> Result<()> {
-        for run in at.runs().filter(|run| !run.is_empty()) {
+    fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>) -> Result<()> {
+        for run in at.into().runs().filter(|run| !run.is_empty()) {
             let launch = Launch::over_elements("canonicalise", run.len());
             self.device.launch(&launch.with(dst.address(run.start)).with(run.len()))?;
         }
         Ok(())
     }
 
-    pub(crate) fn try_read(&self, src: &Buffer<D>, from: &Elements, dtype: DType) -> Result<Bytes> {
+    fn read(
+        &self,
+        src: &Arc<Self::Buffer>,
+        from: impl Into<Elements>,
+        dtype: DType,
+    ) -> Result<Bytes> {
+        let from = from.into();
         let mut bytes = vec![0; from.numel() * dtype.size()];
         let mut rest = &mut bytes[..];
         let [of, as_dtype] = [src.dtype, dtype].map(dtype_number);
-        for part in parts(from, self.device.stage_bytes() / dtype.size()) {
+        for part in parts(&from, self.device.stage_bytes() / dtype.size()) {
             let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
             let values = rest.split_off_mut(..numel * dtype.size()).expect("as long as all parts");
             self.device.download(values, &mut |mut to| {
@@ -232,7 +254,7 @@ impl<D: Device> Cuda<D> {
         Ok(bytes.into())
     }
 
-    pub(crate) fn try_sum_of_squares(&self, src: &Buffer<D>, range: Range<usize>) -> Result<f64> {
+    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> Result<f64> {
         let mut sum = [0; size_of::<f64>()];
         if range.is_empty() {
             return Ok(0.0);
@@ -249,15 +271,15 @@ impl<D: Device> Cuda<D> {
         Ok(f64::from_le_bytes(sum))
     }
 
-    pub(crate) fn try_apply(
+    fn apply(
         &self,
         update: &Update<'_>,
-        master: Output<'_, Buffer<D>>,
-        state: Vec<Output<'_, Buffer<D>>>,
-        gradient: &Buffer<D>,
-        published: Option<&mut Buffer<D>>,
+        master: Output<'_, Self::Buffer>,
+        state: Vec<Output<'_, Self::Buffer>>,
+        gradient: &Self::Buffer,
+        published: Option<&mut Self::Buffer>,
     ) -> Result<()> {
-        let array = |of: &Output<'_, Buffer<D>>| Array {
+        let array = |of: &Output<'_, Self::Buffer>| Array {
             from: of.earlier.as_deref().unwrap_or(of.buffer).address(0),
             to: of.buffer.address(0),
         };
@@ -280,93 +302,17 @@ impl<D: Device> Cuda<D> {
         }
         // The master in its own dtype is not published by the kernels.
         match published.filter(|of| of.dtype == DType::F32) {
-            Some(published) => self.try_copy(master.buffer, published),
+            Some(published) => self.copy(master.buffer, published),
             None => Ok(()),
         }
     }
 
-    pub(crate) fn try_copy(&self, src: &Buffer<D>, dst: &Buffer<D>) -> Result<()> {
+    fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) -> Result<()> {
         assert_eq!(src.numel, dst.numel, "copies are of equal size");
         if src.numel == 0 {
             return Ok(());
         }
         let (to, from) = [dst, src].map(|of| (of.address(0), dtype_number(of.dtype))).into();
         self.device.launch(&convert(to, src.numel, from, self.ignored.address))
-    }
-}
-
-/// Where the interface of backends has no errors yet.
-const NO_ERRORS: &str = "the device works";
-
-impl<D: Device> Backend for Cuda<D> {
-    type Buffer = Buffer<D>;
-
-    fn allocate(
-        &self,
-        dtype: DType,
-        numel: usize,
-    ) -> std::result::Result<Self::Buffer, OutOfMemory> {
-        match self.try_allocate(dtype, numel) {
-            Err(Failure::OutOfMemory { .. }) => Err(OutOfMemory { numel, dtype }),
-            allocated => Ok(allocated.expect(NO_ERRORS)),
-        }
-    }
-
-    /// The memory of a device is provided when it is allocated.
-    fn populate(&self, _: &mut Self::Buffer, _: Range<usize>) {}
-
-    fn numel(&self, buffer: &Self::Buffer) -> usize {
-        buffer.numel
-    }
-
-    fn dtype(&self, buffer: &Self::Buffer) -> DType {
-        buffer.dtype
-    }
-
-    fn store(
-        &self,
-        dst: &mut Self::Buffer,
-        at: impl Into<Elements>,
-        src: &[u8],
-        dtype: DType,
-    ) -> bool {
-        self.try_store(dst, &at.into(), src, dtype).expect(NO_ERRORS)
-    }
-
-    fn accumulate(
-        &self,
-        dst: &mut Self::Buffer,
-        at: impl Into<Elements>,
-        src: &[u8],
-        dtype: DType,
-    ) -> bool {
-        self.try_accumulate(dst, &at.into(), src, dtype).expect(NO_ERRORS)
-    }
-
-    fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>) {
-        self.try_canonicalise(dst, &at.into()).expect(NO_ERRORS);
-    }
-
-    fn read(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes {
-        self.try_read(src, &from.into(), dtype).expect(NO_ERRORS)
-    }
-
-    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64 {
-        self.try_sum_of_squares(src, range).expect(NO_ERRORS)
-    }
-
-    fn apply(
-        &self,
-        update: &Update<'_>,
-        master: Output<'_, Self::Buffer>,
-        state: Vec<Output<'_, Self::Buffer>>,
-        gradient: &Self::Buffer,
-        published: Option<&mut Self::Buffer>,
-    ) {
-        self.try_apply(update, master, state, gradient, published).expect(NO_ERRORS);
-    }
-
-    fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) {
-        self.try_copy(src, dst).expect(NO_ERRORS);
     }
 }

@@ -7,12 +7,11 @@ use zeroshard_proto::{DType, optimizer::AppliedSteps};
 use super::{
     Cuda, Device,
     driver::{Fence, Gpu, Staging},
-    failure::{Failure, Result},
     fake::Fake,
     host::Host,
 };
 use crate::{
-    backend::{Output, Update, conformance},
+    backend::{Backend, Failure, Output, Result, Update, conformance, failure::DeviceName},
     optim::golden,
 };
 
@@ -81,35 +80,35 @@ fn a_device_that_does_not_exist_is_refused() {
 fn train<D: Device>(cuda: &Cuda<D>) -> Result<Vec<u8>> {
     const NUMEL: usize = 5_003;
     let optimizer = "lamb".parse().unwrap();
-    let all = (0..NUMEL).into();
+    let all = || 0..NUMEL;
     let value = |seed: usize| move |i: usize| ((i * 7 + seed * 13) % 101) as f32 / 50.0 - 1.0;
     let bytes = |seed| (0..NUMEL).map(value(seed)).flat_map(f32::to_le_bytes).collect::<Vec<_>>();
     let [mut master, mut first, mut second, gradient] =
-        [(); 4].map(|()| cuda.try_allocate(DType::F32, NUMEL));
-    cuda.try_store(master.as_ref().map_err(Clone::clone)?, &all, &bytes(0), DType::F32)?;
-    let mut published = cuda.try_allocate(DType::Bf16, NUMEL)?;
-    let gradient = gradient?;
+        [(); 4].map(|()| cuda.allocate(DType::F32, NUMEL));
+    cuda.store(master.as_mut().map_err(|error| error.clone())?, all(), &bytes(0), DType::F32)?;
+    let mut published = cuda.allocate(DType::Bf16, NUMEL)?;
+    let mut gradient = gradient?;
     let (mut applied, mut squares) = (AppliedSteps::default(), Vec::new());
     for step in 1..3 {
         // Without a fence the flag may be read too early.
-        let _is_finite = cuda.try_store(&gradient, &all, &bytes(step), DType::F32)?;
-        cuda.try_accumulate(&gradient, &all, &bytes(step + 9), DType::F32)?;
-        cuda.try_canonicalise(&gradient, &all)?;
-        squares.push(cuda.try_sum_of_squares(&gradient, 0..NUMEL)?);
+        let _is_finite = cuda.store(&mut gradient, all(), &bytes(step), DType::F32)?;
+        cuda.accumulate(&mut gradient, all(), &bytes(step + 9), DType::F32)?;
+        cuda.canonicalise(&mut gradient, all())?;
+        squares.push(cuda.sum_of_squares(&gradient, 0..NUMEL)?);
         let update = Update::after(applied, &optimizer, 0.5);
         applied = update.applied();
         let earlier = Arc::new(master?);
-        let mut next = cuda.try_allocate(DType::F32, NUMEL)?;
+        let mut next = cuda.allocate(DType::F32, NUMEL)?;
         let output = Output { buffer: &mut next, earlier: Some(earlier.clone()) };
         let state = [&mut first, &mut second];
         let state = state.map(|of| of.as_mut().map_err(|e| e.clone()).map(Into::into));
         let state = state.into_iter().collect::<Result<_>>()?;
-        cuda.try_apply(&update, output, state, &gradient, Some(&mut published))?;
-        cuda.try_read(&earlier, &all, DType::F32)?;
+        cuda.apply(&update, output, state, &gradient, Some(&mut published))?;
+        cuda.read(&earlier, all(), DType::F32)?;
         master = Ok(next);
     }
-    let mut result = cuda.try_read(&master?, &all, DType::F32)?.to_vec();
-    result.extend(cuda.try_read(&published, &all, DType::Bf16)?);
+    let mut result = cuda.read(&Arc::new(master?), all(), DType::F32)?.to_vec();
+    result.extend(cuda.read(&Arc::new(published), all(), DType::Bf16)?);
     result.extend(squares.into_iter().flat_map(f64::to_le_bytes));
     Ok(result)
 }
@@ -215,16 +214,24 @@ fn every_call_that_fails_is_a_typed_error_and_nothing_leaks() {
             match result {
                 Ok(_) => unnoticed += 1,
                 Err(Failure::OutOfMemory { device, .. }) => {
-                    assert_eq!((device, code), (fake.device, OUT_OF_MEMORY), "{what}");
+                    assert_eq!(
+                        (device, code),
+                        (DeviceName::Cuda(fake.device), OUT_OF_MEMORY),
+                        "{what}"
+                    );
                     failed += 1;
                 }
                 Err(Failure::Refused { device, code: of, .. }) => {
-                    assert_eq!((device, of), (fake.device, INVALID_VALUE), "{what}");
+                    assert_eq!(
+                        (device, of),
+                        (DeviceName::Cuda(fake.device), INVALID_VALUE),
+                        "{what}"
+                    );
                     assert_eq!(of, code, "{what}");
                     failed += 1;
                 }
                 Err(Failure::Lost { device, code: of, .. }) => {
-                    assert_eq!((device, of), (fake.device, code), "{what}");
+                    assert_eq!((device, of), (DeviceName::Cuda(fake.device), code), "{what}");
                     assert!(code > INVALID_VALUE && code != OUT_OF_MEMORY, "{what}");
                     failed += 1;
                 }
@@ -253,7 +260,7 @@ fn a_device_goes_on_after_an_allocation_that_is_too_large() {
     let fake = Fake::new(0, 1 << 20);
     let cuda = open(fake, STAGING).unwrap();
     let expected = train(&cuda).unwrap();
-    let refused = cuda.try_allocate(DType::F32, 1 << 20).err();
+    let refused = cuda.allocate(DType::F32, 1 << 20).err();
     assert!(matches!(refused, Some(Failure::OutOfMemory { bytes: 4_194_304, .. })), "{refused:?}");
     assert_eq!(train(&cuda).unwrap(), expected);
     drop(cuda);

@@ -199,7 +199,8 @@ impl<B: Backend> Job<B> {
         bytes: &[u8],
     ) -> Result<()> {
         let slice = self.slice(index)?;
-        let reduced = slice.store_reduced(self.backend(), attempt, offset, bytes)?;
+        let stored = slice.store_reduced(self.backend(), attempt, offset, bytes);
+        let reduced = self.note(index, stored)?;
         self.finish_reduction(attempt, index, reduced);
         Ok(())
     }

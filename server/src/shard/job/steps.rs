@@ -12,7 +12,7 @@ use std::{
 use rayon::prelude::*;
 use zeroshard_proto::{Error, Result, pb};
 
-use super::{Job, progress::Progress};
+use super::{Job, of_slice, progress::Progress};
 use crate::{
     attempt::Attempt,
     backend::Backend,
@@ -45,8 +45,8 @@ impl<B: Backend> Job<B> {
     /// [`Error::OutOfMemory`].
     pub(crate) fn new_epoch(&self, epoch: u64, rank: u32, left: bool) -> Result<()> {
         self.ranks_mut().end_lease(rank, left);
-        for (_, slice) in self.slices() {
-            slice.set_done(self.backend(), rank, false)?;
+        for (index, slice) in self.slices() {
+            of_slice(index, slice.set_done(self.backend(), rank, false))?;
         }
         let attempt = Attempt { epoch, number: 0, ..self.attempt() };
         self.open_attempt(attempt, None)
@@ -73,7 +73,8 @@ impl<B: Backend> Job<B> {
         self.changed.send_replace(());
         self.finish_upload(attempt, 0);
         for (index, slice) in self.slices() {
-            self.finish_reduction(attempt, index, slice.catch_up(self.backend(), attempt)?);
+            let reduced = of_slice(index, slice.catch_up(self.backend(), attempt))?;
+            self.finish_reduction(attempt, index, reduced);
         }
         Ok(())
     }
@@ -101,7 +102,8 @@ impl<B: Backend> Job<B> {
     fn set_absent(&self, rank: u32, absent: bool) -> Result<()> {
         let attempt = self.attempt();
         for (index, slice) in self.slices() {
-            self.finish_reduction(attempt, index, slice.set_done(self.backend(), rank, absent)?);
+            let reduced = of_slice(index, slice.set_done(self.backend(), rank, absent))?;
+            self.finish_reduction(attempt, index, reduced);
         }
         Ok(())
     }
@@ -136,9 +138,11 @@ impl<B: Backend> Job<B> {
             *progress = Progress::step(attempt, None, self.training_slices());
             attempt
         };
-        self.slices.par_iter().enumerate().try_for_each(|(index, slice)| {
+        self.slices.par_iter().enumerate().try_for_each(|(index, slice)| -> Result<()> {
             let Some(slice) = slice.get() else { return Ok(()) };
-            self.finish_reduction(attempt, index as u32, slice.publish(self.backend(), version)?);
+            let index = index as u32;
+            let published = of_slice(index, slice.publish(self.backend(), version))?;
+            self.finish_reduction(attempt, index, published);
             Ok(())
         })?;
         self.progress().version = Some(version);
@@ -224,7 +228,7 @@ impl<B: Backend> Job<B> {
     fn apply(&self, step: &Step<'_>) -> Result<()> {
         let done = AtomicU64::new(0);
         let apply = |(index, slice): (u32, &Slice<B>)| {
-            let reduced = slice.step(self.backend(), index, step)?;
+            let reduced = of_slice(index, slice.step(self.backend(), index, step))?;
             self.finish_reduction(step.next, index, reduced);
             let numel = slice.spec.numel as u64;
             let before = done.fetch_add(numel, Ordering::Relaxed);

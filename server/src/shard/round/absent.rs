@@ -10,7 +10,7 @@ use bytes::Bytes;
 use zeroshard_proto::{DType, geometry::blocks::BLOCK};
 
 use super::{Chunk, Round, total::Total, turns::Turns};
-use crate::backend::Backend;
+use crate::backend::{Backend, Result};
 
 /// A block of zeros, in the smallest dtype.
 static ZEROS: [u8; 2 * BLOCK] = [0; 2 * BLOCK];
@@ -32,15 +32,15 @@ impl Round {
         backend: &B,
         accumulator: &mut B::Buffer,
         rank: u32,
-    ) -> bool {
-        let Some((of, turn)) = self.note_absent(rank) else { return false };
+    ) -> Result<bool> {
+        let Some((of, turn)) = self.note_absent(rank) else { return Ok(false) };
         if self.touched {
             let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
             let turns = &mut self.turns[of];
-            turns.add_zeros(total, turn);
-            turns.unpark(total, turn);
+            turns.add_zeros(total, turn)?;
+            turns.unpark(total, turn)?;
         }
-        true
+        Ok(true)
     }
 
     /// The part of [`Self::absent`] that does not need the accumulator: everything, if no rank has
@@ -78,39 +78,44 @@ impl Turns {
     }
 
     /// Adds the zeros of absent ranks whose turn has come. The sum must contain a contribution.
-    pub(super) fn fill_in<B: Backend>(&mut self, total: &mut Total<'_, B>) {
+    pub(super) fn fill_in<B: Backend>(&mut self, total: &mut Total<'_, B>) -> Result<()> {
         if self.absents == 0 {
-            return;
+            return Ok(());
         }
         for turn in 0..self.contributions.len().min(2) {
-            self.add_zeros(total, turn);
+            self.add_zeros(total, turn)?;
         }
-        self.unpark(total, 0);
+        self.unpark(total, 0)
     }
 
     /// Adds zeros in place of the elements that have not been received at `turn`, if its rank is
     /// absent and its turn has come.
-    pub(super) fn add_zeros<B: Backend>(&mut self, total: &mut Total<'_, B>, turn: usize) {
+    pub(super) fn add_zeros<B: Backend>(
+        &mut self,
+        total: &mut Total<'_, B>,
+        turn: usize,
+    ) -> Result<()> {
         if !self.contributions[turn].absent {
-            return;
+            return Ok(());
         }
         let missing = self.new_ranges(turn, 0..self.of.elements.numel());
         for (range, _) in missing.into_iter().filter(|(_, in_turn)| *in_turn) {
             for (range, zeroed) in self.zeroed.split(range.clone()) {
                 if zeroed {
-                    self.add(total, turn, range, None);
+                    self.add(total, turn, range, None)?;
                     continue;
                 }
                 for offset in range.clone().step_by(BLOCK) {
                     let numel = (range.end - offset).min(BLOCK);
                     let bytes = Bytes::from_static(&ZEROS[..2 * numel]);
                     let zeros = Chunk { rank: self.rank(turn), offset, dtype: DType::Bf16, bytes };
-                    self.add(total, turn, zeros.range(), Some(&zeros));
+                    self.add(total, turn, zeros.range(), Some(&zeros))?;
                 }
             }
             self.zeroed.insert(range.clone());
             self.contributions[turn].received.insert(range);
         }
+        Ok(())
     }
 }
 

@@ -81,7 +81,7 @@ fn play(
     let mut round = Round::new(index, slice.numel, &job.contributions(0).of_slice(slice));
     // The buffer has other values, so that elements that are not cleared are detected.
     let mut sum = backend.allocate(DType::F32, slice.numel).unwrap();
-    backend.store(&mut sum, 0..slice.numel, &[0xff].repeat(4 * slice.numel), DType::F32);
+    backend.store(&mut sum, 0..slice.numel, &[0xff].repeat(4 * slice.numel), DType::F32).unwrap();
     // The remaining actions of each rank: its chunks, and then its absence.
     type Rest<'a> = (&'a Sender, Vec<Range<usize>>, bool);
     let mut rest: Vec<Rest<'_>> = Vec::new();
@@ -99,13 +99,13 @@ fn play(
             let chunk = Chunk { rank: *rank, offset: range.start, dtype: DType::F32, bytes };
             round.contribute(&backend, &mut sum, &chunk, &budget).unwrap();
         } else if std::mem::take(absent) {
-            assert!(round.absent(&backend, &mut sum, *rank));
+            assert!(round.absent(&backend, &mut sum, *rank).unwrap());
         } else {
             rest.swap_remove(next);
         }
     }
     assert_eq!(budget.used(), 0);
-    (round, backend.read(&Arc::new(sum), 0..slice.numel, DType::F32).to_vec())
+    (round, backend.read(&Arc::new(sum), 0..slice.numel, DType::F32).unwrap().to_vec())
 }
 
 fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
@@ -201,7 +201,7 @@ fn a_rank_that_does_not_contribute_is_not_absent() {
     let mut round = Round::new(0, 2, &job.contributions(0).of_slice(&slice));
     let (backend, budget) = (Cpu::new(), Budget::new(0));
     let mut sum = backend.allocate(DType::F32, 2).unwrap();
-    assert!(!round.absent(&backend, &mut sum, 1));
+    assert!(!round.absent(&backend, &mut sum, 1).unwrap());
     assert_eq!((round.absentees(&[]), round.missing_rank()), (None, Some(0)));
     let chunk = Chunk { rank: 0, offset: 0, dtype: DType::F32, bytes: vec![0; 8].into() };
     round.contribute(&backend, &mut sum, &chunk, &budget).unwrap();

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use zeroshard_proto::{Elements, geometry::blocks::BLOCK};
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Result};
 
 /// The properties of the reduced gradient.
 #[derive(Debug)]
@@ -73,19 +73,20 @@ pub(super) struct Total<'a, B: Backend> {
 
 impl<B: Backend> Total<'_, B> {
     /// Records that `rank` sent inf or NaN for these elements.
-    pub(super) fn note_overflow(&mut self, elements: Elements, rank: u32) {
+    pub(super) fn note_overflow(&mut self, elements: Elements, rank: u32) -> Result<()> {
         // The addition of finite values never produces a NaN, so this is the only place where one
         // can appear.
-        self.backend.canonicalise(self.sum, elements);
+        self.backend.canonicalise(self.sum, elements)?;
         let overflow = &mut self.figures.overflow;
         *overflow = Some(overflow.map_or(rank, |lowest| lowest.min(rank)));
+        Ok(())
     }
 
     /// Counts elements of the slice to which every rank has contributed. When a block becomes
     /// complete, its squares are summed at once, while the block is in cache.
-    pub(super) fn complete(&mut self, elements: &Elements, range: &Range<usize>) {
+    pub(super) fn complete(&mut self, elements: &Elements, range: &Range<usize>) -> Result<()> {
         if range.is_empty() {
-            return;
+            return Ok(());
         }
         let figures = &mut *self.figures;
         let first = elements.position(range.start) / BLOCK;
@@ -95,9 +96,10 @@ impl<B: Backend> Total<'_, B> {
             let complete = inside.end.min(range.end).saturating_sub(inside.start.max(range.start));
             figures.lacking[block] -= complete;
             if complete > 0 && figures.lacking[block] == 0 {
-                figures.sums[block] = self.backend.sum_of_squares(self.sum, positions);
+                figures.sums[block] = self.backend.sum_of_squares(self.sum, positions)?;
                 figures.open -= 1;
             }
         }
+        Ok(())
     }
 }

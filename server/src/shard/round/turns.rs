@@ -16,7 +16,7 @@ use super::{Chunk, total::Total};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
 use crate::{
-    backend::Backend,
+    backend::{self, Backend},
     shard::{
         budget::{Budget, Space},
         ranges::Ranges,
@@ -156,7 +156,7 @@ impl Turns {
         turn: usize,
         range: Range<usize>,
         chunk: Option<&Chunk>,
-    ) {
+    ) -> backend::Result<()> {
         let parts = match turn {
             0 | 1 => match self.contributions.get(1 - turn) {
                 Some(other) => other.added.split(range.clone()),
@@ -170,14 +170,14 @@ impl Turns {
                     (chunk.select(range.clone()), self.of.elements.select(range.clone()));
                 let finite = match something {
                     true => {
-                        total.backend.accumulate(total.sum, at.clone(), &part.bytes, part.dtype)
+                        total.backend.accumulate(total.sum, at.clone(), &part.bytes, part.dtype)?
                     }
                     // The first contribution is stored, so that the sum does not have to be
                     // cleared.
-                    false => total.backend.store(total.sum, at.clone(), &part.bytes, part.dtype),
+                    false => total.backend.store(total.sum, at.clone(), &part.bytes, part.dtype)?,
                 };
                 if !finite {
-                    total.note_overflow(at, chunk.rank);
+                    total.note_overflow(at, chunk.rank)?;
                 }
             }
             let is_last = match self.contributions.len() {
@@ -189,36 +189,52 @@ impl Turns {
                 ranks => turn + 1 == ranks,
             };
             if is_last {
-                total.complete(&self.of.elements, &range);
+                total.complete(&self.of.elements, &range)?;
             }
         }
         self.contributions[turn].added.insert(range);
+        Ok(())
     }
 
     /// Adds the parked chunks of the turns after `turn` whose turn has come.
-    pub(super) fn unpark<B: Backend>(&mut self, total: &mut Total<'_, B>, turn: usize) {
+    pub(super) fn unpark<B: Backend>(
+        &mut self,
+        total: &mut Total<'_, B>,
+        turn: usize,
+    ) -> backend::Result<()> {
         for later in (turn + 1).max(2)..self.contributions.len() {
             if !self.is_reached(later) {
-                return; // later turns cannot be added either
+                return Ok(()); // later turns cannot be added either
             }
-            let mut parked = std::mem::take(&mut self.contributions[later].parked);
-            parked.retain(|(chunk, _)| {
-                let waiting = self.contributions[later].added.split(chunk.range());
-                let mut all = true;
-                for (range, _) in waiting.into_iter().filter(|(_, added)| !added) {
-                    for (range, in_turn) in self.in_turn(later, range) {
-                        match in_turn {
-                            true => {
-                                self.add(total, later, range.clone(), Some(&chunk.select(range)))
-                            }
-                            false => all = false,
-                        }
-                    }
+            let parked = std::mem::take(&mut self.contributions[later].parked);
+            for (chunk, space) in parked {
+                if !self.add_parked(total, later, &chunk)? {
+                    self.contributions[later].parked.push((chunk, space));
                 }
-                !all
-            });
-            self.contributions[later].parked = parked;
-            self.add_zeros(total, later);
+            }
+            self.add_zeros(total, later)?;
         }
+        Ok(())
+    }
+
+    /// Adds the elements of a parked chunk whose turn has come. Returns whether all of them have
+    /// been added.
+    fn add_parked<B: Backend>(
+        &mut self,
+        total: &mut Total<'_, B>,
+        turn: usize,
+        chunk: &Chunk,
+    ) -> backend::Result<bool> {
+        let waiting = self.contributions[turn].added.split(chunk.range());
+        let mut all = true;
+        for (range, _) in waiting.into_iter().filter(|(_, added)| !added) {
+            for (range, in_turn) in self.in_turn(turn, range) {
+                match in_turn {
+                    true => self.add(total, turn, range.clone(), Some(&chunk.select(range)))?,
+                    false => all = false,
+                }
+            }
+        }
+        Ok(all)
     }
 }

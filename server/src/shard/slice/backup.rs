@@ -115,7 +115,7 @@ impl<B: Backend> Slice<B> {
             return Ok(None);
         }
         let mut sum = open.sum.write(backend)?;
-        backend.store(&mut sum, offset..end, bytes, DType::F32);
+        backend.store(&mut sum, offset..end, bytes, DType::F32)?;
         drop(sum);
         inner.from_primary = end;
         inner.reduced(backend, self.role())

@@ -29,7 +29,7 @@ impl<B: Backend> Slice<B> {
         let elements = Elements::from(offset..offset + bytes.len() / DType::F32.size());
         let values = (bytes, DType::F32);
         let buffer = &mut buffer.write(backend)?;
-        factors::store(backend, self.shape_of(part), buffer, &elements, values);
+        factors::store(backend, self.shape_of(part), buffer, &elements, values)?;
         Ok(())
     }
 

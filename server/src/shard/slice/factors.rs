@@ -38,16 +38,17 @@ pub(super) fn store<B: Backend>(
     state: &mut B::Buffer,
     elements: &Elements,
     (bytes, dtype): (&[u8], DType),
-) {
+) -> Result<()> {
     if shape == StateShape::Elements {
-        backend.store(state, elements.clone(), bytes, dtype);
-        return;
+        backend.store(state, elements.clone(), bytes, dtype)?;
+        return Ok(());
     }
     let mut start = 0;
     for (segment, first) in elements.runs().flat_map(|run| shape.segments(run)) {
         let length = if matches!(shape, StateShape::Rows { .. }) { 1 } else { segment.len() };
         let values = &bytes[start * dtype.size()..(start + length) * dtype.size()];
-        backend.store(state, first..first + length, values, dtype);
+        backend.store(state, first..first + length, values, dtype)?;
         start += segment.len();
     }
+    Ok(())
 }

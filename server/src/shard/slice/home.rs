@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{DType, Error, Optimizer, Result, optimizer::StateShape};
+use zeroshard_proto::{DType, Optimizer, Result, optimizer::StateShape};
 
 use super::versioned::Versioned;
 use crate::{
-    backend::Backend,
+    backend::{Backend, Failure},
     optim,
     tier::{Array, Kind, OnDisk, Paged, Tiers},
 };
@@ -69,12 +69,10 @@ impl<B: Backend> Of<'_, B> {
         filled: Option<f32>,
     ) -> Result<Array<B>> {
         let Self { home: Home { backend, .. }, slice, tensor } = *self;
-        let mut buffer = backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
-            what: format!("slice {slice} of tensor {tensor:?}"),
-            bytes: (numel * dtype.size()) as u64,
-        })?;
+        let of_slice = |failure: Failure| failure.of(format!("slice {slice} of tensor {tensor:?}"));
+        let mut buffer = backend.allocate(dtype, numel).map_err(of_slice)?;
         if let Some(value) = filled.filter(|&value| value != 0.0) {
-            optim::fill(backend, &mut buffer, value);
+            optim::fill(backend, &mut buffer, value)?;
         }
         Ok(Array::Memory(Arc::new(buffer)))
     }

@@ -149,9 +149,17 @@ impl<B: Backend> Slice<B> {
 
 impl<B: Backend> Inner<B> {
     /// # Errors
-    /// The failure of the disk that has left elements of two versions in the slice.
+    /// The failure of a disk or device that has left undefined elements in the slice.
     pub(super) fn check(&self) -> Result<()> {
         self.broken.clone().map_or(Ok(()), Err)
+    }
+
+    /// Remembers a failure that leaves undefined elements in the slice.
+    pub(super) fn note<T>(&mut self, done: Result<T>) -> Result<T> {
+        if let Err(error @ (Error::Storage { .. } | Error::Device { .. })) = &done {
+            self.broken.get_or_insert_with(|| error.clone());
+        }
+        done
     }
 
     /// The reduced gradient, zeros if no rank has one; `None` until every rank has contributed.
@@ -164,10 +172,8 @@ impl<B: Backend> Inner<B> {
             return Ok(Some(sum.clone()));
         }
         let numel = sum.numel(backend);
-        let zeros = backend.allocate(DType::F32, numel).map_err(|_| Error::OutOfMemory {
-            what: "a gradient of zeros that is read".to_owned(),
-            bytes: (numel * DType::F32.size()) as u64,
-        })?;
+        let zeros = backend.allocate(DType::F32, numel);
+        let zeros = zeros.map_err(|failure| failure.of("a gradient of zeros that is read"))?;
         Ok(Some(Array::Memory(Arc::new(zeros))))
     }
 }

@@ -1,7 +1,7 @@
 //! Content that the uploading rank of each set of contributors sends: initial values, and the
 //! values that replace them.
 
-use zeroshard_proto::{geometry::SliceContributors, optimizer::StateShape};
+use zeroshard_proto::{Result, geometry::SliceContributors, optimizer::StateShape};
 
 use super::factors;
 use crate::{
@@ -61,7 +61,7 @@ impl Received {
         content: &mut B::Buffer,
         shape: StateShape,
         chunk: &Chunk,
-    ) -> u64 {
+    ) -> Result<u64> {
         let index = uploaded_by(contributors, chunk.rank);
         let (elements, part) = (&contributors[index].elements, &mut self.0[index]);
         let mut new = 0;
@@ -69,12 +69,12 @@ impl Received {
         for (range, _) in ranges.into_iter().filter(|(_, known)| !known) {
             let values = chunk.select(range.clone());
             let elements = elements.select(range.clone());
-            factors::store(backend, shape, content, &elements, (&values.bytes, values.dtype));
+            part.is_written = true;
+            factors::store(backend, shape, content, &elements, (&values.bytes, values.dtype))?;
             new += range.len() as u64;
             part.received.insert(range);
-            part.is_written = true;
         }
-        new
+        Ok(new)
     }
 
     /// Counts everything that `rank` uploads as received, because the content has it already. False

@@ -39,7 +39,7 @@ impl<B: Backend> Slice<B> {
         };
         let Replacement { values, received } = replacement;
         let mut values = values.write(backend)?;
-        Ok(received.store(backend, &self.contributors, &mut values, StateShape::Elements, chunk))
+        received.store(backend, &self.contributors, &mut values, StateShape::Elements, chunk)
     }
 
     /// The dtype in which the slice's values are kept.

@@ -124,7 +124,7 @@ impl<B: Backend> Slice<B> {
         }
         let mut buffer = buffer.write(backend)?;
         backend.populate(&mut buffer, elements.clone());
-        backend.store(&mut buffer, elements, bytes, dtype);
+        backend.store(&mut buffer, elements, bytes, dtype)?;
         Ok(())
     }
 }

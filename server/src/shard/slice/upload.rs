@@ -74,7 +74,7 @@ impl<B: Backend> Slice<B> {
         let shape = self.shape_of(upload.state.map_or(Part::Parameters, Part::State));
         let new = {
             let mut buffer = buffer.write(backend)?;
-            uploaded.store(backend, &self.contributors, &mut buffer, shape, chunk)
+            uploaded.store(backend, &self.contributors, &mut buffer, shape, chunk)?
         };
         Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.contributors)))
     }
@@ -116,7 +116,7 @@ impl<B: Backend> Inner<B> {
         if self.stale_state {
             for (state, uploaded) in self.state.iter_mut().zip(&mut self.uploaded_state) {
                 let mut state = state.write(backend)?;
-                optim::fill(backend, &mut state, value);
+                optim::fill(backend, &mut state, value)?;
                 uploaded.clear();
             }
             self.stale_state = false;

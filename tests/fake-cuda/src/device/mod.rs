@@ -134,6 +134,9 @@ impl Device {
                 eprintln!("fake CUDA driver: {text}");
             }
             self.faults.push(text);
+            if std::env::var_os("FAKE_CUDA_ABORT").is_some() {
+                std::process::abort();
+            }
         }
     }
 

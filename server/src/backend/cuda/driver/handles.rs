@@ -8,13 +8,8 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{
-    super::{
-        failure::{Failure, Result},
-        launch::Address,
-    },
-    library::name,
-};
+use super::{super::launch::Address, library::name};
+use crate::backend::{Failure, Result};
 
 /// The result of a call on a device.
 pub(super) fn checked<T>(

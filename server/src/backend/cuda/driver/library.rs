@@ -3,7 +3,7 @@
 
 use cudarc::driver::{result, sys};
 
-use super::super::failure::{Failure, Result};
+use crate::backend::{Failure, Result};
 
 /// All functions of the driver that are called.
 const FUNCTIONS: [&str; 30] = [

@@ -20,9 +20,9 @@ use cudarc::driver::{result, sys};
 
 use super::{
     Device,
-    failure::{Failure, Result},
     launch::{Address, Launch, THREADS},
 };
+use crate::backend::{Failure, Result, failure::DeviceName};
 use handles::{Context, Event, Module, Stream, checked};
 use staging::{Buffer, Ring};
 
@@ -186,6 +186,10 @@ impl Drop for Gpu {
 }
 
 impl Device for Gpu {
+    fn number(&self) -> usize {
+        self.context.device
+    }
+
     fn stage_bytes(&self) -> usize {
         self.staging.bytes
     }
@@ -193,7 +197,8 @@ impl Device for Gpu {
     fn allocate(&self, bytes: usize) -> Result<Address> {
         if bytes > self.context.capacity {
             // Drivers differ in what they make of it.
-            let (device, operation) = (self.context.device, "allocate memory");
+            let device = DeviceName::Cuda(self.context.device);
+            let operation = "allocate memory";
             return Err(Failure::OutOfMemory { device, operation, bytes });
         }
         self.context.bind()?;

@@ -3,10 +3,8 @@
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use super::{
-    super::failure::Result,
-    handles::{Event, Pinned, Static},
-};
+use super::handles::{Event, Pinned, Static};
+use crate::backend::Result;
 
 /// A staging buffer.
 pub(super) struct Buffer {

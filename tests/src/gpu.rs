@@ -1,0 +1,41 @@
+//! Shard servers whose device is a GPU of the fake driver (`tests/fake-cuda`).
+
+use std::{
+    env, fs, io,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// If this variable is set, the shard servers of all tests use the fake driver, except those whose
+/// flags choose something that is only possible on the CPU.
+const VARIABLE: &str = "ZEROSHARD_TEST_FAKE_GPU";
+
+/// A directory in which the loader finds the fake driver under the name of the driver. The library
+/// lies beside the tests that depend on it.
+fn directory() -> PathBuf {
+    let exe = env::current_exe().expect("a running program has a path");
+    let deps = exe.parent().expect("a file is in a directory");
+    let library = deps.join("libfake_cuda.so");
+    assert!(library.exists(), "{} is missing: the test must depend on it", library.display());
+    let directory = deps.join("fake-driver");
+    fs::create_dir_all(&directory).expect("the directory of the tests is writable");
+    match symlink(Path::new("..").join("libfake_cuda.so"), directory.join("libcuda.so")) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => panic!("{error}"),
+        _ => directory,
+    }
+}
+
+/// Has a program find the fake driver. What the program does wrong on a device ends it.
+pub fn with_fake_driver(command: &mut Command) {
+    command.env("LD_LIBRARY_PATH", directory()).env("FAKE_CUDA_ABORT", "1");
+}
+
+/// Chooses the device of a shard server that a test starts with these flags.
+pub(crate) fn choose_device(command: &mut Command, flags: &[&str]) {
+    let is_for_cpu = flags.iter().any(|flag| ["--host-memory", "--device"].contains(flag));
+    if env::var_os(VARIABLE).is_some() && !is_for_cpu {
+        with_fake_driver(command);
+        command.args(["--device", "cuda:0"]);
+    }
+}

@@ -1,0 +1,141 @@
+//! Shard servers on GPUs of the fake driver, which runs the kernels of the binary for real, ends a
+//! server that uses it wrongly, and fails on request.
+
+use std::{process::Command, sync::atomic::AtomicU64};
+
+use futures_util::future::join;
+use zeroshard_client::Commit;
+use zeroshard_proto::{DType, JobSpec, Optimizer, TensorSpec};
+use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
+
+use crate::{adamw, connect, job, options, replicas::train, start};
+
+/// A cluster whose shard servers are all on GPUs.
+fn cluster(servers: usize, settings: &[(&str, &str)]) -> Cluster {
+    let coordinator = Cluster::coordinator();
+    let shard = |_| Cluster::shard_on_gpu(coordinator.address(), settings);
+    let shards = (0..servers).map(shard).collect();
+    Cluster { coordinator, shards }
+}
+
+fn spec(name: &str, optimizer: Optimizer, dtype: DType) -> JobSpec {
+    let mut tensors = synthetic::kinds_and_large(&optimizer);
+    tensors.iter_mut().for_each(|tensor| tensor.dtype = dtype);
+    JobSpec { min_servers: 2, ..job(name, 3, optimizer, tensors) }
+}
+
+#[tokio::test]
+async fn a_gpu_has_the_bits_of_the_cpu() {
+    let [on_cpu, on_gpu] = [Cluster::start(2), cluster(2, &[("FAKE_CUDA_SEED", "7")])];
+    for (name, dtype) in [("adamw", DType::F32), ("lamb", DType::Bf16), ("adafactor", DType::F16)] {
+        let spec = spec(name, name.parse().unwrap(), dtype);
+        let commit = Commit::default().max_norm(0.5);
+        let training = Training { commit, options: options(), ..Training::new(spec) };
+        let expected = training.run(on_cpu.address()).await.unwrap();
+        assert!(training.run(on_gpu.address()).await.unwrap() == expected, "{name}");
+    }
+}
+
+/// The servers of a slice compare its content after each step.
+#[tokio::test]
+async fn replicas_of_a_slice_are_on_a_gpu_and_a_cpu() {
+    let mut cluster = Cluster::start(1);
+    cluster.shards.push(Cluster::shard_on_gpu(cluster.address(), &[]));
+    let spec = JobSpec { replicas: 2, compare_every: 1, ..spec("mixed", adamw(), DType::F32) };
+    let jobs = start(cluster.address(), &spec).await;
+    let done = AtomicU64::new(0);
+    let train = |rank: usize| train(&jobs[rank], 0..3, &done);
+    futures_util::future::join3(train(0), train(1), train(2)).await;
+    let before = jobs[0].state_hash(3).await.unwrap();
+    // One of the two has no other copy any more.
+    cluster.shards.remove(0).kill();
+    let after = connect(cluster.address()).await.state_hash("mixed").await.unwrap();
+    assert_eq!(after, before);
+}
+
+/// The environment in which a device is lost after a number of launches.
+const LOST: [(&str, &str); 1] = [("FAKE_CUDA_FAIL", "cuLaunchKernel:300:719")];
+
+#[tokio::test]
+async fn a_lost_device_is_replaced_by_the_backups_and_no_bit_changes() {
+    let spec = |name| {
+        let tensors = synthetic::kinds_and_large(&adamw());
+        JobSpec { min_servers: 3, ..job(name, 2, adamw(), tensors) }
+    };
+    let undisturbed = Training { steps: 8, options: options(), ..Training::new(spec("calm")) };
+    let mut cluster = Cluster::start(2);
+    let lost = Cluster::shard_on_gpu(cluster.address(), &LOST);
+    cluster.shards.push(lost);
+    let expected = undisturbed.run(Cluster::start(3).address()).await.unwrap().hash;
+    let jobs = start(cluster.address(), &JobSpec { replicas: 2, ..spec("lost") }).await;
+    let done = AtomicU64::new(0);
+    join(train(&jobs[0], 0..8, &done), train(&jobs[1], 0..8, &done)).await;
+    assert_eq!(jobs[0].state_hash(8).await.unwrap(), expected);
+    let metrics = cluster.shards[2].get("/metrics");
+    assert!(metrics.contains("zeroshard_memory_bytes{kind=\"master\"} 0\n"), "{metrics}");
+}
+
+#[tokio::test]
+async fn without_backups_a_lost_device_ends_its_jobs_with_an_error_that_names_it() {
+    let mut cluster = Cluster::start(0);
+    cluster.shards.push(Cluster::shard_on_gpu(cluster.address(), &LOST));
+    let spec = JobSpec { min_servers: 1, ..spec("lost", adamw(), DType::F32) };
+    let failed = Training { steps: 50, options: options(), ..Training::new(spec.clone()) };
+    let error = failed.run(cluster.address()).await.unwrap_err();
+    let client = connect(cluster.address()).await;
+    let reason = client.describe_job("lost").await.unwrap_err().to_string();
+    for part in ["slice ", "cuda:0 is lost", "CUDA_ERROR_LAUNCH_FAILED (code 719)"] {
+        assert!(reason.contains(part), "{part:?} in {reason} after {error}");
+    }
+    // The process and its server go on, and refuse further jobs with the same error.
+    let next = client.create_job(&JobSpec { name: "next".to_owned(), ..spec }).await;
+    let next = next.unwrap_err().to_string();
+    assert!(next.contains("cuda:0 is lost"), "{next}");
+}
+
+#[tokio::test]
+async fn a_job_that_does_not_fit_on_the_device_is_refused_and_others_go_on() {
+    let cluster = cluster(1, &[("FAKE_CUDA_CAPACITY", "67108864")]);
+    let small = JobSpec { min_servers: 1, ..spec("small", adamw(), DType::F32) };
+    let undisturbed = Training { options: options(), ..Training::new(small.clone()) };
+    let expected = undisturbed.run(Cluster::start(1).address()).await.unwrap().hash;
+    let jobs = start(cluster.address(), &small).await;
+    let large = job("large", 1, adamw(), vec![TensorSpec::new("w", [8 << 20])]);
+    let refused = connect(cluster.address()).await.create_job(&large).await.unwrap_err();
+    assert!(refused.to_string().contains("out of memory"), "{refused}");
+    assert!(refused.to_string().contains("\"w\""), "{refused}");
+    let done = AtomicU64::new(0);
+    let train = |rank: usize| train(&jobs[rank], 0..3, &done);
+    futures_util::future::join3(train(0), train(1), train(2)).await;
+    assert_eq!(jobs[0].state_hash(3).await.unwrap(), expected);
+}
+
+/// A machine without a GPU, as are those on which the tests run.
+#[tokio::test]
+async fn without_a_driver_a_server_uses_the_cpu_or_says_what_is_missing() {
+    let driver = std::path::Path::new("/proc/driver/nvidia");
+    if driver.exists() {
+        println!("not tested: this machine has a driver ({})", driver.display());
+        return;
+    }
+    let coordinator = Cluster::coordinator();
+    let start = |device: &str, log: &str| {
+        let mut command = Command::new(binary("zeroshard-server"));
+        command.args(["shard", "--listen", "127.0.0.1:0", "--admin-listen", "off", "--json"]);
+        command.args(["--coordinator", coordinator.address(), "--device", device, "--log", log]);
+        command
+    };
+    let refused = start("cuda:0", "error").output().unwrap();
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success());
+    assert!(text.contains("no CUDA device: libcuda.so was not found"), "{text}");
+
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut command = start("auto", "info");
+    command.stderr(log.reopen().unwrap());
+    let _server = Process::start(command);
+    let text = std::fs::read_to_string(log.path()).unwrap();
+    assert!(text.contains("no CUDA device was found"), "{text}");
+    let spec = job("on-cpu", 1, adamw(), vec![TensorSpec::new("w", [9])]);
+    connect(coordinator.address()).await.create_job(&spec).await.unwrap();
+}
