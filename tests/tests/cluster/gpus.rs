@@ -95,12 +95,12 @@ async fn without_backups_a_lost_device_ends_its_jobs_with_an_error_that_names_it
 
 #[tokio::test]
 async fn a_job_that_does_not_fit_on_the_device_is_refused_and_others_go_on() {
-    let cluster = cluster(1, &[("FAKE_CUDA_CAPACITY", "67108864")]);
+    let cluster = cluster(1, &[("FAKE_CUDA_CAPACITY", "268435456")]);
     let small = JobSpec { min_servers: 1, ..spec("small", adamw(), DType::F32) };
     let undisturbed = Training { options: options(), ..Training::new(small.clone()) };
     let expected = undisturbed.run(Cluster::start(1).address()).await.unwrap().hash;
     let jobs = start(cluster.address(), &small).await;
-    let large = job("large", 1, adamw(), vec![TensorSpec::new("w", [8 << 20])]);
+    let large = job("large", 1, adamw(), vec![TensorSpec::new("w", [32 << 20])]);
     let refused = connect(cluster.address()).await.create_job(&large).await.unwrap_err();
     assert!(refused.to_string().contains("out of memory"), "{refused}");
     assert!(refused.to_string().contains("\"w\""), "{refused}");
