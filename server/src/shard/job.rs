@@ -6,9 +6,7 @@ use std::sync::{
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    AppliedSteps, Error, JobSpec, Placement, Result, geometry::Contributions, pb,
-};
+use zeroshard_proto::{AppliedSteps, Error, JobSpec, Placement, Result, pb};
 
 use super::{
     budget::{Budget, Space},
@@ -16,16 +14,18 @@ use super::{
     pin::Pins,
     round::Chunk,
     senders::{self, Sent, describe},
-    slice::{Holds, Home, Memory, Reduced, Role, Slice, Upload},
+    slice::{Holds, Memory, Reduced, Role, Slice, Upload},
 };
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
 use crate::{attempt::Attempt, backend::Backend, metrics::Metrics, tier::Tiers};
+use allocation::{Allocation, check_placement};
 pub(crate) use held::being_restored;
 use progress::Progress;
 pub(crate) use progress::Ready;
 use ranks::Ranks;
 
+mod allocation;
 mod held;
 mod progress;
 mod ranks;
@@ -435,80 +435,6 @@ impl<B: Backend> Job<B> {
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().expect("no holder of the lock panics")
     }
-}
-
-/// Slices to be allocated.
-struct Allocation<'a, B: Backend> {
-    backend: &'a B,
-    tiers: Option<&'a Arc<Tiers<B>>>,
-    spec: &'a JobSpec,
-    closed: &'a CancellationToken,
-    slices: &'a [OnceLock<Slice<B>>],
-    /// Whether the memory is provided at once.
-    populates: bool,
-}
-
-impl<B: Backend> Allocation<'_, B> {
-    /// Allocates those of the slices `wanted` that do not exist yet: all of them, or none after an
-    /// error. `wanted`: indices, and whether this server is the primary. If `is_empty`, the job
-    /// runs already, and the slices have no content. Returns the parts of the budgets that they
-    /// take.
-    ///
-    /// # Errors
-    /// Those of [`Job::open`].
-    fn allocate(
-        &self,
-        mut wanted: Vec<(usize, bool)>,
-        attempt: Attempt,
-        is_empty: bool,
-    ) -> Result<Option<[Space; 2]>> {
-        let Self { spec, slices, .. } = *self;
-        wanted.retain(|(index, _)| slices[*index].get().is_none());
-        // The order of steps.
-        wanted.sort_unstable();
-        let numbers: Vec<usize> = wanted.iter().map(|(index, _)| *index).collect();
-        let placed = self.tiers.map(|tiers| tiers.place(spec, &numbers)).transpose()?;
-        let mut last: Option<(usize, Contributions)> = None;
-        let mut allocated = Vec::with_capacity(wanted.len());
-        for (number, (index, is_primary)) in wanted.into_iter().enumerate() {
-            if self.closed.is_cancelled() {
-                return Err(closed_error(&spec.name));
-            }
-            let cut = spec.manifest.slices()[index];
-            // Most slices follow another slice of the same tensor.
-            let same = last.take_if(|(tensor, _)| *tensor == cut.tensor);
-            let (_, contributions) =
-                last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
-            let contributors = contributions.of_slice(&cut);
-            let role = if is_primary { Role::Primary } else { Role::Backup };
-            let disk = self.tiers.zip(placed.as_ref().map(|placed| placed.on_disk[number]));
-            let home = Home { backend: self.backend, disk };
-            let slice = Slice::allocate(home, spec, index, contributors, attempt, role)?;
-            if self.populates {
-                slice.populate(self.backend);
-                slice.populate_sum(self.backend);
-            }
-            if is_empty {
-                slice.begin_empty(attempt);
-            }
-            allocated.push((index, slice));
-        }
-        for (index, slice) in allocated {
-            _ = slices[index].set(slice);
-        }
-        Ok(placed.map(|placed| placed.spaces))
-    }
-}
-
-/// # Errors
-/// [`Error::Invalid`] for a placement of another number of slices.
-fn check_placement(spec: &JobSpec, placement: &Placement) -> Result<()> {
-    let (found, expected) = (placement.slices(), spec.manifest.slices().len());
-    if found != expected {
-        let what = format!("placement of job {:?}", spec.name);
-        return Err(Error::invalid(what, format!("{found} slices"), format!("{expected} slices")));
-    }
-    Ok(())
 }
 
 /// Names slice number `index` in the error of an operation on it.

@@ -1,0 +1,91 @@
+//! The memory for the slices of a job on this server.
+
+use std::sync::{Arc, OnceLock};
+
+use tokio_util::sync::CancellationToken;
+use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions};
+
+use super::closed_error;
+use crate::{
+    attempt::Attempt,
+    backend::Backend,
+    shard::{
+        budget::Space,
+        slice::{Home, Role, Slice},
+    },
+    tier::Tiers,
+};
+
+/// Slices to be allocated.
+pub(super) struct Allocation<'a, B: Backend> {
+    pub(super) backend: &'a B,
+    pub(super) tiers: Option<&'a Arc<Tiers<B>>>,
+    pub(super) spec: &'a JobSpec,
+    pub(super) closed: &'a CancellationToken,
+    pub(super) slices: &'a [OnceLock<Slice<B>>],
+    /// Whether the memory is provided at once.
+    pub(super) populates: bool,
+}
+
+impl<B: Backend> Allocation<'_, B> {
+    /// Allocates those of the slices `wanted` that do not exist yet: all of them, or none after an
+    /// error. `wanted`: indices, and whether this server is the primary. If `is_empty`, the job
+    /// runs already, and the slices have no content. Returns the parts of the budgets that they
+    /// take.
+    ///
+    /// # Errors
+    /// Those of [`super::Job::open`].
+    pub(super) fn allocate(
+        &self,
+        mut wanted: Vec<(usize, bool)>,
+        attempt: Attempt,
+        is_empty: bool,
+    ) -> Result<Option<[Space; 2]>> {
+        let Self { spec, slices, .. } = *self;
+        wanted.retain(|(index, _)| slices[*index].get().is_none());
+        // The order of steps.
+        wanted.sort_unstable();
+        let numbers: Vec<usize> = wanted.iter().map(|(index, _)| *index).collect();
+        let placed = self.tiers.map(|tiers| tiers.place(spec, &numbers)).transpose()?;
+        let mut last: Option<(usize, Contributions)> = None;
+        let mut allocated = Vec::with_capacity(wanted.len());
+        for (number, (index, is_primary)) in wanted.into_iter().enumerate() {
+            if self.closed.is_cancelled() {
+                return Err(closed_error(&spec.name));
+            }
+            let cut = spec.manifest.slices()[index];
+            // Most slices follow another slice of the same tensor.
+            let same = last.take_if(|(tensor, _)| *tensor == cut.tensor);
+            let (_, contributions) =
+                last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
+            let contributors = contributions.of_slice(&cut);
+            let role = if is_primary { Role::Primary } else { Role::Backup };
+            let disk = self.tiers.zip(placed.as_ref().map(|placed| placed.on_disk[number]));
+            let home = Home { backend: self.backend, disk };
+            let slice = Slice::allocate(home, spec, index, contributors, attempt, role)?;
+            if self.populates {
+                slice.populate(self.backend);
+                slice.populate_sum(self.backend);
+            }
+            if is_empty {
+                slice.begin_empty(attempt);
+            }
+            allocated.push((index, slice));
+        }
+        for (index, slice) in allocated {
+            _ = slices[index].set(slice);
+        }
+        Ok(placed.map(|placed| placed.spaces))
+    }
+}
+
+/// # Errors
+/// [`Error::Invalid`] for a placement of another number of slices.
+pub(super) fn check_placement(spec: &JobSpec, placement: &Placement) -> Result<()> {
+    let (found, expected) = (placement.slices(), spec.manifest.slices().len());
+    if found != expected {
+        let what = format!("placement of job {:?}", spec.name);
+        return Err(Error::invalid(what, format!("{found} slices"), format!("{expected} slices")));
+    }
+    Ok(())
+}
