@@ -14,7 +14,8 @@ use super::{
     catch_up::{Known, catch_up},
     cluster::Cluster,
     events::{Action, JobRef, Now, ServerId},
-    recovery::{Held, RECOVERY},
+    held::Held,
+    recovery::RECOVERY,
     replicas,
     state::{Job, Open, Phase},
 };

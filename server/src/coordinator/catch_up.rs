@@ -7,7 +7,7 @@
 use super::{
     decisions::Decision,
     events::{Command, JobRef},
-    recovery::Held,
+    held::Held,
     state::Open,
 };
 use crate::attempt::Attempt;

@@ -10,9 +10,9 @@ use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Restore, Result, Ser
 
 use super::{
     decisions::{Decision, Report},
+    held::Held,
     jobs::Plan,
     placement::Zones,
-    recovery::Held,
     reduce::{Norm, Reduced},
     responses::{Files, Stats},
     resting::{Begins, Rested},

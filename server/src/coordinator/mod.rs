@@ -27,6 +27,7 @@ mod disposal;
 mod driver;
 pub(crate) mod events;
 pub(crate) mod feed;
+pub(crate) mod held;
 pub(crate) mod jobs;
 pub mod leadership;
 mod leases;

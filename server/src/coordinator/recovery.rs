@@ -17,23 +17,21 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     mem,
-    sync::Arc,
     time::Duration,
 };
 
-use zeroshard_proto::{Error, JobSpec, Restore, Server, Succession};
+use zeroshard_proto::{Error, Server};
 
 use super::{
     cluster::Cluster,
-    decisions::Decision,
     events::{Action, Attach, Command, JobRef, Lease, Now, Said, ServerId},
+    held::{Held, Ranks},
     jobs::Plan,
     leases::MAX_AHEAD,
     rebuild::Recovered,
-    reduce::Reduced,
     state::{Job, Phase},
 };
-use crate::{attempt::Attempt, listing::some_of};
+use crate::listing::some_of;
 
 /// How long a job waits for its servers, and then for its ranks. A server notices that the host of
 /// the coordinator is gone after 30 s at most (`KEEPALIVE_INTERVAL` and `KEEPALIVE_TIMEOUT`), dials
@@ -50,67 +48,6 @@ pub(crate) const SETTLING: Duration = Duration::from_secs(1);
 /// Servers of a coordinator whose process has ended dial again at once. Members of a job know that
 /// it exists, and wait for [`RECOVERY`].
 pub(crate) const LEARNING: Duration = Duration::from_secs(10);
-
-/// A job as one of its servers describes it.
-#[derive(Debug, Clone)]
-pub(crate) struct Held {
-    pub(crate) id: u64,
-    /// The term of the coordinator that the server has followed last.
-    pub(crate) term: u64,
-    pub(crate) spec: Arc<JobSpec>,
-    pub(crate) plan: Plan,
-    pub(crate) succession: Option<Arc<Succession>>,
-    pub(crate) restore: Option<Arc<Restore>>,
-    /// The open attempt.
-    pub(crate) attempt: Attempt,
-    /// Whether version 0 is published.
-    pub(crate) published: bool,
-    /// Before that: whether the server has all initial parameters of its slices.
-    pub(crate) initialised: bool,
-    pub(crate) ranks: Ranks,
-    /// If the attempt is open because every rank has rested: the highest rank of the last step.
-    pub(crate) rested: Option<u32>,
-    /// The gradients of the open attempt, if they are complete.
-    pub(crate) ready: Option<Reduced>,
-    /// The slices of which the server is a backup without complete content.
-    pub(crate) empty: BTreeSet<u32>,
-    /// The number of the last copy of which the server has been told; 0 for none.
-    pub(crate) copies: u64,
-    /// Whether the server was reading the checkpoint to which the job returns. It has no slices.
-    pub(crate) restoring: bool,
-    /// The epoch and the version in which the job was restored while ranks were waiting.
-    pub(crate) restored: Option<(u64, u64)>,
-    /// The decision about the previous step, and the gradients that it is about.
-    pub(crate) decided: Option<(Decision, Reduced)>,
-}
-
-/// What a server knows about the ranks of a job.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Ranks {
-    pub(crate) leases: BTreeMap<u32, Lease>,
-    /// Ranks that have no more data.
-    pub(crate) done: BTreeSet<u32>,
-    /// Ranks that have left in order.
-    pub(crate) left: BTreeSet<u32>,
-    /// For each rank that rests, the step since when, and whether means exclude it.
-    pub(crate) resting: BTreeMap<u32, (u64, bool)>,
-}
-
-/// How late a description is: the term of the coordinator that the server has followed, and the
-/// epoch of the job.
-pub(crate) type Age = (u64, u64);
-
-impl Held {
-    fn age(&self) -> Age {
-        (self.term, self.attempt.epoch)
-    }
-
-    /// The slices whose content `server` has. It must be the one that has sent this description.
-    pub(super) fn full_slices(&self, server: ServerId) -> BTreeSet<u32> {
-        let slices = self.plan.placement.slices_of(server).map(|(slice, _)| slice as u32);
-        slices.filter(|slice| !self.restoring && !self.empty.contains(slice)).collect()
-    }
-}
 
 /// A job some of whose servers have described it.
 #[derive(Debug)]

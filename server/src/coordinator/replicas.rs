@@ -16,9 +16,9 @@ use zeroshard_proto::{Error, JobSpec, Placement, Restore, Server, Succession};
 use super::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Now, OpenJob, ServerId},
+    held::Held,
     jobs::{Plan, weights},
     placement::replace_lost,
-    recovery::Held,
     state::{Job, Open, Phase},
 };
 

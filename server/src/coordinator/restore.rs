@@ -21,9 +21,10 @@ use super::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Lease, Now, ServerId, Waiter},
     feed::Peers,
+    held::Ranks,
     leases::Cause,
     members::{Member, Members, Queue},
-    recovery::{RECOVERY, Ranks},
+    recovery::RECOVERY,
     state::{Job, Open, Phase},
     user_data::UserData,
 };

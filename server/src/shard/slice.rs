@@ -10,7 +10,7 @@ use std::sync::{
 };
 
 use zeroshard_proto::{
-    AppliedSteps, DType, Error, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors,
+    AppliedSteps, DType, Error, JobSpec, Result, SliceSpec, geometry::SliceContributors,
     optimizer::StateShape,
 };
 
@@ -20,8 +20,8 @@ use super::{
 };
 use crate::{
     attempt::Attempt,
-    backend::{Backend, Update},
-    tier::{Array, Arrays, Kind, Tiers},
+    backend::Backend,
+    tier::{Array, Kind, Tiers},
 };
 use carried::Carried;
 use hold::Hold;
@@ -38,6 +38,7 @@ mod read;
 mod received;
 mod replacement;
 mod saved;
+mod step;
 mod upload;
 mod versioned;
 
@@ -45,6 +46,7 @@ pub(crate) use backup::Role;
 pub(crate) use hold::Holds;
 pub(crate) use home::Home;
 pub(crate) use saved::HeldSlice;
+pub(crate) use step::{Apply, Step};
 pub(crate) use upload::Upload;
 
 /// The elements that are read at once of master weights on disk that are cast.
@@ -152,28 +154,6 @@ pub(crate) struct Reduced {
     pub(crate) overflow: Option<Option<u32>>,
     /// The ranks without a gradient, if there are any.
     pub(crate) absent: Option<Absent>,
-}
-
-/// The effect of a step on a slice.
-pub(crate) struct Step<'a> {
-    /// `None`: the step is skipped.
-    pub(crate) apply: Option<Apply<'a>>,
-    /// The first attempt at the following step.
-    pub(crate) next: Attempt,
-    /// The slices for which no rank had a gradient, ascending, for backups.
-    pub(crate) absent: &'a [u32],
-}
-
-/// The parameters of an applied step that are equal for all slices.
-#[derive(Clone, Copy)]
-pub(crate) struct Apply<'a> {
-    pub(crate) groups: &'a [Optimizer],
-    /// The factor of mean gradients.
-    pub(crate) coefficient: f64,
-    /// The factor of mean gradients that are not clipped.
-    pub(crate) unclipped: f64,
-    /// Further factors by tensor; empty: all are 1.
-    pub(crate) gradient_factors: &'a [f64],
 }
 
 /// Memory by content, in bytes.
@@ -399,81 +379,6 @@ impl<B: Backend> Slice<B> {
         inner.restart(backend, Attempt { step: version, ..inner.attempt }, self.role())?;
         self.set_version(version);
         inner.reduced(backend, self.role())
-    }
-
-    /// Takes the slice to the version of `step.next`. Returns the properties of the next step's
-    /// gradient if it is complete because all ranks are absent.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] if a reader holds the old version and no memory was reserved, which
-    /// does not happen after the gradient was reported; [`Error::Storage`] and [`Error::Device`],
-    /// after which the slice can no longer be used.
-    pub(crate) fn step(&self, backend: &B, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
-        let mut inner = self.lock();
-        let stepped = self.step_of(&mut inner, backend, index, step);
-        // A part of it may be of the next version.
-        inner.note(stepped)
-    }
-
-    fn step_of(
-        &self,
-        inner: &mut Inner<B>,
-        backend: &B,
-        index: u32,
-        step: &Step<'_>,
-    ) -> Result<Option<Reduced>> {
-        let role = self.role();
-        let is_absent = |open: &Open<B>| match role {
-            Role::Primary => open.round.is_absent_everywhere(),
-            Role::Backup | Role::Copying => step.absent.binary_search(&index).is_ok(),
-            Role::Empty => true,
-        };
-        let replaced = inner.take_replacement(&self.contributors);
-        if let Some((group, open)) = self.group.zip(inner.open.as_mut())
-            && let Some(apply) = step.apply
-            && !is_absent(open)
-        {
-            let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
-            let factor = apply.gradient_factors.get(self.spec.tensor).copied().unwrap_or(1.0);
-            let coefficient = (coefficient * factor / self.divisor) as f32;
-            let optimizer = &apply.groups[group];
-            let update = Update::after(inner.applied, optimizer, coefficient);
-            // If there is no memory, nothing has been written.
-            let buffers = inner.published.iter_mut().chain([&mut inner.master]);
-            buffers.chain(&mut inner.state).try_for_each(|buffer| buffer.reserve(backend))?;
-            let buffers = [&inner.master, &open.sum].into_iter().chain(&inner.state);
-            buffers.into_iter().try_for_each(|buffer| buffer.settle(backend))?;
-            let published = inner.published.as_mut().map(|p| p.next(backend)).transpose()?;
-            let published = published.map(|published| in_memory(published).buffer);
-            let master = inner.master.next(backend)?;
-            let state = inner.state.iter_mut().map(|state| state.next(backend));
-            let state = state.collect::<Result<Vec<_>>>()?;
-            let sum = open.sum.current();
-            match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
-                None => {
-                    let state = state.into_iter().map(in_memory).collect();
-                    let sum = sum.memory().expect("all arrays are in memory");
-                    backend.apply(&update, in_memory(master), state, sum, published)?;
-                }
-                Some(steps) => {
-                    let arrays = Arrays { master, state, sum, published };
-                    steps.apply(backend, &update, self.spec.numel, arrays)?;
-                }
-            }
-            inner.applied = update.applied();
-            inner.hold = Weak::new();
-        } else if replaced {
-            inner.cast(backend)?;
-            inner.settle(backend)?;
-            inner.hold = Weak::new();
-        }
-        inner.buffers().for_each(Versioned::release);
-        if let Some(hold) = inner.hold.upgrade() {
-            hold.free();
-        }
-        inner.restart(backend, step.next, role)?;
-        self.set_version(step.next.step);
-        inner.reduced(backend, role)
     }
 
     /// Makes `version` available. Called under the lock.

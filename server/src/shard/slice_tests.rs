@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use zeroshard_proto::{Error, Manifest, TensorSpec};
+use zeroshard_proto::{Error, Manifest, Optimizer, TensorSpec};
 
 use super::*;
 use crate::{

@@ -24,7 +24,7 @@ use crate::{
     backend::Cpu,
     coordinator::{
         events::{Event, Now},
-        recovery::Held,
+        held::Held,
     },
     metrics::Metrics,
     shard::{

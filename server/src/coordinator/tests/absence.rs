@@ -6,7 +6,8 @@ use std::{collections::BTreeSet, sync::Arc};
 use zeroshard_proto::Departure;
 
 use super::*;
-use crate::coordinator::recovery::{Held, RECOVERY, Ranks};
+use crate::coordinator::held::{Held, Ranks};
+use crate::coordinator::recovery::RECOVERY;
 
 /// What a server receives and reports, in order.
 #[derive(Debug, Clone)]

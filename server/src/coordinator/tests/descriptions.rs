@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::{recovery::Before, *};
-use crate::coordinator::recovery::{Held, RECOVERY, Ranks, SETTLING};
+use crate::coordinator::held::{Held, Ranks};
+use crate::coordinator::recovery::{RECOVERY, SETTLING};
 
 #[test]
 fn descriptions_that_differ_fail_the_job_and_name_both_servers() {

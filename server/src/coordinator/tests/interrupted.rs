@@ -9,7 +9,8 @@ use super::{
     *,
 };
 use crate::coordinator::{
-    recovery::{Held, RECOVERY},
+    held::Held,
+    recovery::RECOVERY,
     restore::{RESTORE_LIMIT, RETRY, SERVERS_LIMIT},
 };
 

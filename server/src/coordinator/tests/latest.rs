@@ -8,7 +8,8 @@ use super::{
     saves::{found, policy},
     *,
 };
-use crate::coordinator::recovery::{Held, LEARNING, RECOVERY};
+use crate::coordinator::held::Held;
+use crate::coordinator::recovery::{LEARNING, RECOVERY};
 
 fn server(id: u64) -> Server {
     Server { id, incarnation: 1, address: format!("host:{id}") }

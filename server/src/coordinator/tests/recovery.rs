@@ -6,7 +6,8 @@ use super::*;
 use crate::coordinator::{
     decisions::Figures,
     events::Attach,
-    recovery::{Held, RECOVERY, Ranks},
+    held::{Held, Ranks},
+    recovery::RECOVERY,
     resting::{Begins, Rested},
 };
 

@@ -3,7 +3,8 @@
 use zeroshard_proto::{Placement, Restore, RestoreVersion};
 
 use super::*;
-use crate::coordinator::recovery::{Held, LEARNING, RECOVERY, Ranks};
+use crate::coordinator::held::{Held, Ranks};
+use crate::coordinator::recovery::{LEARNING, RECOVERY};
 
 const REPLICAS: u32 = 2;
 

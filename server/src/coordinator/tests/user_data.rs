@@ -10,9 +10,7 @@ use super::{
     *,
 };
 use crate::coordinator::{
-    recovery::{Held, RECOVERY},
-    restore::SERVERS_LIMIT,
-    user_data::RankData,
+    held::Held, recovery::RECOVERY, restore::SERVERS_LIMIT, user_data::RankData,
 };
 
 /// What two ranks send for a version.

@@ -231,7 +231,7 @@ fn a_thousand_joins_send_each_worker_one_placement_and_a_peer_for_each_other_wor
 
 #[test]
 fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
-    use crate::coordinator::recovery::Held;
+    use crate::coordinator::held::Held;
     let spec = spec(2);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let placement = Plan::new(&spec, &[server], &Zones::new()).unwrap().placement;
