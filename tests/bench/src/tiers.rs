@@ -49,7 +49,8 @@ pub(crate) struct Options {
     /// Directory for the slices, on the disk that is measured; by default that of the program
     #[arg(long)]
     disk: Option<PathBuf>,
-    /// Measure only one case: the number of bytes of each parameter that fit in memory (of 16)
+    /// Measure only this case, and not the one with all of the state in memory: the number of bytes
+    /// of each parameter that fit in memory (of 16)
     #[arg(long)]
     memory: Option<u64>,
 }
@@ -85,11 +86,15 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     fs::create_dir_all(parent)?;
     let directory = tempfile::tempdir_in(parent)?;
     let mut table = Table::new(json, &fields);
-    let in_memory = measure(options, STATE, directory.path(), None)?;
-    let seconds = in_memory["seconds"].as_f64();
-    table.row(in_memory);
-    for memory in options.memory.map_or_else(|| vec![8, 4, 0], |memory| vec![memory]) {
-        table.row(measure(options, memory, directory.path(), seconds)?);
+    if let Some(memory) = options.memory {
+        table.row(measure(options, memory, directory.path(), None)?);
+    } else {
+        let in_memory = measure(options, STATE, directory.path(), None)?;
+        let seconds = in_memory["seconds"].as_f64();
+        table.row(in_memory);
+        for memory in [8, 4, 0] {
+            table.row(measure(options, memory, directory.path(), seconds)?);
+        }
     }
     table.finish();
     Ok(())
