@@ -260,14 +260,15 @@ impl Cluster {
     where
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
-        self.tries(what, |left| call(Self::client(self.connection.within(left)))).await
+        self.tries(&self.peer, what, |left| call(Self::client(self.connection.within(left)))).await
     }
 
-    /// Calls until a call succeeds, an error is final, or the deadline passes. `call` receives the
-    /// remaining time. (It is not an `AsyncFnMut`, because the future of one is not known to be
+    /// Calls `peer` until a call succeeds, an error is final, or the deadline passes. `call` receives
+    /// the remaining time. (It is not an `AsyncFnMut`, because the future of one is not known to be
     /// `Send`.)
     pub(crate) async fn tries<T, F>(
         &self,
+        peer: &str,
         what: &str,
         mut call: impl FnMut(Duration) -> F,
     ) -> Result<T>
@@ -277,10 +278,10 @@ impl Cluster {
         let mut tries = Tries::until(Deadline::after(self.options.timeout));
         loop {
             let call = call(tries.timeout());
-            let answer = tries.limit(|| format!("{what} from {}", self.peer), call).await?;
+            let answer = tries.limit(|| format!("{what} from {peer}"), call).await?;
             let error = match answer {
                 Ok(answer) => return Ok(answer.into_inner()),
-                Err(status) => Error::from_status(&status, &self.peer),
+                Err(status) => Error::from_status(&status, peer),
             };
             if let Next::Refresh(error) = tries.next(error).await? {
                 return Err(error);

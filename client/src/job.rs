@@ -67,7 +67,7 @@ impl Job {
         // The first message may also take some time, because an earlier lease of the rank has to
         // end.
         let (first, stream) = cluster
-            .tries(&format!("a lease for rank {rank} of job {job:?}"), |left| {
+            .tries(&cluster.peer, &format!("a lease for rank {rank} of job {job:?}"), |left| {
                 // The stream has no deadline: it lasts as long as the lease.
                 let mut client = Cluster::client(cluster.connection.clone());
                 let wait_ms = left.saturating_sub(MARGIN).as_millis();

@@ -81,5 +81,5 @@ where
         let client = ShardServiceClient::new(shard.pull.within(left));
         call(client.max_decoding_message_size(MAX_CONTROL_MESSAGE))
     };
-    cluster.tries(&format!("{what} of {}", shard.peer), call).await
+    cluster.tries(&shard.peer, what, call).await
 }

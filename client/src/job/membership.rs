@@ -146,7 +146,7 @@ impl Watcher {
                 _ => self.lost(),
             });
         }
-        let stream = self.cluster.tries("a stream for the lease", |_| {
+        let stream = self.cluster.tries(&self.cluster.peer, "a stream for the lease", |_| {
             // The stream has no deadline: it lasts as long as the lease.
             let mut client = Cluster::client(self.cluster.connection.clone());
             let Membership { epoch, restored, .. } = *self.told.borrow();
