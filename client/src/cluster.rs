@@ -263,9 +263,9 @@ impl Cluster {
         self.tries(&self.peer, what, |left| call(Self::client(self.connection.within(left)))).await
     }
 
-    /// Calls `peer` until a call succeeds, an error is final, or the deadline passes. `call` receives
-    /// the remaining time. (It is not an `AsyncFnMut`, because the future of one is not known to be
-    /// `Send`.)
+    /// Calls `peer` until a call succeeds, an error is final, or the deadline passes. `call`
+    /// receives the remaining time. (It is not an `AsyncFnMut`, because the future of one is not
+    /// known to be `Send`.)
     pub(crate) async fn tries<T, F>(
         &self,
         peer: &str,
