@@ -19,7 +19,7 @@ fn cluster(servers: usize, settings: &[(&str, &str)]) -> Cluster {
 }
 
 fn spec(name: &str, optimizer: Optimizer, dtype: DType) -> JobSpec {
-    let mut tensors = synthetic::kinds_and_large(&optimizer);
+    let mut tensors = synthetic::kinds(&optimizer);
     tensors.iter_mut().for_each(|tensor| tensor.dtype = dtype);
     JobSpec { min_servers: 2, ..job(name, 3, optimizer, tensors) }
 }
@@ -59,7 +59,7 @@ const LOST: [(&str, &str); 1] = [("FAKE_CUDA_FAIL", "cuLaunchKernel:40:719")];
 #[tokio::test]
 async fn a_lost_device_is_replaced_by_the_backups_and_no_bit_changes() {
     let spec = |name| {
-        let tensors = synthetic::kinds_and_large(&adamw());
+        let tensors = synthetic::kinds(&adamw());
         JobSpec { min_servers: 3, ..job(name, 2, adamw(), tensors) }
     };
     let undisturbed = Training { steps: 8, options: options(), ..Training::new(spec("calm")) };
