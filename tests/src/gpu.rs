@@ -7,8 +7,8 @@ use std::{
     process::Command,
 };
 
-/// If this variable is set, the shard servers of all tests use the fake driver, except those whose
-/// flags choose something that is only possible on the CPU.
+/// If this variable is set, the shard servers of all tests run on GPUs of the fake driver, except
+/// those with flags that GPUs do not support.
 const VARIABLE: &str = "ZEROSHARD_TEST_FAKE_GPU";
 
 /// A directory in which the loader finds the fake driver under the name of the driver. The library
@@ -26,12 +26,12 @@ fn directory() -> PathBuf {
     }
 }
 
-/// Has a program find the fake driver. What the program does wrong on a device ends it.
+/// Has a program use the fake driver, which aborts it when it uses a device wrongly.
 pub fn with_fake_driver(command: &mut Command) {
     command.env("LD_LIBRARY_PATH", directory()).env("FAKE_CUDA_ABORT", "1");
 }
 
-/// Chooses the device of a shard server that a test starts with these flags.
+/// Runs a shard server with these flags on a GPU, if [`VARIABLE`] asks for it.
 pub(crate) fn choose_device(command: &mut Command, flags: &[&str]) {
     let is_for_cpu = flags.iter().any(|flag| ["--host-memory", "--device"].contains(flag));
     if env::var_os(VARIABLE).is_some() && !is_for_cpu {

@@ -146,8 +146,7 @@ impl Backend for Cpu {
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer> {
         let memory = numel.checked_mul(dtype.size()).and_then(Memory::zeroed);
         let bytes = numel.saturating_mul(dtype.size());
-        let (device, operation) = (DeviceName::Cpu, "allocate memory");
-        let memory = memory.ok_or(Failure::OutOfMemory { device, operation, bytes })?;
+        let memory = memory.ok_or_else(|| Failure::out_of_memory(DeviceName::Cpu, bytes))?;
         Ok(Buffer { memory, dtype, numel })
     }
 

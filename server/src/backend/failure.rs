@@ -80,6 +80,11 @@ fn is_lost(code: u32) -> bool {
 }
 
 impl Failure {
+    /// A device has too little memory for `bytes` more.
+    pub(super) fn out_of_memory(device: DeviceName, bytes: usize) -> Self {
+        Self::OutOfMemory { device, operation: "allocate memory", bytes }
+    }
+
     /// The failure of an operation of a GPU with an error of the driver.
     pub(super) fn of_code(
         device: usize,

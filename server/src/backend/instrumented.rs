@@ -43,10 +43,7 @@ impl Backend for Instrumented {
         let take = |room: usize| room.checked_sub(1);
         match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
             Ok(_) => self.cpu.allocate(dtype, numel),
-            Err(_) => {
-                let (device, operation) = (DeviceName::Cpu, "allocate memory");
-                Err(Failure::OutOfMemory { device, operation, bytes: numel * dtype.size() })
-            }
+            Err(_) => Err(Failure::out_of_memory(DeviceName::Cpu, numel * dtype.size())),
         }
     }
 

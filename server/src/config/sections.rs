@@ -220,7 +220,7 @@ impl All {
 }
 
 impl Shard {
-    /// Checks that the flags of the tiers are complete, and possible on the device.
+    /// Checks that the flags for tiers are complete, and that the device supports tiers.
     pub(super) fn check_tiers(&self, section: &'static str) -> Result<(), Error> {
         if self.device != DeviceChoice::Cpu && self.host_memory.is_some() {
             let expected = "cpu, because of --host-memory: slices on GPUs have no other tiers yet";

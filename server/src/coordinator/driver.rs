@@ -133,7 +133,7 @@ impl Driver {
         Ok(read(&inner.cluster))
     }
 
-    /// Whether no other coordinator decides, also while this one is shutting down.
+    /// Whether this coordinator is still the leader. It stays the leader while it shuts down.
     pub(super) fn is_leader(&self) -> bool {
         self.leadership.is_valid()
     }

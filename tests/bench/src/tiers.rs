@@ -49,8 +49,8 @@ pub(crate) struct Options {
     /// Directory for the slices, on the disk that is measured; by default that of the program
     #[arg(long)]
     disk: Option<PathBuf>,
-    /// Measure only this case, and not the one with all of the state in memory: the number of bytes
-    /// of each parameter that fit in memory (of 16)
+    /// Measure only one case, in which this number of bytes of each parameter (of 16) fits in
+    /// memory, without a comparison with a job that is entirely in memory
     #[arg(long)]
     memory: Option<u64>,
 }

@@ -4,9 +4,9 @@
 //! `FAKE_CUDA_SEED` the seed of their schedules (0), and `FAKE_CUDA_CAPACITY` their bytes of memory
 //! (16 GiB). Tests in one process add devices of their own.
 //!
-//! For programs that tests start, `FAKE_CUDA_FAIL` is `FUNCTION:AFTER:CODE`: on every device, the
-//! call of the function that comes after that many others fails. If `FAKE_CUDA_ABORT` is set, a
-//! fault of the program ends it.
+//! Two variables are for programs that tests start. With `FAKE_CUDA_FAIL=FUNCTION:AFTER:CODE`, the
+//! first AFTER calls of FUNCTION on each device succeed, and the next one fails with CODE. If
+//! `FAKE_CUDA_ABORT` is set, the process is aborted when it uses a device wrongly.
 
 use std::{
     cell::Cell,

@@ -50,8 +50,7 @@ impl Device for Host {
         let words = bytes.div_ceil(size_of::<u64>()).max(1);
         let mut memory = Vec::new();
         let reserved = memory.try_reserve_exact(words);
-        let (device, operation) = (DeviceName::Cuda(0), "allocate memory");
-        reserved.map_err(|_| Failure::OutOfMemory { device, operation, bytes })?;
+        reserved.map_err(|_| Failure::out_of_memory(DeviceName::Cuda(0), bytes))?;
         memory.resize(words, 0);
         let address = memory.as_ptr() as Address;
         self.memory.lock().unwrap().insert(address, memory);

@@ -184,9 +184,9 @@ impl<D: Device> Backend for Cuda<D> {
     }
 
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer> {
-        let (device, operation) = (DeviceName::Cuda(self.device.number()), "allocate memory");
-        let too_large = Failure::OutOfMemory { device, operation, bytes: usize::MAX };
-        let bytes = numel.checked_mul(dtype.size()).ok_or(too_large)?;
+        let device = DeviceName::Cuda(self.device.number());
+        let too_large = || Failure::out_of_memory(device, usize::MAX);
+        let bytes = numel.checked_mul(dtype.size()).ok_or_else(too_large)?;
         Ok(Buffer { memory: self.memory(bytes)?, dtype, numel })
     }
 

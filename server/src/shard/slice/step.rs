@@ -41,9 +41,10 @@ impl<B: Backend> Slice<B> {
     /// gradient if it is complete because all ranks are absent.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a reader holds the old version and no memory was reserved, which
-    /// does not happen after the gradient was reported; [`Error::Storage`] and [`Error::Device`],
-    /// after which the slice can no longer be used.
+    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and no memory was
+    /// reserved, which does not happen after the gradient was reported;
+    /// [`zeroshard_proto::Error::Storage`] and [`zeroshard_proto::Error::Device`], after which the
+    /// slice can no longer be used.
     pub(crate) fn step(&self, backend: &B, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let stepped = self.step_of(&mut inner, backend, index, step);

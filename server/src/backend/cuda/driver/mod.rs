@@ -197,9 +197,7 @@ impl Device for Gpu {
     fn allocate(&self, bytes: usize) -> Result<Address> {
         if bytes > self.context.capacity {
             // Drivers differ in what they make of it.
-            let device = DeviceName::Cuda(self.context.device);
-            let operation = "allocate memory";
-            return Err(Failure::OutOfMemory { device, operation, bytes });
+            return Err(Failure::out_of_memory(DeviceName::Cuda(self.context.device), bytes));
         }
         self.context.bind()?;
         // SAFETY: the memory is freed once.
