@@ -13,7 +13,7 @@ use zeroshard_proto::{
     checkpoint::MAX_USER_DATA, deadline::MARGIN, geometry::LocalTensor, pb,
 };
 
-use crate::{Cluster, Traffic, cluster::Description, local::local, state};
+use crate::{Cluster, Traffic, cluster::Description, local::local, retry::drops_job, state};
 use attempt::Attempts;
 use membership::{Membership, NEWS_TIMEOUT, SentData, Watcher};
 
@@ -25,6 +25,9 @@ pub use attempt::Attempt;
 
 /// How long a save may take. It has the same limit in the coordinator.
 const SAVE_LIMIT: Duration = Duration::from_secs(3600);
+
+/// The pause before servers are asked again that did not know of a new placement.
+const NEWS_PAUSE: Duration = Duration::from_millis(20);
 
 /// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or
 /// [`Job::leave_done`]. If the last clone and the last [`Attempt`] are dropped without one of these
@@ -258,23 +261,26 @@ impl Job {
         version: u64,
         read: impl Fn(Description) -> F,
     ) -> Result<T> {
-        let deadline = Deadline::after(self.0.cluster.options.timeout);
+        let mut limit = None;
         loop {
             let described = self.described(version)?;
             let epoch = described.epoch;
             let error = match self.while_in(epoch, read(described)).await {
                 Err(error @ Error::StaleEpoch { .. }) => error,
-                Err(error @ (Error::NotHere { .. } | Error::UnknownJob { .. }))
-                    if self.0.spec.replicas > 1 =>
+                Err(error)
+                    if self.0.spec.replicas > 1
+                        && (drops_job(&error) || matches!(error, Error::NotHere { .. })) =>
                 {
                     error
                 }
                 result => return result,
             };
-            // The servers know of a new placement before this rank does.
-            if self.wait_for_news(epoch, deadline.at_most(NEWS_TIMEOUT)).await.is_err() {
+            // The servers and this rank do not learn of a new placement at the same time.
+            let limit = limit.get_or_insert_with(|| Deadline::after(NEWS_TIMEOUT));
+            if limit.left().is_zero() {
                 return Err(error);
             }
+            let _ = self.wait_for_news(epoch, limit.at_most(NEWS_PAUSE)).await;
         }
     }
 

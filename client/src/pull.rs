@@ -188,8 +188,18 @@ impl<'a> ServerPull<'a> {
 
 impl ServerPull<'_> {
     /// Pulls the values that have not arrived yet. After an error, arrived values are kept and the
-    /// rest can be pulled again.
+    /// rest can be pulled again. A server that is lost after its last value is not asked again.
     pub(crate) async fn pull(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
+        if self.rest.is_empty() {
+            return Ok(());
+        }
+        let received = self.receive(shards, of).await;
+        let is_whole =
+            |error: &Error| self.rest.is_empty() && !matches!(error, Error::Internal { .. });
+        received.or_else(|error| if is_whole(&error) { Ok(()) } else { Err(error) })
+    }
+
+    async fn receive(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
         let shard = shards.get(&self.server)?;
         let extents = self.rest.iter().map(|next| pb::Extent {
             slice: next.slice,
@@ -261,4 +271,44 @@ impl ServerPull<'_> {
 
 fn unexpected(shard: &Shard, found: String) -> Error {
     Error::Internal { cause: format!("{} sent data that was not requested: {found}", shard.peer) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use zeroshard_proto::{JobSpec, TensorSpec};
+
+    use super::*;
+
+    /// Otherwise the lost server would be asked for nothing until the deadline.
+    #[tokio::test]
+    async fn a_pull_whose_values_have_all_arrived_needs_its_server_no_more() {
+        let manifest = Manifest::new(vec![TensorSpec::new("w", [3])]).unwrap();
+        let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);
+        let server = Server { id: 1, incarnation: 1, address: "127.0.0.1:1".into() };
+        let placement = Placement::new(vec![server], 1, vec![0]).unwrap();
+        let mut weight = [0_f32; 3];
+        let targets = vec![Target::new(TensorId::new(0), &mut weight[..])];
+        let locals = LocalTensor::all(&spec, 0);
+        let plan = plan(&spec.manifest, &placement, &locals, DType::F32, targets);
+        let mut pull = plan.unwrap().remove(0);
+        let of = PullOf {
+            job: "job",
+            job_id: 1,
+            epoch: 1,
+            version: 0,
+            part: StatePart::Parameters,
+            pin: 0,
+            chunk_bytes: 1 << 20,
+            timeout: Duration::from_secs(5),
+        };
+        let values: Vec<u8> = [1_f32, 2.0, 3.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+        pull.store(&values[..8], DType::F32);
+        let missing = pull.pull(&Shards::default(), &of).await;
+        assert!(matches!(missing, Err(Error::Unavailable { .. })), "{missing:?}");
+        pull.store(&values[8..], DType::F32);
+        assert_eq!(pull.pull(&Shards::default(), &of).await, Ok(()));
+        drop(pull);
+        assert_eq!(weight, [1.0, 2.0, 3.0]);
+    }
 }

@@ -117,6 +117,18 @@ impl Tries {
     }
 }
 
+/// Whether the server that returned `error` has dropped the job, or is about to. The coordinator
+/// then announces another placement, or the end of the job with its reason.
+pub(crate) fn drops_job(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::JobFailed { .. }
+            | Error::UnknownJob { .. }
+            | Error::Storage { .. }
+            | Error::Device { .. }
+    )
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 mod tests {

@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use zeroshard_proto::{Deadline, Error, Placement, Result, pb};
 
 use super::{Job, attempt::Attempts};
-use crate::Cluster;
+use crate::{Cluster, retry::drops_job};
 
 /// The coordinator announces the end of a job at most this long after the servers have reported it.
 pub(super) const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -181,11 +181,9 @@ impl Job {
         let error = tokio::select! {
             biased;
             result = work => match result {
-                Err(
-                    error @ (Error::JobFailed { .. }
-                    | Error::UnknownJob { .. }
-                    | Error::RolledBack { .. }),
-                ) => error,
+                Err(error) if drops_job(&error) || matches!(error, Error::RolledBack { .. }) => {
+                    error
+                }
                 result => return result,
             },
             Ok(now) = membership.wait_for(ends) => {
@@ -215,7 +213,9 @@ impl Job {
         Error::RolledBack { job: self.0.spec.name.clone(), version }
     }
 
-    fn news_timeout(&self) -> Duration {
+    /// How long the coordinator may take to announce what becomes of a job that a server has
+    /// dropped.
+    pub(super) fn news_timeout(&self) -> Duration {
         match self.0.spec.is_restored_on_loss() {
             true => self.0.cluster.options.timeout,
             false => NEWS_TIMEOUT,

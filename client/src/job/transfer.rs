@@ -13,7 +13,7 @@ use super::{Attempt, Job, Member, membership::Membership};
 use crate::{
     StatePart, Target, TensorData, pull,
     push::{self, Contents},
-    retry::{Next, Tries},
+    retry::{Next, Tries, drops_job},
 };
 
 impl Job {
@@ -242,6 +242,13 @@ impl Job {
                 Ok(Ok(())) => return Ok(()),
                 Ok(Err(error)) => error,
             };
+            if drops_job(&error) {
+                let dropped = tokio::time::sleep(self.news_timeout());
+                match self.unless(moved, dropped).await {
+                    Err(_moved) => continue,
+                    Ok(()) => return Err(error),
+                }
+            }
             if let Next::Refresh(_) = tries.next(error).await? {
                 self.wait_for_news(epoch, deadline).await?;
             }

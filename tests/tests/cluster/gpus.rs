@@ -52,36 +52,49 @@ async fn replicas_of_a_slice_are_on_a_gpu_and_a_cpu() {
     assert_eq!(jobs[0].state_hash(3).await.unwrap(), before);
 }
 
-/// The environment in which a device is lost after a number of launches: fewer than those of eight
-/// steps with the smallest slices.
-const LOST: [(&str, &str); 1] = [("FAKE_CUDA_FAIL", "cuLaunchKernel:40:719")];
+/// A device that is lost after a number of launches. A slice has at least two of them in a step,
+/// and a server at least one slice.
+const LOST: &str = "cuLaunchKernel:40:719";
+const STEPS_UNTIL_LOST: u64 = 30;
 
-#[tokio::test]
-async fn a_lost_device_is_replaced_by_the_backups_and_no_bit_changes() {
+/// Runs a job with replicas on two CPUs and a device with this `FAKE_CUDA_FAIL`.
+async fn lose_a_device(failure: &str) {
+    const STEPS: u64 = STEPS_UNTIL_LOST;
     let spec = |name| {
         let tensors = synthetic::kinds(&adamw());
         JobSpec { min_servers: 3, ..job(name, 2, adamw(), tensors) }
     };
-    let undisturbed = Training { steps: 8, options: options(), ..Training::new(spec("calm")) };
+    let undisturbed = Training { steps: STEPS, options: options(), ..Training::new(spec("calm")) };
     let mut cluster = Cluster::start(2);
-    let lost = Cluster::shard_on_gpu(cluster.address(), &LOST);
+    let lost = Cluster::shard_on_gpu(cluster.address(), &[("FAKE_CUDA_FAIL", failure)]);
     cluster.shards.push(lost);
     let expected = undisturbed.run(Cluster::start(3).address()).await.unwrap().hash;
     let jobs = start(cluster.address(), &JobSpec { replicas: 2, ..spec("lost") }).await;
     let done = AtomicU64::new(0);
-    join(train(&jobs[0], 0..8, &done), train(&jobs[1], 0..8, &done)).await;
-    assert_eq!(jobs[0].state_hash(8).await.unwrap(), expected);
+    join(train(&jobs[0], 0..STEPS, &done), train(&jobs[1], 0..STEPS, &done)).await;
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
     // The server with the lost device goes on, without the job.
     let empty = "zeroshard_memory_bytes{kind=\"master\"} 0\n";
     until("the job is dropped", || cluster.shards[2].get("/metrics").contains(empty)).await;
 }
 
 #[tokio::test]
+async fn a_device_lost_in_a_step_is_replaced_by_the_backups_and_no_bit_changes() {
+    lose_a_device(LOST).await;
+}
+
+#[tokio::test]
+async fn a_device_lost_in_a_pull_is_replaced_by_the_backups_and_no_bit_changes() {
+    lose_a_device("cuMemcpyDtoHAsync_v2:12:719").await;
+}
+
+#[tokio::test]
 async fn without_backups_a_lost_device_ends_its_jobs_with_an_error_that_names_it() {
     let mut cluster = Cluster::start(0);
-    cluster.shards.push(Cluster::shard_on_gpu(cluster.address(), &LOST));
+    cluster.shards.push(Cluster::shard_on_gpu(cluster.address(), &[("FAKE_CUDA_FAIL", LOST)]));
     let spec = JobSpec { min_servers: 1, ..spec("lost", adamw(), DType::F32) };
-    let failed = Training { steps: 50, options: options(), ..Training::new(spec.clone()) };
+    let failed =
+        Training { steps: STEPS_UNTIL_LOST, options: options(), ..Training::new(spec.clone()) };
     let error = failed.run(cluster.address()).await.unwrap_err();
     let client = connect(cluster.address()).await;
     let reason = client.describe_job("lost").await.unwrap_err().to_string();
