@@ -27,6 +27,7 @@ mod buckets;
 mod call;
 mod cluster;
 mod connect;
+mod exchange;
 mod job;
 mod local;
 mod part;
@@ -45,6 +46,7 @@ use std::time::Duration;
 
 pub use buckets::Buckets;
 pub use cluster::{Cluster, CreateJob, Description};
+pub use exchange::{Exchange, Piece, Sums};
 pub use job::{Attempt, Job};
 pub use part::StatePart;
 pub use pin::{Pin, Pinned};

@@ -46,3 +46,17 @@ pub(crate) fn check_size(
     let what = format!("{what} tensor {:?}", spec.name);
     Err(Error::invalid(what, format!("{numel} elements"), expected))
 }
+
+/// Checks that a tensor is not tied to another.
+///
+/// # Errors
+/// [`Error::Invalid`].
+pub(crate) fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
+    if manifest.owner(tensor) == tensor {
+        return Ok(());
+    }
+    let owner = &manifest.tensors()[manifest.owner(tensor)].name;
+    let what = format!("data for tensor {:?}", manifest.tensors()[tensor].name);
+    let expected = format!("added to the data for {owner:?}, to which the tensor is tied");
+    Err(Error::invalid(what, "pushed separately", expected))
+}

@@ -16,6 +16,7 @@ use zeroshard_proto::{
 
 use crate::{
     call::{call, finish},
+    exchange::Exchange,
     local::{check_size, local},
     part::StatePart,
     shards::{Shard, Shards},
@@ -113,17 +114,51 @@ pub(crate) fn plan<'a>(
             known.push(of.clone());
         }
         if request == requests.len() {
-            let pull = |server: &Server| ServerPull {
-                server: server.clone(),
-                dtype,
-                boxes: BTreeMap::new(),
-                rest: VecDeque::new(),
-            };
-            requests.push(placement.servers().iter().map(pull).collect());
+            requests.push(empty(placement, dtype));
         }
         add(&mut requests[request], manifest, placement, tensor, &of, data);
     }
     Ok(requests.into_iter().flatten().filter(|pull| !pull.rest.is_empty()).collect())
+}
+
+/// Plans the parts of a pull of this rank's pieces, by server.
+///
+/// # Errors
+/// [`Error::Invalid`] if the number of slots is not that of the elements.
+pub(crate) fn plan_pieces<'a>(
+    placement: &Placement,
+    locals: &[LocalTensor],
+    dtype: DType,
+    exchange: &Exchange,
+    mut slots: Slots<'a>,
+) -> Result<Vec<ServerPull<'a>>> {
+    let numel: usize = exchange.own_pieces().map(|piece| piece.elements.len()).sum();
+    if slots.len() != numel {
+        let what = "room for the pieces of a rank";
+        return Err(Error::invalid(what, slots.len(), format!("{numel} elements")));
+    }
+    let mut pulls = empty(placement, dtype);
+    for piece in exchange.own_pieces() {
+        let tensor = exchange.tensors()[piece.tensor].index();
+        let data = slots.split_off(piece.elements.len());
+        let pull = &mut pulls[placement.primary(piece.slice as usize)];
+        if !locals[tensor].of.is_whole() {
+            pull.boxes.insert(tensor as u32, locals[tensor].of.bounds().to_wire(tensor));
+        }
+        pull.rest.push_back(SliceSlots { slice: piece.slice, offset: piece.offset, data });
+    }
+    Ok(pulls.into_iter().filter(|pull| !pull.rest.is_empty()).collect())
+}
+
+/// A pull of nothing from each server.
+fn empty<'a>(placement: &Placement, dtype: DType) -> Vec<ServerPull<'a>> {
+    let pull = |server: &Server| ServerPull {
+        server: server.clone(),
+        dtype,
+        boxes: BTreeMap::new(),
+        rest: VecDeque::new(),
+    };
+    placement.servers().iter().map(pull).collect()
 }
 
 fn add<'a>(

@@ -17,7 +17,8 @@ use zeroshard_proto::{
 use crate::{
     Options,
     call::unary,
-    local::{check_size, local},
+    exchange::{Exchange, Sums},
+    local::{check_owner, check_size, local},
     retry::{Next, Tries},
     shards::Shards,
     values::Values,
@@ -48,6 +49,8 @@ pub(crate) struct ServerPush {
     values: Vec<SliceValues>,
     /// Slices for which the rank sends nothing more.
     absent: Vec<u32>,
+    /// Slices of which the sum over the group is not finite.
+    overflow: Vec<pb::Overflow>,
     /// Whether the server may still be opening the job, to become a backup.
     may_be_opening: bool,
 }
@@ -56,6 +59,9 @@ pub(crate) struct ServerPush {
 /// long, and the number of a slice takes up to five bytes; the limit leaves space for the other
 /// fields.
 const MAX_ABSENT: usize = 400;
+
+/// The maximum number of slices in one push whose overflows have names. A report needs the first.
+const MAX_OVERFLOWS: usize = 32;
 
 /// Values for one slice.
 #[derive(Debug, Clone)]
@@ -77,6 +83,9 @@ pub(crate) enum Contents<'a> {
     Contributed(Vec<TensorData>),
     /// Values, from the uploading ranks.
     Uploaded(Vec<TensorData>),
+    /// Sums over the group, which this rank has made, and whether any rank of the group has a
+    /// gradient of each tensor.
+    Sums(&'a Exchange, Sums, &'a [bool]),
     /// Tensors for which the rank has nothing more to send.
     Absent(&'a [TensorId]),
     /// Tensors of which the rank uploads nothing.
@@ -97,25 +106,22 @@ pub(crate) fn plan(
 ) -> Result<Vec<ServerPush>> {
     // Primaries send their backups the sums of the gradients, and nothing else.
     let (data, sends, receivers): (_, fn(&LocalTensor) -> bool, Receivers) = match contents {
+        Contents::Sums(exchange, sums, is_present) => {
+            return Ok(plan_sums(placement, exchange, sums, is_present));
+        }
         Contents::Absent(tensors) => {
-            let sends = LocalTensor::contributes;
+            let sends = LocalTensor::pushes;
             let pushes = plan_absent(manifest, placement, locals, tensors, sends, primary)?;
             return check_trains(manifest, tensors).map(|()| pushes);
         }
         Contents::Kept(tensors) => {
-            let sends = LocalTensor::uploads;
+            let sends = |local: &LocalTensor, _, numel| numel > 0 && local.uploads();
             return plan_absent(manifest, placement, locals, tensors, sends, Placement::owners);
         }
         Contents::Contributed(data) => (data, LocalTensor::contributes, primary),
         Contents::Uploaded(data) => (data, LocalTensor::uploads, Placement::owners),
     };
-    let push = |server: &Server| ServerPush {
-        server: server.clone(),
-        values: Vec::new(),
-        absent: Vec::new(),
-        may_be_opening: placement.replicas() > 1,
-    };
-    let mut pushes: Vec<_> = placement.servers().iter().map(push).collect();
+    let mut pushes = empty(placement);
     for TensorData { tensor, data } in data {
         let local = local("pushed", manifest, locals, tensor)?;
         let tensor = tensor.index();
@@ -136,12 +142,55 @@ pub(crate) fn plan(
             }
         }
     }
-    // Slices whose gradient can be added first are sent first.
+    Ok(in_order(pushes))
+}
+
+fn empty(placement: &Placement) -> Vec<ServerPush> {
+    let push = |server: &Server| ServerPush {
+        server: server.clone(),
+        values: Vec::new(),
+        absent: Vec::new(),
+        overflow: Vec::new(),
+        may_be_opening: placement.replicas() > 1,
+    };
+    placement.servers().iter().map(push).collect()
+}
+
+/// Slices whose gradient can be added first are sent first.
+fn in_order(mut pushes: Vec<ServerPush>) -> Vec<ServerPush> {
     for push in &mut pushes {
         push.values.sort_by_key(|values| values.turn);
     }
     pushes.retain(|push| !push.values.is_empty());
-    Ok(pushes)
+    pushes
+}
+
+fn plan_sums(
+    placement: &Placement,
+    exchange: &Exchange,
+    sums: Sums,
+    is_present: &[bool],
+) -> Vec<ServerPush> {
+    let Sums { values: data, overflow } = sums;
+    let mut pushes = empty(placement);
+    let mut begin = 0;
+    for piece in exchange.own_pieces() {
+        let range = begin..begin + piece.elements.len();
+        begin = range.end;
+        if !is_present[piece.tensor] {
+            continue;
+        }
+        let (slice, turn, data) = (piece.slice, piece.turn, data.clone());
+        let push = &mut pushes[placement.primary(slice as usize)];
+        push.values.push(SliceValues { slice, data, range, offset: 0, turn });
+    }
+    for overflow in overflow {
+        let push = &mut pushes[placement.primary(overflow.slice as usize)];
+        if push.overflow.len() < MAX_OVERFLOWS {
+            push.overflow.push(overflow);
+        }
+    }
+    in_order(pushes)
 }
 
 /// The positions in the placement of the servers that receive data of a slice.
@@ -157,7 +206,7 @@ fn plan_absent(
     placement: &Placement,
     locals: &[LocalTensor],
     tensors: &[TensorId],
-    sends: fn(&LocalTensor) -> bool,
+    sends: fn(&LocalTensor, u32, usize) -> bool,
     receivers: Receivers,
 ) -> Result<Vec<ServerPush>> {
     let mut slices = vec![Vec::new(); placement.servers().len()];
@@ -166,7 +215,8 @@ fn plan_absent(
         let tensor = tensor.index();
         check_owner(manifest, tensor)?;
         let ours = |slice: &usize| {
-            sends(local) && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
+            let held = local.of.in_slice(&manifest.slices()[*slice]);
+            sends(local, *slice as u32, held.len())
         };
         for slice in manifest.slices_of(tensor).filter(ours) {
             for &server in receivers(placement, slice) {
@@ -179,6 +229,7 @@ fn plan_absent(
             server: server.clone(),
             values: Vec::new(),
             absent: absent.to_vec(),
+            overflow: Vec::new(),
             may_be_opening: placement.replicas() > 1,
         })
     });
@@ -194,16 +245,6 @@ fn check_trains(manifest: &Manifest, tensors: &[TensorId]) -> Result<()> {
             Err(Error::invalid(what, "declared absent", "omitted: it is not trained"))
         }
     }
-}
-
-fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
-    if manifest.owner(tensor) == tensor {
-        return Ok(());
-    }
-    let owner = &manifest.tensors()[manifest.owner(tensor)].name;
-    let what = format!("data for tensor {:?}", manifest.tensors()[tensor].name);
-    let expected = format!("added to the data for {owner:?}, to which the tensor is tied");
-    Err(Error::invalid(what, "pushed separately", expected))
 }
 
 impl ServerPush {
@@ -288,7 +329,10 @@ impl ServerPush {
         let mut writer = Writer::default();
         let mut begin = begin.clone();
         match &mut begin.contents {
-            Some(Wire::Gradients(gradients)) => gradients.absent.clone_from(&self.absent),
+            Some(Wire::Gradients(gradients)) => {
+                gradients.absent.clone_from(&self.absent);
+                gradients.overflow.clone_from(&self.overflow);
+            }
             Some(Wire::Upload(upload)) => upload.kept.clone_from(&self.absent),
             // Replacements cannot be absent.
             Some(Wire::Replacement(_)) | None => {}

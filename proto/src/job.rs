@@ -1,6 +1,11 @@
 //! The specification of a job.
 
-use std::{collections::BTreeMap, ops::RangeInclusive, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    ops::{Range, RangeInclusive},
+    sync::Arc,
+    time::Duration,
+};
 
 use serde_json::Value;
 
@@ -18,6 +23,8 @@ pub const MAX_WORLD: u32 = 65_536;
 pub const MAX_MESHES: usize = 1024;
 /// The maximum number of parameter groups of a job.
 pub const MAX_GROUPS: usize = 1024;
+/// The maximum number of ranks that add their gradients. Each push lists them.
+pub const MAX_GROUP_SIZE: u32 = 256;
 /// The maximum number of servers that hold a slice.
 pub const MAX_REPLICAS: u32 = 64;
 /// The maximum number of contributions to a step of a job. Each rank's part of each slice counts as
@@ -39,6 +46,9 @@ pub struct JobSpec {
     pub groups: Vec<Optimizer>,
     /// The number of workers.
     pub world: u32,
+    /// The number of consecutive ranks that add their gradients before one of them pushes each
+    /// share of the sum; it divides the number of workers. 1: every rank pushes its gradients.
+    pub group_size: u32,
     /// The number of servers that must be connected before the slices are placed.
     pub min_servers: u32,
     /// The number of servers that hold each slice.
@@ -75,6 +85,7 @@ impl JobSpec {
             manifest,
             groups,
             world: 1,
+            group_size: 1,
             min_servers: 1,
             replicas: 1,
             meshes: Vec::new(),
@@ -115,6 +126,15 @@ impl JobSpec {
         }
         if !(1..=MAX_WORLD).contains(&self.world) {
             return Err(Error::invalid("world", self.world, format!("1 to {MAX_WORLD}")));
+        }
+        if !(1..=MAX_GROUP_SIZE).contains(&self.group_size)
+            || !self.world.is_multiple_of(self.group_size)
+        {
+            let expected = format!(
+                "1 to {MAX_GROUP_SIZE}, a divisor of the number of workers, {}",
+                self.world
+            );
+            return Err(Error::invalid("group_size", self.group_size, expected));
         }
         if self.replicas == 0 || self.min_servers < self.replicas {
             let found = format!("{} with min_servers {}", self.replicas, self.min_servers);
@@ -205,10 +225,17 @@ impl JobSpec {
     /// The contributions to the gradient of tensor number `tensor`, and to its initial value.
     pub fn contributions(&self, tensor: usize) -> Contributions {
         let shape = &self.manifest.tensors()[tensor].shape;
-        match self.layout_of(tensor) {
+        let contributions = match self.layout_of(tensor) {
             None => Contributions::mean(shape, self.world),
             Some(layout) => layout.contributions(shape),
-        }
+        };
+        contributions.grouped(self.group_size)
+    }
+
+    /// The ranks of the group of `rank`.
+    pub fn group_of(&self, rank: u32) -> Range<u32> {
+        let first = rank / self.group_size * self.group_size;
+        first..first + self.group_size
     }
 
     /// The divisor of the summed gradient of tensor number `tensor`: see
@@ -287,6 +314,7 @@ impl JobSpec {
             ("name", self.name == other.name),
             ("optimizer", self.groups == other.groups),
             ("world", self.world == other.world),
+            ("group_size", self.group_size == other.group_size),
             ("min_servers", self.min_servers == other.min_servers),
             ("replicas", self.replicas == other.replicas),
             ("mesh", self.meshes == other.meshes),
@@ -342,6 +370,7 @@ impl From<&JobSpec> for pb::JobSpec {
             tensors: spec.manifest.tensors().iter().map(Into::into).collect(),
             groups: spec.groups.iter().map(Into::into).collect(),
             world: spec.world,
+            group_size: spec.group_size,
             min_servers: spec.min_servers,
             replicas: spec.replicas,
             meshes: spec.meshes.iter().map(|mesh| mesh.as_ref().into()).collect(),
@@ -373,6 +402,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             manifest: Manifest::new(tensors.collect::<Result<_>>()?)?,
             groups: optimizers(message.groups)?,
             world: message.world,
+            group_size: message.group_size.max(1),
             min_servers: message.min_servers.max(replicas),
             replicas,
             meshes: meshes.collect::<Result<_>>()?,

@@ -111,14 +111,16 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let meshes = prop::collection::vec(mesh(), 0..3);
     let timeout = prop::option::of(any::<u64>());
     let policy = (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>());
-    (name(), tensors, groups, (count(), count(), count(), policy), meshes).prop_map(
-        |(name, tensors, groups, (world, min_servers, replicas, policy), meshes)| pb::JobSpec {
+    let counts = (count(), count(), count(), count());
+    (name(), tensors, groups, (counts, policy), meshes).prop_map(
+        |(name, tensors, groups, (counts, policy), meshes)| pb::JobSpec {
             name,
             tensors,
             groups,
-            world,
-            min_servers,
-            replicas,
+            world: counts.0,
+            min_servers: counts.1,
+            replicas: counts.2,
+            group_size: counts.3,
             meshes,
             departure: policy.0,
             idle_timeout_ms: policy.1,

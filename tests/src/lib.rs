@@ -7,6 +7,7 @@
 mod cluster;
 mod etcd;
 pub mod gpu;
+pub mod groups;
 pub mod phase;
 mod process;
 mod proxy;

@@ -14,7 +14,10 @@ use zeroshard_proto::{
 };
 
 use super::{Job, Member};
-use crate::{Commit, Reduced, Rested, StatePart, StepReport, Target, TensorData, push::Contents};
+use crate::{
+    Commit, Exchange, Reduced, Rested, StatePart, StepReport, Sums, Target, TensorData,
+    push::Contents,
+};
 
 /// One try at a step, from [`Job::attempt`]. Cheap to clone.
 ///
@@ -155,9 +158,43 @@ impl Attempt {
     /// [`Error::StepAborted`]: run the step again. [`Error::Invalid`], [`Error::Timeout`], …
     pub async fn push(&self, gradients: Vec<TensorData>) -> Result<()> {
         self.check_gradients(&gradients)?;
+        if self.job.spec().group_size > 1 {
+            let expected = "sums over the group (Attempt::push_sums)";
+            return Err(Error::invalid("push in a job with groups", "gradients", expected));
+        }
         let wire = self.job.0.cluster.options.wire;
         let begin = self.begin(self.gradients());
         self.job.push(begin, wire, Contents::Contributed(gradients), Some(self)).await
+    }
+
+    /// Pushes the sums of the gradients of the group, in a job with groups
+    /// ([`JobSpec::group_size`]): those of the pieces of this rank. `present` states for each rank
+    /// of the group whether it has a gradient of each tensor of the exchange. Tensors of which no
+    /// rank of the group has one are declared absent.
+    ///
+    /// [`JobSpec::group_size`]: zeroshard_proto::JobSpec::group_size
+    ///
+    /// # Errors
+    /// Those of [`Self::push`].
+    pub async fn push_sums(
+        &self,
+        exchange: &Exchange,
+        sums: Sums,
+        present: &[&[bool]],
+    ) -> Result<()> {
+        let mut is_present = vec![false; exchange.tensors().len()];
+        for piece in exchange.own_pieces() {
+            let mut ranks = exchange.group().zip(present);
+            is_present[piece.tensor] = ranks.any(|(rank, flags)| {
+                piece.order.contains(&rank) && flags.get(piece.tensor).copied().unwrap_or(false)
+            });
+        }
+        let begin = self.begin(self.gradients());
+        let contents = Contents::Sums(exchange, sums, &is_present);
+        self.job.push(begin, DType::F32, contents, Some(self)).await?;
+        let tensors = exchange.tensors().iter().zip(&is_present);
+        let absent: Vec<_> = tensors.filter(|(_, present)| !**present).map(|(t, _)| *t).collect();
+        self.push_absent(&absent).await
     }
 
     /// Declares that this rank has no gradient of these tensors in the step, or none beyond the
@@ -195,7 +232,7 @@ impl Attempt {
 
     fn gradients(&self) -> Wire {
         let State { step, number: attempt, .. } = *self.state;
-        Wire::Gradients(pb::Gradients { step, attempt, absent: Vec::new() })
+        Wire::Gradients(pb::Gradients { step, attempt, ..Default::default() })
     }
 
     /// Announces that this rank has pushed all gradients of the step, and waits for the decision. A
@@ -334,6 +371,10 @@ impl Attempt {
     pub async fn rest(&self, excluded: bool) -> Result<Rested> {
         let Member { cluster, spec, .. } = &*self.job.0;
         let request = pb::RestRequest { turn: Some(self.turn()), excluded };
+        if spec.group_size > 1 {
+            let expected = "taking part in every step, because its group needs its gradients";
+            return Err(Error::invalid("rank of a job with groups", "resting", expected));
+        }
         let response = loop {
             let before = cluster.describe_job(&spec.name).await?.version;
             let deadline = Deadline::after(cluster.options.timeout);

@@ -11,7 +11,7 @@ use zeroshard_proto::{
 
 use super::{Attempt, Job, Member, membership::Membership};
 use crate::{
-    StatePart, Target, TensorData, pull,
+    Exchange, Slots, StatePart, Target, TensorData, pull,
     push::{self, Contents},
     retry::{Next, Tries, drops_job},
 };
@@ -92,13 +92,14 @@ impl Job {
     /// The message that opens a push of this rank.
     pub(super) fn begin(&self, epoch: u64, contents: Wire) -> pb::PushBegin {
         let Member { spec, id, rank, lease, .. } = &*self.0;
+        let is_sum = spec.group_size > 1 && matches!(contents, Wire::Gradients(_));
         pb::PushBegin {
             job: spec.name.clone(),
             job_id: *id,
             rank: *rank,
             lease: *lease,
             epoch,
-            covers: Vec::new(),
+            covers: if is_sum { spec.group_of(*rank).collect() } else { Vec::new() },
             contents: Some(contents),
         }
     }
@@ -176,6 +177,37 @@ impl Job {
         self.pull_as(version, StatePart::Parameters, targets).await
     }
 
+    /// The division of these tensors among the ranks of the group: see [`Exchange`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that does not exist or is tied to another.
+    pub fn exchange(&self, tensors: &[TensorId]) -> Result<Exchange> {
+        let Member { spec, rank, locals, .. } = &*self.0;
+        Exchange::new(spec, *rank, locals, tensors)
+    }
+
+    /// Fills the slots with the parameters of this rank's pieces at `version`, one after the other,
+    /// and waits for that version. The tensors must all be buffers, or none of them.
+    ///
+    /// # Errors
+    /// Those of [`Self::pull`].
+    pub async fn pull_pieces(
+        &self,
+        version: u64,
+        exchange: &Exchange,
+        slots: Slots<'_>,
+    ) -> Result<()> {
+        let Member { cluster, spec, locals, .. } = &*self.0;
+        let is_buffer = |tensor: &TensorId| spec.manifest.tensors()[tensor.index()].buffer;
+        let dtype = match exchange.tensors().iter().any(is_buffer) {
+            true => DType::F32,
+            false => cluster.options.wire,
+        };
+        let placement = self.current()?.placement;
+        let pulls = pull::plan_pieces(&placement, locals, dtype, exchange, slots)?;
+        self.pull_all(version, StatePart::Parameters, pulls).await
+    }
+
     /// Fills the targets with a part of the state at `version`, in f32, and waits for that version.
     ///
     /// # Errors
@@ -195,14 +227,23 @@ impl Job {
         part: StatePart<'_>,
         targets: impl IntoIterator<Item = (DType, Vec<Target<'a>>)>,
     ) -> Result<()> {
-        self.check_restored(version)?;
-        let Member { cluster, spec, locals, .. } = &*self.0;
-        let deadline = Deadline::after(cluster.options.timeout);
+        let Member { spec, locals, .. } = &*self.0;
         let placement = self.current()?.placement;
         let mut pulls = Vec::new();
         for (dtype, targets) in targets {
             pulls.extend(pull::plan(&spec.manifest, &placement, locals, dtype, targets)?);
         }
+        self.pull_all(version, part, pulls).await
+    }
+
+    async fn pull_all(
+        &self,
+        version: u64,
+        part: StatePart<'_>,
+        pulls: Vec<pull::ServerPull<'_>>,
+    ) -> Result<()> {
+        self.check_restored(version)?;
+        let deadline = Deadline::after(self.0.cluster.options.timeout);
         let pulls = pulls.into_iter().map(|pull| self.pull_from_one(pull, version, part, deadline));
         self.unless_ended(try_join_all(pulls)).await.map(drop)
     }

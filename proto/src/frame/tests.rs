@@ -94,7 +94,7 @@ proptest! {
     fn messages_of_generated_code_are_read(
         slice: u32, offset: u64, step: u64, one in 1usize..9,
     ) {
-        let gradients = pb::Gradients { step, attempt: 0, absent: vec![7, 300] };
+        let gradients = pb::Gradients { step, attempt: 0, absent: vec![7, 300], ..Default::default() };
         let contents = Some(pb::push_begin::Contents::Gradients(gradients));
         let begin = pb::PushBegin { job: "job".into(), epoch: 3, rank: 1, contents, ..Default::default() };
         let message = pb::PushRequest {

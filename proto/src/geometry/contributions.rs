@@ -1,8 +1,8 @@
 //! The ranks that contribute to each box of a tensor, and the order of their contributions.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
-use super::{Elements, StridedBox};
+use super::{Elements, StridedBox, shares::Sharers};
 use crate::{JobSpec, SliceSpec};
 
 /// The ranks that contribute to the same elements, in ascending order; at least one.
@@ -55,6 +55,16 @@ pub struct Contributors {
     pub of: Arc<StridedBox>,
     /// The ranks.
     pub ranks: Ranks,
+    /// The ranks that push each share of the contributions.
+    sharers: Sharers,
+}
+
+impl Contributors {
+    /// Contributions of `ranks` that are not divided.
+    pub(super) fn new(of: Arc<StridedBox>, ranks: Vec<u32>) -> Self {
+        let ranks = Ranks::new(ranks);
+        Self { of, sharers: Sharers::new(&ranks, 1), ranks }
+    }
 }
 
 /// Elements of a slice, and the ranks whose contributions to them are added. Contributions number
@@ -80,7 +90,7 @@ impl Contributions {
     /// The mean of the whole gradients of all ranks, for a tensor without a layout.
     pub fn mean(shape: &[u64], world: u32) -> Self {
         let of = Arc::new(StridedBox::whole(shape));
-        let all = Contributors { of, ranks: Ranks::new((0..world).collect()) };
+        let all = Contributors::new(of, (0..world).collect());
         let contributors = if all.of.numel() == 0 { vec![] } else { vec![all] };
         Self { contributors, divisor: world.into() }
     }
@@ -90,14 +100,47 @@ impl Contributions {
         self.contributors.iter().find(|contributors| contributors.ranks.contains(rank))
     }
 
+    /// The contributions of groups of `group_size` ranks: see [`JobSpec::group_size`].
+    pub(crate) fn grouped(mut self, group_size: u32) -> Self {
+        for Contributors { ranks, sharers, .. } in &mut self.contributors {
+            *sharers = Sharers::new(ranks, group_size);
+        }
+        self
+    }
+
     /// The contributors to `slice`, a slice of this tensor.
     pub fn of_slice(&self, slice: &SliceSpec) -> Arc<[SliceContributors]> {
-        let cut = |Contributors { of, ranks }: &Contributors| {
+        let cut = |Contributors { of, ranks, .. }: &Contributors| {
             let elements = of.elements(slice);
             (elements.numel() > 0).then(|| SliceContributors { elements, ranks: ranks.clone() })
         };
         self.contributors.iter().filter_map(cut).collect()
     }
+
+    /// The ranks that push the gradient of `slice`, which is slice number `index` of the job and a
+    /// slice of this tensor: of each group one rank pushes the sum of its share.
+    pub fn pushes(&self, index: u32, slice: &SliceSpec) -> Arc<[SliceContributors]> {
+        let cut = |Contributors { of, sharers, .. }: &Contributors| {
+            let elements = of.elements(slice);
+            let share = |(ranks, share): (&Ranks, _)| SliceContributors {
+                elements: elements.select(share),
+                ranks: ranks.clone(),
+            };
+            sharers.of(index, elements.numel()).map(share).collect::<Vec<_>>()
+        };
+        self.contributors.iter().flat_map(cut).collect()
+    }
+}
+
+/// A share of a group's contributions to a slice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Share {
+    /// The rank that pushes it.
+    pub rank: u32,
+    /// The place of the push in the order in which the servers add them.
+    pub turn: usize,
+    /// The elements, counted among those that the ranks hold of the slice.
+    pub elements: Range<usize>,
 }
 
 /// The part of a tensor that one rank holds.
@@ -106,21 +149,27 @@ pub struct LocalTensor {
     /// The box; empty if the rank is not in the tensor's mesh.
     pub of: Arc<StridedBox>,
     rank: u32,
+    /// The rank's group.
+    group: Range<u32>,
     /// The ranks that contribute to the box, if this rank is one of them.
     ranks: Option<Ranks>,
+    /// The ranks that push each share of their contributions.
+    sharers: Option<Sharers>,
 }
 
 impl LocalTensor {
     /// The part of `rank` according to the job's layout of the tensor.
     pub fn new(job: &JobSpec, tensor: usize, rank: u32) -> Self {
+        let group = job.group_of(rank);
         match job.contributions(tensor).of_rank(rank) {
-            Some(Contributors { of, ranks }) => {
-                Self { of: of.clone(), rank, ranks: Some(ranks.clone()) }
+            Some(Contributors { of, ranks, sharers }) => {
+                let (ranks, sharers) = (Some(ranks.clone()), Some(sharers.clone()));
+                Self { of: of.clone(), rank, group, ranks, sharers }
             }
             None => {
                 let shape = &job.manifest.tensors()[tensor].shape;
                 let of = Arc::new(StridedBox::new(shape, job.local_box(tensor, rank)));
-                Self { of, rank, ranks: None }
+                Self { of, rank, group, ranks: None, sharers: None }
             }
         }
     }
@@ -133,6 +182,7 @@ impl LocalTensor {
             // Most tensors have the same contributors as the previous tensor and share its list.
             if let Some(before) = locals.last().filter(|before| before.ranks == local.ranks) {
                 local.ranks.clone_from(&before.ranks);
+                local.sharers.clone_from(&before.sharers);
             }
             locals.push(local);
         }
@@ -152,6 +202,39 @@ impl LocalTensor {
     /// The rank's place in the order in which contributions to slice number `slice` are added.
     pub fn turn(&self, slice: u32) -> Option<usize> {
         self.ranks.as_ref()?.turn(self.rank, slice)
+    }
+
+    /// Whether the ranks of the group add their gradients before they push them.
+    pub fn is_shared(&self) -> bool {
+        self.sharers.as_ref().is_some_and(Sharers::are_several)
+    }
+
+    /// The shares of the contributions of this rank's group to slice number `slice`, in which the
+    /// rank holds `numel` elements: the rank that pushes each share, its place in the order in which
+    /// the servers add pushes, and the elements. Without groups: everything is this rank's.
+    pub fn shares(&self, slice: u32, numel: usize) -> Vec<Share> {
+        let Some(sharers) = &self.sharers else { return Vec::new() };
+        let share = |(ranks, elements): (&Ranks, Range<usize>)| {
+            let rank = match sharers.are_several() {
+                true => *ranks.iter().find(|rank| self.group.contains(rank))?,
+                false => self.rank,
+            };
+            Some(Share { rank, turn: ranks.turn(rank, slice)?, elements })
+        };
+        sharers.of(slice, numel).filter_map(share).collect()
+    }
+
+    /// Whether the rank pushes a share of slice number `slice`, in which it holds `numel` elements.
+    pub fn pushes(&self, slice: u32, numel: usize) -> bool {
+        self.shares(slice, numel).iter().any(|share| share.rank == self.rank)
+    }
+
+    /// The ranks of the group that hold the box, in the order in which they are added for slice
+    /// number `slice`.
+    pub fn in_order(&self, slice: u32) -> Vec<u32> {
+        let Some(ranks) = &self.ranks else { return Vec::new() };
+        let order = (0..ranks.len()).map(|turn| ranks.at_turn(turn, slice));
+        order.filter(|rank| self.group.contains(rank)).collect()
     }
 }
 

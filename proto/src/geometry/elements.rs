@@ -73,7 +73,10 @@ impl Elements {
             }
             Self::Strided { of, numbers, origin } => {
                 let inside = of.in_tensor(origin + positions.start..origin + positions.end);
-                inside.start - numbers.start..inside.end - numbers.start
+                // The positions may contain further elements of the box.
+                let among =
+                    |number: usize| number.clamp(numbers.start, numbers.end) - numbers.start;
+                among(inside.start)..among(inside.end)
             }
         }
     }
@@ -103,5 +106,18 @@ mod tests {
         assert_eq!(elements([3, 1], [2, 2]), Elements::Range(5..7));
         assert!(matches!(elements([0, 1], [6, 2]), Elements::Strided { .. }));
         assert_eq!(elements([4, 0], [2, 4]).numel(), 0);
+    }
+
+    #[test]
+    fn some_elements_of_a_box_are_found_by_their_positions() {
+        // Columns 1 and 2 of four rows, at the positions 1, 2, 5, 6, 9, 10, 13 and 14.
+        let slice = SliceSpec { tensor: 0, offset: 0, numel: 16 };
+        let bounds = TensorBox { offset: [0, 1].into(), size: [4, 2].into() };
+        let all = Arc::new(StridedBox::new(&[4, 4], bounds)).elements(&slice);
+        let some = all.select(3..6);
+        assert_eq!(some.runs().flatten().collect::<Vec<_>>(), [6, 9, 10]);
+        let within = |positions: Range<usize>| some.within(&positions);
+        assert_eq!([within(0..16), within(0..8), within(8..16)], [0..3, 0..1, 1..3]);
+        assert_eq!([within(0..4), within(12..16)].map(|range| range.len()), [0, 0]);
     }
 }

@@ -6,9 +6,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use super::{
-    Contributions, Contributors, MAX_MESH_DIMS, ProcessMesh, Ranks, StridedBox, TensorBox,
-};
+use super::{Contributions, Contributors, MAX_MESH_DIMS, ProcessMesh, StridedBox, TensorBox};
 use crate::{Error, Result, pb};
 
 /// The placement of a tensor along one dimension of a mesh.
@@ -136,9 +134,8 @@ impl Layout {
                 ranks.entry(bounds).or_default().push(rank);
             }
         }
-        let contributors = |(bounds, ranks): (TensorBox, Vec<u32>)| Contributors {
-            of: Arc::new(StridedBox::new(shape, bounds)),
-            ranks: Ranks::new(ranks),
+        let contributors = |(bounds, ranks): (TensorBox, Vec<u32>)| {
+            Contributors::new(Arc::new(StridedBox::new(shape, bounds)), ranks)
         };
         let contributors = ranks.into_iter().map(contributors).collect();
         Contributions { contributors, divisor: self.divisor() }
@@ -336,7 +333,7 @@ pub(crate) mod tests {
             let numel = shape.iter().product::<u64>();
             let slices = numel.div_ceil(slice);
             let mut contributions = 0;
-            for Contributors { of, ranks } in layout.contributions(&shape).contributors {
+            for Contributors { of, ranks, .. } in layout.contributions(&shape).contributors {
                 let in_slice = |index: u64| {
                     of.in_tensor((index * slice) as usize..((index + 1) * slice).min(numel) as usize)
                 };

@@ -11,10 +11,13 @@ mod elements;
 mod layout;
 mod mesh;
 pub mod redistribute;
+mod shares;
 mod strided;
 mod tensor_box;
 
-pub use contributions::{Contributions, Contributors, LocalTensor, Ranks, SliceContributors};
+pub use contributions::{
+    Contributions, Contributors, LocalTensor, Ranks, Share, SliceContributors,
+};
 pub use elements::Elements;
 pub use layout::{DimPlacement, Layout, Reduction, TensorLayout, list};
 pub use mesh::{MAX_MESH_DIMS, ProcessMesh};

@@ -311,6 +311,20 @@ impl<B: Backend> Job<B> {
         Ok(new)
     }
 
+    /// Names the rank whose gradient is not finite in the sum that `pusher` sends of a trained
+    /// slice.
+    pub(crate) fn name_overflow(
+        &self,
+        attempt: Attempt,
+        pusher: u32,
+        overflow: pb::Overflow,
+    ) -> Result<()> {
+        let slice = self.primary_slice(overflow.slice)?;
+        let current = || self.check_attempt(attempt, slice);
+        let named = (pusher, overflow.rank);
+        self.note(overflow.slice, slice.name_overflow(self.backend(), attempt, named, current))
+    }
+
     /// Records that a rank has nothing more to send of a trained slice.
     pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.primary_slice(index)?;

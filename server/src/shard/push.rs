@@ -18,7 +18,7 @@ use super::{
     slice::Upload,
     store::Store,
 };
-use crate::{attempt::Attempt, backend::Backend};
+use crate::{attempt::Attempt, backend::Backend, listing::some_of};
 
 /// The time for which a push waits when there is no space for gradients whose turn has not come.
 /// Then it is refused, so that the caller can send data that other ranks wait for: a stream that
@@ -49,6 +49,7 @@ where
     let receive = async {
         push.wait_for_attempt().await?;
         push.note_absent().await?;
+        push.note_overflows().await?;
         while let Some(event) = reader.next().await? {
             match event {
                 Event::Begin(_) => {
@@ -88,6 +89,8 @@ struct Push<'a, B: Backend> {
     attempt: Attempt,
     /// Slices of which the rank sends nothing more, or uploads nothing.
     absent: Vec<u32>,
+    /// The ranks of the group that have overflowed.
+    overflows: Vec<pb::Overflow>,
     /// The deadline of the call.
     deadline: Option<Deadline>,
     /// The position of the next payload.
@@ -112,13 +115,17 @@ impl<'a, B: Backend> Push<'a, B> {
             return Err(Error::invalid("rank", rank, expected));
         }
         job.check_lease(rank, lease)?;
-        if covers.iter().any(|&covered| covered != rank) {
-            let found = format!("{} ranks", covers.len());
-            let expected = "only the pushing rank, because this version does not accept sums over several ranks";
-            return Err(Error::invalid("ranks that a push covers", found, expected));
-        }
+        let is_gradient = matches!(contents, Some(Contents::Gradients(_)));
+        check_covers(&job.spec, rank, &covers, is_gradient)?;
+        let mut overflows = Vec::new();
         let (what, attempt, absent) = match contents {
-            Some(Contents::Gradients(pb::Gradients { step, attempt: number, absent })) => {
+            Some(Contents::Gradients(pb::Gradients {
+                step,
+                attempt: number,
+                absent,
+                overflow,
+            })) => {
+                overflows = overflow;
                 (What::Gradients, Attempt { epoch, step, number }, absent)
             }
             Some(Contents::Replacement(pb::Replacement { step, attempt: number })) => {
@@ -138,7 +145,7 @@ impl<'a, B: Backend> Push<'a, B> {
         };
         let next = Extent { slice: 0, offset: 0, dtype: DType::F32 };
         let counted = pb::PushResponse::default();
-        Ok(Self { store, job, rank, what, attempt, absent, deadline, next, counted })
+        Ok(Self { store, job, rank, what, attempt, absent, overflows, deadline, next, counted })
     }
 
     /// Waits until the coordinator has announced the push's attempt to this server; the rank may
@@ -209,7 +216,8 @@ impl<'a, B: Backend> Push<'a, B> {
     fn check_bounds(&self, extent: Extent, elements: u64, sent: Sent) -> Result<()> {
         let (spec, rank) = (&self.job.spec, self.rank);
         let slice = self.job.slice(extent.slice)?;
-        let of = senders::contributors_of(spec, extent.slice, &slice.contributors, rank, sent)?;
+        let all = if sent == Sent::Gradient { &slice.pushers } else { &slice.contributors };
+        let of = senders::contributors_of(spec, extent.slice, all, rank, sent)?;
         let numel = of.elements.numel();
         if extent.offset.checked_add(elements).is_some_and(|end| end <= numel as u64) {
             return Ok(());
@@ -242,22 +250,33 @@ impl<'a, B: Backend> Push<'a, B> {
                 self.job.keep(self.attempt, index, self.rank, upload.applied)?;
                 continue;
             }
-            let slice = self.job.slice(index)?;
-            if slice.group.is_none() {
-                let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
-                let what = format!("tensor {tensor:?}");
-                return Err(Error::invalid(
-                    what,
-                    "declared absent",
-                    "omitted, because it is not trained",
-                ));
-            }
+            self.check_trains(index, "declared absent")?;
             self.wait_for_version(index).await?;
             self.job.absent(self.attempt, index, self.rank)?;
             // Adding zeros to a large slice takes some time, and other tasks need this thread.
             tokio::task::yield_now().await;
         }
         Ok(())
+    }
+
+    /// Records the overflows that the opening message names.
+    async fn note_overflows(&self) -> Result<()> {
+        for &overflow in &self.overflows {
+            self.check_trains(overflow.slice, "with an overflow")?;
+            self.wait_for_version(overflow.slice).await?;
+            self.job.name_overflow(self.attempt, self.rank, overflow)?;
+        }
+        Ok(())
+    }
+
+    fn check_trains(&self, index: u32, found: &str) -> Result<()> {
+        let slice = self.job.slice(index)?;
+        if slice.group.is_some() {
+            return Ok(());
+        }
+        let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
+        let what = format!("tensor {tensor:?}");
+        Err(Error::invalid(what, found, "omitted, because it is not trained"))
     }
 
     /// Waits for the version of a slice: a gradient may arrive while the previous step is still
@@ -303,6 +322,25 @@ impl<'a, B: Backend> Push<'a, B> {
         self.store.metrics.push_duplicate_bytes.inc_by((elements - new) * dtype.size() as u64);
         Ok(())
     }
+}
+
+/// Checks that gradients are sums over the ranks of the group, and everything else is of one rank.
+///
+/// # Errors
+/// [`Error::Invalid`].
+fn check_covers(spec: &JobSpec, rank: u32, covers: &[u32], is_gradient: bool) -> Result<()> {
+    let own = [rank];
+    let covers = if covers.is_empty() { &own } else { covers };
+    let group = if is_gradient { spec.group_of(rank) } else { rank..rank + 1 };
+    if covers.iter().copied().eq(group.clone()) {
+        return Ok(());
+    }
+    let expected = match group.len() {
+        1 => format!("only rank {rank}"),
+        _ => format!("the ranks {} to {} of the group", group.start, group.end - 1),
+    };
+    let found = some_of(covers.iter().map(|rank| format!("rank {rank}")));
+    Err(Error::invalid("ranks that a push covers", found, expected))
 }
 
 /// Converts the description of an upload.

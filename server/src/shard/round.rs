@@ -139,6 +139,14 @@ impl Round {
         refused.map(|()| new)
     }
 
+    /// Names the rank whose gradient is not finite in what `pusher` sends, the sum of a group; none
+    /// if only the sum is not.
+    pub(crate) fn name_overflow(&mut self, pusher: u32, rank: Option<u32>) {
+        if let Some((of, turn)) = self.find(pusher) {
+            self.turns[of].contributions[turn].overflow = Some(rank);
+        }
+    }
+
     /// The set of contributors that contains `rank`, and the turn of the rank in it.
     fn find(&self, rank: u32) -> Option<(usize, usize)> {
         let mut turns = self.turns.iter().enumerate();

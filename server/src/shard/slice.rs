@@ -10,7 +10,8 @@ use std::sync::{
 };
 
 use zeroshard_proto::{
-    AppliedSteps, DType, Error, JobSpec, Result, SliceSpec, geometry::SliceContributors,
+    AppliedSteps, DType, Error, JobSpec, Result, SliceSpec,
+    geometry::{Contributions, SliceContributors},
     optimizer::StateShape,
 };
 
@@ -60,6 +61,8 @@ pub(crate) struct Slice<B: Backend> {
     pub(crate) spec: SliceSpec,
     /// The ranks that contribute to the slice.
     pub(crate) contributors: Arc<[SliceContributors]>,
+    /// The ranks that push the gradient: of each group one for each share.
+    pub(crate) pushers: Arc<[SliceContributors]>,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
     /// Whether the clip coefficient does not apply to the slice.
@@ -166,8 +169,8 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Allocates slice number `index` of a job with these contributors, without providing the
-    /// memory.
+    /// Allocates slice number `index` of a job, without providing the memory. `contributions` are
+    /// those to its tensor.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], which names the tensor; [`Error::Storage`].
@@ -175,12 +178,14 @@ impl<B: Backend> Slice<B> {
         home: impl Into<Home<'a, B>>,
         job: &JobSpec,
         index: usize,
-        contributors: Arc<[SliceContributors]>,
+        contributions: &Contributions,
         attempt: Attempt,
         role: Role,
     ) -> Result<Self> {
         let JobSpec { manifest, groups, .. } = job;
         let spec = manifest.slices()[index];
+        let contributors = contributions.of_slice(&spec);
+        let pushers = contributions.pushes(index as u32, &spec);
         let tensor = manifest.tensor_of(index);
         let group = tensor.trains().then_some(tensor.group as usize);
         let home = home.into().of(index as u32, &tensor.name);
@@ -200,7 +205,7 @@ impl<B: Backend> Slice<B> {
                 state: home.state(&groups[group], &tensor.shape, spec.numel)?,
                 open: Some(Open {
                     sum: Versioned::new(array(Kind::Sum, DType::F32)?),
-                    round: Round::new(index as u32, spec.numel, &contributors),
+                    round: Round::new(index as u32, spec.numel, &pushers),
                     is_reported: false,
                 }),
                 ..Inner::new(array(Kind::Master, DType::F32)?, &contributors, attempt)
@@ -209,6 +214,7 @@ impl<B: Backend> Slice<B> {
         Ok(Self {
             spec,
             contributors,
+            pushers,
             group,
             no_clip: tensor.no_clip,
             divisor: job.divisor(spec.tensor) as f64,
@@ -304,6 +310,23 @@ impl<B: Backend> Slice<B> {
         let added = open.absent(backend, rank);
         inner.note(added)?;
         inner.reduced(backend, self.role())
+    }
+
+    /// Names the rank whose gradient is not finite in the sum that `pusher` sends in this attempt.
+    /// `current` and the errors are the same as for [`Self::contribute`].
+    pub(crate) fn name_overflow(
+        &self,
+        backend: &B,
+        attempt: Attempt,
+        (pusher, rank): (u32, Option<u32>),
+        current: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let mut inner = self.lock();
+        current()?;
+        self.enter(backend, &mut inner, attempt)?;
+        let open = inner.open.as_mut().expect("the caller asked `group`");
+        open.round.name_overflow(pusher, rank);
+        Ok(())
     }
 
     /// The first rank whose gradient is incomplete.

@@ -5,10 +5,7 @@ use std::cell::Cell;
 use zeroshard_proto::{Error, Manifest, Optimizer, TensorSpec};
 
 use super::*;
-use crate::{
-    backend::Cpu,
-    shard::{part::Part, test_jobs::contributors},
-};
+use crate::{backend::Cpu, shard::part::Part};
 
 const NUMEL: usize = 5;
 
@@ -41,10 +38,10 @@ impl Subject {
     /// The first slice of a job.
     pub(super) fn of(job: JobSpec) -> Self {
         let backend = Cpu::new();
-        let contributors = contributors(&job);
+        let contributions = job.contributions(0);
         let attempt = Attempt::first(1, 0);
         let slice =
-            Slice::allocate(&backend, &job, 0, contributors, attempt, Role::Primary).unwrap();
+            Slice::allocate(&backend, &job, 0, &contributions, attempt, Role::Primary).unwrap();
         let attempt = Cell::new(attempt);
         Self { backend, budget: Budget::new(0), groups: job.groups, slice, attempt }
     }

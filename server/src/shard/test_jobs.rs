@@ -15,11 +15,6 @@ pub(crate) fn whole(numel: usize, world: u32) -> Arc<[SliceContributors]> {
     Contributions::mean(&[numel as u64], world).of_slice(&slice)
 }
 
-/// The contributors to the first slice of a job's first tensor.
-pub(crate) fn contributors(job: &JobSpec) -> Arc<[SliceContributors]> {
-    job.contributions(0).of_slice(&job.manifest.slices()[0])
-}
-
 /// A job with one tensor that has these placements on this mesh.
 pub(crate) fn job(tensor: TensorSpec, mesh: ProcessMesh, placements: &[DimPlacement]) -> JobSpec {
     let layout = Some(TensorLayout { mesh: 0, placements: placements.to_vec() });

@@ -14,6 +14,7 @@ mod election;
 mod exactly_once;
 mod faults;
 mod gpus;
+mod groups;
 mod isolation;
 mod membership;
 mod norms;

@@ -58,11 +58,10 @@ impl<B: Backend> Allocation<'_, B> {
             let same = last.take_if(|(tensor, _)| *tensor == cut.tensor);
             let (_, contributions) =
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
-            let contributors = contributions.of_slice(&cut);
             let role = if is_primary { Role::Primary } else { Role::Backup };
             let disk = self.tiers.zip(placed.as_ref().map(|placed| placed.on_disk[number]));
             let home = Home { backend: self.backend, disk };
-            let slice = Slice::allocate(home, spec, index, contributors, attempt, role)?;
+            let slice = Slice::allocate(home, spec, index, contributions, attempt, role)?;
             if self.populates {
                 slice.populate(self.backend);
                 slice.populate_sum(self.backend);

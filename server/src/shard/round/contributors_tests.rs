@@ -113,7 +113,7 @@ fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
     // All elements, some elements, or none.
     let kinds = 1 + dice.below(4);
     let mut groups: Vec<Vec<Sender>> = Vec::new();
-    for Contributors { of, ranks } in job.contributions(0).contributors {
+    for Contributors { of, ranks, .. } in job.contributions(0).contributors {
         let elements = elements(shape, of.bounds(), slice);
         if elements.is_empty() {
             continue;

@@ -73,12 +73,12 @@ pub(super) struct Total<'a, B: Backend> {
 
 impl<B: Backend> Total<'_, B> {
     /// Records that `rank` sent inf or NaN for these elements.
-    pub(super) fn note_overflow(&mut self, elements: Elements, rank: u32) -> Result<()> {
+    pub(super) fn note_overflow(&mut self, elements: Elements, rank: Option<u32>) -> Result<()> {
         // The addition of finite values never produces a NaN, so this is the only place where one
         // can appear.
         self.backend.canonicalise(self.sum, elements)?;
         let overflow = &mut self.figures.overflow;
-        *overflow = Some(overflow.map_or(rank, |lowest| lowest.min(rank)));
+        *overflow = overflow.iter().copied().chain(rank).min();
         Ok(())
     }
 

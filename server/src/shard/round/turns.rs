@@ -44,6 +44,9 @@ pub(super) struct Contribution {
     pub(super) parked: Vec<(Chunk, Space)>,
     /// Whether the rank sends nothing more: elements that have not been received count as zeros.
     pub(super) absent: bool,
+    /// The rank that has sent inf or NaN, if the contribution is the sum of a group; `Some(None)`:
+    /// only the sum is not finite.
+    pub(super) overflow: Option<Option<u32>>,
 }
 
 /// The ranks that contribute to the same elements, one after the other.
@@ -72,6 +75,7 @@ impl Turns {
             contribution.added.clear();
             contribution.parked.clear();
             contribution.absent = false;
+            contribution.overflow = None;
         }
         self.absents = 0;
         self.zeroed.clear();
@@ -177,7 +181,8 @@ impl Turns {
                     false => total.backend.store(total.sum, at.clone(), &part.bytes, part.dtype)?,
                 };
                 if !finite {
-                    total.note_overflow(at, chunk.rank)?;
+                    let rank = self.contributions[turn].overflow.unwrap_or(Some(chunk.rank));
+                    total.note_overflow(at, rank)?;
                 }
             }
             let is_last = match self.contributions.len() {

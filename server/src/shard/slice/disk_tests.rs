@@ -12,7 +12,7 @@ use super::{
 use crate::{
     backend::Cpu,
     metrics::Traffic,
-    shard::{part::Part, test_jobs::contributors},
+    shard::part::Part,
     tier::{
         OnDisk,
         tests::{Fault, failing, tiers},
@@ -61,7 +61,7 @@ impl Subject {
     fn on(backend: Cpu, job: JobSpec, disk: (&Arc<Tiers<Cpu>>, OnDisk), traffic: Traffic) -> Self {
         let home = Home { backend: &backend, disk: Some(disk) };
         let first = Attempt::first(1, 0);
-        let slice = Slice::allocate(home, &job, 0, contributors(&job), first, Role::Primary);
+        let slice = Slice::allocate(home, &job, 0, &job.contributions(0), first, Role::Primary);
         Self { slice: slice.unwrap(), backend, job, traffic }
     }
 

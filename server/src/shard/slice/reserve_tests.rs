@@ -11,7 +11,6 @@ use crate::{
     shard::{
         part::Part,
         slice::tests::{PARAMETERS, bytes, chunk},
-        test_jobs::contributors,
     },
 };
 
@@ -29,8 +28,8 @@ impl Subject {
         let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
         let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
         let backend = Instrumented::new();
-        let contributors = contributors(&job);
-        let slice = Slice::allocate(&backend, &job, 0, contributors, FIRST, Role::Primary).unwrap();
+        let of = job.contributions(0);
+        let slice = Slice::allocate(&backend, &job, 0, &of, FIRST, Role::Primary).unwrap();
         slice.upload(&backend, FIRST, PARAMETERS, &chunk(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
         slice.publish(&backend, 0).unwrap();
         backend.room.store(left, Ordering::Relaxed);

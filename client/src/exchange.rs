@@ -1,0 +1,223 @@
+//! The division of tensors among the ranks of a group ([`JobSpec::group_size`]): the elements of each
+//! tensor whose gradients a rank adds up for its group and pushes, and whose parameters it pulls.
+//!
+//! The ranks exchange gradients with any library: [`Exchange::pack`] copies what a rank sends to
+//! another one, and [`Exchange::add`] adds what it has received. The sums do not depend on the
+//! library, because they are made here, in the order of the servers.
+//!
+//! [`JobSpec::group_size`]: zeroshard_proto::JobSpec::group_size
+
+use std::ops::Range;
+
+use zeroshard_proto::{
+    DType, Error, JobSpec, Result, TensorId,
+    geometry::{LocalTensor, Share},
+    pb,
+};
+
+use crate::{
+    local::{check_owner, local},
+    values::{Slots, Values},
+};
+
+/// The division of some tensors among the ranks of a group, from [`Job::exchange`].
+///
+/// [`Job::exchange`]: crate::Job::exchange
+#[derive(Debug, Clone)]
+pub struct Exchange {
+    rank: u32,
+    group: Range<u32>,
+    tensors: Vec<TensorId>,
+    /// The number of elements that this rank holds of each tensor.
+    numels: Vec<usize>,
+    pieces: Vec<Piece>,
+}
+
+/// The sums of the gradients in the pieces of a rank, from [`Exchange::add`].
+#[derive(Debug, Clone)]
+pub struct Sums {
+    /// The sums of one piece after the other.
+    pub(crate) values: Values,
+    /// The slices with a sum that is not finite.
+    pub(crate) overflow: Vec<pb::Overflow>,
+}
+
+/// Elements of one slice that one rank of the group pushes and pulls.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Piece {
+    /// The rank.
+    pub rank: u32,
+    /// The position of the tensor among those of the exchange.
+    pub tensor: usize,
+    /// The elements, counted among those that the ranks hold of the tensor.
+    pub elements: Range<usize>,
+    /// The ranks whose gradients are added, in the order of addition.
+    pub order: Vec<u32>,
+    /// The index of the slice.
+    pub(crate) slice: u32,
+    /// The first element, counted among those that the ranks hold of the slice.
+    pub(crate) offset: usize,
+    /// The place of the push in the order in which the servers add them.
+    pub(crate) turn: usize,
+}
+
+impl Exchange {
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that does not exist or is tied to another.
+    pub(crate) fn new(
+        spec: &JobSpec,
+        rank: u32,
+        locals: &[LocalTensor],
+        tensors: &[TensorId],
+    ) -> Result<Self> {
+        let manifest = &spec.manifest;
+        let (mut pieces, mut numels) = (Vec::new(), Vec::new());
+        for (position, &tensor) in tensors.iter().enumerate() {
+            let local = local("exchanged", manifest, locals, tensor)?;
+            check_owner(manifest, tensor.index())?;
+            numels.push(local.of.numel());
+            for slice in manifest.slices_of(tensor.index()) {
+                let held = local.of.in_slice(&manifest.slices()[slice]);
+                let index = slice as u32;
+                let order = if local.is_shared() { local.in_order(index) } else { vec![rank] };
+                let piece = |Share { rank, turn, elements }| Piece {
+                    rank,
+                    tensor: position,
+                    elements: held.start + elements.start..held.start + elements.end,
+                    order: order.clone(),
+                    slice: index,
+                    offset: elements.start,
+                    turn,
+                };
+                pieces.extend(local.shares(index, held.len()).into_iter().map(piece));
+            }
+        }
+        let (tensors, group) = (tensors.to_vec(), spec.group_of(rank));
+        Ok(Self { rank, group, tensors, numels, pieces })
+    }
+
+    /// The ranks of the group.
+    pub fn group(&self) -> Range<u32> {
+        self.group.clone()
+    }
+
+    /// The tensors.
+    pub fn tensors(&self) -> &[TensorId] {
+        &self.tensors
+    }
+
+    /// The pieces of `rank`, in the order in which they are sent to it.
+    pub fn pieces(&self, rank: u32) -> impl Iterator<Item = &Piece> {
+        self.pieces.iter().filter(move |piece| piece.rank == rank)
+    }
+
+    /// The pieces of this rank.
+    pub(crate) fn own_pieces(&self) -> impl Iterator<Item = &Piece> {
+        self.pieces(self.rank)
+    }
+
+    /// The number of elements that this rank sends to `rank`.
+    pub fn sent_to(&self, rank: u32) -> usize {
+        self.pieces(rank).map(|piece| piece.elements.len()).sum()
+    }
+
+    /// The number of elements that this rank receives from `rank`.
+    pub fn received_from(&self, rank: u32) -> usize {
+        let added = self.own_pieces().filter(|piece| piece.order.contains(&rank));
+        added.map(|piece| piece.elements.len()).sum()
+    }
+
+    /// The elements of the gradients that this rank sends to `rank`, as `dtype`, little endian.
+    /// `gradients` has the gradient of each tensor of the exchange, if this rank has one; the
+    /// others count as zeros.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for sizes that do not match.
+    pub fn pack(&self, gradients: &[Option<Values>], dtype: DType, rank: u32) -> Result<Vec<u8>> {
+        self.check(gradients)?;
+        let mut packed = Vec::with_capacity(self.sent_to(rank) * dtype.size());
+        for Piece { tensor, elements, .. } in self.pieces(rank) {
+            match &gradients[*tensor] {
+                Some(gradient) => {
+                    packed.extend_from_slice(&gradient.encode(elements.clone(), dtype));
+                }
+                None => packed.resize(packed.len() + elements.len() * dtype.size(), 0),
+            }
+        }
+        Ok(packed)
+    }
+
+    /// Adds what each rank of the group has packed for this one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for sizes that do not match.
+    pub fn add(&self, received: &[&[u8]], dtype: DType) -> Result<Sums> {
+        self.check_received(received, dtype)?;
+        let mut rest = received.to_vec();
+        let mut sums = vec![0_f32; self.sent_to(self.rank)];
+        let (mut overflow, mut values) = (Vec::new(), Vec::new());
+        let mut begin = 0;
+        for Piece { elements, order, slice, .. } in self.own_pieces() {
+            let numel = elements.len();
+            let sum = &mut sums[begin..begin + numel];
+            begin += numel;
+            let (mut lowest, mut is_finite) = (None, true);
+            for (turn, &rank) in order.iter().enumerate() {
+                let from = &mut rest[(rank - self.group.start) as usize];
+                let (part, later) = from.split_at(numel * dtype.size());
+                *from = later;
+                values.resize(numel, 0.0);
+                Slots::from(&mut values).decode(part, dtype);
+                match turn {
+                    0 => sum.copy_from_slice(&values),
+                    _ => sum.iter_mut().zip(&values).for_each(|(sum, value)| *sum += value),
+                }
+                if !is_all_finite(&values) {
+                    lowest = lowest.into_iter().chain([rank]).min();
+                }
+                is_finite &= is_all_finite(sum);
+            }
+            if !is_finite {
+                overflow.push(pb::Overflow { slice: *slice, rank: lowest });
+            }
+        }
+        Ok(Sums { values: sums.into(), overflow })
+    }
+
+    fn check_received(&self, received: &[&[u8]], dtype: DType) -> Result<()> {
+        for (rank, bytes) in self.group.clone().zip(received) {
+            let expected = self.received_from(rank) * dtype.size();
+            if bytes.len() != expected {
+                let what = format!("gradients from rank {rank} of the group");
+                let found = format!("{} bytes", bytes.len());
+                return Err(Error::invalid(what, found, format!("{expected} bytes")));
+            }
+        }
+        if received.len() != self.group.len() {
+            let expected = format!("{}, one for each rank of the group", self.group.len());
+            return Err(Error::invalid("number of parts received", received.len(), expected));
+        }
+        Ok(())
+    }
+
+    fn check(&self, gradients: &[Option<Values>]) -> Result<()> {
+        if gradients.len() != self.tensors.len() {
+            let expected = format!("{}, one for each tensor", self.tensors.len());
+            return Err(Error::invalid("number of gradients", gradients.len(), expected));
+        }
+        for (position, gradient) in gradients.iter().enumerate() {
+            let (len, expected) = (gradient.as_ref().map(Values::len), self.numels[position]);
+            if len.is_some_and(|len| len != expected) {
+                let what = format!("gradient of tensor {}", self.tensors[position].index());
+                let found = format!("{} elements", len.unwrap_or_default());
+                return Err(Error::invalid(what, found, format!("{expected} elements")));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_all_finite(values: &[f32]) -> bool {
+    // Without an early return, so that the loop is vectorised.
+    values.iter().fold(true, |all, value| all & value.is_finite())
+}
