@@ -1,5 +1,6 @@
-//! The division of tensors among the ranks of a group ([`JobSpec::group_size`]): the elements of each
-//! tensor whose gradients a rank adds up for its group and pushes, and whose parameters it pulls.
+//! The division of tensors among the ranks of a group ([`JobSpec::group_size`]): the elements of
+//! each tensor whose gradients a rank adds up for its group and pushes, and whose parameters it
+//! pulls.
 //!
 //! The ranks exchange gradients with any library: [`Exchange::pack`] copies what a rank sends to
 //! another one, and [`Exchange::add`] adds what it has received. The sums do not depend on the
@@ -11,7 +12,7 @@ use std::ops::Range;
 
 use zeroshard_proto::{
     DType, Error, JobSpec, Result, TensorId,
-    geometry::{LocalTensor, Share},
+    geometry::{GroupShare, LocalTensor},
     pb,
 };
 
@@ -80,7 +81,7 @@ impl Exchange {
                 let held = local.of.in_slice(&manifest.slices()[slice]);
                 let index = slice as u32;
                 let order = if local.is_shared() { local.in_order(index) } else { vec![rank] };
-                let piece = |Share { rank, turn, elements }| Piece {
+                let piece = |GroupShare { rank, turn, elements }| Piece {
                     rank,
                     tensor: position,
                     elements: held.start + elements.start..held.start + elements.end,

@@ -170,7 +170,7 @@ impl Attempt {
     /// Pushes the sums of the gradients of the group, in a job with groups
     /// ([`JobSpec::group_size`]): those of the pieces of this rank. `present` states for each rank
     /// of the group whether it has a gradient of each tensor of the exchange. Tensors of which no
-    /// rank of the group has one are declared absent.
+    /// rank of the group has one are declared absent; [`StepReport::absent`] lists no others.
     ///
     /// [`JobSpec::group_size`]: zeroshard_proto::JobSpec::group_size
     ///

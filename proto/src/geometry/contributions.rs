@@ -134,7 +134,7 @@ impl Contributions {
 
 /// A share of a group's contributions to a slice.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Share {
+pub struct GroupShare {
     /// The rank that pushes it.
     pub rank: u32,
     /// The place of the push in the order in which the servers add them.
@@ -210,16 +210,15 @@ impl LocalTensor {
     }
 
     /// The shares of the contributions of this rank's group to slice number `slice`, in which the
-    /// rank holds `numel` elements: the rank that pushes each share, its place in the order in which
-    /// the servers add pushes, and the elements. Without groups: everything is this rank's.
-    pub fn shares(&self, slice: u32, numel: usize) -> Vec<Share> {
+    /// rank holds `numel` elements. Without groups, everything is this rank's share.
+    pub fn shares(&self, slice: u32, numel: usize) -> Vec<GroupShare> {
         let Some(sharers) = &self.sharers else { return Vec::new() };
         let share = |(ranks, elements): (&Ranks, Range<usize>)| {
             let rank = match sharers.are_several() {
                 true => *ranks.iter().find(|rank| self.group.contains(rank))?,
                 false => self.rank,
             };
-            Some(Share { rank, turn: ranks.turn(rank, slice)?, elements })
+            Some(GroupShare { rank, turn: ranks.turn(rank, slice)?, elements })
         };
         sharers.of(slice, numel).filter_map(share).collect()
     }

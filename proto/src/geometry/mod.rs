@@ -16,7 +16,7 @@ mod strided;
 mod tensor_box;
 
 pub use contributions::{
-    Contributions, Contributors, LocalTensor, Ranks, Share, SliceContributors,
+    Contributions, Contributors, GroupShare, LocalTensor, Ranks, SliceContributors,
 };
 pub use elements::Elements;
 pub use layout::{DimPlacement, Layout, Reduction, TensorLayout, list};
