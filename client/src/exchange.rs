@@ -97,6 +97,11 @@ impl Exchange {
         Ok(Self { rank, group, tensors, numels, pieces })
     }
 
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
     /// The ranks of the group.
     pub fn group(&self) -> Range<u32> {
         self.group.clone()
@@ -110,6 +115,25 @@ impl Exchange {
     /// The pieces of `rank`, in the order in which they are sent to it.
     pub fn pieces(&self, rank: u32) -> impl Iterator<Item = &Piece> {
         self.pieces.iter().filter(move |piece| piece.rank == rank)
+    }
+
+    /// The pieces of `rank`, each with its elements in `part`, which has those of one piece after
+    /// the other as `dtype`.
+    ///
+    /// # Panics
+    /// If `part` is too short.
+    pub fn split<'a>(
+        &'a self,
+        rank: u32,
+        part: &'a [u8],
+        dtype: DType,
+    ) -> impl Iterator<Item = (&'a Piece, &'a [u8])> {
+        let mut rest = part;
+        self.pieces(rank).map(move |piece| {
+            let (elements, later) = rest.split_at(piece.elements.len() * dtype.size());
+            rest = later;
+            (piece, elements)
+        })
     }
 
     /// The pieces of this rank.

@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
-    AppliedSteps, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
+    AppliedSteps, DType, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
     checkpoint::MAX_USER_DATA, deadline::MARGIN, geometry::LocalTensor, pb,
 };
 
@@ -155,6 +155,11 @@ impl Job {
         self.0.rank
     }
 
+    /// The dtype of parameters and gradients on the network.
+    pub fn wire(&self) -> DType {
+        self.0.cluster.options.wire
+    }
+
     /// The number of this worker's lease, which no other worker has.
     pub fn lease(&self) -> u64 {
         self.0.lease
@@ -187,28 +192,21 @@ impl Job {
         Ok(local("uploaded", &self.0.spec.manifest, &self.0.locals, tensor)?.uploads())
     }
 
-    /// The addresses of all workers, in rank order. Waits until all ranks have joined and announced
-    /// their addresses.
+    /// The address at which other workers reach a rank ([`Cluster::join_at`]). Waits until the rank
+    /// has joined with one.
     ///
     /// # Errors
-    /// [`Error::Timeout`], which names a rank that has not announced its address.
-    pub async fn peers(&self) -> Result<Vec<String>> {
+    /// [`Error::Timeout`].
+    pub async fn peer(&self, rank: u32) -> Result<String> {
         let Member { cluster, spec, membership, .. } = &*self.0;
         let mut now = membership.clone();
-        let all = now.wait_for(|now| now.peers.len() == spec.world as usize || now.ended.is_some());
+        let there = now.wait_for(|now| now.peers.contains_key(&rank) || now.ended.is_some());
         let waiting_for = || {
-            let known = &membership.borrow().peers;
-            let missing =
-                (0..spec.world).find(|rank| !known.contains_key(rank)).unwrap_or_default();
-            format!(
-                "{} of job {:?} to announce its address",
-                spec.describe_rank(missing),
-                spec.name
-            )
+            format!("{} of job {:?} to announce its address", spec.describe_rank(rank), spec.name)
         };
         // The sender lives as long as the watcher, which lives as long as this job.
-        let _ = Deadline::after(cluster.options.timeout).limit(waiting_for, all).await?;
-        Ok(self.current()?.peers.into_values().collect())
+        let _ = Deadline::after(cluster.options.timeout).limit(waiting_for, there).await?;
+        Ok(self.current()?.peers.remove(&rank).unwrap_or_default())
     }
 
     /// Waits until the initial parameters of all ranks are complete on all servers, and returns the
@@ -222,7 +220,7 @@ impl Job {
         let there = now.wait_for(|now| now.version.is_some() || now.ended.is_some());
         let waiting_for =
             || format!("the initial parameters of job {:?} from all ranks that upload", spec.name);
-        // The same reason as in `peers`.
+        // The same reason as in `peer`.
         let _ = Deadline::after(cluster.options.timeout).limit(waiting_for, there).await?;
         Ok(self.current()?.version.unwrap_or_default())
     }

@@ -123,6 +123,22 @@ impl<'a> Slots<'a> {
         Self { bytes: first, dtype: self.dtype }
     }
 
+    /// Fills the slots of `range` with little-endian elements of `dtype`, at any alignment.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there are fewer slots, or another number of elements.
+    pub fn fill(&mut self, range: Range<usize>, bytes: &[u8], dtype: DType) -> Result<()> {
+        let (len, size, numel) = (self.len(), self.dtype.size(), range.len());
+        if range.end > len || bytes.len() != numel * dtype.size() {
+            let found = format!("{} bytes for elements {range:?} of {len}", bytes.len());
+            let expected = format!("{} bytes for existing elements", numel * dtype.size());
+            return Err(Error::invalid("values", found, expected));
+        }
+        let slots = &mut self.bytes[range.start * size..range.end * size];
+        convert(bytes, dtype, slots, self.dtype);
+        Ok(())
+    }
+
     /// Fills all slots with little-endian elements of `dtype`, at any alignment. The number of
     /// elements equals the number of slots.
     pub(crate) fn decode(self, bytes: &[u8], dtype: DType) {

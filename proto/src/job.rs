@@ -65,6 +65,10 @@ pub struct JobSpec {
     /// With replicas: the servers of a slice compare its content at every version that is a
     /// multiple of this number, by default 100. 0: never.
     pub compare_every: u64,
+    /// Servers with a GPU keep the optimizer state in host memory or on disk, not in the memory of
+    /// the GPU; that of LAMB and Adafactor stays there. A server with a GPU and without budgets for
+    /// host memory or a disk refuses the job. Results do not change.
+    pub offload: bool,
 }
 
 /// The effect of a rank that has left in order on ranks that wait for it.
@@ -93,6 +97,7 @@ impl JobSpec {
             idle_timeout: None,
             checkpoints: None,
             compare_every: 100,
+            offload: false,
         }
     }
 
@@ -322,6 +327,7 @@ impl JobSpec {
             ("idle_timeout", self.idle_timeout == other.idle_timeout),
             ("policy for checkpoints", self.checkpoints == other.checkpoints),
             ("compare_every", self.compare_every == other.compare_every),
+            ("offload", self.offload == other.offload),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }
@@ -382,6 +388,7 @@ impl From<&JobSpec> for pb::JobSpec {
             idle_timeout_ms: spec.idle_timeout.map(|timeout| timeout.as_millis() as u64),
             checkpoints: spec.checkpoints.as_ref().map(Into::into),
             compare_every: spec.compare_every,
+            offload: spec.offload,
         }
     }
 }
@@ -416,6 +423,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             idle_timeout: message.idle_timeout_ms.map(Duration::from_millis),
             checkpoints: message.checkpoints.map(TryInto::try_into).transpose()?,
             compare_every: message.compare_every,
+            offload: message.offload,
         };
         spec.validate()?;
         Ok(spec)

@@ -110,7 +110,7 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let count = || prop_oneof![0u32..4, any::<u32>()];
     let meshes = prop::collection::vec(mesh(), 0..3);
     let timeout = prop::option::of(any::<u64>());
-    let policy = (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>());
+    let policy = (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>(), any::<bool>());
     let counts = (count(), count(), count(), count());
     (name(), tensors, groups, (counts, policy), meshes).prop_map(
         |(name, tensors, groups, (counts, policy), meshes)| pb::JobSpec {
@@ -126,6 +126,7 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             idle_timeout_ms: policy.1,
             checkpoints: policy.2,
             compare_every: policy.3,
+            offload: policy.4,
         },
     )
 }

@@ -25,7 +25,9 @@ use zeroshard_proto::{
 };
 
 pub use sections::{All, Coordinator, Shard};
-pub use values::{Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size};
+pub use values::{
+    Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size, StateTier,
+};
 
 /// The longest wait that a caller may request.
 pub const MAX_WAIT: Duration = Duration::from_secs(600);

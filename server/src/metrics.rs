@@ -4,11 +4,13 @@
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use prometheus::{
-    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
-    IntGaugeVec, Opts, Registry, TextEncoder, core::Collector, proto::MetricFamily,
+    CounterVec, Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
+    IntGauge, IntGaugeVec, Opts, Registry, TextEncoder, core::Collector, proto::MetricFamily,
 };
 use prost::Message;
 use zeroshard_proto::pb;
+
+use crate::backend::{DeviceName, Usage};
 
 /// The bounds of the histograms in seconds: 100 us to 100 s.
 const SECONDS: [f64; 19] = [
@@ -39,19 +41,47 @@ pub struct Memory {
 /// them.
 #[derive(Debug)]
 pub struct Tiers {
-    /// In memory.
+    /// In the memory of a GPU.
+    pub device: IntGauge,
+    /// In host memory.
     pub host: IntGauge,
     /// On disk.
     pub disk: IntGauge,
 }
 
-/// The bytes that were read from and written to the scratch file.
+/// The bytes that were read from and written to a tier.
 #[derive(Debug, Clone)]
 pub struct Traffic {
     /// Bytes read.
     pub read: IntCounter,
     /// Bytes written.
     pub written: IntCounter,
+}
+
+/// What GPUs do, by the name of the device.
+#[derive(Debug)]
+pub struct Devices {
+    memory: IntGaugeVec,
+    copied: IntCounterVec,
+    kernel_seconds: CounterVec,
+}
+
+impl Devices {
+    /// Shows what a GPU has done until now.
+    pub(crate) fn show(&self, device: DeviceName, usage: &Usage) {
+        let device = &*device.to_string();
+        for (kind, bytes) in
+            usage.memory.into_iter().flat_map(|(used, all)| [("used", used), ("total", all)])
+        {
+            self.memory.with_label_values(&[device, kind]).set(bytes as i64);
+        }
+        for (direction, bytes) in [("upload", usage.uploaded), ("download", usage.downloaded)] {
+            let copied = self.copied.with_label_values(&[device, direction]);
+            copied.inc_by(bytes.saturating_sub(copied.get()));
+        }
+        let seconds = self.kernel_seconds.with_label_values(&[device]);
+        seconds.inc_by((usage.kernels.as_secs_f64() - seconds.get()).max(0.0));
+    }
 }
 
 /// The duration of the phases of a step on a shard server, each observed once per step, in seconds.
@@ -110,8 +140,10 @@ pub struct Metrics {
     pub memory: Memory,
     /// Slices by tier.
     pub tiers: Tiers,
-    /// Traffic of the disk of slices.
-    pub(crate) scratch: Traffic,
+    /// Bytes that slices move to and from host memory (on a server with a GPU), and the disk.
+    pub(crate) tier_traffic: [Traffic; 2],
+    /// The GPUs of a shard server.
+    pub devices: Devices,
     /// Phases of a step on a shard server.
     pub phases: Phases,
     /// The coordinator's metrics of steps.
@@ -147,10 +179,10 @@ impl Metrics {
         let memory = r.gauges("memory_bytes", "Memory of all jobs, by content.", &["kind"]);
         let tiers = r.gauges(
             "tier_bytes",
-            "Arrays of slices, by the tier in which they are, on a server with --host-memory.",
+            "Arrays of slices, by the tier in which they are, on a server with budgets for them.",
             &["tier"],
         );
-        let scratch = r.counters(
+        let tier_traffic = r.counters(
             "tier_transferred_bytes_total",
             "Bytes read from and written to a tier.",
             &["tier", "direction"],
@@ -194,12 +226,30 @@ impl Metrics {
                 snapshot: memory.with_label_values(&["snapshot"]),
             },
             tiers: Tiers {
+                device: tiers.with_label_values(&["device"]),
                 host: tiers.with_label_values(&["host"]),
                 disk: tiers.with_label_values(&["disk"]),
             },
-            scratch: Traffic {
-                read: scratch.with_label_values(&["disk", "read"]),
-                written: scratch.with_label_values(&["disk", "written"]),
+            tier_traffic: ["host", "disk"].map(|tier| Traffic {
+                read: tier_traffic.with_label_values(&[tier, "read"]),
+                written: tier_traffic.with_label_values(&[tier, "written"]),
+            }),
+            devices: Devices {
+                memory: r.gauges(
+                    "device_memory_bytes",
+                    "Memory of a GPU that is in use by any process, and all of it.",
+                    &["device", "kind"],
+                ),
+                copied: r.counters(
+                    "device_copied_bytes_total",
+                    "Bytes copied to a GPU and from it.",
+                    &["device", "direction"],
+                ),
+                kernel_seconds: r.register(CounterVec::new(
+                    Opts::new("device_kernel_seconds_total", "Time in kernels of a GPU.")
+                        .namespace("zeroshard"),
+                    &["device"],
+                )),
             },
             phases: Phases {
                 reduce: phase.with_label_values(&["reduce"]),

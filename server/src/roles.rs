@@ -16,7 +16,7 @@ use tonic::service::Routes;
 
 use crate::{
     admin::{self, Admin},
-    backend::{Backend, device::Device},
+    backend::{Backend, devices::Devices},
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
     coordinator::{Coordinator, leadership::Leadership},
     failure::Failure,
@@ -160,15 +160,15 @@ pub(crate) fn shard(
     site: &Site,
     shutdown: &CancellationToken,
 ) -> Result<Parts, Error> {
-    let device = Device::open(config.device).map_err(zeroshard_proto::Error::from)?;
-    match device {
-        Device::Cpu(cpu) => shard_on(cpu, config, coordinator, site, shutdown),
-        Device::Cuda(gpu) => shard_on(gpu, config, coordinator, site, shutdown),
+    let devices = Devices::open(&config.device).map_err(zeroshard_proto::Error::from)?;
+    match devices {
+        Devices::Cpu(cpu) => shard_on(vec![cpu], config, coordinator, site, shutdown),
+        Devices::Cuda(gpus) => shard_on(gpus, config, coordinator, site, shutdown),
     }
 }
 
 fn shard_on<B: Backend>(
-    backend: B,
+    backends: Vec<B>,
     config: &config::Shard,
     coordinator: Addresses,
     site: &Site,
@@ -178,7 +178,7 @@ fn shard_on<B: Backend>(
         Some(address) => address.or_port(site.address.port()),
         None => Address::from(site.address),
     };
-    let shard = Shard::new(backend, config, site.context.clone())?;
+    let shard = Shard::new(backends, config, site.context.clone())?;
     let (routes, shutdown) = (shard.routes(shutdown), shutdown.clone());
     let background = async move {
         shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;

@@ -54,15 +54,15 @@ def run_all(
     contains the errors of all.
     """
     with contextlib.ExitStack() as stack:
-        connections: dict[Any, int] = {}
+        processes: dict[Any, tuple[int, Any]] = {}
         for rank, args in enumerate(arguments):
             ours, theirs = context.Pipe()
             process = context.Process(target=_process, args=(theirs, function, args))
             process.start()
             stack.callback(_end, process)
             theirs.close()
-            connections[ours] = rank
-        return _collect(connections, timeout)
+            processes[ours] = rank, process
+        return _collect(processes, timeout)
 
 
 def _end(process: Any) -> None:
@@ -73,34 +73,42 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def _collect(connections: dict[Any, int], timeout: float) -> list[Any]:
-    """Returns the result of every rank, or raises an error with the failures of all."""
+def _collect(processes: dict[Any, tuple[int, Any]], timeout: float) -> list[Any]:
+    """Returns the result of every rank, or raises an error with the failures of all. The ranks and
+    processes are given by their connections."""
     began = time.monotonic()
     end = began + timeout
-    waiting = dict(connections)
+    waiting = dict(processes)
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     while waiting and (left := end - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
-            rank = waiting.pop(connection)
+            rank, process = waiting.pop(connection)
             try:
                 result = pickle.loads(connection.recv_bytes())
             except EOFError:
-                result = Failure("ended without a word")
+                result = Failure(f"ended without a word: {_cause(process)}")
             if isinstance(result, Failure):
                 failures[rank] = result.text
                 end = min(end, time.monotonic() + GRACE)
             else:
                 results[rank] = result
     if failures or waiting:
-        for rank in waiting.values():
+        for rank, _ in waiting.values():
             failures.setdefault(
                 rank, f"had not ended {time.monotonic() - began:.0f} s after the start"
             )
         raise RankFailed(
             "\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
         )
-    return [results[rank] for rank in range(len(connections))]
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _cause(process: Any) -> str:
+    """Why a process has ended that has closed its connection."""
+    process.join(GRACE)
+    status = process.exitcode
+    return signal.Signals(-status).name if status is not None and status < 0 else f"exit {status}"
 
 
 def _process(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -15,7 +15,9 @@ BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" /
 TIMEOUT = 10
 
 
-def start(*arguments: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+def start(
+    *arguments: str, listen: str = "127.0.0.1:0", admin: str = "off"
+) -> tuple[subprocess.Popen[str], str]:
     """Starts a server. Returns its process, and the address that it listens on."""
     command = [
         str(BINARY),
@@ -23,7 +25,7 @@ def start(*arguments: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Pope
         "--listen",
         listen,
         "--admin-listen",
-        "off",
+        admin,
         "--json",
         "--log",
         "error",
@@ -40,9 +42,9 @@ def start(*arguments: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Pope
 
 
 @contextlib.contextmanager
-def server(*arguments: str) -> Iterator[str]:
+def server(*arguments: str, admin: str = "off") -> Iterator[str]:
     """Runs a server. Returns the address that it listens on."""
-    process, address = start(*arguments)
+    process, address = start(*arguments, admin=admin)
     try:
         yield address
     finally:

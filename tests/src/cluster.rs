@@ -111,13 +111,15 @@ impl Cluster {
         Process::start(shard(address, flags))
     }
 
-    /// Starts a shard server on a GPU of the fake driver, whose environment `settings` choose. It
-    /// registers with the coordinator at `address`.
+    /// Starts a shard server with these flags on a GPU of the fake driver, whose environment
+    /// `settings` choose. It registers with the coordinator at `address`.
     ///
     /// # Panics
     /// If it does not start.
-    pub fn shard_on_gpu(address: &str, settings: &[(&str, &str)]) -> Process {
-        let mut command = shard(address, &["--device", "cuda:0"]);
+    pub fn shard_on_gpu(address: &str, flags: &[&str], settings: &[(&str, &str)]) -> Process {
+        let device: &[&str] =
+            if flags.contains(&"--device") { &[] } else { &["--device", "cuda:0"] };
+        let mut command = shard(address, &[device, flags].concat());
         gpu::with_fake_driver(&mut command);
         command.envs(settings.iter().copied());
         Process::start(command)

@@ -5,10 +5,13 @@ use std::{
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
+    sync::OnceLock,
 };
 
+use fake_cuda::compiled;
+
 /// If this variable is set, the shard servers of all tests run on GPUs of the fake driver, except
-/// those with flags that GPUs do not support.
+/// those with flags for the tiers of the CPU. The kernels are compiled for the host.
 const VARIABLE: &str = "ZEROSHARD_TEST_FAKE_GPU";
 
 /// A directory in which the loader finds the fake driver under the name of the driver. The library
@@ -26,9 +29,29 @@ fn directory() -> PathBuf {
     }
 }
 
+/// The kernels, compiled for the host.
+fn kernels() -> &'static Path {
+    static KERNELS: OnceLock<PathBuf> = OnceLock::new();
+    KERNELS.get_or_init(|| {
+        let sources =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/src/backend/cuda/kernels");
+        let (directory, name) = (directory(), "kernels.so");
+        let compiled = tempfile::tempdir_in(&directory).expect("the directory is writable");
+        compiled::compile(&sources, &compiled.path().join(name))
+            .expect("the kernels can be compiled");
+        // Another process may have the library of an earlier run open, which stays as it is.
+        let library = directory.join(name);
+        fs::rename(compiled.path().join(name), &library).expect("both are in one directory");
+        library
+    })
+}
+
 /// Has a program use the fake driver, which aborts it when it uses a device wrongly.
 pub fn with_fake_driver(command: &mut Command) {
     command.env("LD_LIBRARY_PATH", directory()).env("FAKE_CUDA_ABORT", "1");
+    // Memory that is freed on the device is returned to the system. By default the threshold rises
+    // with the sizes that are freed, and tests of a server's memory would see what was freed.
+    command.env("MALLOC_MMAP_THRESHOLD_", "1048576");
 }
 
 /// Runs a shard server with these flags on a GPU, if [`VARIABLE`] asks for it.
@@ -36,6 +59,7 @@ pub(crate) fn choose_device(command: &mut Command, flags: &[&str]) {
     let is_for_cpu = flags.iter().any(|flag| ["--host-memory", "--device"].contains(flag));
     if env::var_os(VARIABLE).is_some() && !is_for_cpu {
         with_fake_driver(command);
+        command.env("FAKE_CUDA_KERNELS", kernels());
         command.args(["--device", "cuda:0"]);
     }
 }

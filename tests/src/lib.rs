@@ -15,8 +15,15 @@ pub mod stock;
 pub mod synthetic;
 pub mod training;
 
+use std::time::Duration;
+
 pub use cluster::Cluster;
 pub use etcd::Etcd;
 pub use process::{Process, binary, run};
 pub use proxy::FaultProxy;
 pub use training::{Trained, Training};
+
+/// The deadline of calls that are expected to succeed, which ends a test that would otherwise hang.
+pub fn timeout() -> Duration {
+    Duration::from_secs(if cfg!(feature = "long") { 150 } else { 30 })
+}

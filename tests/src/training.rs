@@ -35,7 +35,8 @@ pub struct Trained {
 impl Training {
     /// A run of three steps, with the gradients in one push.
     pub fn new(spec: JobSpec) -> Self {
-        Self { spec, steps: 3, options: Options::default(), buckets: 1, commit: Commit::default() }
+        let options = Options::default().timeout(crate::timeout());
+        Self { spec, steps: 3, options, buckets: 1, commit: Commit::default() }
     }
 
     /// Creates the job and trains it. Every rank pulls all parameters before each step.

@@ -106,6 +106,46 @@ fn step_measures_a_case_at_every_level() {
     }
 }
 
+/// The count in a row of `step --group`: least, median and greatest bytes, and the formula.
+fn counted(lines: &[Value], group: u64, of: &str, bytes: &str) -> [u64; 4] {
+    let is_it = |line: &&Value| {
+        (&line["group"], &line["of"], &line["bytes"])
+            == (&Value::from(group), &Value::from(of), &Value::from(bytes))
+    };
+    let line = lines.iter().find(is_it).unwrap();
+    ["min", "median", "max", "formula"].map(|field| line[field].as_u64().unwrap())
+}
+
+#[test]
+fn step_counts_the_bytes_of_groups_and_the_count_equals_the_formula() {
+    // The slices can be divided evenly among the servers, so every server has the same bytes.
+    let case = ["--workers", "12", "--servers", "4", "--tensors", "8", "--numel", "65536"];
+    let lines = bench(&[&["step", "--group", "4", "--level", "p_g_os"], &case[..]].concat(), &[]);
+    let parameters = 8 * 65536 * 4;
+    let expected = [
+        (1, "server", "received from ranks", parameters * 12 / 4),
+        (4, "server", "received from ranks", parameters * 12 / 4 / 4),
+        (4, "server", "sent to ranks", 2 * parameters * 12 / 4 / 4),
+        (1, "rank", "sent to servers", parameters),
+        (4, "rank", "sent to servers", parameters / 4),
+        (4, "rank", "received from servers", 2 * parameters / 4),
+        (1, "rank", "sent in the group", 0),
+        (4, "rank", "sent in the group", 3 * parameters / 4 * 3),
+    ];
+    for (group, of, bytes, expected) in expected {
+        assert_eq!(counted(&lines, group, of, bytes), [expected; 4], "{group} {of} {bytes}");
+    }
+    let fsdp = lines.iter().find(|line| line["system"] == "FSDP").unwrap();
+    assert_eq!(fsdp["formula"], 3 * parameters / 12 * 11);
+}
+
+#[test]
+fn step_refuses_groups_that_do_not_divide_the_workers() {
+    let output = run("zs-bench", &["step", "--group", "3", "--workers", "8"]);
+    assert!(!output.status.success(), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("group_size"), "{output:?}");
+}
+
 #[test]
 fn checkpoint_compares_saves_and_restores_with_plain_files_and_steps_beside_saves() {
     let folder = tempfile::tempdir().unwrap();

@@ -49,6 +49,7 @@ mod dist_model;
 mod dist_tensor;
 mod embedding;
 mod error;
+mod exchanges;
 mod group_sharded;
 mod hooks;
 mod layer;

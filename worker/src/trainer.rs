@@ -4,8 +4,9 @@
 //! - Settings and data: [`cli`] (flags), [`plan`] (the validated settings), [`text`] and
 //!   [`batches`] (the data), [`schedule`] (the hyperparameters of each step), [`random`] (random
 //!   numbers that depend only on a key).
-//! - Computation: [`model`] (the parameters), [`network`] (the part of the model on one rank),
-//!   [`segments`] (forward and backward), [`levels`] (one step at each level of ZeRO), [`sample`].
+//! - Computation: [`device`] (the processor or a GPU), [`model`] (the parameters), [`network`] (the
+//!   part of the model on one rank), [`segments`] (forward and backward), [`levels`] (one step at
+//!   each level of ZeRO), [`sample`].
 //! - Transfers: [`transfers`] (pulls and pushes in the background), [`memory`] (the number of bytes
 //!   that are held).
 //! - Execution: [`launch`] and [`processes`] (servers and workers), [`train`] (the loop of one
@@ -17,6 +18,7 @@
 pub mod batches;
 pub mod chart;
 pub mod cli;
+pub mod device;
 pub mod error;
 pub mod evaluate;
 pub mod launch;

@@ -79,16 +79,21 @@ impl Lent {
     }
 
     /// The memory, for writing.
-    fn slots(&mut self) -> Result<Slots<'_>, Error> {
-        let bytes = match self.bytes {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        match self.bytes {
             0 => &mut [],
             // SAFETY: the creator of an `Array` guarantees that `address` points to `bytes` bytes
             // which `owner` keeps alive, and that nothing else accesses them until the transfer
             // ends. Python code that reads the tensor meanwhile sees old or partially written
             // numbers, and every bit pattern is a valid number.
             bytes => unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, bytes) },
-        };
-        Slots::new(bytes, self.dtype)
+        }
+    }
+
+    /// The memory as slots for values.
+    pub(crate) fn slots(&mut self) -> Result<Slots<'_>, Error> {
+        let dtype = self.dtype;
+        Slots::new(self.bytes_mut(), dtype)
     }
 }
 

@@ -123,7 +123,7 @@ impl Cluster {
 
     #[pyo3(signature = (
         name, tensors, groups, world, meshes=None, *, idle_timeout=None, predecessor=None,
-        fresh_state=false, checkpoints=None, resume=false
+        fresh_state=false, checkpoints=None, resume=false, group_size=1, offload=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create_job(
@@ -139,6 +139,8 @@ impl Cluster {
         fresh_state: bool,
         checkpoints: Option<PyRef<'_, CheckpointPolicy>>,
         resume: bool,
+        group_size: u32,
+        offload: bool,
     ) -> PyResult<()> {
         let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
             .map_err(raise)?;
@@ -149,8 +151,17 @@ impl Cluster {
         let spec = JobSpec::new(name, manifest, optimizers(groups)?);
         let replicas = self.replicas;
         let min_servers = replicas.max(1);
-        let spec =
-            JobSpec { world, meshes, idle_timeout, checkpoints, replicas, min_servers, ..spec };
+        let spec = JobSpec {
+            world,
+            meshes,
+            idle_timeout,
+            checkpoints,
+            replicas,
+            min_servers,
+            group_size,
+            offload,
+            ..spec
+        };
         let mut create = client::CreateJob::new(spec);
         create.restore = restore;
         create.from = predecessor.map(|(job, version)| job.at(version));

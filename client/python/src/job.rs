@@ -14,8 +14,9 @@ use zeroshard_client::{
 use zeroshard_proto::{AppliedSteps, Error, JobVersion, successor_name};
 
 use crate::{
-    array::{Arrays, Targets, tensor_data},
+    array::{Array, Arrays, Lent, Targets, tensor_data},
     error::raise,
+    exchange::Exchange,
     optimizer::{Group, optimizers},
     plan::lock,
     progress::in_parts,
@@ -232,7 +233,7 @@ impl Job {
         py: Python<'_>,
         step: u64,
         tensor: usize,
-        array: PyRef<'_, crate::array::Array>,
+        array: PyRef<'_, Array>,
     ) -> PyResult<()> {
         let gradient = tensor_data(py, &vec![(tensor, array)])?.remove(0);
         let numel = gradient.data.len();
@@ -259,6 +260,53 @@ impl Job {
         let outgoing = &mut *lock(&self.outgoing);
         let attempt = self.attempt(outgoing, step)?;
         self.start_push(outgoing, attempt, gradients)
+    }
+
+    fn exchange(&self, tensors: Vec<usize>) -> PyResult<Exchange> {
+        let exchange = self.job.exchange(&tensor_ids(tensors)).map_err(raise)?;
+        Ok(Exchange::new(exchange, self.job.wire()))
+    }
+
+    fn open_attempt(&self, step: u64) -> PyResult<OpenAttempt> {
+        self.attempt(&mut lock(&self.outgoing), step).map(OpenAttempt)
+    }
+
+    fn push_sums(
+        &self,
+        py: Python<'_>,
+        attempt: PyRef<'_, OpenAttempt>,
+        exchange: Py<Exchange>,
+        received: PyRef<'_, Array>,
+    ) -> PyResult<()> {
+        let received = Lent::new(py, &received);
+        let (sums, present) = py.detach(|| exchange.get().add(received.as_ref())).map_err(raise)?;
+        let mut outgoing = lock(&self.outgoing);
+        if outgoing.attempt.as_ref().is_none_or(|open| key(open) != attempt.key()) {
+            return Ok(());
+        }
+        let (attempt, sending) = (attempt.0.clone(), self.sending.clone());
+        self.start(&mut outgoing, async move {
+            let _permit = acquire(&sending).await?;
+            let present: Vec<&[bool]> = present.iter().map(Vec::as_slice).collect();
+            attempt.push_sums(&exchange.get().exchange, sums, &present).await
+        })?;
+        drop(outgoing);
+        self.wait_until_sendable(py)
+    }
+
+    fn pull_pieces(
+        &self,
+        py: Python<'_>,
+        version: u64,
+        exchange: Py<Exchange>,
+        part: PyRef<'_, Array>,
+    ) -> PyResult<Transfer> {
+        let (job, mut part) = (self.job.clone(), Lent::new(py, &part));
+        let task = spawn(async move {
+            let slots = exchange.get().own_slots(&mut part)?;
+            job.pull_pieces(version, &exchange.get().exchange, slots).await
+        })?;
+        Ok(Transfer { task: Some(task) })
     }
 
     fn absent(&self, step: u64, tensors: Vec<usize>) -> PyResult<()> {
@@ -326,7 +374,7 @@ impl Job {
         py: Python<'_>,
         step: u64,
         tensor: usize,
-        array: PyRef<'_, crate::array::Array>,
+        array: PyRef<'_, Array>,
     ) -> PyResult<()> {
         let attempt = self.attempt(&mut lock(&self.outgoing), step)?;
         let mut targets = Targets::new(py, &vec![(tensor, array)]);
@@ -428,6 +476,27 @@ impl Job {
         self.forget();
         let job = self.job.clone();
         Ok(Transfer { task: Some(spawn(async move { job.leave_done().await })?) })
+    }
+}
+
+/// The attempt at a step to which pushes belong.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct OpenAttempt(Attempt);
+
+fn key(attempt: &Attempt) -> (u64, u64, u32) {
+    (attempt.epoch(), attempt.step(), attempt.number())
+}
+
+#[pymethods]
+impl OpenAttempt {
+    #[getter]
+    fn key(&self) -> (u64, u64, u32) {
+        key(&self.0)
+    }
+
+    fn reach_epoch(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
+        let attempt = self.0.clone();
+        wait(py, async move { attempt.reach_epoch(epoch).await })
     }
 }
 

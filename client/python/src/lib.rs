@@ -6,6 +6,7 @@ mod array;
 mod checkpoint;
 mod cluster;
 mod error;
+mod exchange;
 mod hash;
 mod job;
 mod mesh;
@@ -28,9 +29,11 @@ mod _native {
     #[pymodule_export]
     use cluster::Cluster;
     #[pymodule_export]
+    use exchange::Exchange;
+    #[pymodule_export]
     use hash::hashes;
     #[pymodule_export]
-    use job::{Job, Report, Rest, Transfer};
+    use job::{Job, OpenAttempt, Report, Rest, Transfer};
     #[pymodule_export]
     use mesh::{Layout, Mesh, TensorBox, redistribution};
     #[pymodule_export]

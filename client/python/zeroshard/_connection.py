@@ -42,7 +42,8 @@ class Connection:
         self._name = name
         self._run = run
         self._rendezvous = rendezvous
-        self._timeout = timeout
+        #: The maximum time of an operation in seconds.
+        self.timeout = timeout
         self._names: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._jobs: list[Job] = []
         #: Transfers that leave a job.
@@ -78,6 +79,8 @@ class Connection:
         fresh_state: bool = False,
         checkpoints: CheckpointPolicy | None = None,
         resume: bool = False,
+        group_size: int = 1,
+        offload: bool = False,
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
@@ -96,6 +99,8 @@ class Connection:
             fresh_state=fresh_state,
             checkpoints=checkpoints,
             resume=resume,
+            group_size=group_size,
+            offload=offload,
         )
         job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         self._jobs.append(job)
@@ -148,7 +153,7 @@ class Connection:
         key = f"{self._run}/left"
         try:
             left = rendezvous.count(key, 1)
-            until = time.monotonic() + self._timeout
+            until = time.monotonic() + self.timeout
             idle_since = None
             while self.world.rank == 0 and left < self.world.size and time.monotonic() < until:
                 time.sleep(0.02)

@@ -14,9 +14,11 @@ __all__ = [
     "Buckets",
     "CheckpointPolicy",
     "Cluster",
+    "Exchange",
     "Job",
     "Layout",
     "Mesh",
+    "OpenAttempt",
     "Optimizer",
     "Pinned",
     "Report",
@@ -226,6 +228,8 @@ class Cluster:
         fresh_state: bool = False,
         checkpoints: CheckpointPolicy | None = None,
         resume: bool = False,
+        group_size: int = 1,
+        offload: bool = False,
     ) -> None:
         """Creates the job, unless a job with the same name and the same specification exists.
 
@@ -239,6 +243,11 @@ class Cluster:
 
         With ``resume``, the job starts from the latest checkpoint of a job of this name, if there
         is one. Its version is then that of the checkpoint, and nothing is uploaded.
+
+        With a ``group_size``, so many consecutive ranks add their gradients before they push them:
+        see :class:`Exchange`.
+
+        With ``offload``, servers with a GPU keep the optimizer state in host memory or on disk.
         """
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def delete_job(self, name: str) -> None: ...
@@ -273,6 +282,39 @@ class Pinned:
         """Fills the arrays with whole tensors, which are given by their indices."""
     def close(self) -> None:
         """Releases the version."""
+
+@final
+class Exchange:
+    """The division of some tensors among the ranks of a group: what each rank sends to the others,
+    and what becomes of it. The group transfers it in words of 4 bytes."""
+
+    @property
+    def sent_words(self) -> list[int]:
+        """The words of this rank's messages with gradients, by the rank of the group to which they
+        are sent."""
+    @property
+    def received_words(self) -> list[int]:
+        """The words of the messages with gradients for this rank, by the rank of the group that
+        sends them."""
+    @property
+    def part_words(self) -> int:
+        """The words of the largest part of the parameters that one rank of the group pulls."""
+    def pack(self, gradients: Sequence[Array | None], into: Array) -> None:
+        """Writes this rank's messages, one after the other. ``gradients``: of each tensor, or None
+        if this rank has none."""
+    def place(self, parts: Array, arrays: Sequence[Array]) -> None:
+        """Copies the parts of all ranks, each of which has :attr:`part_words`, to the tensors."""
+
+@final
+class OpenAttempt:
+    """The attempt at a step to which pushes belong."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The epoch, the step, and the number of the attempt in this epoch."""
+    def reach_epoch(self, epoch: int) -> None:
+        """Waits until this rank knows of the epoch, of which another rank has learned first. An
+        epoch after that of the attempt ends it with :class:`~zeroshard.StepAbortedError`."""
 
 @final
 class Job:
@@ -323,6 +365,15 @@ class Job:
         for the transfer."""
     def push(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
         """Starts to send these gradients as one bucket. Does not wait for the transfer."""
+    def exchange(self, tensors: Sequence[int]) -> Exchange:
+        """The division of these tensors among the ranks of the group."""
+    def open_attempt(self, step: int) -> OpenAttempt:
+        """The attempt to which pushes of this rank belong now."""
+    def push_sums(self, attempt: OpenAttempt, exchange: Exchange, received: Array) -> None:
+        """Starts to send the sums of the gradients in the messages for this rank. Does nothing if
+        the attempt has been given up."""
+    def pull_pieces(self, version: int, exchange: Exchange, part: Array) -> Transfer:
+        """Starts to fill ``part`` with the parameters that this rank pulls for its group."""
     def absent(self, step: int, tensors: Sequence[int]) -> None:
         """Reports that this rank has no gradient for these tensors. Does not wait."""
     def replace(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:

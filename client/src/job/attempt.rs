@@ -335,6 +335,18 @@ impl Attempt {
         self.while_open(pull, deadline).await
     }
 
+    /// Waits until this rank knows of `epoch`, of which another rank of its group has learned
+    /// first. A later epoch than that of the attempt ends the attempt.
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`], [`Error::StepMismatch`], [`Error::RolledBack`]: the attempt has
+    /// ended. [`Error::Timeout`].
+    pub async fn reach_epoch(&self, epoch: u64) -> Result<()> {
+        let deadline = Deadline::after(self.job.0.cluster.options.timeout);
+        self.job.wait_for_news(epoch.saturating_sub(1), deadline).await?;
+        self.check_epoch(deadline).await
+    }
+
     /// Discards the gradients of this attempt, and waits until every rank has done so. The step can
     /// then be tried again with other gradients in the next attempt.
     ///

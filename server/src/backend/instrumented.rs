@@ -22,12 +22,16 @@ pub(crate) struct Instrumented {
     pub(crate) writes: AtomicUsize,
     /// The number of further buffers that can be allocated.
     pub(crate) room: AtomicUsize,
+    /// What the device says of itself.
+    pub(crate) device: DeviceName,
+    pub(crate) is_lost: bool,
 }
 
 impl Instrumented {
     /// A backend without a limit on the number of buffers.
     pub(crate) fn new() -> Self {
-        Self { cpu: Cpu::new(), writes: AtomicUsize::new(0), room: AtomicUsize::new(usize::MAX) }
+        let (writes, room) = (AtomicUsize::new(0), AtomicUsize::new(usize::MAX));
+        Self { cpu: Cpu::new(), writes, room, device: DeviceName::Cpu, is_lost: false }
     }
 
     fn count(&self) -> &Cpu {
@@ -38,6 +42,14 @@ impl Instrumented {
 
 impl Backend for Instrumented {
     type Buffer = Buffer;
+
+    fn device(&self) -> DeviceName {
+        self.device
+    }
+
+    fn is_lost(&self) -> bool {
+        self.is_lost
+    }
 
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer> {
         let take = |room: usize| room.checked_sub(1);

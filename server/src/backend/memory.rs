@@ -21,7 +21,7 @@ unsafe impl Zeroable for Line {}
 unsafe impl Pod for Line {}
 
 /// A zeroed array of bytes, aligned to at least 64.
-pub(super) struct Memory {
+pub(crate) struct Memory {
     storage: Storage,
     /// INVARIANT: at most the storage's size.
     len: usize,
@@ -34,7 +34,7 @@ enum Storage {
 
 impl Memory {
     /// Allocates `len` zero bytes; `None` if there is not enough memory.
-    pub(super) fn zeroed(len: usize) -> Option<Memory> {
+    pub(crate) fn zeroed(len: usize) -> Option<Memory> {
         let storage = if len < MAPPED_FROM {
             let lines = len.div_ceil(size_of::<Line>());
             let mut heap = Vec::new();
@@ -53,7 +53,7 @@ impl Memory {
     /// Has the kernel provide the pages of a range now. A page that is first read and then written
     /// is faulted in twice otherwise, and the second fault interrupts all cores: the first step
     /// took ten times as long as the others.
-    pub(super) fn populate(&mut self, range: Range<usize>) {
+    pub(crate) fn populate(&mut self, range: Range<usize>) {
         if let Storage::Mapped(map) = &self.storage {
             // Linux before 5.14 does not know the advice, and provides pages when they are used.
             let _ = map.advise_range(Advice::PopulateWrite, range.start, range.len());
@@ -61,7 +61,7 @@ impl Memory {
     }
 
     /// The bytes.
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         let all = match &self.storage {
             Storage::Heap(lines) => bytemuck::cast_slice(lines),
             Storage::Mapped(map) => &map[..],
@@ -70,7 +70,7 @@ impl Memory {
     }
 
     /// The bytes, for writing.
-    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         let all = match &mut self.storage {
             Storage::Heap(lines) => bytemuck::cast_slice_mut(lines),
             Storage::Mapped(map) => &mut map[..],

@@ -14,6 +14,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use zeroshard_proto::Elements;
@@ -22,7 +23,7 @@ use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 pub mod cpu;
 pub(crate) mod cuda;
-pub(crate) mod device;
+pub(crate) mod devices;
 pub(crate) mod failure;
 #[cfg(test)]
 pub(crate) mod instrumented;
@@ -33,7 +34,16 @@ mod memory;
 mod conformance;
 
 pub use cpu::Cpu;
-pub use failure::{Failure, Result};
+pub use failure::{DeviceName, Failure, Result};
+pub(crate) use memory::Memory;
+
+/// The number of GPUs of this machine.
+///
+/// # Errors
+/// [`Failure::Unavailable`] if there is no driver, no GPU, or an old driver.
+pub fn gpus() -> Result<usize> {
+    cuda::driver::library::device_count()
+}
 
 /// A device that holds slices of numbers and computes on them.
 ///
@@ -43,6 +53,21 @@ pub use failure::{Failure, Result};
 pub trait Backend: Send + Sync + 'static {
     /// An array of elements of one dtype.
     type Buffer: Send + Sync + 'static;
+
+    /// The device.
+    fn device(&self) -> DeviceName {
+        DeviceName::Cpu
+    }
+
+    /// Whether every operation fails from now on.
+    fn is_lost(&self) -> bool {
+        false
+    }
+
+    /// What the device has done until now, if it is a GPU.
+    fn usage(&self) -> Option<Usage> {
+        None
+    }
 
     /// Allocates a zeroed array. Its memory may be provided when it is used for the first time, or
     /// by [`Backend::populate`].
@@ -116,6 +141,20 @@ pub trait Backend: Send + Sync + 'static {
     /// Copies `src` into `dst`, which has the same number of elements, and casts if the dtypes
     /// differ.
     fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) -> Result<()>;
+}
+
+/// What a GPU has done until now.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Usage {
+    /// The bytes of its memory that are in use, by any process, and of all of it. None: the device
+    /// is lost.
+    pub memory: Option<(u64, u64)>,
+    /// Bytes copied to the device.
+    pub uploaded: u64,
+    /// Bytes copied from the device.
+    pub downloaded: u64,
+    /// The time in kernels.
+    pub kernels: Duration,
 }
 
 /// An array that a step reads and writes.

@@ -5,7 +5,9 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::{Address, Addresses, AdminListen, DeviceChoice, Error, Etcd, Listen, Size, defaults};
+use super::{
+    Address, Addresses, AdminListen, DeviceChoice, Error, Etcd, Listen, Size, StateTier, defaults,
+};
 
 /// The configuration of the coordinator.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
@@ -112,17 +114,29 @@ pub struct Shard {
     /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
-    /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, or `auto` for
-    /// the first GPU if there is one. GPUs have only been tested with a simulated driver
+    /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, several GPUs
+    /// such as `cuda:0,1`, over which slices are balanced by bytes, or `auto` for the first GPU if
+    /// there is one. GPUs have only been tested with a simulated driver
     #[arg(long, env = "ZEROSHARD_DEVICE", value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
-    /// Maximum memory for the master weights, optimizer state and gradients of slices, such as
-    /// 48GiB; by default there is no limit. Buffers, early gradients and versions that readers
-    /// hold come in addition
+    /// With GPUs: maximum memory of each GPU for the master weights, optimizer state and gradients
+    /// of slices, such as 64GiB; by default there is no limit. What does not fit is in
+    /// --host-memory or in --disk. Buffers of about 300 MiB come in addition
+    #[arg(long, env = "ZEROSHARD_DEVICE_MEMORY", value_name = "SIZE")]
+    pub device_memory: Option<Size>,
+    /// With a GPU: fastest tier for the optimizer state, `device` or `host`. With `host` only the
+    /// master weights and gradients are in the memory of the GPU, as in ZeRO-Offload. LAMB and
+    /// Adafactor always have their state in the memory of the GPU
+    #[arg(long, env = "ZEROSHARD_STATE_TIER", value_name = "TIER", default_value_t = StateTier::Device)]
+    pub state_tier: StateTier,
+    /// Maximum host memory for the master weights, optimizer state and gradients of slices, such
+    /// as 48GiB; by default there is no limit, and with a GPU nothing is there. Buffers, early
+    /// gradients and versions that readers hold come in addition
     #[arg(long, env = "ZEROSHARD_HOST_MEMORY", value_name = "SIZE")]
     pub host_memory: Option<Size>,
-    /// Directory, on a fast disk, for slices that do not fit in --host-memory. The file in it has
-    /// no name, and is gone when the server ends
+    /// Directory, on a fast disk, for slices that do not fit in --host-memory, or with a GPU in
+    /// --device-memory and --host-memory. The file in it has no name, and is gone when the server
+    /// ends
     #[arg(long, env = "ZEROSHARD_DISK", value_name = "DIR")]
     pub disk: Option<PathBuf>,
     /// Maximum size of the slices in --disk, such as 400GiB
@@ -171,17 +185,29 @@ pub struct All {
     /// the job says; by default there is no limit
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
-    /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, or `auto` for
-    /// the first GPU if there is one. GPUs have only been tested with a simulated driver
+    /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, several GPUs
+    /// such as `cuda:0,1`, over which slices are balanced by bytes, or `auto` for the first GPU if
+    /// there is one. GPUs have only been tested with a simulated driver
     #[arg(long, env = "ZEROSHARD_DEVICE", value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
-    /// Maximum memory for the master weights, optimizer state and gradients of slices, such as
-    /// 48GiB; by default there is no limit. Buffers, early gradients and versions that readers
-    /// hold come in addition
+    /// With GPUs: maximum memory of each GPU for the master weights, optimizer state and gradients
+    /// of slices, such as 64GiB; by default there is no limit. What does not fit is in
+    /// --host-memory or in --disk. Buffers of about 300 MiB come in addition
+    #[arg(long, env = "ZEROSHARD_DEVICE_MEMORY", value_name = "SIZE")]
+    pub device_memory: Option<Size>,
+    /// With a GPU: fastest tier for the optimizer state, `device` or `host`. With `host` only the
+    /// master weights and gradients are in the memory of the GPU, as in ZeRO-Offload. LAMB and
+    /// Adafactor always have their state in the memory of the GPU
+    #[arg(long, env = "ZEROSHARD_STATE_TIER", value_name = "TIER", default_value_t = StateTier::Device)]
+    pub state_tier: StateTier,
+    /// Maximum host memory for the master weights, optimizer state and gradients of slices, such
+    /// as 48GiB; by default there is no limit, and with a GPU nothing is there. Buffers, early
+    /// gradients and versions that readers hold come in addition
     #[arg(long, env = "ZEROSHARD_HOST_MEMORY", value_name = "SIZE")]
     pub host_memory: Option<Size>,
-    /// Directory, on a fast disk, for slices that do not fit in --host-memory. The file in it has
-    /// no name, and is gone when the server ends
+    /// Directory, on a fast disk, for slices that do not fit in --host-memory, or with a GPU in
+    /// --device-memory and --host-memory. The file in it has no name, and is gone when the server
+    /// ends
     #[arg(long, env = "ZEROSHARD_DISK", value_name = "DIR")]
     pub disk: Option<PathBuf>,
     /// Maximum size of the slices in --disk, such as 400GiB
@@ -211,7 +237,9 @@ impl All {
             parked_bytes: self.parked_bytes,
             pinned_bytes: self.pinned_bytes,
             snapshot_bytes: self.snapshot_bytes,
-            device: self.device,
+            device: self.device.clone(),
+            device_memory: self.device_memory,
+            state_tier: self.state_tier,
             host_memory: self.host_memory,
             disk: self.disk.clone(),
             disk_bytes: self.disk_bytes,
@@ -220,18 +248,46 @@ impl All {
 }
 
 impl Shard {
-    /// Checks that the flags for tiers are complete, and that the device supports tiers.
+    /// Checks that the flags for tiers are complete, and that they match the device.
     pub(super) fn check_tiers(&self, section: &'static str) -> Result<(), Error> {
-        if self.device != DeviceChoice::Cpu && self.host_memory.is_some() {
-            let expected = "cpu, because of --host-memory: slices on GPUs have no other tiers yet";
-            return Err(Error::value(section, "device", self.device, expected));
-        }
         let missing = |key, expected| Err(Error::value(section, key, "missing", expected));
-        match (&self.disk, self.disk_bytes, self.host_memory) {
-            (Some(_), None, _) => missing("disk_bytes", "a size such as 400GiB, because of --disk"),
-            (None, Some(_), _) => missing("disk", "a directory, because of --disk-bytes"),
-            (Some(_), Some(_), None) => {
+        let refused = |key, found: &dyn ToString, expected| {
+            Err(Error::value(section, key, found.to_string(), expected))
+        };
+        match (&self.disk, self.disk_bytes) {
+            (Some(_), None) => {
+                return missing("disk_bytes", "a size such as 400GiB, because of --disk");
+            }
+            (None, Some(_)) => return missing("disk", "a directory, because of --disk-bytes"),
+            _ => {}
+        }
+        let on_host = self.host_memory.is_some() || self.disk.is_some();
+        match (&self.device, self.device_memory, self.host_memory) {
+            (DeviceChoice::Auto, device_memory, _) if on_host || device_memory.is_some() => {
+                refused(
+                    "device",
+                    &self.device,
+                    "cpu or a GPU such as cuda:0, because the budgets of tiers depend on the device",
+                )
+            }
+            (DeviceChoice::Cpu, Some(size), _) => {
+                refused("device_memory", &size, "no value with --device cpu: use --host-memory")
+            }
+            (DeviceChoice::Cpu, None, None) if self.disk.is_some() => {
                 missing("host_memory", "a size such as 48GiB, because of --disk")
+            }
+            (DeviceChoice::Cuda(_), None, _) if on_host => {
+                missing("device_memory", "a size such as 64GiB, because of --host-memory or --disk")
+            }
+            (device, device_memory, _) if self.state_tier == StateTier::Host => {
+                match (device, device_memory) {
+                    (DeviceChoice::Cuda(_), Some(_)) if on_host => Ok(()),
+                    _ => refused(
+                        "state_tier",
+                        &self.state_tier,
+                        "device, or a GPU with --device-memory, and --host-memory or --disk",
+                    ),
+                }
             }
             _ => Ok(()),
         }

@@ -170,3 +170,31 @@ fn a_wildcard_address_needs_an_advertised_address() {
 fn the_command_line_is_consistent() {
     Cli::command().debug_assert();
 }
+
+#[test]
+fn the_budgets_of_tiers_are_complete_and_match_the_device() {
+    let key = |arguments: &str| wrong_key(shard(&arguments.split(' ').collect::<Vec<_>>()));
+    for (arguments, expected) in [
+        ("--disk /d", "disk_bytes"),
+        ("--disk-bytes 1GiB", "disk"),
+        ("--disk /d --disk-bytes 1GiB", "host_memory"),
+        ("--device-memory 1GiB", "device_memory"),
+        ("--device auto --host-memory 1GiB", "device"),
+        ("--device auto --device-memory 1GiB", "device"),
+        ("--device cuda:0 --host-memory 1GiB", "device_memory"),
+        ("--device cuda:0 --disk /d --disk-bytes 1GiB", "device_memory"),
+        ("--state-tier host --host-memory 1GiB", "state_tier"),
+        ("--device cuda:0 --state-tier host", "state_tier"),
+        ("--device cuda:0 --state-tier host --device-memory 1GiB", "state_tier"),
+    ] {
+        assert_eq!(key(arguments), expected, "{arguments}");
+    }
+    for arguments in [
+        "--host-memory 1GiB --disk /d --disk-bytes 1GiB",
+        "--device cuda:0 --device-memory 1GiB",
+        "--device cuda:0 --device-memory 1GiB --host-memory 1GiB --state-tier host",
+        "--device cuda:0 --device-memory 1GiB --disk /d --disk-bytes 1GiB",
+    ] {
+        shard(&arguments.split(' ').collect::<Vec<_>>()).unwrap();
+    }
+}

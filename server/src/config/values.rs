@@ -1,6 +1,7 @@
 //! Addresses and sizes in flags and files.
 
 use std::{
+    collections::HashSet,
     fmt,
     net::{IpAddr, Ipv4Addr, SocketAddr},
     str::FromStr,
@@ -84,7 +85,7 @@ impl fmt::Display for AdminListen {
 }
 
 /// The device that holds slices and computes on them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DeviceChoice {
     /// The first GPU if there is one, and otherwise the CPU.
@@ -92,21 +93,27 @@ pub enum DeviceChoice {
     /// Host memory and the processors.
     #[default]
     Cpu,
-    /// The GPU with this number.
-    Cuda(usize),
+    /// The GPUs with these numbers.
+    Cuda(Vec<usize>),
 }
 
 impl FromStr for DeviceChoice {
     type Err = Malformed;
 
     fn from_str(text: &str) -> Result<Self, Malformed> {
-        let gpu = || text.strip_prefix("cuda:")?.parse().ok().map(Self::Cuda);
+        let gpus = || -> Option<Self> {
+            let numbers = text.strip_prefix("cuda:")?.split(',');
+            let numbers: Vec<usize> =
+                numbers.map(|number| number.parse().ok()).collect::<Option<_>>()?;
+            let is_unique = numbers.iter().collect::<HashSet<_>>().len() == numbers.len();
+            is_unique.then_some(Self::Cuda(numbers))
+        };
         match text {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            _ => gpu().ok_or_else(|| Malformed {
+            _ => gpus().ok_or_else(|| Malformed {
                 found: text.to_owned(),
-                expected: "`cpu`, `auto`, or a GPU by its number, such as cuda:0",
+                expected: "`cpu`, `auto`, or different GPUs by number, such as cuda:0 or cuda:0,1",
             }),
         }
     }
@@ -117,8 +124,43 @@ impl fmt::Display for DeviceChoice {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(number) => write!(f, "cuda:{number}"),
+            Self::Cuda(numbers) => {
+                let numbers: Vec<_> = numbers.iter().map(usize::to_string).collect();
+                write!(f, "cuda:{}", numbers.join(","))
+            }
         }
+    }
+}
+
+/// The fastest tier in which the state of optimizers may be, on a server with a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum StateTier {
+    /// The memory of the GPU.
+    #[default]
+    Device,
+    /// Host memory, as in ZeRO-Offload.
+    Host,
+}
+
+impl FromStr for StateTier {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        match text {
+            "device" => Ok(Self::Device),
+            "host" => Ok(Self::Host),
+            _ => Err(Malformed { found: text.to_owned(), expected: "`device` or `host`" }),
+        }
+    }
+}
+
+impl fmt::Display for StateTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Device => "device",
+            Self::Host => "host",
+        })
     }
 }
 
@@ -305,7 +347,7 @@ macro_rules! as_text {
     )*};
 }
 
-as_text!(Listen, AdminListen, DeviceChoice, Address, Addresses, Etcd, Size);
+as_text!(Listen, AdminListen, DeviceChoice, StateTier, Address, Addresses, Etcd, Size);
 
 #[cfg(test)]
 mod tests {
@@ -320,10 +362,10 @@ mod tests {
 
     #[test]
     fn devices_survive_text() {
-        for text in ["auto", "cpu", "cuda:0", "cuda:11"] {
+        for text in ["auto", "cpu", "cuda:0", "cuda:11", "cuda:0,1", "cuda:3,2"] {
             assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
         }
-        for text in ["", "gpu", "cuda", "cuda:", "cuda:-1", "cuda:0,1"] {
+        for text in ["", "gpu", "cuda", "cuda:", "cuda:-1", "cuda:0,", "cuda:0,0", "cuda:0 1"] {
             assert!(text.parse::<DeviceChoice>().is_err(), "{text}");
         }
     }

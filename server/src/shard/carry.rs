@@ -177,7 +177,7 @@ impl<B: Backend> Copier<B> {
 
     fn copy_slice(&self, source: &Job<B>, copy: &SliceCopy) -> Result<()> {
         let JobVersion { job: name, version, .. } = &*self.from;
-        let (backend, from) = (self.job.backend(), source.slice(copy.source)?);
+        let from = source.slice(copy.source)?;
         let range = copy.source_range();
         if range.end > from.spec.numel {
             return Err(Error::Internal { cause: format!("{copy:?} is not in job {name:?}") });
@@ -187,12 +187,12 @@ impl<B: Backend> Copier<B> {
                 continue;
             }
             let part = Part::of(Some(&message), &source.spec.groups[0])?;
-            let Some(buffer) = from.read(backend, part, name, *version)? else {
+            let Some(buffer) = from.read(part, name, *version)? else {
                 let cause = format!("version {version} of job {name:?} is no longer available");
                 return Err(Error::Internal { cause });
             };
-            let bytes = from.values(backend, part, &buffer, range.clone(), DType::F32)?;
-            self.job.slice(copy.slice)?.carry(backend, target, copy.offset, &bytes)?;
+            let bytes = from.values(part, &buffer, range.clone(), DType::F32)?;
+            self.job.slice(copy.slice)?.carry(target, copy.offset, &bytes)?;
         }
         if copy.state {
             self.job.slice(copy.slice)?.carry_applied(from.applied(name, *version)?);
@@ -278,7 +278,7 @@ impl<B: Backend> Copier<B> {
                 );
                 return Err(Error::Internal { cause });
             };
-            self.job.slice(copy.slice)?.carry(self.job.backend(), target, copy.offset, &payload)?;
+            self.job.slice(copy.slice)?.carry(target, copy.offset, &payload)?;
             if let Some(rest) = copy.rest(elements) {
                 copies.push_front(rest);
             }

@@ -10,6 +10,7 @@ use zeroshard_proto::{AppliedSteps, Error, JobSpec, Placement, Result, pb};
 
 use super::{
     budget::{Budget, Space},
+    device::Device,
     events::{Events, JobEvent},
     pin::Pins,
     round::Chunk,
@@ -18,7 +19,7 @@ use super::{
 };
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-use crate::{attempt::Attempt, backend::Backend, metrics::Metrics, tier::Tiers};
+use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
 use allocation::{Allocation, check_placement};
 pub(crate) use held::being_restored;
 use progress::Progress;
@@ -48,9 +49,7 @@ pub(crate) struct Opening<B: Backend> {
     pub(crate) is_restored: bool,
     /// Cancelled when the job is closed, also while it is being opened.
     pub(crate) closed: CancellationToken,
-    pub(crate) backend: Arc<B>,
-    /// The tiers of the server, if it has budgets for the arrays of slices.
-    pub(crate) tiers: Option<Arc<Tiers<B>>>,
+    pub(crate) devices: Arc<[Device<B>]>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
     /// The events to the coordinator.
@@ -75,11 +74,10 @@ pub(crate) struct Job<B: Backend> {
     server: u64,
     placement: RwLock<Arc<Placement>>,
     origin: Origin,
-    backend: Arc<B>,
-    /// The tiers of the server, if it has budgets for the arrays of slices.
-    tiers: Option<Arc<Tiers<B>>>,
-    /// The parts of these budgets that the slices take.
-    spaces: Mutex<Vec<[Space; 2]>>,
+    /// The devices of the server.
+    devices: Arc<[Device<B>]>,
+    /// The parts of the devices' budgets that the slices take.
+    spaces: Mutex<Vec<Space>>,
     /// The budget for the memory of early gradients.
     budget: Arc<Budget>,
     metrics: Arc<Metrics>,
@@ -109,13 +107,12 @@ impl<B: Backend> Job<B> {
     /// [`Error::OutOfMemory`], which names the tensor, or the budgets that are too small;
     /// [`Error::JobFailed`] if the job was closed. The memory allocated so far is freed.
     pub(crate) fn open(opening: Opening<B>) -> Result<Self> {
-        let Opening { id, spec, epoch, placement, server, version, closed, backend, .. } = opening;
+        let Opening { id, spec, epoch, placement, server, version, closed, devices, .. } = opening;
         let attempt = Attempt::first(epoch, version.unwrap_or(0));
         let slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| OnceLock::new()).collect();
         let populates = !opening.is_restored;
         let new = Allocation {
-            backend: &*backend,
-            tiers: opening.tiers.as_ref(),
+            devices: &devices,
             spec: &spec,
             closed: &closed,
             slices: &slices,
@@ -135,9 +132,8 @@ impl<B: Backend> Job<B> {
             placement: RwLock::new(Arc::new(placement)),
             served: AtomicU64::new(0),
             origin: opening.origin,
-            backend,
-            tiers: opening.tiers,
-            spaces: Mutex::new(Vec::from_iter(spaces)),
+            devices,
+            spaces: Mutex::new(spaces),
             budget: opening.budget,
             metrics: opening.metrics,
             events: opening.events,
@@ -150,10 +146,6 @@ impl<B: Backend> Job<B> {
             pins: Pins::default(),
             contributed: Notify::new(),
         })
-    }
-
-    pub(crate) fn backend(&self) -> &B {
-        &self.backend
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -218,7 +210,7 @@ impl<B: Backend> Job<B> {
     /// The memory of all slices.
     pub(crate) fn memory(&self) -> Memory {
         self.slices().fold(Memory::default(), |sum, (_, slice)| {
-            let one = slice.memory(self.backend());
+            let one = slice.memory();
             Memory {
                 master: sum.master + one.master,
                 state: sum.state + one.state,
@@ -261,8 +253,7 @@ impl<B: Backend> Job<B> {
     ) -> Result<u64> {
         let current = || self.check_epoch(attempt.epoch);
         let slice = self.slice(index)?;
-        let (new, complete) =
-            self.note(index, slice.upload(self.backend(), attempt, upload, chunk, current))?;
+        let (new, complete) = self.note(index, slice.upload(attempt, upload, chunk, current))?;
         if complete {
             self.finish_upload(attempt, 1);
         }
@@ -281,7 +272,7 @@ impl<B: Backend> Job<B> {
         let slice = self.slice(index)?;
         senders::contributors_of(&self.spec, index, &slice.contributors, rank, Sent::Initial)?;
         let current = || self.check_epoch(attempt.epoch);
-        if slice.keep(self.backend(), attempt, rank, applied, current)? {
+        if slice.keep(attempt, rank, applied, current)? {
             self.finish_upload(attempt, 1);
         }
         Ok(())
@@ -304,7 +295,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.primary_slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        let added = slice.contribute(self.backend(), attempt, chunk, &self.budget, current);
+        let added = slice.contribute(attempt, chunk, &self.budget, current);
         let (new, reduced) = self.note(index, added)?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
@@ -322,14 +313,14 @@ impl<B: Backend> Job<B> {
         let slice = self.primary_slice(overflow.slice)?;
         let current = || self.check_attempt(attempt, slice);
         let named = (pusher, overflow.rank);
-        self.note(overflow.slice, slice.name_overflow(self.backend(), attempt, named, current))
+        self.note(overflow.slice, slice.name_overflow(attempt, named, current))
     }
 
     /// Records that a rank has nothing more to send of a trained slice.
     pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.primary_slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        let reduced = self.note(index, slice.absent(self.backend(), attempt, rank, current))?;
+        let reduced = self.note(index, slice.absent(attempt, rank, current))?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(())
@@ -339,7 +330,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        self.note(index, slice.replace(self.backend(), attempt, chunk, current))
+        self.note(index, slice.replace(attempt, chunk, current))
     }
 
     /// Checks the attempt of a push.
@@ -406,7 +397,7 @@ impl<B: Backend> Job<B> {
     /// Ends the hold of a checkpoint on a slice. A gradient that was not reported because of it is
     /// reported now.
     pub(crate) fn finish_save(&self, index: u32, holds: &Arc<Holds>) -> Result<()> {
-        let ended = self.note(index, self.slice(index)?.end_save(self.backend(), holds))?;
+        let ended = self.note(index, self.slice(index)?.end_save(holds))?;
         if let Some((attempt, reduced)) = ended {
             self.finish_reduction(attempt, index, Some(reduced));
         }

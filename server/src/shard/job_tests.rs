@@ -15,7 +15,10 @@ use super::*;
 use crate::{
     backend::Cpu,
     shard::slice::Apply,
-    tier::tests::{Fault, failing},
+    tier::{
+        Tiers,
+        tests::{Fault, failing, scarce},
+    },
 };
 
 const JOB_ID: u64 = 5;
@@ -54,6 +57,10 @@ impl Subject {
     }
 
     fn on(slices: usize, world: u32, tiers: Option<Arc<Tiers<Cpu>>>) -> Self {
+        Self::open(slices, world, tiers).unwrap()
+    }
+
+    fn open(slices: usize, world: u32, tiers: Option<Arc<Tiers<Cpu>>>) -> Result<Self> {
         let tensors = (0..slices).map(|index| TensorSpec::new(format!("t{index}"), [2]));
         let manifest = Manifest::new(tensors.collect()).unwrap();
         let spec = JobSpec { world, ..JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]) };
@@ -71,13 +78,12 @@ impl Subject {
             version: None,
             is_restored: false,
             closed: CancellationToken::new(),
-            backend: Arc::new(Cpu::new()),
-            tiers,
+            devices: Arc::new([Device::new(Arc::new(Cpu::new()), tiers)]),
             budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events,
         };
-        Self { job: Job::open(opening).unwrap(), said }
+        Ok(Self { job: Job::open(opening)?, said })
     }
 
     /// A job at version 0 whose elements are 0.
@@ -129,7 +135,7 @@ fn at(epoch: u64, step: u64, number: u32) -> Attempt {
 fn a_failing_disk_ends_the_job_with_an_error_that_names_slice_and_file() {
     for fault in Fault::ALL {
         let left = Arc::new(AtomicU64::new(u64::MAX));
-        let (tiers, _) = failing(&Cpu::new(), fault, &left, 1 << 20);
+        let (tiers, _) = failing(&Arc::new(Cpu::new()), fault, &left, 1 << 20);
         let mut subject = Subject::on(2, 1, Some(tiers));
         subject.upload_all(1, 0.0);
         subject.job.publish(1).unwrap();
@@ -149,10 +155,31 @@ fn a_failing_disk_ends_the_job_with_an_error_that_names_slice_and_file() {
         // The task of the job reports the failure of a step.
         assert_eq!(!told.is_empty(), fault != Fault::Read);
         let reason = told.first().unwrap_or(&failed.to_string()).clone();
-        assert!(
-            reason.contains("slice 0") && reason.contains("scratch file in /scratch"),
-            "{reason}"
-        );
+        // A step reads both slices at the same time, so either can fail first.
+        let slices = if fault == Fault::Read { &["slice 0", "slice 1"][..] } else { &["slice 0"] };
+        assert!(slices.iter().any(|slice| reason.contains(slice)), "{reason}");
+        assert!(reason.contains("scratch file in /scratch"), "{reason}");
+    }
+}
+
+#[test]
+fn a_job_for_whose_arrays_host_memory_is_missing_is_refused_and_gives_its_budgets_back() {
+    // Two slices have master weights and a sum each, in a page.
+    for arrays in 0..4 {
+        let left = Arc::new(AtomicU64::new(arrays));
+        let tiers = scarce(&Arc::new(Cpu::new()), &left);
+        let Err(refused) = Subject::open(2, 1, Some(tiers.clone())) else {
+            panic!("there is memory for {arrays} arrays");
+        };
+        assert!(matches!(refused, Error::OutOfMemory { bytes: 8, .. }), "{refused}");
+        let text = refused.to_string();
+        assert!(text.contains("slice ") && text.contains("host memory (--host-memory)"), "{text}");
+        assert_eq!(tiers.used(), [0; 3]);
+        left.store(u64::MAX, Ordering::Relaxed);
+        let subject = Subject::on(2, 1, Some(tiers.clone()));
+        subject.upload_all(1, 0.0);
+        subject.job.publish(1).unwrap();
+        assert_eq!(tiers.used(), [0, 4 * 4_096, 0]);
     }
 }
 
@@ -267,7 +294,7 @@ fn nothing_is_readable_before_version_0_is_published() {
     subject.upload_all(1, 1.0);
     let read = |slice| {
         let slice: &Slice<Cpu> = subject.job.slice(slice).unwrap();
-        slice.read(subject.job.backend(), crate::shard::part::Part::Parameters, "job", 0).unwrap()
+        slice.read(crate::shard::part::Part::Parameters, "job", 0).unwrap()
     };
     assert!(read(0).is_none() && read(1).is_none());
     subject.job.publish(1).unwrap();
@@ -354,8 +381,7 @@ fn opening_stops_when_the_job_is_closed() {
         version: None,
         is_restored: false,
         closed,
-        backend: Arc::new(Cpu::new()),
-        tiers: None,
+        devices: Arc::new([Device::new(Arc::new(Cpu::new()), None)]),
         budget: Budget::new(0),
         metrics: Metrics::new(),
         events: Events::default(),

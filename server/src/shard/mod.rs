@@ -9,6 +9,7 @@ mod carry;
 pub(crate) mod commands;
 pub(crate) mod control;
 mod data;
+pub(crate) mod device;
 pub(crate) mod events;
 pub(crate) mod job;
 pub(crate) mod part;
@@ -49,12 +50,13 @@ use crate::{
     serve::Context,
     tier::{self, Tiers},
 };
+use device::Device;
 use store::{Limits, Store};
 
 /// The interval at which a lost coordinator is dialled again.
 const RECONNECT: Duration = Duration::from_millis(500);
 
-/// The role `shard`, on one backend.
+/// The role `shard`, on one or more devices.
 pub struct Shard<B: Backend> {
     store: Arc<Store<B>>,
     health: Health,
@@ -73,7 +75,7 @@ impl<B: Backend> Shard<B> {
     /// # Errors
     /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers;
     /// [`zeroshard_proto::Error::Storage`] if the scratch file cannot be created.
-    pub fn new(backend: B, config: &config::Shard, context: Context) -> Result<Self> {
+    pub fn new(backends: Vec<B>, config: &config::Shard, context: Context) -> Result<Self> {
         let Context { common, metrics, health, failure } = context;
         let limits = Limits {
             wait: common.wait(),
@@ -82,16 +84,15 @@ impl<B: Backend> Shard<B> {
             pinned_bytes: config.pinned_bytes,
             snapshot_bytes: config.snapshot_bytes.unwrap_or(u64::MAX),
         };
-        let tiers = config.host_memory.map(|memory| {
-            let disk = config.disk.clone().zip(config.disk_bytes.map(|bytes| bytes.0));
-            let limits = tier::Limits { memory: memory.0, disk };
-            Tiers::new(&backend, limits, metrics.scratch.clone())
-        });
-        let tiers = tiers.transpose()?;
-        let mut store = Store::new(backend, limits, metrics, failure);
-        store.tiers = tiers;
+        let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
+        let tiers = match tier::Limits::of(config) {
+            Some(limits) => Tiers::new(&backends, &limits, metrics.tier_traffic.clone())?,
+            None => Vec::new(),
+        };
+        let tiers = tiers.into_iter().map(Some).chain(std::iter::repeat(None));
+        let devices = backends.into_iter().zip(tiers).map(|(on, tiers)| Device::new(on, tiers));
         Ok(Self {
-            store: Arc::new(store),
+            store: Arc::new(Store::new(devices.collect(), limits, metrics, failure)),
             health,
             token: common.token,
             id: config.id.clone(),

@@ -85,11 +85,11 @@ impl Content {
         job: &Job<B>,
         slice: &Slice<B>,
     ) -> Result<Option<Array<B>>> {
-        let (backend, name) = (job.backend(), &job.spec.name);
+        let name = &job.spec.name;
         match self.attempt {
-            Some(attempt) => slice.reduced_of(backend, name, attempt),
+            Some(attempt) => slice.reduced_of(name, attempt),
             None if self.part != Part::GradientSum && !job.serves(self.version) => Ok(None),
-            None => slice.read(backend, self.part, name, self.version),
+            None => slice.read(self.part, name, self.version),
         }
     }
 }
@@ -304,7 +304,6 @@ impl<B: Backend> Pull<B> {
             let end = wanted.rest.end.min(wanted.rest.start + self.chunk);
             let offset = std::mem::replace(&mut wanted.rest.start, end);
             let payload = self.job.slice(wanted.slice)?.values(
-                self.job.backend(),
                 self.content.part,
                 &held.buffer,
                 wanted.elements.select(offset..end),

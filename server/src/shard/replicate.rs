@@ -119,8 +119,7 @@ async fn copy<B: Backend>(
     });
     join_all(copies).await.into_iter().collect::<Result<()>>()?;
     let job = job.clone();
-    let end =
-        move || slices.iter().try_for_each(|&index| job.slice(index)?.end_copy(job.backend()));
+    let end = move || slices.iter().try_for_each(|&index| job.slice(index)?.end_copy());
     store.failure.blocking("end a copy of slices", end).await
 }
 

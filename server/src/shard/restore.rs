@@ -37,7 +37,7 @@ pub(super) async fn restore<B: Backend>(
     let job = job.clone();
     tokio::task::spawn_blocking(move || {
         let open = job.slices().take_while(|_| !job.closed().is_cancelled());
-        open.for_each(|(_, slice)| slice.populate_sum(job.backend()));
+        open.for_each(|(_, slice)| slice.populate_sum());
     });
     Ok(())
 }
@@ -71,9 +71,7 @@ async fn fill<B: Backend>(
     index: u32,
 ) -> Result<()> {
     let filled = job.clone();
-    let store = move |part, at, bytes: &[u8]| {
-        filled.slice(index)?.restore(filled.backend(), part, at, bytes)
-    };
+    let store = move |part, at, bytes: &[u8]| filled.slice(index)?.restore(part, at, bytes);
     let applied = storage.stream_slice(manifest, index, store).await?;
     job.slice(index)?.carry_applied(applied);
     Ok(())

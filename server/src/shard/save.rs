@@ -219,7 +219,7 @@ impl<B: Backend> Snapshot<B> {
         let holds = Holds::new(budget, version);
         let mut held = BTreeMap::new();
         let taken = job.primary_slices().try_for_each(|(index, slice)| {
-            let slice = slice.hold(job.backend(), &job.spec.name, version, (index, &holds))?;
+            let slice = slice.hold(&job.spec.name, version, (index, &holds))?;
             held.insert(index, Arc::new(slice));
             Ok(())
         });
@@ -308,7 +308,7 @@ impl<B: Backend> Source for Snapshot<B> {
         let held = held.ok_or_else(|| Error::Internal {
             cause: format!("slice {slice} was released before it was written"),
         })?;
-        held.part(self.job.backend(), part)
+        held.part(part)
     }
 
     fn applied(&self, slice: u32) -> AppliedSteps {

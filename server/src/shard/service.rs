@@ -37,7 +37,7 @@ impl<B: Backend> Service<B> {
         // Hashing reads the whole state, so it does not run on a thread that serves other calls.
         let digests = move || {
             let digest = |(slice, held): (u32, &super::slice::Slice<B>)| {
-                let digest = held.digest(job.backend(), &request.job, request.version)?;
+                let digest = held.digest(&request.job, request.version)?;
                 Ok(pb::SliceDigest { slice, digest: digest.to_vec().into() })
             };
             job.primary_slices().map(digest).collect::<Result<_>>()

@@ -17,6 +17,7 @@ use zeroshard_proto::{
 
 use super::{
     budget::Budget,
+    device::{Device, Home},
     round::{Absent, Chunk, Round},
 };
 use crate::{
@@ -45,12 +46,11 @@ mod versioned;
 
 pub(crate) use backup::Role;
 pub(crate) use hold::Holds;
-pub(crate) use home::Home;
 pub(crate) use saved::HeldSlice;
 pub(crate) use step::{Apply, Step};
 pub(crate) use upload::Upload;
 
-/// The elements that are read at once of master weights on disk that are cast.
+/// The elements that are read at once of master weights outside of memory that are cast.
 const CAST: usize = 1 << 18;
 
 /// The version of a slice of a job whose initial parameters are not complete.
@@ -75,7 +75,9 @@ pub(crate) struct Slice<B: Backend> {
     initial_state: f32,
     /// The dtype of the published parameters.
     dtype: DType,
-    /// The tiers, if arrays of the slice are on disk.
+    /// The device of all arrays.
+    backend: Arc<B>,
+    /// The tiers, if arrays of the slice are outside of memory.
     tiers: Option<Arc<Tiers<B>>>,
     /// Readable without the lock, because waiting for a version must not wait for a step that is
     /// being applied.
@@ -174,8 +176,8 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], which names the tensor; [`Error::Storage`].
-    pub(crate) fn allocate<'a>(
-        home: impl Into<Home<'a, B>>,
+    pub(crate) fn allocate(
+        home: Home<'_, B>,
         job: &JobSpec,
         index: usize,
         contributions: &Contributions,
@@ -188,7 +190,7 @@ impl<B: Backend> Slice<B> {
         let pushers = contributions.pushes(index as u32, &spec);
         let tensor = manifest.tensor_of(index);
         let group = tensor.trains().then_some(tensor.group as usize);
-        let home = home.into().of(index as u32, &tensor.name);
+        let home = home::Of { home, slice: index as u32, tensor: &tensor.name };
         let array = |kind, dtype| home.array(kind, dtype, spec.numel, None);
         let inner = match group {
             None => Inner::new(array(Kind::Master, tensor.dtype)?, &contributors, attempt),
@@ -222,7 +224,8 @@ impl<B: Backend> Slice<B> {
                 .map_or_else(Vec::new, |group| groups[group].state_shapes(&tensor.shape)),
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
             dtype: tensor.dtype,
-            tiers: home.tiers().cloned(),
+            backend: home.backend(),
+            tiers: home.tiers(),
             version: AtomicU64::new(NOT_INITIALISED),
             role: AtomicU8::new(role as u8),
             inner: Mutex::new(inner),
@@ -230,13 +233,13 @@ impl<B: Backend> Slice<B> {
     }
 
     /// Provides the memory of the values and state.
-    pub(crate) fn populate(&self, backend: &B) {
-        self.lock().buffers().for_each(|buffer| buffer.populate(backend));
+    pub(crate) fn populate(&self) {
+        self.lock().buffers().for_each(|buffer| buffer.populate(&self.backend));
     }
 
     /// Provides the memory of the gradient.
-    pub(crate) fn populate_sum(&self, backend: &B) {
-        self.lock().open.iter_mut().for_each(|open| open.sum.populate(backend));
+    pub(crate) fn populate_sum(&self) {
+        self.lock().open.iter_mut().for_each(|open| open.sum.populate(&self.backend));
     }
 
     /// The current version; `None` before the initial parameters are complete.
@@ -244,15 +247,19 @@ impl<B: Backend> Slice<B> {
         Some(self.version.load(Ordering::Acquire)).filter(|&version| version != NOT_INITIALISED)
     }
 
-    /// Whether arrays of the slice are on disk, so that its steps wait for the disk.
+    /// Whether arrays of the slice are outside of memory, so that its steps go piece by piece.
     pub(crate) fn is_streamed(&self) -> bool {
         self.tiers.is_some()
     }
 
+    pub(crate) fn is_on(&self, device: &Device<B>) -> bool {
+        Arc::ptr_eq(&self.backend, &device.backend)
+    }
+
     /// The memory of the arrays that are in memory.
-    pub(crate) fn memory(&self, backend: &B) -> Memory {
+    pub(crate) fn memory(&self) -> Memory {
         let inner = self.lock();
-        let bytes = |array: &Array<B>| array.memory().map_or(0, |_| array.bytes(backend));
+        let bytes = |array: &Array<B>| array.memory().map_or(0, |_| array.bytes(&self.backend));
         let replacement = inner.replacement.as_ref().map_or(0, |new| bytes(&new.values));
         Memory {
             master: bytes(inner.master.current()),
@@ -272,7 +279,6 @@ impl<B: Backend> Slice<B> {
     /// the gradient is complete but the step could not be applied.
     pub(crate) fn contribute(
         &self,
-        backend: &B,
         attempt: Attempt,
         chunk: &Chunk,
         budget: &Arc<Budget>,
@@ -280,17 +286,17 @@ impl<B: Backend> Slice<B> {
     ) -> Result<(u64, Option<Reduced>)> {
         let mut inner = self.lock();
         current()?;
-        self.enter(backend, &mut inner, attempt)?;
+        self.enter(&mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
         if open.is_reported {
             return Ok((0, None)); // every rank has sent everything, or is absent
         }
         let added = {
-            let mut sum = open.sum.write(backend)?;
-            open.round.contribute(backend, &mut sum, chunk, budget)
+            let mut sum = open.sum.write(&self.backend)?;
+            open.round.contribute(&*self.backend, &mut sum, chunk, budget)
         };
         let new = inner.note(added)?;
-        Ok((new, inner.reduced(backend, self.role())?))
+        Ok((new, inner.reduced(&self.backend, self.role())?))
     }
 
     /// Records that a rank sends nothing more of this attempt's gradient. Returns the properties of
@@ -298,32 +304,30 @@ impl<B: Backend> Slice<B> {
     /// [`Self::contribute`].
     pub(crate) fn absent(
         &self,
-        backend: &B,
         attempt: Attempt,
         rank: u32,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         current()?;
-        self.enter(backend, &mut inner, attempt)?;
+        self.enter(&mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        let added = open.absent(backend, rank);
+        let added = open.absent(&self.backend, rank);
         inner.note(added)?;
-        inner.reduced(backend, self.role())
+        inner.reduced(&self.backend, self.role())
     }
 
     /// Names the rank whose gradient is not finite in the sum that `pusher` sends in this attempt.
     /// `current` and the errors are the same as for [`Self::contribute`].
     pub(crate) fn name_overflow(
         &self,
-        backend: &B,
         attempt: Attempt,
         (pusher, rank): (u32, Option<u32>),
         current: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let mut inner = self.lock();
         current()?;
-        self.enter(backend, &mut inner, attempt)?;
+        self.enter(&mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
         open.round.name_overflow(pusher, rank);
         Ok(())
@@ -340,15 +344,15 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// Those of [`Self::contribute`].
-    pub(crate) fn catch_up(&self, backend: &B, attempt: Attempt) -> Result<Option<Reduced>> {
+    pub(crate) fn catch_up(&self, attempt: Attempt) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         // A slice that the decision has not reached yet is at the previous step.
         if attempt <= inner.attempt || self.version().is_some_and(|version| version != attempt.step)
         {
             return Ok(None);
         }
-        self.enter(backend, &mut inner, attempt)?;
-        inner.reduced(backend, self.role())
+        self.enter(&mut inner, attempt)?;
+        inner.reduced(&self.backend, self.role())
     }
 
     /// From now on `rank` is absent from every attempt or, if it is not `done`, contributes again
@@ -357,7 +361,7 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// Those of [`Self::contribute`].
-    pub(crate) fn set_done(&self, backend: &B, rank: u32, done: bool) -> Result<Option<Reduced>> {
+    pub(crate) fn set_done(&self, rank: u32, done: bool) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
         inner.done.retain(|&other| other != rank);
@@ -369,22 +373,22 @@ impl<B: Backend> Slice<B> {
         let Some(open) = inner.open.as_mut().filter(|_| adds) else {
             return Ok(None);
         };
-        let added = open.absent(backend, rank);
+        let added = open.absent(&self.backend, rank);
         inner.note(added)?;
-        inner.reduced(backend, self.role())
+        inner.reduced(&self.backend, self.role())
     }
 
     /// Changes to `attempt`, if it is a later one. Called under the lock.
     ///
     /// # Errors
     /// Those of [`Inner::restart`].
-    fn enter(&self, backend: &B, inner: &mut Inner<B>, attempt: Attempt) -> Result<()> {
+    fn enter(&self, inner: &mut Inner<B>, attempt: Attempt) -> Result<()> {
         if inner.attempt < attempt {
             inner.replacement = None;
             if self.version().is_none() {
                 inner.forget_upload();
             }
-            inner.restart(backend, attempt, self.role())?;
+            inner.restart(&self.backend, attempt, self.role())?;
         }
         Ok(())
     }
@@ -394,14 +398,14 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Storage`].
-    pub(crate) fn publish(&self, backend: &B, version: u64) -> Result<Option<Reduced>> {
+    pub(crate) fn publish(&self, version: u64) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
-        inner.cast(backend)?;
-        inner.settle(backend)?;
-        inner.restart(backend, Attempt { step: version, ..inner.attempt }, self.role())?;
+        inner.cast(&self.backend)?;
+        inner.settle(&self.backend)?;
+        inner.restart(&self.backend, Attempt { step: version, ..inner.attempt }, self.role())?;
         self.set_version(version);
-        inner.reduced(backend, self.role())
+        inner.reduced(&self.backend, self.role())
     }
 
     /// Makes `version` available. Called under the lock.
@@ -443,7 +447,7 @@ impl<B: Backend> Inner<B> {
         let to = in_memory(published.next(backend)?).buffer;
         match self.master.current() {
             Array::Memory(master) => backend.copy(master, to)?,
-            master @ Array::Disk(_) => {
+            master @ Array::Paged(_) => {
                 let numel = master.numel(backend);
                 for start in (0..numel).step_by(CAST) {
                     let range = start..numel.min(start + CAST);
@@ -455,7 +459,7 @@ impl<B: Backend> Inner<B> {
         Ok(())
     }
 
-    /// Writes values and state to the disk where they are there.
+    /// Writes values and state to their tiers where they are outside of memory.
     fn settle(&self, backend: &B) -> Result<()> {
         [&self.master].into_iter().chain(&self.state).try_for_each(|array| array.settle(backend))
     }

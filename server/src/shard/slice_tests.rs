@@ -5,12 +5,12 @@ use std::cell::Cell;
 use zeroshard_proto::{Error, Manifest, Optimizer, TensorSpec};
 
 use super::*;
-use crate::{backend::Cpu, shard::part::Part};
+use crate::{backend::Cpu, shard::part::Part, tier::Places};
 
 const NUMEL: usize = 5;
 
 pub(super) struct Subject {
-    backend: Cpu,
+    backend: Arc<Cpu>,
     budget: Arc<Budget>,
     groups: Vec<Optimizer>,
     pub(super) slice: Slice<Cpu>,
@@ -37,11 +37,12 @@ impl Subject {
 
     /// The first slice of a job.
     pub(super) fn of(job: JobSpec) -> Self {
-        let backend = Cpu::new();
+        let backend = Arc::new(Cpu::new());
+        let device = Device::new(backend.clone(), None);
+        let home = Home { device: &device, places: Places::default() };
         let contributions = job.contributions(0);
         let attempt = Attempt::first(1, 0);
-        let slice =
-            Slice::allocate(&backend, &job, 0, &contributions, attempt, Role::Primary).unwrap();
+        let slice = Slice::allocate(home, &job, 0, &contributions, attempt, Role::Primary).unwrap();
         let attempt = Cell::new(attempt);
         Self { backend, budget: Budget::new(0), groups: job.groups, slice, attempt }
     }
@@ -60,10 +61,9 @@ impl Subject {
 
     /// Publishes the slice when it is complete.
     pub(super) fn upload_chunk(&self, upload: Upload, chunk: &Chunk) -> Result<(u64, bool)> {
-        let uploaded =
-            self.slice.upload(&self.backend, self.attempt.get(), upload, chunk, || Ok(()))?;
+        let uploaded = self.slice.upload(self.attempt.get(), upload, chunk, || Ok(()))?;
         if uploaded.1 {
-            self.slice.publish(&self.backend, 0).unwrap();
+            self.slice.publish(0).unwrap();
         }
         Ok(uploaded)
     }
@@ -72,19 +72,16 @@ impl Subject {
     pub(super) fn restart(&self) {
         let attempt = self.attempt.get();
         self.attempt.set(Attempt { epoch: attempt.epoch + 1, ..attempt });
-        self.slice.catch_up(&self.backend, self.attempt.get()).unwrap();
+        self.slice.catch_up(self.attempt.get()).unwrap();
     }
 
     pub(super) fn push(&self, rank: u32, values: &[f32]) -> Option<Reduced> {
         let chunk = chunk(rank, 0, values);
-        self.slice
-            .contribute(&self.backend, self.attempt.get(), &chunk, &self.budget, || Ok(()))
-            .unwrap()
-            .1
+        self.slice.contribute(self.attempt.get(), &chunk, &self.budget, || Ok(())).unwrap().1
     }
 
     pub(super) fn absent(&self, rank: u32) -> Option<Reduced> {
-        self.slice.absent(&self.backend, self.attempt.get(), rank, || Ok(())).unwrap()
+        self.slice.absent(self.attempt.get(), rank, || Ok(())).unwrap()
     }
 
     fn replace(&self, offset: usize, values: &[f32]) -> u64 {
@@ -92,7 +89,7 @@ impl Subject {
     }
 
     pub(super) fn replace_chunk(&self, chunk: &Chunk) -> u64 {
-        self.slice.replace(&self.backend, self.attempt.get(), chunk, || Ok(())).unwrap()
+        self.slice.replace(self.attempt.get(), chunk, || Ok(())).unwrap()
     }
 
     fn unchanged(&self) -> Apply<'_> {
@@ -115,11 +112,11 @@ impl Subject {
         assert_eq!(self.slice.version(), Some(version));
         let next = Attempt::first(self.attempt.get().epoch, version + 1);
         self.attempt.set(next);
-        assert_eq!(self.slice.step(&self.backend, 0, &Step { apply, next, absent: &[] }), Ok(None));
+        assert_eq!(self.slice.step(0, &Step { apply, next, absent: &[] }), Ok(None));
     }
 
     fn held(&self, part: Part, version: u64) -> Array<Cpu> {
-        self.slice.read(&self.backend, part, "job", version).unwrap().expect("it is there")
+        self.slice.read(part, "job", version).unwrap().expect("it is there")
     }
 
     pub(super) fn read(&self, part: Part, version: u64) -> bytes::Bytes {
@@ -309,12 +306,9 @@ fn master_weights_are_read_beside_the_published_parameters() {
     subject.upload(PARAMETERS, 0, &[fine; NUMEL]).unwrap();
     assert_eq!(subject.read(Part::Master, 0), bytes(&[fine; NUMEL]));
     assert_eq!(subject.read(Part::Parameters, 0), bytes(&[1.0; NUMEL]));
-    assert!(matches!(subject.slice.read(&subject.backend, Part::Master, "job", 1), Ok(None)));
+    assert!(matches!(subject.slice.read(Part::Master, "job", 1), Ok(None)));
     subject.skip(0);
-    assert!(matches!(
-        subject.slice.read(&subject.backend, Part::Master, "job", 0),
-        Err(Error::VersionGone { .. })
-    ));
+    assert!(matches!(subject.slice.read(Part::Master, "job", 0), Err(Error::VersionGone { .. })));
     assert!(matches!(subject.slice.applied("job", 0), Err(Error::VersionGone { .. })));
 }
 
@@ -323,7 +317,7 @@ fn the_sum_of_the_gradients_can_be_read_from_completion_to_the_decision() {
     let subject = Subject::new(ADAMW, Subject::tensor(), 2);
     subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
     let sum = |version| {
-        let sum = subject.slice.read(&subject.backend, Part::GradientSum, "job", version);
+        let sum = subject.slice.read(Part::GradientSum, "job", version);
         sum.map(|sum| sum.map(|sum| subject.values(&sum)))
     };
     subject.push(0, &[1.0; NUMEL]);
@@ -344,12 +338,12 @@ fn a_sum_that_a_reader_holds_does_not_change_with_the_next_step() {
     subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
     subject.push(0, &[1.0; NUMEL]);
     subject.push(1, &[2.0; NUMEL]);
-    let held = subject.slice.read(&subject.backend, Part::GradientSum, "job", 0).unwrap().unwrap();
+    let held = subject.slice.read(Part::GradientSum, "job", 0).unwrap().unwrap();
     subject.push(1, &[2.0; NUMEL]); // a repeated push
     subject.step(0, 1.0, 1.0);
     subject.push(0, &[5.0; NUMEL]);
     assert_eq!(subject.values(&held), bytes(&[3.0; NUMEL]));
     subject.push(1, &[6.0; NUMEL]);
-    let next = subject.slice.read(&subject.backend, Part::GradientSum, "job", 1).unwrap().unwrap();
+    let next = subject.slice.read(Part::GradientSum, "job", 1).unwrap().unwrap();
     assert_eq!(subject.values(&next), bytes(&[11.0; NUMEL]));
 }

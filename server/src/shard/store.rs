@@ -6,8 +6,8 @@ use dashmap::DashMap;
 
 use zeroshard_proto::{Deadline, Error, Result, pb};
 
-use super::{budget::Budget, job::Job, stall::Readers};
-use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics, tier::Tiers};
+use super::{budget::Budget, device::Device, job::Job, stall::Readers};
+use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
 
 /// The maximum memory that pulls hold of slices that they do not send yet. A step needs the same
 /// amount of memory in addition.
@@ -30,9 +30,7 @@ pub(crate) struct Limits {
 
 /// All jobs of one server.
 pub(crate) struct Store<B: Backend> {
-    pub(crate) backend: Arc<B>,
-    /// The tiers, if there are budgets for the arrays of slices.
-    pub(crate) tiers: Option<Arc<Tiers<B>>>,
+    pub(crate) devices: Arc<[Device<B>]>,
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) failure: Failure,
@@ -49,10 +47,14 @@ pub(crate) struct Store<B: Backend> {
 }
 
 impl<B: Backend> Store<B> {
-    pub(crate) fn new(backend: B, limits: Limits, metrics: Arc<Metrics>, failure: Failure) -> Self {
+    pub(crate) fn new(
+        devices: Vec<Device<B>>,
+        limits: Limits,
+        metrics: Arc<Metrics>,
+        failure: Failure,
+    ) -> Self {
         Self {
-            backend: Arc::new(backend),
-            tiers: None,
+            devices: devices.into(),
             budget: Budget::new(limits.parked_bytes),
             held: Budget::new(HELD_BYTES),
             pinned: Budget::new(limits.pinned_bytes),
@@ -142,10 +144,18 @@ impl<B: Backend> Store<B> {
         metrics.memory.parked.set(stats.parked_bytes as i64);
         metrics.memory.pinned.set(self.pinned.used() as i64);
         metrics.memory.snapshot.set(self.snapshots.used() as i64);
-        if let Some(tiers) = &self.tiers {
-            let [memory, disk] = tiers.used();
-            metrics.tiers.host.set(memory as i64);
-            metrics.tiers.disk.set(disk as i64);
+        for backend in self.devices.iter().map(|device| &device.backend) {
+            if let Some(usage) = backend.usage() {
+                metrics.devices.show(backend.device(), &usage);
+            }
+        }
+        let tiers = self.devices.iter().filter_map(|device| device.tiers.as_ref());
+        let used: Vec<_> = tiers.map(|tiers| tiers.used()).collect();
+        // Devices share host memory and the disk.
+        if let Some([_, host, disk]) = used.first() {
+            metrics.tiers.device.set(used.iter().map(|[device, ..]| *device as i64).sum());
+            metrics.tiers.host.set(*host as i64);
+            metrics.tiers.disk.set(*disk as i64);
         }
         for job in &stats.jobs {
             metrics.epoch.with_label_values(&[&job.job]).set(job.epoch as i64);

@@ -18,6 +18,7 @@ use zeroshard_proto::{
 
 use super::{
     budget::Budget,
+    device::Device,
     events::Events,
     job::{Job, Opening, Origin},
     pull, push,
@@ -55,7 +56,12 @@ impl Subject {
             pinned_bytes: 0,
             snapshot_bytes: 0,
         };
-        let mut store = Store::new(Cpu::new(), limits, Metrics::new(), Failure::default());
+        let mut store = Store::new(
+            vec![Device::new(Arc::new(Cpu::new()), None)],
+            limits,
+            Metrics::new(),
+            Failure::default(),
+        );
         store.held = Budget::new(pins);
         let store = Arc::new(store);
         let events = Events::default();
@@ -73,8 +79,7 @@ impl Subject {
             version: None,
             is_restored: false,
             closed: CancellationToken::new(),
-            backend: store.backend.clone(),
-            tiers: None,
+            devices: store.devices.clone(),
             budget: store.budget.clone(),
             metrics: store.metrics.clone(),
             events,

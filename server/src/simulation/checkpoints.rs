@@ -91,7 +91,7 @@ pub(super) fn fill(job: &Job<Cpu>, slices: &Slices) -> Result<()> {
         let Content { values, applied } = &slices[&index];
         let states = (0..values.len() - 1).map(Part::State);
         for (part, values) in [Part::Values].into_iter().chain(states).zip(values) {
-            slice.restore(job.backend(), part, 0, values)?;
+            slice.restore(part, 0, values)?;
         }
         slice.carry_applied(*applied);
     }

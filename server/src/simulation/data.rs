@@ -87,9 +87,9 @@ impl Request {
                 let of = job.primary_slice(*slice)?;
                 job.check_epoch(*epoch)?;
                 let content = Content { version: *version, part: Part::Parameters, attempt: None };
-                let values = content.read(job, of)?.map(|buffer| {
-                    of.values(job.backend(), content.part, &buffer, 0..of.spec.numel, DType::F32)
-                });
+                let values = content
+                    .read(job, of)?
+                    .map(|buffer| of.values(content.part, &buffer, 0..of.spec.numel, DType::F32));
                 Ok(values.transpose()?.map(Payload::Values))
             }
             Self::Push { lease, attempt, slice, chunk, .. } => {
@@ -105,10 +105,10 @@ impl Request {
             }
             Self::Reduced { attempt, slice, offset, .. } => {
                 let of = job.primary_slice(*slice)?;
-                let sum = of.reduced_of(job.backend(), &job.spec.name, *attempt)?;
+                let sum = of.reduced_of(&job.spec.name, *attempt)?;
                 let values = sum.map(|sum| {
                     let rest = *offset..of.spec.numel;
-                    of.values(job.backend(), Part::GradientSum, &sum, rest, DType::F32)
+                    of.values(Part::GradientSum, &sum, rest, DType::F32)
                 });
                 Ok(values.transpose()?.map(Payload::Values))
             }
@@ -137,7 +137,7 @@ pub(super) fn whole(
     for part in parts(slice, job) {
         let content = Content { version, part, attempt: None };
         let Some(buffer) = content.read(job, slice)? else { return Ok(None) };
-        values.push(slice.values(job.backend(), part, &buffer, 0..slice.spec.numel, DType::F32)?);
+        values.push(slice.values(part, &buffer, 0..slice.spec.numel, DType::F32)?);
     }
     Ok(Some((values, slice.applied(&job.spec.name, version)?)))
 }
@@ -265,14 +265,14 @@ fn store_copy(
     }
     let slice = job.slice(index)?;
     for (part, values) in parts(slice, job).into_iter().zip(values) {
-        slice.carry(job.backend(), part, 0, values)?;
+        slice.carry(part, 0, values)?;
     }
     if slice.group.is_some() {
         slice.carry_applied(applied);
     }
     copy.missing.retain(|&missing| missing != index);
     match copy.missing.is_empty() {
-        true => copy.slices.iter().try_for_each(|&i| job.slice(i)?.end_copy(job.backend())),
+        true => copy.slices.iter().try_for_each(|&i| job.slice(i)?.end_copy()),
         false => Ok(()),
     }
 }

@@ -165,6 +165,10 @@ impl World {
                 if self.workers[rank as usize].step < self.size.steps {
                     self.kill_worker(rank);
                     self.after(down, Happening::WorkerStarts { rank });
+                } else {
+                    // It has made its last step, and makes it again after a return to a
+                    // checkpoint.
+                    self.workers[rank as usize].spare();
                 }
             }
             Fault::Doom { rank, down } => {

@@ -31,6 +31,7 @@ use crate::{
         budget::Budget,
         commands::{Command, execute},
         control::job_command,
+        device::Device,
         events::{Events, JobEvent},
         job::{Job, Opening, Origin, being_restored},
         slice::{Role, Slice},
@@ -171,8 +172,7 @@ impl ShardServer {
             version: open.version,
             is_restored: false,
             closed: CancellationToken::new(),
-            backend: Arc::new(Cpu::new()),
-            tiers: None,
+            devices: Arc::new([Device::new(Arc::new(Cpu::new()), None)]),
             budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events: self.events.clone(),
@@ -474,7 +474,7 @@ impl World {
                     slice.version() == Some(version) && matches!(role, Role::Primary | Role::Backup)
                 };
                 for (index, slice) in job.slices().filter(|(_, slice)| has(slice)) {
-                    let hash = slice.digest(job.backend(), JOB, version);
+                    let hash = slice.digest(JOB, version);
                     found.push((index, hash.expect("it is at this version")));
                 }
             }

@@ -94,7 +94,8 @@ pub(super) struct Worker {
     is_decided: bool,
     /// Whether the data of the rank for checkpoints of its last step has not been sent.
     owes_data: bool,
-    /// The version for which this process has sent its data last.
+    /// The latest version for which this process has begun to send its data. It sends the data to a
+    /// new coordinator as well, since the answer of an earlier one may still be under way.
     sent_data: u64,
     /// The first epoch after the last restoration of the job.
     restored_in: u64,
@@ -143,6 +144,11 @@ impl Worker {
         self.is_doomed = true;
     }
 
+    /// Ends what [`Self::doom`] began, for a worker that lives on.
+    pub(super) fn spare(&mut self) {
+        self.is_doomed = false;
+    }
+
     fn attempt(&self) -> Attempt {
         Attempt::first(self.epoch, self.step)
     }
@@ -179,7 +185,7 @@ impl Worker {
         self.step = version;
         self.pulled.clear();
         self.pulled_next.clear();
-        (self.is_decided, self.owes_data) = (false, false);
+        (self.is_decided, self.owes_data, self.sent_data) = (false, false, 0);
     }
 
     /// An error names an epoch.
@@ -326,7 +332,7 @@ impl World {
             let job = JobRef { name: name(), id: worker.job };
             let lease = worker.lease.expect("it has joined");
             let attempt = worker.attempt();
-            let version = if worker.owes_data { 0 } else { worker.sent_data };
+            let version = worker.sent_data;
             let user_data = (version > 0).then(|| (version, user_data(rank, version)));
             let attach = Attach { job, rank, address: None, lease, attempt, user_data };
             Event::Attach { caller, attach }
@@ -357,7 +363,9 @@ impl World {
     /// Sends the data of a rank for checkpoints. At the end of the run, asks for a checkpoint.
     fn end_step(&mut self, rank: u32) {
         let job = |worker: &Worker| JobRef { name: JOB.to_owned(), id: worker.job };
-        if self.workers[rank as usize].owes_data {
+        let worker = &mut self.workers[rank as usize];
+        if worker.owes_data {
+            worker.sent_data = worker.step;
             return self.begin_call(rank, Call::UserData, |caller, worker| {
                 let lease = worker.lease.expect("it has joined");
                 let data = user_data(rank, worker.step);
@@ -418,9 +426,7 @@ impl World {
             (Call::Join, Reply::Joined) => worker.awaits_membership = !worker.has_joined,
             (Call::Attach, Reply::Joined) => worker.awaits_membership = !worker.has_stream,
             (Call::Commit, Reply::Report(report)) => self.committed(rank, report),
-            (Call::UserData, Reply::UserDataStored) => {
-                (worker.owes_data, worker.sent_data) = (false, worker.step);
-            }
+            (Call::UserData, Reply::UserDataStored) => worker.owes_data = false,
             (Call::Save, Reply::Saved(_)) => {}
             (call, reply) => self.fail(format!("{reply:?} answers {call:?}")),
         }

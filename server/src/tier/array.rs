@@ -1,4 +1,4 @@
-//! An array of a slice: in memory, or on disk.
+//! An array of a slice: in memory, or outside of it.
 
 use std::{
     ops::{Deref, DerefMut, Range},
@@ -15,15 +15,15 @@ use crate::backend::{Backend, Failure};
 /// A version of an array. Clones are references, which readers hold.
 pub(crate) enum Array<B: Backend> {
     Memory(Arc<B::Buffer>),
-    /// Of f32.
-    Disk(Arc<Paged<B>>),
+    /// Outside of the memory of the backend. Of f32.
+    Paged(Arc<Paged<B>>),
 }
 
 impl<B: Backend> Clone for Array<B> {
     fn clone(&self) -> Self {
         match self {
             Self::Memory(buffer) => Self::Memory(buffer.clone()),
-            Self::Disk(paged) => Self::Disk(paged.clone()),
+            Self::Paged(paged) => Self::Paged(paged.clone()),
         }
     }
 }
@@ -32,14 +32,14 @@ impl<B: Backend> Array<B> {
     pub(crate) fn numel(&self, backend: &B) -> usize {
         match self {
             Self::Memory(buffer) => backend.numel(buffer),
-            Self::Disk(paged) => paged.numel(),
+            Self::Paged(paged) => paged.numel(),
         }
     }
 
     pub(crate) fn dtype(&self, backend: &B) -> DType {
         match self {
             Self::Memory(buffer) => backend.dtype(buffer),
-            Self::Disk(_) => DType::F32,
+            Self::Paged(_) => DType::F32,
         }
     }
 
@@ -52,7 +52,7 @@ impl<B: Backend> Array<B> {
     pub(crate) fn memory(&self) -> Option<&Arc<B::Buffer>> {
         match self {
             Self::Memory(buffer) => Some(buffer),
-            Self::Disk(_) => None,
+            Self::Paged(_) => None,
         }
     }
 
@@ -60,7 +60,7 @@ impl<B: Backend> Array<B> {
     pub(crate) fn is_read(&self) -> bool {
         match self {
             Self::Memory(buffer) => Arc::strong_count(buffer) > 1,
-            Self::Disk(paged) => Arc::strong_count(paged) > 1,
+            Self::Paged(paged) => Arc::strong_count(paged) > 1,
         }
     }
 
@@ -76,7 +76,7 @@ impl<B: Backend> Array<B> {
     ) -> Result<Bytes> {
         match self {
             Self::Memory(buffer) => Ok(backend.read(buffer, from, dtype)?),
-            Self::Disk(paged) => paged.read(backend, &from.into(), dtype),
+            Self::Paged(paged) => paged.read(backend, &from.into(), dtype),
         }
     }
 
@@ -95,7 +95,7 @@ impl<B: Backend> Array<B> {
                 backend.populate(&mut another, 0..numel);
                 Ok(Self::Memory(Arc::new(another)))
             }
-            Self::Disk(paged) => Ok(Self::Disk(Arc::new(paged.another()?))),
+            Self::Paged(paged) => Ok(Self::Paged(Arc::new(paged.another()?))),
         }
     }
 
@@ -106,7 +106,7 @@ impl<B: Backend> Array<B> {
     pub(crate) fn write(&mut self, backend: &B) -> Result<Writing<'_, B>> {
         match self {
             Self::Memory(buffer) => Ok(Writing::Memory(exclusive(buffer))),
-            Self::Disk(paged) => paged.load(backend).map(Writing::Disk),
+            Self::Paged(paged) => paged.load(backend).map(Writing::Paged),
         }
     }
 
@@ -133,19 +133,19 @@ impl<B: Backend> Array<B> {
 
     /// The content is not needed any more: elements are written before they are read again.
     pub(crate) fn forget(&self) {
-        if let Self::Disk(paged) = self {
+        if let Self::Paged(paged) = self {
             paged.forget();
         }
     }
 
-    /// Writes changes of an array on disk to it.
+    /// Writes the changes of a paged array.
     ///
     /// # Errors
     /// [`Error::Storage`].
     pub(crate) fn settle(&self, backend: &B) -> Result<()> {
         match self {
             Self::Memory(_) => Ok(()),
-            Self::Disk(paged) => paged.settle(backend),
+            Self::Paged(paged) => paged.settle(backend),
         }
     }
 
@@ -158,7 +158,8 @@ impl<B: Backend> Array<B> {
         }
     }
 
-    /// Reads f32 elements into the beginning of `piece`. Changes of an array on disk are settled.
+    /// Reads f32 elements into the beginning of `piece`. Changes to a paged array have been written
+    /// back.
     pub(super) fn read_piece(
         &self,
         backend: &B,
@@ -172,7 +173,7 @@ impl<B: Backend> Array<B> {
                 backend.store(piece, 0..range.len(), &bytes, DType::F32)?;
                 Ok(())
             }
-            Self::Disk(paged) => paged.read_piece(backend, range, piece, pages),
+            Self::Paged(paged) => paged.read_piece(backend, range, piece, pages),
         }
     }
 
@@ -191,7 +192,7 @@ impl<B: Backend> Array<B> {
                 backend.store(exclusive(buffer), range.clone(), &bytes, DType::F32)?;
                 Ok(())
             }
-            Self::Disk(paged) => paged.write_piece(backend, range, piece, pages),
+            Self::Paged(paged) => paged.write_piece(backend, range, piece, pages),
         }
     }
 }
@@ -200,10 +201,10 @@ fn exclusive<T>(buffer: &mut Arc<T>) -> &mut T {
     Arc::get_mut(buffer).expect("the caller has checked that nobody else holds it")
 }
 
-/// Write access to an array. That of an array on disk is to a working buffer.
+/// Write access to an array; for a paged array, to its working buffer.
 pub(crate) enum Writing<'a, B: Backend> {
     Memory(&'a mut B::Buffer),
-    Disk(MutexGuard<'a, Cell<B>>),
+    Paged(MutexGuard<'a, Cell<B>>),
 }
 
 impl<B: Backend> Deref for Writing<'_, B> {
@@ -212,7 +213,7 @@ impl<B: Backend> Deref for Writing<'_, B> {
     fn deref(&self) -> &B::Buffer {
         match self {
             Self::Memory(buffer) => buffer,
-            Self::Disk(cell) => cell.buffer(),
+            Self::Paged(cell) => cell.buffer(),
         }
     }
 }
@@ -221,7 +222,7 @@ impl<B: Backend> DerefMut for Writing<'_, B> {
     fn deref_mut(&mut self) -> &mut B::Buffer {
         match self {
             Self::Memory(buffer) => buffer,
-            Self::Disk(cell) => cell.buffer_mut(),
+            Self::Paged(cell) => cell.buffer_mut(),
         }
     }
 }

@@ -1,13 +1,16 @@
-//! Tiers: the arrays of slices that do not fit in memory are on disk.
+//! Tiers: the arrays of slices that do not fit in the memory of the backend are in host memory (on
+//! a server with a GPU) or on disk.
 //!
-//! `plan` decides which arrays those are. `array` is an array in either tier; `paged` is one on
-//! disk, and `working` has the buffers in which it is changed by chunks. `steps` takes slices to
-//! the next version piece by piece. `scratch` is the file, and `free` its free parts.
+//! `plan` decides where each array is. `array` is an array in any tier; `paged` is one outside of
+//! memory, and `working` has the buffers in which it is changed by chunks. `steps` takes slices to
+//! the next version piece by piece. `scratch` is the room outside of memory: a file, or host memory
+//! (`host`); `free` has its free parts.
 //!
 //! Slices know only that they have arrays, and that access to an array can fail.
 
 mod array;
 mod free;
+mod host;
 mod paged;
 mod plan;
 mod scratch;
@@ -25,12 +28,13 @@ use zeroshard_proto::{Error, JobSpec, Result};
 use crate::{
     backend::Backend,
     budget::{Budget, Space},
+    config::{self, StateTier},
     metrics::Traffic,
 };
 pub(crate) use array::{Array, Writing};
-pub(crate) use paged::Paged;
-pub(crate) use plan::{Kind, OnDisk};
-use plan::{Shortage, Sizes, plan};
+use paged::Paged;
+pub(crate) use plan::{Kind, Places, Sizes, Tier};
+use plan::{Shortage, plan};
 use scratch::Scratch;
 use steps::Steps;
 pub(crate) use steps::{Arrays, Next};
@@ -42,89 +46,150 @@ const WORKING_BYTES: usize = 256 << 20;
 /// The budgets of a server for the arrays of slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Limits {
-    /// The maximum number of bytes in memory.
+    /// The maximum number of bytes in the memory of the backend.
     pub(crate) memory: u64,
+    /// On a server with a GPU: the maximum number of bytes in host memory.
+    pub(crate) host: Option<u64>,
     /// The directory of the scratch file, and the maximum number of bytes in it.
     pub(crate) disk: Option<(PathBuf, u64)>,
+    /// The fastest tier for the state of optimizers.
+    pub(crate) fastest_of_state: Tier,
 }
 
-/// The tiers of a server.
+impl Limits {
+    /// The budgets in a configuration, if there are any.
+    pub(crate) fn of(config: &config::Shard) -> Option<Self> {
+        let host = config.host_memory.map(|size| size.0);
+        let (memory, host) = match config.device_memory {
+            Some(memory) => (memory.0, Some(host.unwrap_or_default())),
+            None => (host?, None),
+        };
+        let disk = config.disk.clone().zip(config.disk_bytes.map(|bytes| bytes.0));
+        let fastest_of_state = match config.state_tier {
+            StateTier::Device => Tier::Memory,
+            StateTier::Host => Tier::Host,
+        };
+        Some(Self { memory, host, disk, fastest_of_state })
+    }
+}
+
+/// The tiers of a device. Devices of one server share host memory and the disk.
 pub(crate) struct Tiers<B: Backend> {
-    memory: Arc<Budget>,
-    disk: Option<Disk<B>>,
+    /// The budget of each tier.
+    budgets: [Arc<Budget>; 3],
+    outside: Option<Outside<B>>,
+    /// Whether the memory of the backend is that of a GPU.
+    has_gpu: bool,
+    fastest_of_state: Tier,
     working: Working<B>,
     /// Held while the arrays of a job are distributed.
-    placing: Mutex<()>,
+    placing: Arc<Mutex<()>>,
 }
 
-struct Disk<B: Backend> {
-    budget: Arc<Budget>,
-    scratch: Arc<Scratch>,
+/// The tiers outside of the memory of the backend.
+struct Outside<B: Backend> {
+    host: Arc<Scratch>,
+    disk: Option<Arc<Scratch>>,
     steps: Steps<B>,
 }
 
 /// Slices whose arrays have been distributed.
+#[derive(Debug)]
 pub(crate) struct Placed {
-    /// The arrays on disk, of each slice.
-    pub(crate) on_disk: Vec<OnDisk>,
+    /// The tiers of the arrays of each slice.
+    pub(crate) places: Vec<Places>,
     /// The parts of the budgets, while the slices exist.
-    pub(crate) spaces: [Space; 2],
+    pub(crate) spaces: [Space; 3],
 }
 
 impl<B: Backend> Tiers<B> {
-    /// Creates the scratch file, if there is a directory for it.
+    /// Creates the scratch file, if there is a directory for it, and the tiers of each device of a
+    /// server. `traffic`: the counters of host memory and of the disk.
     ///
     /// # Errors
     /// [`Error::Storage`] if the file cannot be created; [`Error::OutOfMemory`].
-    pub(crate) fn new(backend: &B, limits: Limits, traffic: Traffic) -> Result<Arc<Self>> {
-        let disk = match limits.disk {
-            None => None,
-            Some((directory, bytes)) => {
-                let scratch = Scratch::create(&directory, traffic);
-                let scratch = scratch.map_err(|error| Error::Storage {
-                    action: "create a scratch file (--disk) in".to_owned(),
-                    url: directory.display().to_string(),
-                    cause: error.to_string(),
-                })?;
-                Some((scratch, bytes))
-            }
-        };
-        Self::on(backend, limits.memory, disk, WORKING_BYTES)
+    pub(crate) fn new(
+        devices: &[Arc<B>],
+        limits: &Limits,
+        traffic: [Traffic; 2],
+    ) -> Result<Vec<Arc<Self>>> {
+        let [of_host, of_disk] = traffic;
+        let file = limits.disk.as_ref().map(|(directory, _)| {
+            Scratch::create(directory, of_disk).map_err(|error| Error::Storage {
+                action: "create a scratch file (--disk) in".to_owned(),
+                url: directory.display().to_string(),
+                cause: error.to_string(),
+            })
+        });
+        let scratch = (Scratch::in_host_memory(of_host), file.transpose()?);
+        Self::on(devices, limits, &scratch, WORKING_BYTES)
     }
 
     fn on(
-        backend: &B,
-        memory: u64,
-        disk: Option<(Arc<Scratch>, u64)>,
+        devices: &[Arc<B>],
+        limits: &Limits,
+        (host, disk): &(Arc<Scratch>, Option<Arc<Scratch>>),
         working: usize,
-    ) -> Result<Arc<Self>> {
-        let disk = disk.map(|(scratch, bytes)| {
-            Ok::<_, Error>(Disk {
-                budget: Budget::new(bytes),
-                scratch,
-                steps: Steps::new(backend)?,
-            })
+    ) -> Result<Vec<Arc<Self>>> {
+        let on_disk = limits.disk.as_ref().map_or(0, |(_, bytes)| *bytes);
+        let bytes = [limits.host.unwrap_or_default(), on_disk];
+        let shared = bytes.map(Budget::new);
+        let placing = Arc::new(Mutex::new(()));
+        let of_device = |device: &Arc<B>| {
+            let [of_host, of_disk] = shared.clone();
+            let outside = match bytes {
+                [0, 0] => None,
+                _ => {
+                    let (host, disk) = (host.clone(), disk.clone());
+                    Some(Outside { host, disk, steps: Steps::new(&**device)? })
+                }
+            };
+            Ok(Arc::new(Self {
+                budgets: [Budget::new(limits.memory), of_host, of_disk],
+                outside,
+                has_gpu: limits.host.is_some(),
+                fastest_of_state: limits.fastest_of_state,
+                working: Working::new(working),
+                placing: placing.clone(),
+            }))
+        };
+        devices.iter().map(of_device).collect()
+    }
+
+    /// An array of `numel` elements of slice number `slice` in a tier outside of memory; `filled`:
+    /// the value of the elements.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Storage`].
+    pub(crate) fn paged(
+        self: &Arc<Self>,
+        tier: Tier,
+        slice: u32,
+        numel: usize,
+        filled: Option<f32>,
+    ) -> Result<Array<B>> {
+        let outside = self.outside.as_ref();
+        let scratch = outside.and_then(|outside| match tier {
+            Tier::Memory => None,
+            Tier::Host => Some(&outside.host),
+            Tier::Disk => outside.disk.as_ref(),
         });
-        Ok(Arc::new(Self {
-            memory: Budget::new(memory),
-            disk: disk.transpose()?,
-            working: Working::new(working),
-            placing: Mutex::new(()),
-        }))
+        let scratch = scratch.expect("the plan uses only tiers that have a budget");
+        Ok(Array::Paged(Arc::new(Paged::new(self, scratch, slice, numel, filled)?)))
     }
 
-    fn scratch(&self) -> Option<&Arc<Scratch>> {
-        self.disk.as_ref().map(|disk| &disk.scratch)
-    }
-
-    /// The threads for slices on disk.
+    /// The threads for slices with arrays outside of memory.
     pub(crate) fn steps(&self) -> Option<&Steps<B>> {
-        self.disk.as_ref().map(|disk| &disk.steps)
+        self.outside.as_ref().map(|outside| &outside.steps)
     }
 
-    /// The bytes in memory and on disk.
-    pub(crate) fn used(&self) -> [u64; 2] {
-        [self.memory.used(), self.disk.as_ref().map_or(0, |disk| disk.budget.used())]
+    /// The bytes in the memory of a GPU, in host memory, and on disk.
+    pub(crate) fn used(&self) -> [u64; 3] {
+        let [memory, host, disk] = self.budgets.each_ref().map(|budget| budget.used());
+        match self.has_gpu {
+            true => [memory, host, disk],
+            false => [0, memory, disk],
+        }
     }
 
     /// Distributes the arrays of slices of a job over the tiers.
@@ -135,33 +200,55 @@ impl<B: Backend> Tiers<B> {
         let sizes: Vec<Sizes> = slices.iter().map(|&index| Sizes::of(job, index)).collect();
         let _placing = self.placing.lock().expect("no holder of the lock panics");
         // Only this function takes from the budgets.
-        let free = |budget: &Budget| budget.limit() - budget.used();
-        let none = Budget::new(0);
-        let disk = self.disk.as_ref().map_or(&none, |disk| &disk.budget);
-        let placed = plan(&sizes, free(&self.memory), free(disk));
-        let placed = placed.map_err(|Shortage { required, fixed }| {
-            let (memory, limit) = (free(&self.memory), self.memory.limit());
-            let on_disk = match &self.disk {
-                None => "there is no --disk".to_owned(),
-                Some(_) => format!("--disk-bytes has {} of {} free", free(disk), disk.limit()),
-            };
-            let must = match fixed {
-                0 => String::new(),
-                fixed => format!(", of which {fixed} bytes can only be in memory"),
-            };
-            Error::OutOfMemory {
-                what: format!(
-                    "the slices of job {:?} on this server{must}: --host-memory has {memory} of \
-                     {limit} free, and {on_disk}",
-                    job.name
-                ),
-                bytes: required,
-            }
-        })?;
-        let taken = "the plan fits in what is free";
-        let spaces =
-            [self.memory.take(placed.memory).expect(taken), disk.take(placed.disk).expect(taken)];
-        Ok(Placed { on_disk: placed.on_disk, spaces })
+        let free = self.budgets.each_ref().map(|budget| budget.limit() - budget.used());
+        let fastest_of_state = match job.offload && self.has_gpu {
+            true => self.fastest_of_state.max(Tier::Host),
+            false => self.fastest_of_state,
+        };
+        let placed = plan(&sizes, free, fastest_of_state);
+        let leaves_memory = fastest_of_state > Tier::Memory;
+        let placed = placed.map_err(|shortage| self.refusal(&job.name, leaves_memory, shortage))?;
+        let spaces = std::array::from_fn(|tier| {
+            let taken = self.budgets[tier].take(placed.bytes[tier]);
+            taken.expect("the plan fits in what is free")
+        });
+        Ok(Placed { places: placed.places, spaces })
+    }
+
+    /// The error for a job whose slices do not fit. `leaves_memory`: its state is not to be in the
+    /// memory of the GPU.
+    fn refusal(&self, job: &str, leaves_memory: bool, shortage: Shortage) -> Error {
+        let Shortage { required, fixed, state } = shortage;
+        let in_memory = (fixed > 0).then(|| format!("{fixed} bytes can only be in memory"));
+        let outside = (leaves_memory && state > 0).then(|| {
+            format!(
+                "{state} bytes cannot be in the memory of the GPU (--state-tier host, or offload \
+                 of the job)"
+            )
+        });
+        let parts: Vec<String> = in_memory.into_iter().chain(outside).collect();
+        let must = match parts.is_empty() {
+            true => String::new(),
+            false => format!(", of which {}", parts.join(" and ")),
+        };
+        let has = |option: &str, budget: &Budget| {
+            format!("{option} has {} of {} free", budget.limit() - budget.used(), budget.limit())
+        };
+        let [memory, host, disk] = &self.budgets;
+        let budgets = match self.has_gpu {
+            true => format!("{}, {}", has("--device-memory", memory), has("--host-memory", host)),
+            false => has("--host-memory", memory),
+        };
+        let on_disk = match disk.limit() {
+            0 => "there is no --disk".to_owned(),
+            _ => has("--disk-bytes", disk),
+        };
+        Error::OutOfMemory {
+            what: format!(
+                "the slices of job {job:?} on this server{must}: {budgets}, and {on_disk}"
+            ),
+            bytes: required,
+        }
     }
 }
 

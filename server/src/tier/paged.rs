@@ -1,4 +1,4 @@
-//! An array of f32 on disk.
+//! An array of f32 outside of the memory of the backend: on disk, or in host memory.
 //!
 //! Its content is changed in two ways. A step reads and writes it piece by piece
 //! ([`super::steps`]). Everything else (uploads, gradients, copies, checkpoints) arrives in chunks
@@ -15,7 +15,10 @@ use bytes::Bytes;
 use zeroshard_checkpoint::direct::{PAGE, Pages};
 use zeroshard_proto::{DType, Elements, Error, Result};
 
-use super::{Tiers, blocking, scratch::Extent};
+use super::{
+    Tiers, blocking,
+    scratch::{Extent, Scratch},
+};
 use crate::{
     backend::{Backend, Failure},
     optim,
@@ -30,7 +33,7 @@ const SHORT: usize = 64 << 10;
 /// The size of an element.
 const SIZE: usize = DType::F32.size();
 
-/// An array on disk, which readers may hold. It is changed only while nobody else holds it.
+/// An array on a scratch, which readers may hold. It is changed only while nobody else holds it.
 pub(crate) struct Paged<B: Backend> {
     pub(super) shared: Arc<Shared<B>>,
 }
@@ -53,7 +56,7 @@ pub(crate) struct Cell<B: Backend> {
     pub(super) is_listed: bool,
 }
 
-/// The content on disk.
+/// The content on the scratch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Content {
     /// Elements are written before they are read.
@@ -73,20 +76,23 @@ impl<B: Backend> Paged<B> {
     /// An array of `numel` elements of slice number `slice`; `filled`: their value.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the disk is full; [`Error::Storage`].
-    pub(crate) fn new(
+    /// [`Error::OutOfMemory`] if the disk is full, or there is no memory; [`Error::Storage`].
+    pub(super) fn new(
         tiers: &Arc<Tiers<B>>,
+        scratch: &Arc<Scratch>,
         slice: u32,
         numel: usize,
         filled: Option<f32>,
     ) -> Result<Self> {
-        let scratch = tiers.scratch().expect("arrays are put on disk only where there is one");
         let bytes = (numel * SIZE) as u64;
         let extent = scratch.take(bytes).map_err(|error| match error.kind() {
             io::ErrorKind::StorageFull => Error::OutOfMemory {
                 what: format!("slice {slice} in {}: the disk is full", scratch.name()),
                 bytes,
             },
+            io::ErrorKind::OutOfMemory => {
+                Error::OutOfMemory { what: format!("slice {slice} in {}", scratch.name()), bytes }
+            }
             _ => Error::Storage {
                 action: format!("reserve {bytes} bytes for slice {slice} in"),
                 url: scratch.name(),
@@ -105,8 +111,8 @@ impl<B: Backend> Paged<B> {
     /// # Errors
     /// Those of [`Self::new`].
     pub(super) fn another(&self) -> Result<Self> {
-        let Shared { tiers, slice, numel, .. } = &*self.shared;
-        Self::new(tiers, *slice, *numel, None)
+        let Shared { tiers, extent, slice, numel, .. } = &*self.shared;
+        Self::new(tiers, extent.scratch(), *slice, *numel, None)
     }
 
     pub(super) fn numel(&self) -> usize {
@@ -152,7 +158,7 @@ impl<B: Backend> Paged<B> {
         Ok(cell)
     }
 
-    /// Writes changes to the disk, and returns the working buffer.
+    /// Writes changes to the scratch, and returns the working buffer.
     ///
     /// # Errors
     /// [`Error::Storage`], after which the changes are still in the buffer.
@@ -264,7 +270,7 @@ impl<B: Backend> Shared<B> {
         self.cell.lock().expect("no holder of the lock panics")
     }
 
-    /// Writes changes to the disk, and returns the working buffer, unless the array is in use.
+    /// Writes changes to the scratch, and returns the working buffer, unless the array is in use.
     /// False if the array keeps its buffer.
     pub(super) fn try_settle(&self, backend: &B) -> bool {
         let Ok(mut cell) = self.cell.try_lock() else { return false };
@@ -303,7 +309,7 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
-    /// The bytes of elements that are on disk.
+    /// The bytes of elements that are on the scratch.
     fn read_runs(&self, from: &Elements) -> Result<Bytes> {
         let end = (self.numel * SIZE).next_multiple_of(PAGE);
         let mut bytes = Vec::with_capacity(from.numel() * SIZE);

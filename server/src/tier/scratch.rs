@@ -1,4 +1,5 @@
-//! The scratch file: arrays that are not in memory, read and written without the page cache.
+//! Scratch: room for arrays outside of the memory of the backend, in a file that is read and
+//! written without the page cache, or in host memory (`host`).
 //!
 //! The file has no name while it is used, so that nothing is left when the process ends, in
 //! whatever way. Its content is worth nothing after that.
@@ -7,7 +8,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io,
     os::unix::fs::FileExt,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex},
 };
 
@@ -17,13 +18,13 @@ use rustix::{
 };
 use zeroshard_checkpoint::direct::{PAGE, open};
 
-use super::free::Free;
+use super::{free::Free, host::HostMemory};
 use crate::{identity, metrics::Traffic};
 
 /// The beginning of the name that a scratch file has while it is created.
 const PREFIX: &str = "zeroshard-scratch-";
 
-/// The operations on the file. Tests inject faults here.
+/// The operations on scratch. Tests inject faults here.
 pub(crate) trait Disk: Send + Sync {
     /// Reads into `bytes`, and returns the number of bytes that were read.
     fn read_at(&self, bytes: &mut [u8], at: u64) -> io::Result<usize>;
@@ -65,11 +66,11 @@ impl Disk for File {
     }
 }
 
-/// A file without a name in a directory.
+/// A file without a name in a directory, or host memory.
 pub(crate) struct Scratch {
     disk: Box<dyn Disk>,
-    /// The directory, for errors.
-    directory: PathBuf,
+    /// The name in errors.
+    name: String,
     free: Mutex<Free>,
     traffic: Traffic,
 }
@@ -99,18 +100,24 @@ impl Scratch {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             removed => removed?,
         }
-        Ok(Self::on(Box::new(file), directory, traffic))
+        let name = format!("the scratch file in {}", directory.display());
+        Ok(Self::on(Box::new(file), name, traffic))
     }
 
-    /// The scratch file on `disk`.
-    pub(crate) fn on(disk: Box<dyn Disk>, directory: &Path, traffic: Traffic) -> Arc<Self> {
-        let free = Mutex::new(Free::default());
-        Arc::new(Self { disk, directory: directory.to_owned(), free, traffic })
+    /// Scratch in host memory.
+    pub(crate) fn in_host_memory(traffic: Traffic) -> Arc<Self> {
+        let name = "host memory (--host-memory)".to_owned();
+        Self::on(Box::new(HostMemory::default()), name, traffic)
     }
 
-    /// The name of the file in errors.
+    /// Scratch on `disk`.
+    pub(crate) fn on(disk: Box<dyn Disk>, name: String, traffic: Traffic) -> Arc<Self> {
+        Arc::new(Self { disk, name, free: Mutex::new(Free::default()), traffic })
+    }
+
+    /// The name in errors.
     pub(crate) fn name(&self) -> String {
-        format!("the scratch file in {}", self.directory.display())
+        self.name.clone()
     }
 
     /// Reserves room for `length` bytes.
@@ -128,7 +135,7 @@ impl Scratch {
     }
 }
 
-/// A part of the file, returned when dropped.
+/// A part of the scratch, returned when dropped.
 pub(crate) struct Extent {
     scratch: Arc<Scratch>,
     /// INVARIANT: `at` and `length` are multiples of a page.

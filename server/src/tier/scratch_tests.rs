@@ -132,7 +132,7 @@ fn every_fault_is_an_error() {
     for fault in Fault::ALL {
         let left = Arc::new(AtomicU64::new(1));
         let disk = Box::new(Faulty::new(fault, left));
-        let scratch = Scratch::on(disk, Path::new("/scratch"), traffic());
+        let scratch = Scratch::on(disk, "/scratch".to_owned(), traffic());
         let extent = scratch.take(PAGE as u64).unwrap();
         let mut pages = content(0, PAGE);
         let mut both = || {
@@ -154,7 +154,7 @@ fn every_fault_is_an_error() {
 #[test]
 fn bytes_that_were_never_written_are_not_read_beyond_the_end_of_the_file() {
     let disk = Box::new(Faulty::new(Fault::Read, Arc::new(AtomicU64::new(u64::MAX))));
-    let scratch = Scratch::on(disk, Path::new("/scratch"), traffic());
+    let scratch = Scratch::on(disk, "/scratch".to_owned(), traffic());
     let extent = scratch.take(PAGE as u64).unwrap();
     let error = extent.read(Pages::new(PAGE).bytes(0..PAGE), 0).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);

@@ -1,4 +1,4 @@
-//! Steps of slices of which some arrays are on disk.
+//! Steps of slices of which some arrays are outside of memory.
 //!
 //! A thread reads a piece of each array, computes, writes the piece, and goes on to the next. Some
 //! threads do so for different slices, in the order of the slices: while one computes, the others
@@ -29,7 +29,7 @@ const PIECES: [usize; 2] = [PAGE / DType::F32.size(), REQUEST / DType::F32.size(
 const ARRAYS: usize = 1 + MAX_STATE + 1;
 
 /// The largest number of state tensors of an optimizer.
-const MAX_STATE: usize = 3;
+pub(super) const MAX_STATE: usize = 3;
 
 /// The threads and buffers of a server.
 pub(crate) struct Steps<B: Backend> {
@@ -79,12 +79,12 @@ impl<B: Backend> Steps<B> {
             .thread_name(|number| format!("zeroshard-tier-{number}"))
             .build();
         let threads = threads.map_err(|error| Error::Internal {
-            cause: format!("cannot start the threads for slices on disk: {error}"),
+            cause: format!("cannot start the threads for slices outside of memory: {error}"),
         })?;
         let workspace = |_| Workspace::new(backend);
         let free = (0..THREADS).map(workspace).collect::<backend::Result<_>>();
-        let free =
-            free.map_err(|failure| failure.of("the buffers of steps with slices on disk"))?;
+        let free = free
+            .map_err(|failure| failure.of("the buffers of steps with slices outside of memory"))?;
         Ok(Self { threads, free: Mutex::new(free), returned: Condvar::new() })
     }
 
@@ -128,8 +128,8 @@ impl<B: Backend> Steps<B> {
         failed.into_inner().expect("no holder of the lock panics")
     }
 
-    /// Applies a step to the arrays of a slice with `numel` elements. Changes of arrays on disk are
-    /// settled.
+    /// Applies a step to the arrays of a slice with `numel` elements. Changes to paged arrays have
+    /// been written back.
     ///
     /// # Errors
     /// [`Error::Storage`], after which some elements have the new values and others have not.
@@ -187,7 +187,7 @@ impl<B: Backend> Workspace<B> {
             apply_piece(backend, update, &range, arrays, pieces, &mut self.pages)?;
         }
         for next in [&mut arrays.master].into_iter().chain(&mut arrays.state) {
-            if let Array::Disk(paged) = &*next.array {
+            if let Array::Paged(paged) = &*next.array {
                 paged.is_written();
             }
         }

@@ -1,7 +1,8 @@
-//! The working buffers: whole arrays in memory whose place is on disk, while chunks of them arrive.
+//! The working buffers: whole arrays in memory whose place is outside of it, while chunks of them
+//! arrive.
 //!
-//! Their memory is bounded. If it is used up, the array that was loaded first is written to the
-//! disk, and its buffer given to the one that needs it. An array that is in use at this moment is
+//! Their memory is bounded. If it is used up, the array that was loaded first is written to its
+//! tier, and its buffer given to the one that needs it. An array that is in use at this moment is
 //! skipped, and if all are, the bound is exceeded: each thread uses one buffer at a time, so the
 //! excess is at most one array for each thread.
 
@@ -25,7 +26,7 @@ struct State<B: Backend> {
     /// The elements of all buffers, free or in use.
     elements: usize,
     /// Free buffers, with their size: memory that is mapped anew for each use would be slower than
-    /// the disk.
+    /// a disk.
     free: Vec<(usize, Arc<B::Buffer>)>,
     /// Arrays that may have a buffer, in the order in which they got one.
     loaded: VecDeque<Weak<Shared<B>>>,
@@ -77,7 +78,7 @@ impl<B: Backend> Working<B> {
     fn allocate(&self, backend: &B, numel: usize) -> Result<Arc<B::Buffer>> {
         let allocated = backend.allocate(DType::F32, numel).map_err(|failure| {
             self.state().elements -= numel;
-            failure.of("a buffer for an array whose place is on disk")
+            failure.of("a buffer for an array outside of memory")
         });
         let mut buffer = allocated?;
         backend.populate(&mut buffer, 0..numel);

@@ -1,6 +1,7 @@
 //! Measures a complete step (push, reduce, decide, apply, pull) without a model: the cost of
 //! sharding if computation took no time. Every worker and every server is a process.
 
+mod traffic;
 mod worker;
 
 use std::{
@@ -10,6 +11,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
+use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, binary};
 
 use crate::{sample::median, table::Table};
@@ -27,6 +29,10 @@ const SERVER_BYTES_PER_PARAMETER: u64 = 16;
 /// workers and servers, with two servers for each slice and at every level, then 10 M parameters in
 /// 10 tensors and in 10,000 tensors. With any of --workers, --servers, --replicas, --tensors,
 /// --numel and --level, it measures only that case.
+///
+/// With --group, it runs no step: it counts the bytes that servers and ranks transfer in a step,
+/// without groups and with groups of that size, and lists the formulas of other systems. The
+/// default there is 1,000 workers, 128 servers and 7,000 M parameters in 1,000 tensors.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Number of worker processes
@@ -50,6 +56,9 @@ pub(crate) struct Options {
     /// Number of measured steps, after two warm-up steps; the median is shown
     #[arg(long, default_value_t = 9)]
     steps: usize,
+    /// Count the bytes of a step with groups of this many workers, without running it
+    #[arg(long, conflicts_with_all = ["replicas", "steps"])]
+    group: Option<u32>,
 }
 
 /// The way in which parameters and gradients are transferred.
@@ -117,7 +126,21 @@ fn cases(options: &Options) -> Vec<Case> {
     [&sizes[..], &replicas, &levels, &tensors].concat()
 }
 
+/// Counts the bytes of a step with groups: see [`traffic`].
+fn count(options: &Options, group_size: u32, json: bool) -> Result<(), Error> {
+    let numel = options.numel.unwrap_or(7_000_000) as u64;
+    let tensor = |i| TensorSpec::new(format!("tensor.{i}"), [numel]);
+    let manifest = Manifest::new((0..options.tensors.unwrap_or(1000)).map(tensor).collect())?;
+    let world = options.workers.unwrap_or(1000);
+    let spec = JobSpec { world, group_size, ..JobSpec::new(JOB, manifest, vec!["adamw".parse()?]) };
+    let level = options.level.unwrap_or(CASE.level);
+    traffic::run(&spec, options.servers.unwrap_or(128), level, json)
+}
+
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
+    if let Some(group_size) = options.group {
+        return count(options, group_size, json);
+    }
     let fields = [
         "bench",
         "params",

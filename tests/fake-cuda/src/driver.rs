@@ -4,9 +4,11 @@
 //! `FAKE_CUDA_SEED` the seed of their schedules (0), and `FAKE_CUDA_CAPACITY` their bytes of memory
 //! (16 GiB). Tests in one process add devices of their own.
 //!
-//! Two variables are for programs that tests start. With `FAKE_CUDA_FAIL=FUNCTION:AFTER:CODE`, the
-//! first AFTER calls of FUNCTION on each device succeed, and the next one fails with CODE. If
-//! `FAKE_CUDA_ABORT` is set, the process is aborted when it uses a device wrongly.
+//! Three variables are for programs that tests start. With `FAKE_CUDA_FAIL=FUNCTION:AFTER:CODE`,
+//! the first AFTER calls of FUNCTION on each device succeed, and the next one fails with CODE; with
+//! `FUNCTION:AFTER:CODE:NUMBER` only on the device with this number. If `FAKE_CUDA_ABORT` is set,
+//! the process is aborted when it uses a device wrongly. With `FAKE_CUDA_KERNELS=FILE`, devices run
+//! the compiled kernels of a library ([`crate::compiled`]) instead of interpreting PTX.
 
 use std::{
     cell::Cell,
@@ -33,12 +35,15 @@ fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
-/// The failure that `FAKE_CUDA_FAIL` asks for.
-fn injection() -> Option<Injection> {
+/// The failure that `FAKE_CUDA_FAIL` asks for on a device.
+fn injection(device: usize) -> Option<Injection> {
     let text = std::env::var("FAKE_CUDA_FAIL").ok()?;
     let mut parts = text.split(':');
     let function = parts.next()?.to_owned();
     let [after, code] = [parts.next()?.parse().ok()?, parts.next()?.parse().ok()?];
+    if parts.next().is_some_and(|number| number != device.to_string()) {
+        return None;
+    }
     Some(Injection { function, after, code: code as Code, is_late: false })
 }
 
@@ -54,7 +59,7 @@ fn with_devices<T>(access: impl FnOnce(&mut Devices) -> T) -> T {
         let capacity = setting("FAKE_CUDA_CAPACITY", DEFAULT_CAPACITY);
         let new = |number: usize| {
             let mut device = Device::new(number, seed.wrapping_add(number as u64), capacity);
-            injection().into_iter().for_each(|injection| device.inject(injection));
+            injection(number).into_iter().for_each(|injection| device.inject(injection));
             device
         };
         (0..setting("FAKE_CUDA_DEVICES", 1) as usize)

@@ -1,10 +1,11 @@
 //! A CUDA driver for tests that has no GPU, and is more hostile than one that has.
 //!
 //! It is a library with the functions of `libcuda.so` that the server calls. Kernels run for real:
-//! the text of their PTX is interpreted (`run`). Streams run late, and in any order that the
+//! the text of their PTX is interpreted (`run`), or for long runs of programs the same source,
+//! compiled for the host, is called ([`compiled`]). Streams run late, and in any order that the
 //! calls of the program allow (`device`). Device memory has addresses that the host cannot access
-//! (`memory`). Every access of a copy or a kernel is checked: the driver finds uses of freed
-//! memory, accesses out of bounds, copies from and to memory that is not pinned or changes
+//! (`memory`). Every access of a copy or an interpreted kernel is checked: the driver finds uses of
+//! freed memory, accesses out of bounds, copies from and to memory that is not pinned or changes
 //! meanwhile, and accesses that no event orders (`order`). It names them on the standard error
 //! stream, and keeps them for [`control`]. Calls fail on request.
 //!
@@ -18,6 +19,7 @@
 
 mod api;
 mod codes;
+pub mod compiled;
 pub mod control;
 mod device;
 mod driver;

@@ -231,7 +231,7 @@ def test_a_run_continues_with_the_same_results_when_a_server_is_killed_and_when_
         arguments = str(directory), [process.pid for process in shards[:3]]
         for level in LEVELS:
             # As Paddle's launcher does, all ranks are killed when one has died, and start again.
-            with pytest.raises(ranks.RankFailed, match="rank 1:\nended without a word"):
+            with pytest.raises(ranks.RankFailed, match="rank 1:\nended without a word: SIGKILL"):
                 ranks.run(2, train_through_losses, *arguments, level, env=environment, init=False)
         found = ranks.run(2, train_through_losses, *arguments, None, env=environment, init=False)
     assert_same_results(found, expected)
@@ -240,9 +240,10 @@ def test_a_run_continues_with_the_same_results_when_a_server_is_killed_and_when_
             found_rows = rows(directory, level, rank)
             same = rows(undisturbed, level, rank)
             assert sorted(set(found_rows)) == sorted(same), (level, rank)
-            # The step in which the server was killed, and those since the checkpoint, were run
-            # again; also that in which the rank was killed.
-            assert len(found_rows) >= len(same) + 3, (level, rank)
+            # The step since the checkpoint was run again, and that in which rank 1 was killed; also
+            # that in which rank 0 has killed the server, which may have ended the forward of rank 1
+            # at level p_g_os.
+            assert len(found_rows) >= len(same) + (3 if rank == 0 else 2), (level, rank)
 
 
 def shard(directory: str, width: int = 32, **options: Any) -> tuple[Any, Any, zs.Checkpoints]:

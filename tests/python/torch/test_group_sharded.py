@@ -7,11 +7,15 @@ Two ranks, each with half of each batch, are compared with one process that has 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
 
 import ranks
+import zeroshard as zs
 from training import LEVELS, Outcome, Training, assert_close, assert_same, train, train_all, worst
+from zeroshard._connection import Connection
 
 #: The largest relative difference of a loss from torch's.
 TOLERANCE = 1e-4
@@ -112,6 +116,32 @@ def test_options_change_no_bits(processes: dict[str, str]) -> None:
     ]
     hashes = ranks.run(2, hashes_of, variants, env=processes)
     assert len({*hashes[0], *hashes[1]}) == 1
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offload_is_part_of_the_job(
+    offload: bool, cluster: zs.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[Any, bool]] = []
+    original = Connection.open
+
+    def recorded(connection: Connection, *arguments: Any, **options: Any) -> Any:
+        opened.append((connection.cluster, options["offload"]))
+        return original(connection, *arguments, **options)
+
+    monkeypatch.setattr(Connection, "open", recorded)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zs.torch.group_sharded_parallel(model, optimizer, "os", offload=offload)
+    [(native, requested)] = opened
+    assert requested == offload
+    # A job of the same name with another value is another job.
+    tensors = [zs._native.TensorSpec("w", [4])]
+    job = (f"offload {offload}", tensors, [("sgd", {})], 1)
+    native.create_job(*job, offload=offload)
+    native.create_job(*job, offload=offload)
+    with pytest.raises(zs.Error, match="offload"):
+        native.create_job(*job, offload=not offload)
 
 
 def hashes_of(rank: int, variants: list[Training]) -> list[str]:

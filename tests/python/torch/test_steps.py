@@ -58,9 +58,9 @@ def build(level: str, **options: Any) -> tuple[Any, Any, Any]:
 Result = tuple[dict[int, float], str, dict[str, Tensor], float, list[float], list[int]]
 
 
-def train(level: str, disturb: Disturb, zeroes_first: bool = True) -> Result:
+def train(level: str, disturb: Disturb, zeroes_first: bool = True, **options: Any) -> Result:
     """Trains in a loop of ``zeroshard.steps``. ``disturb`` is called at each place of one step."""
-    model, optimizer, scaler = build(level)
+    model, optimizer, scaler = build(level, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     losses: dict[int, float] = {}
     attempts: list[int] = []
@@ -161,7 +161,7 @@ def test_the_results_are_those_of_an_undisturbed_run_when_servers_are_killed(
         assert repeated in (0, 1)
 
 
-def train_in_ranks(rank: int, victims: list[int]) -> list[Result]:
+def train_in_ranks(rank: int, victims: list[int], size: int) -> list[Result]:
     """Trains all levels. Rank 0 kills a server in each, if there are any to be killed."""
 
     def disturb(place: str) -> None:
@@ -171,16 +171,19 @@ def train_in_ranks(rank: int, victims: list[int]) -> list[Result]:
     found: list[Result] = []
     with zs.init(replicas=2):
         for level in LEVELS:
-            found.append(train(level, disturb))
+            found.append(train(level, disturb, group_size=size))
     return found
 
 
-def test_two_ranks_have_the_results_of_an_undisturbed_run_when_servers_are_killed() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_ranks_have_the_results_of_an_undisturbed_run_when_servers_are_killed(
+    size: int,
+) -> None:
     with killable(5) as (address, shards):
         environment = {"ZEROSHARD_ADDRESS": address}
-        expected = ranks.run(2, train_in_ranks, [], env=environment)
+        expected = ranks.run(2, train_in_ranks, [], size, env=environment)
         victims = [process.pid for process in shards[: len(LEVELS)]]
-        found = ranks.run(2, train_in_ranks, victims, env=environment)
+        found = ranks.run(2, train_in_ranks, victims, size, env=environment)
     for ours, undisturbed in zip(found, expected, strict=True):
         for result, calm in zip(ours, undisturbed, strict=True):
             assert_same_results(result, calm, len(result[5]) - STEPS)

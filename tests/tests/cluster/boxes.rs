@@ -181,14 +181,14 @@ async fn ranks_learn_the_addresses_of_the_others() {
         client.join_at("peers", rank, &format!("127.0.0.1:{}", 9000 + rank)).await.unwrap()
     };
     let first = join(0).await;
-    let (peers, second) = tokio::join!(first.peers(), join(1));
-    assert_eq!(peers.unwrap(), ["127.0.0.1:9000", "127.0.0.1:9001"]);
-    assert_eq!(second.peers().await.unwrap().len(), 2);
+    let (peer, second) = tokio::join!(first.peer(1), join(1));
+    assert_eq!(peer.unwrap(), "127.0.0.1:9001");
+    assert_eq!(second.peer(0).await.unwrap(), "127.0.0.1:9000");
 
     let hasty = zeroshard_client::Cluster::connect(cluster.address(), hasty()).await.unwrap();
     second.leave().await.unwrap();
     let silent = hasty.join("peers", 1).await.unwrap();
-    let waited = silent.peers().await;
+    let waited = silent.peer(1).await;
     let Err(Error::Timeout { waiting_for, .. }) = waited else { panic!("{waited:?}") };
     assert!(waiting_for.contains("rank 1 (dp 0, tp 1)"), "{waiting_for}");
 }

@@ -1,20 +1,28 @@
 //! Shard servers on GPUs of the fake driver, which runs the kernels of the binary for real, ends a
 //! server that uses it wrongly, and fails on request.
 
-use std::{process::Command, sync::atomic::AtomicU64};
+use std::{path::Path, process::Command, sync::atomic::AtomicU64};
 
 use futures_util::future::join;
 use zeroshard_client::Commit;
 use zeroshard_proto::{DType, JobSpec, Optimizer, TensorSpec};
 use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
 
-use crate::{adamw, connect, job, options, replicas::train, start, until};
+use crate::{adamw, connect, job, options, replicas::train, start, tiers, until};
 
 /// A cluster whose shard servers are all on GPUs.
 fn cluster(servers: usize, settings: &[(&str, &str)]) -> Cluster {
     let coordinator = Cluster::coordinator();
-    let shard = |_| Cluster::shard_on_gpu(coordinator.address(), settings);
+    let shard = |_| Cluster::shard_on_gpu(coordinator.address(), &[], settings);
     let shards = (0..servers).map(shard).collect();
+    Cluster { coordinator, shards }
+}
+
+/// A cluster with one shard server, on a GPU with these flags.
+fn on_gpu<Flag: AsRef<str>>(flags: &[Flag], settings: &[(&str, &str)]) -> Cluster {
+    let coordinator = Cluster::coordinator();
+    let flags: Vec<&str> = flags.iter().map(AsRef::as_ref).collect();
+    let shards = vec![Cluster::shard_on_gpu(coordinator.address(), &flags, settings)];
     Cluster { coordinator, shards }
 }
 
@@ -40,7 +48,7 @@ async fn a_gpu_has_the_bits_of_the_cpu() {
 #[tokio::test]
 async fn replicas_of_a_slice_are_on_a_gpu_and_a_cpu() {
     let mut cluster = Cluster::start(1);
-    cluster.shards.push(Cluster::shard_on_gpu(cluster.address(), &[]));
+    cluster.shards.push(Cluster::shard_on_gpu(cluster.address(), &[], &[]));
     let spec = JobSpec { replicas: 2, compare_every: 1, ..spec("mixed", adamw(), DType::F32) };
     let jobs = start(cluster.address(), &spec).await;
     let done = AtomicU64::new(0);
@@ -66,7 +74,7 @@ async fn lose_a_device(failure: &str) {
     };
     let undisturbed = Training { steps: STEPS, options: options(), ..Training::new(spec("calm")) };
     let mut cluster = Cluster::start(2);
-    let lost = Cluster::shard_on_gpu(cluster.address(), &[("FAKE_CUDA_FAIL", failure)]);
+    let lost = Cluster::shard_on_gpu(cluster.address(), &[], &[("FAKE_CUDA_FAIL", failure)]);
     cluster.shards.push(lost);
     let expected = undisturbed.run(Cluster::start(3).address()).await.unwrap().hash;
     let jobs = start(cluster.address(), &JobSpec { replicas: 2, ..spec("lost") }).await;
@@ -90,8 +98,7 @@ async fn a_device_lost_in_a_pull_is_replaced_by_the_backups_and_no_bit_changes()
 
 #[tokio::test]
 async fn without_backups_a_lost_device_ends_its_jobs_with_an_error_that_names_it() {
-    let mut cluster = Cluster::start(0);
-    cluster.shards.push(Cluster::shard_on_gpu(cluster.address(), &[("FAKE_CUDA_FAIL", LOST)]));
+    let cluster = cluster(1, &[("FAKE_CUDA_FAIL", LOST)]);
     let spec = JobSpec { min_servers: 1, ..spec("lost", adamw(), DType::F32) };
     let failed =
         Training { steps: STEPS_UNTIL_LOST, options: options(), ..Training::new(spec.clone()) };
@@ -105,6 +112,65 @@ async fn without_backups_a_lost_device_ends_its_jobs_with_an_error_that_names_it
     let next = client.create_job(&JobSpec { name: "next".to_owned(), ..spec }).await;
     let next = next.unwrap_err().to_string();
     assert!(next.contains("cuda:0 is lost"), "{next}");
+}
+
+/// The flags and settings of a server with two GPUs.
+const TWO: [&str; 2] = ["--device", "cuda:0,1"];
+const TWO_DEVICES: (&str, &str) = ("FAKE_CUDA_DEVICES", "2");
+
+#[tokio::test]
+async fn a_server_with_two_gpus_has_the_bits_of_the_cpu_in_all_tiers() {
+    let disk = tempfile::tempdir().unwrap();
+    let spec = JobSpec { min_servers: 1, ..spec("two", adamw(), DType::Bf16) };
+    let training =
+        Training { commit: Commit::default().max_norm(0.5), ..Training::new(spec.clone()) };
+    let expected = training.run(Cluster::start(1).address()).await.unwrap();
+    let state = tiers::state(&spec);
+    let cases = [
+        Vec::new(),
+        budgets(state / 4, 1 << 30, None),
+        budgets(state / 8, state / 4, Some(disk.path())),
+    ];
+    for flags in cases {
+        let flags = [TWO.map(str::to_owned).to_vec(), flags].concat();
+        let cluster = on_gpu(&flags, &[TWO_DEVICES]);
+        assert!(training.run(cluster.address()).await.unwrap() == expected, "{flags:?}");
+        // Both devices have slices, and the metrics say so.
+        for device in ["cuda:0", "cuda:1"] {
+            for metric in device_metrics(device) {
+                let value = || tiers::find_metric(&cluster.shards[0], &metric);
+                until(&metric, || value().is_some_and(|value| value > 0.0)).await;
+            }
+        }
+    }
+}
+
+/// The names of a device's metrics, with labels.
+fn device_metrics(device: &str) -> [String; 4] {
+    let series = |name: &str, label: &str| format!("device_{name}{{device=\"{device}\"{label}}}");
+    [
+        series("copied_bytes_total", ",direction=\"upload\""),
+        series("copied_bytes_total", ",direction=\"download\""),
+        series("kernel_seconds_total", ""),
+        series("memory_bytes", ",kind=\"used\""),
+    ]
+}
+
+/// The second of two GPUs is lost: the job with slices on it fails, and a later one is on the first
+/// GPU.
+#[tokio::test]
+async fn a_server_goes_on_with_its_other_gpu_when_one_is_lost() {
+    let failure = ("FAKE_CUDA_FAIL", "cuLaunchKernel:40:719:1");
+    let cluster = on_gpu(&TWO, &[TWO_DEVICES, failure]);
+    let spec = |name| JobSpec { min_servers: 1, ..spec(name, adamw(), DType::F32) };
+    let training =
+        |name, steps| Training { steps, options: options(), ..Training::new(spec(name)) };
+    let lost = training("lost", STEPS_UNTIL_LOST).run(cluster.address()).await.unwrap_err();
+    let client = connect(cluster.address()).await;
+    let reason = client.describe_job("lost").await.unwrap_err().to_string();
+    assert!(reason.contains("cuda:1 is lost"), "{reason} after {lost}");
+    let expected = training("next", 5).run(Cluster::start(1).address()).await.unwrap();
+    assert!(training("next", 5).run(cluster.address()).await.unwrap() == expected);
 }
 
 #[tokio::test]
@@ -152,4 +218,85 @@ async fn without_a_driver_a_server_uses_the_cpu_or_says_what_is_missing() {
     assert!(text.contains("no CUDA device was found"), "{text}");
     let spec = job("on-cpu", 1, adamw(), vec![TensorSpec::new("w", [9])]);
     connect(coordinator.address()).await.create_job(&spec).await.unwrap();
+}
+
+/// The flags of a server on a GPU that keeps so many bytes in the memory of the GPU and in host
+/// memory, and the rest in a directory.
+fn budgets(device: u64, host: u64, disk: Option<&Path>) -> Vec<String> {
+    let mut flags = vec!["--device-memory".to_owned(), device.to_string()];
+    flags.extend(["--host-memory".to_owned(), host.to_string()]);
+    if let Some(disk) = disk {
+        flags.extend(
+            ["--disk", &disk.display().to_string(), "--disk-bytes", "1GiB"].map(str::to_owned),
+        );
+    }
+    flags
+}
+
+#[tokio::test]
+async fn slices_in_the_memory_of_a_gpu_in_host_memory_and_on_disk_have_the_same_bits() {
+    const ALL: u64 = 1 << 30;
+    let disk = tempfile::tempdir().unwrap();
+    let spec = JobSpec { min_servers: 1, ..spec("tiers", adamw(), DType::F32) };
+    let training =
+        Training { commit: Commit::default().max_norm(0.5), ..Training::new(spec.clone()) };
+    let expected = training.run(Cluster::start(1).address()).await.unwrap();
+    let state = tiers::state(&spec);
+    let state_on_host = ["--state-tier", "host"].map(str::to_owned);
+    // With whether arrays are in host memory, and on disk.
+    let cases = [
+        (budgets(ALL, 0, None), [false, false]),
+        ([budgets(ALL, ALL, None), state_on_host.to_vec()].concat(), [true, false]),
+        (budgets(state / 2, ALL, None), [true, false]),
+        (budgets(0, ALL, None), [true, false]),
+        (budgets(state / 4, 0, Some(disk.path())), [false, true]),
+        (budgets(state / 2, state / 4, Some(disk.path())), [true, true]),
+        (budgets(state / 4, state / 2, Some(disk.path())), [true, true]),
+        (budgets(0, 0, Some(disk.path())), [false, true]),
+    ];
+    for (flags, expected_tiers) in cases {
+        let cluster = on_gpu(&flags, &[]);
+        let trained = training.run(cluster.address()).await.unwrap();
+        assert!(trained == expected, "{flags:?}");
+        let are_used = ["host", "disk"].map(|tier| {
+            let name =
+                format!("tier_transferred_bytes_total{{direction=\"read\",tier=\"{tier}\"}}");
+            tiers::metric(&cluster.shards[0], &name) > 0.0
+        });
+        assert_eq!(are_used, expected_tiers, "{flags:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_job_with_offload_has_its_state_in_host_memory_and_the_same_bits() {
+    let spec = JobSpec { min_servers: 1, ..spec("offload", adamw(), DType::F32) };
+    let expected = Training::new(spec.clone()).run(Cluster::start(1).address()).await.unwrap();
+    let flags = budgets(1 << 30, 1 << 30, None);
+    for offload in [false, true] {
+        let cluster = on_gpu(&flags, &[]);
+        let training = Training::new(JobSpec { offload, ..spec.clone() });
+        assert!(training.run(cluster.address()).await.unwrap() == expected, "{offload}");
+        let name = "tier_transferred_bytes_total{direction=\"read\",tier=\"host\"}";
+        assert_eq!(tiers::metric(&cluster.shards[0], name) > 0.0, offload);
+    }
+    let without_budgets = cluster(1, &[]);
+    let offload = JobSpec { offload: true, ..spec };
+    let refused = connect(without_budgets.address()).await.create_job(&offload).await.unwrap_err();
+    let refused = refused.to_string();
+    assert!(refused.contains("offload") && refused.contains("--host-memory"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_job_that_fits_in_no_tier_of_a_gpu_is_refused_with_the_budgets_and_others_go_on() {
+    let cluster = on_gpu(&["--device-memory", "1MiB", "--host-memory", "1MiB"], &[]);
+    let small = job("small", 1, adamw(), vec![TensorSpec::new("w", [1 << 16])]);
+    let jobs = start(cluster.address(), &small).await;
+    let large = job("large", 1, adamw(), vec![TensorSpec::new("w", [1 << 17])]);
+    let refused = connect(cluster.address()).await.create_job(&large).await.unwrap_err();
+    let text = refused.to_string();
+    assert!(text.contains("--device-memory has 0 of 1048576 free"), "{text}");
+    assert!(text.contains("--host-memory has 1048576 of 1048576 free"), "{text}");
+    let attempt = jobs[0].attempt(0).unwrap();
+    attempt.push(synthetic::gradients(&small.manifest, 0, 0)).await.unwrap();
+    assert!(attempt.commit(Commit::default()).await.unwrap().applied);
 }

@@ -44,8 +44,7 @@ use zeroshard_tests::synthetic;
 
 /// Options with a deadline that ends a test that would otherwise hang.
 fn options() -> Options {
-    let timeout = if cfg!(feature = "long") { 150 } else { 30 };
-    Options::default().timeout(Duration::from_secs(timeout))
+    Options::default().timeout(zeroshard_tests::timeout())
 }
 
 /// Options for calls that are expected to reach their deadline.

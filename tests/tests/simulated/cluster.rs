@@ -170,7 +170,7 @@ async fn coordinator(term: u64) -> turmoil::Result {
 async fn shard(index: usize) -> turmoil::Result {
     let context = context().await;
     let common = context.common.clone();
-    let shard = Shard::new(Cpu::new(), &config::Shard::default(), context)?;
+    let shard = Shard::new(vec![Cpu::new()], &config::Shard::default(), context)?;
     let shutdown = CancellationToken::new();
     let routes = shard.routes(&shutdown);
     let advertised = format!("{}:{PORT}", name(index));

@@ -8,7 +8,9 @@
 )]
 
 mod checkpoints;
+mod groups;
 mod parallel;
+mod process;
 mod results;
 
 use std::process::Output;
@@ -41,4 +43,8 @@ fn done(lines: &[Value]) -> &Value {
     let done = lines.last().unwrap();
     assert_eq!(done["event"], "done");
     done
+}
+
+fn hash(lines: &[Value]) -> String {
+    done(lines)["state_hash"].as_str().unwrap().to_owned()
 }

@@ -1,8 +1,9 @@
 //! Collectives over gRPC connections between workers.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -73,14 +74,16 @@ pub struct Listening {
     tasks: TaskTracker,
 }
 
-/// The connections of a worker to all other workers of a job. Implements [`Collectives`] over gRPC.
+/// The connections of a worker to other workers of a job. Implements [`Collectives`] over gRPC.
 ///
 /// If a `Peers` is dropped without [`Peers::leave`], the other workers regard this one as lost.
 pub struct Peers {
     inner: Listening,
     rank: u32,
-    /// The clients by rank; `None` for this rank.
-    clients: Vec<Option<Client>>,
+    /// The number of ranks of the job.
+    world: u32,
+    /// The clients by rank, without this rank.
+    clients: BTreeMap<u32, Client>,
     /// The number of messages that are being sent.
     sending: Arc<watch::Sender<usize>>,
     state: Mutex<State>,
@@ -159,9 +162,13 @@ impl Peers {
         self.rank
     }
 
-    /// The number of ranks.
+    /// The number of ranks of the job.
     pub fn world(&self) -> u32 {
-        self.clients.len() as u32
+        self.world
+    }
+
+    fn is_connected(&self, rank: u32) -> bool {
+        rank == self.rank || self.clients.contains_key(&rank)
     }
 
     /// Waits until the peers have received all messages, then leaves. Operations fail afterwards.
@@ -242,18 +249,19 @@ impl Peers {
     }
 
     fn check(&self, group: &[u32]) -> Result<()> {
-        let world = self.world();
         let repeated = (1..group.len()).any(|index| group[..index].contains(&group[index]));
-        if repeated || !group.contains(&self.rank) || group.iter().any(|&rank| rank >= world) {
-            let expected = format!("distinct ranks below {world}, including {}", self.rank);
+        let connected = group.iter().all(|&rank| self.is_connected(rank));
+        if repeated || !group.contains(&self.rank) || !connected {
+            let (own, peers) = (self.rank, self.clients.keys());
+            let expected = format!("rank {own}, and some of its peers {peers:?}, each once");
             return Err(Error::invalid("group of ranks", format!("{group:?}"), expected));
         }
         Ok(())
     }
 
     fn pair(&self, peer: u32, group: [u32; 2]) -> Result<Channel> {
-        if peer == self.rank || peer >= self.world() {
-            let expected = format!("below {}, and different from {}", self.world(), self.rank);
+        if !self.clients.contains_key(&peer) {
+            let expected = format!("one of {:?}", self.clients.keys());
             return Err(Error::invalid("rank of a peer", peer, expected));
         }
         Ok(Channel { group: group.to_vec(), pair: true })
@@ -266,46 +274,49 @@ impl Listening {
         self.address
     }
 
-    /// Connects as rank `rank` to the peers at `addresses`, and waits until all of them have
-    /// connected to this worker. `addresses` has a `host:port` for each rank; the entry of this
-    /// rank is not used.
+    /// Connects as rank `rank` of `world` ranks to the others of `ranks`, and waits until all of
+    /// them have connected to this worker. `address` returns the `host:port` of a rank, and is
+    /// called again until the rank has been reached, since a rank that has ended may still be known
+    /// at its old address.
     ///
     /// # Errors
-    /// An error for a rank without an address, for a peer that cannot be reached before the
-    /// deadline, and for a peer whose rank is not its index in `addresses`.
-    pub fn connect(self, rank: u32, addresses: &[String]) -> Result<Peers> {
-        let world = addresses.len() as u32;
-        if rank >= world {
-            return Err(Error::invalid(
-                "rank",
-                rank,
-                format!("less than the number of addresses, {world}"),
-            ));
+    /// Those of `address`, and an error for a peer that cannot be reached before the deadline, or
+    /// that has another rank.
+    pub fn connect(
+        self,
+        rank: u32,
+        world: u32,
+        ranks: Range<u32>,
+        address: impl AsyncFn(u32) -> Result<String, ClusterError>,
+    ) -> Result<Peers> {
+        if !ranks.contains(&rank) || ranks.end > world {
+            let expected = format!("one of ranks {ranks:?} of {world}");
+            return Err(Error::invalid("rank", rank, expected));
         }
         self.identity.send_replace(Some(Identity { rank, world }));
-        let dialled = try_join_all(addresses.iter().zip(0..).map(async |(address, to)| {
-            if to == rank { Ok(None) } else { self.dial(rank, to, world, address).await.map(Some) }
-        }));
+        let others = || ranks.clone().filter(|&peer| peer != rank);
+        let dialled = others().map(async |to| {
+            Ok::<_, Error>((to, self.dial(rank, to, world, async || address(to).await).await?))
+        });
         let clients = self.runtime.block_on(async {
-            let clients = dialled.await?;
+            let clients = try_join_all(dialled).await?;
             // Otherwise this worker could leave before a peer has connected to it.
-            self.attached(rank, world).await?;
-            Ok::<_, Error>(clients)
+            self.attached(rank, others()).await?;
+            Ok::<_, Error>(clients.into_iter().collect())
         })?;
-        Ok(Peers { inner: self, rank, clients, sending: Arc::default(), state: Mutex::default() })
+        let (sending, state) = (Arc::default(), Mutex::default());
+        Ok(Peers { inner: self, rank, world, clients, sending, state })
     }
 
-    /// Waits until all peers have connected to this worker.
-    async fn attached(&self, rank: u32, world: u32) -> Result<()> {
+    /// Waits until these peers have connected to this worker.
+    async fn attached(&self, rank: u32, peers: impl Iterator<Item = u32> + Clone) -> Result<()> {
         let mut attached = self.attached.subscribe();
-        let all = attached
-            .wait_for(|attached| (0..world).all(|peer| peer == rank || attached.contains(&peer)));
+        let all = attached.wait_for(|attached| peers.clone().all(|peer| attached.contains(&peer)));
         if tokio::time::timeout(self.options.deadline, all).await.is_ok() {
             return Ok(());
         }
         let attached = self.attached.borrow();
-        let missing: Vec<u32> =
-            (0..world).filter(|peer| *peer != rank && !attached.contains(peer)).collect();
+        let missing: Vec<u32> = peers.filter(|peer| !attached.contains(peer)).collect();
         let waiting_for = format!("ranks {missing:?} to connect to rank {rank}");
         Err(ClusterError::Timeout {
             waiting_for,
@@ -315,13 +326,20 @@ impl Listening {
     }
 
     /// Connects to a peer, and starts the task that receives its state.
-    async fn dial(&self, from: u32, to: u32, world: u32, address: &str) -> Result<Client> {
-        let endpoint = transport::endpoint(address)?;
-        let mut client =
-            Client::new(Connection::new(endpoint.connect_lazy(), &self.options.token)?);
-        let name = format!("rank {to} at {address}");
+    async fn dial(
+        &self,
+        from: u32,
+        to: u32,
+        world: u32,
+        address: impl AsyncFn() -> Result<String, ClusterError>,
+    ) -> Result<Client> {
         let begin = Instant::now();
-        let events = loop {
+        let (client, events) = loop {
+            let address = address().await?;
+            let endpoint = transport::endpoint(&address)?;
+            let mut client =
+                Client::new(Connection::new(endpoint.connect_lazy(), &self.options.token)?);
+            let name = format!("rank {to} at {address}");
             let attached = async {
                 let mut events =
                     client.attach(pb::AttachRequest { from, to, world }).await?.into_inner();
@@ -331,7 +349,7 @@ impl Listening {
             };
             let left = self.options.deadline.saturating_sub(begin.elapsed());
             let error = match tokio::time::timeout(left, attached).await {
-                Ok(Ok(events)) => break events,
+                Ok(Ok(events)) => break (client, events),
                 Ok(Err(status)) => ClusterError::from_status(&status, &name),
                 Err(_) => {
                     let waited_ms = self.options.deadline.as_millis() as u64;
@@ -379,7 +397,7 @@ async fn listen(mut events: Streaming<pb::AttachResponse>, mailbox: &Mailbox, pe
 
 impl Post for Peers {
     fn post(&self, to: u32, header: pb::DeliverHeader, data: Bytes) {
-        let Some(mut client) = self.clients[to as usize].clone() else { return };
+        let Some(mut client) = self.clients.get(&to).cloned() else { return };
         let (mailbox, deadline) = (self.inner.mailbox.clone(), self.inner.options.deadline);
         let sending = self.sending.clone();
         sending.send_modify(|count| *count += 1);
@@ -475,7 +493,7 @@ impl Collectives for Peers {
 
 impl fmt::Debug for Peers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Peers(rank {} of {})", self.rank, self.world())
+        write!(f, "Peers(rank {} of {})", self.rank, self.world)
     }
 }
 

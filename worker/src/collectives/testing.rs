@@ -6,10 +6,16 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Options, Peers};
+use super::{Listening, Options, Peers, Result};
 
 pub(crate) fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+/// Connects to all ranks, whose addresses are known.
+pub(crate) fn connect(listening: Listening, rank: u32, addresses: &[String]) -> Result<Peers> {
+    let world = addresses.len() as u32;
+    listening.connect(rank, world, 0..world, async |to| Ok(addresses[to as usize].clone()))
 }
 
 /// The results of `run` on `world` ranks.
@@ -30,9 +36,9 @@ pub(crate) fn with_deadline<T: Send>(
     let addresses: Vec<String> = listening.iter().map(|one| one.address().to_string()).collect();
     thread::scope(|scope| {
         let (addresses, run) = (&addresses, &run);
-        let start = |(one, rank): (super::Listening, u32)| {
+        let start = |(one, rank): (Listening, u32)| {
             scope.spawn(move || {
-                let peers = Arc::new(one.connect(rank, addresses).unwrap());
+                let peers = Arc::new(connect(one, rank, addresses).unwrap());
                 let result = run(&peers);
                 peers.leave().unwrap();
                 result

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use zeroshard_proto::Reduction;
 use zeroshard_proto::{Error as ClusterError, Token};
 
-use super::testing::{runtime, together, with_deadline};
+use super::testing::{connect, runtime, together, with_deadline};
 use super::{Collectives, Error, Options, Peers};
 
 /// Enough elements for the ring, and not a multiple of the number of ranks.
@@ -311,8 +311,8 @@ fn a_peer_with_the_wrong_rank_is_refused() {
     // Each worker regards itself as rank 0 and the other one as rank 1.
     let addresses = [[first.clone(), second.clone()], [second, first]];
     let errors = std::thread::scope(|scope| {
-        let one = scope.spawn(|| one.connect(0, &addresses[0]).map(drop).unwrap_err());
-        [other.connect(0, &addresses[1]).map(drop).unwrap_err(), one.join().unwrap()]
+        let one = scope.spawn(|| connect(one, 0, &addresses[0]).map(drop).unwrap_err());
+        [connect(other, 0, &addresses[1]).map(drop).unwrap_err(), one.join().unwrap()]
     });
     // When the first worker is refused, it may end before the second one connects to it.
     let refused = |error: &Error| matches!(error, Error::Cluster(ClusterError::Invalid { .. }));
@@ -325,7 +325,7 @@ fn a_peer_that_does_not_answer_is_named() {
     let options = Options { deadline: Duration::from_millis(200), ..Options::default() };
     let one = Peers::bind(runtime.handle(), options).unwrap();
     let addresses = [one.address().to_string(), "127.0.0.1:1".to_owned()];
-    let error = one.connect(0, &addresses).unwrap_err();
+    let error = connect(one, 0, &addresses).unwrap_err();
     assert!(error.to_string().contains("rank 1 at 127.0.0.1:1"), "{error}");
 }
 
@@ -342,6 +342,6 @@ fn only_calls_with_the_token_are_answered() {
     };
     let (one, other) = (bind("s3cret"), bind("another"));
     let addresses = [one.address().to_string(), other.address().to_string()];
-    let error = one.connect(0, &addresses).unwrap_err();
+    let error = connect(one, 0, &addresses).unwrap_err();
     assert!(matches!(error, Error::Cluster(ClusterError::Unauthenticated { .. })), "{error}");
 }

@@ -6,7 +6,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
 use super::error::{Error, Result};
@@ -37,20 +37,33 @@ pub trait ParallelBackend: Backend {
 
 impl ParallelBackend for Flex {
     fn exchange(local: FloatTensor<Self>, exchange: Exchange) -> Result<FloatTensor<Self>> {
-        let Exchange { world, forward, .. } = exchange;
-        if forward.is_identity() {
-            return Ok(local);
-        }
-        let local = Tensor::<Self, 1>::from_primitive(TensorPrimitive::Float(local));
-        let device = local.device();
-        // The primitive has another number of dimensions than the type, which has no effect here.
-        let data = local.into_data().into_vec::<f32>().map_err(|_| {
-            Error::invalid("element type of a distributed tensor", "not f32", "f32")
-        })?;
-        let result = forward.run(&world, data)?;
-        let data = TensorData::new(result, forward.size(world.rank()));
-        Ok(Self::float_from_data(data, &device))
+        redistribute::<Self>(local, exchange)
     }
+}
+
+#[cfg(feature = "cuda")]
+impl ParallelBackend for burn::backend::Cuda {
+    fn exchange(local: FloatTensor<Self>, exchange: Exchange) -> Result<FloatTensor<Self>> {
+        redistribute::<Self>(local, exchange)
+    }
+}
+
+/// Redistributes a tensor through host memory.
+fn redistribute<B: Backend>(local: FloatTensor<B>, exchange: Exchange) -> Result<FloatTensor<B>> {
+    let Exchange { world, forward, .. } = exchange;
+    if forward.is_identity() {
+        return Ok(local);
+    }
+    let local = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(local));
+    let device = local.device();
+    // The primitive has another number of dimensions than the type, which has no effect here.
+    let data = local
+        .into_data()
+        .into_vec::<f32>()
+        .map_err(|_| Error::invalid("element type of a distributed tensor", "not f32", "f32"))?;
+    let result = forward.run(&world, data)?;
+    let data = TensorData::new(result, forward.size(world.rank()));
+    Ok(B::float_from_data(data, &device))
 }
 
 impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, C> {

@@ -3,11 +3,10 @@
 use std::future::Future;
 use std::sync::Arc;
 
+use super::error::{Error, Result};
+use super::remote::{Gradient, ParameterServer};
 use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
-use zeroshard_proto::{Error, Result};
-
-use super::remote::{Gradient, ParameterServer};
 
 /// A running transfer. Dropping it cancels it.
 pub type Task<T> = AbortOnDropHandle<Result<T>>;
@@ -23,11 +22,11 @@ pub fn start<T: Send + 'static>(
 /// Waits for a transfer. Must not be called on a thread of the runtime.
 ///
 /// # Errors
-/// Those of the transfer; [`Error::Internal`] if it panicked.
+/// Those of the transfer; an internal error if it panicked.
 pub fn wait<T>(runtime: &Handle, task: Task<T>) -> Result<T> {
     runtime
         .block_on(task)
-        .unwrap_or_else(|e| Err(Error::Internal { cause: format!("a transfer ended early: {e}") }))
+        .unwrap_or_else(|e| Err(Error::internal(format!("a transfer ended early: {e}"))))
 }
 
 /// Pushes the gradients of one step in the background, one push at a time. One push keeps the
@@ -56,9 +55,9 @@ impl<S: ParameterServer> Pushes<S> {
             return Ok(());
         }
         self.finish()?;
-        let (server, step) = (self.server.clone(), self.step);
+        let pushed = self.server.clone().push(self.step, gradients);
         self.running = Some(start(&self.runtime, async move {
-            let pushed = server.push(step, gradients).await;
+            let pushed = pushed.await;
             drop(held);
             pushed
         }));

@@ -64,6 +64,10 @@ pub enum Error {
 }
 
 impl Error {
+    pub(crate) fn internal(cause: impl Into<String>) -> Self {
+        Self::Invalid(zeroshard_proto::Error::Internal { cause: cause.into() })
+    }
+
     pub(crate) fn invalid(
         what: impl Into<String>,
         found: impl fmt::Display,

@@ -4,8 +4,9 @@
 //! The trainer, [`super::ServerOptimizer`] and [`super::DataParallel`] use it. They decide when
 //! parameters are pulled and gradients are pushed.
 
-use std::{future::Future, time::Duration};
+use std::{future::Future, sync::Arc, time::Duration};
 
+use futures_util::future::Either;
 use tokio::runtime::Handle;
 use zeroshard_client::{
     Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, TensorId, Traffic,
@@ -13,6 +14,10 @@ use zeroshard_client::{
 #[cfg(doc)]
 use zeroshard_proto::Error;
 use zeroshard_proto::{JobSpec, Result, TensorBox, successor_name};
+
+use super::error;
+use super::exchanges::Exchanges;
+use crate::collectives::Collectives;
 
 /// The name of a job on the shard servers and the settings for connecting to it.
 #[derive(Debug, Clone)]
@@ -66,17 +71,34 @@ pub type Gradient = (usize, Vec<f32>);
 
 /// The source of parameters and the destination of gradients: a job on the shard servers, or a
 /// table in memory in tests.
+///
+/// Transfers among the ranks of a group begin in the order of the calls, which must be the same on
+/// all of them, and not when the results are awaited.
 pub trait ParameterServer: Send + Sync + 'static {
     /// Fills the buffers with the parameters of exactly `version`. Waits until it exists.
     fn pull(
-        &self,
+        self: Arc<Self>,
         version: u64,
         buffers: Vec<Buffer>,
-    ) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
+        by: PullBy,
+    ) -> impl Future<Output = error::Result<Vec<Buffer>>> + Send;
 
     /// Sends gradients of `step`. Each tensor is sent once per step. The values are freed before
-    /// the method returns.
-    fn push(&self, step: u64, gradients: Vec<Gradient>) -> impl Future<Output = Result<()>> + Send;
+    /// the result is there.
+    fn push(
+        self: Arc<Self>,
+        step: u64,
+        gradients: Vec<Gradient>,
+    ) -> impl Future<Output = error::Result<()>> + Send;
+}
+
+/// The ranks that pull parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PullBy {
+    /// This rank alone.
+    Rank,
+    /// All ranks of the group, of which each pulls a part. Without groups, this rank alone.
+    Group,
 }
 
 /// The connection of one rank to a job. Cheap to clone.
@@ -87,6 +109,8 @@ pub struct Remote {
     runtime: Handle,
     cluster: Cluster,
     job: Job,
+    /// The exchanges in the group, in a job with groups.
+    exchanges: Option<Arc<Exchanges>>,
 }
 
 impl Remote {
@@ -131,7 +155,7 @@ impl Remote {
                 None => cluster.join(&name, rank).await,
             }
         })?;
-        Ok(Self { runtime: runtime.clone(), cluster, job })
+        Ok(Self { runtime: runtime.clone(), cluster, job, exchanges: None })
     }
 
     /// The runtime that executes the transfers.
@@ -159,12 +183,23 @@ impl Remote {
         self.job.traffic()
     }
 
-    /// The addresses of the workers, by rank. Waits until all have joined.
+    /// The address of a worker. Waits until it has joined.
     ///
     /// # Errors
     /// Those of the cluster.
-    pub fn peers(&self) -> Result<Vec<String>> {
-        self.runtime.block_on(self.job.peers())
+    pub async fn peer(&self, rank: u32) -> Result<String> {
+        self.job.peer(rank).await
+    }
+
+    /// From now on, exchanges gradients and parameters with the ranks of its group
+    /// ([`JobSpec::group_size`]). `collectives` connects them, and is used by nobody else.
+    ///
+    /// # Errors
+    /// Those of the operating system.
+    pub fn exchange_with(&mut self, collectives: Arc<dyn Collectives>) -> std::io::Result<()> {
+        let exchanges = Exchanges::start(&self.job, &self.runtime, collectives)?;
+        self.exchanges = Some(Arc::new(exchanges));
+        Ok(())
     }
 
     /// Uploads the initial parameters that this rank is responsible for, one tensor at a time.
@@ -196,7 +231,7 @@ impl Remote {
     /// # Errors
     /// Those of the cluster.
     pub fn read(&self, version: u64, buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        self.runtime.block_on(self.pull(version, buffers))
+        self.runtime.block_on(pull(&self.job, version, buffers))
     }
 
     /// Commits `step` and waits for the decision. Must be called after all gradients of this rank
@@ -265,22 +300,45 @@ impl Remote {
 }
 
 impl ParameterServer for Remote {
-    async fn pull(&self, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        self.job.pull(version, targets(&mut buffers)).await?;
-        Ok(buffers)
+    fn pull(
+        self: Arc<Self>,
+        version: u64,
+        buffers: Vec<Buffer>,
+        by: PullBy,
+    ) -> impl Future<Output = error::Result<Vec<Buffer>>> + Send {
+        match self.exchanges.as_ref().filter(|_| by == PullBy::Group) {
+            Some(exchanges) => Either::Left(exchanges.pull(version, buffers)),
+            None => Either::Right(async move { Ok(pull(&self.job, version, buffers).await?) }),
+        }
     }
 
-    async fn push(&self, step: u64, gradients: Vec<Gradient>) -> Result<()> {
-        let data = |(tensor, values): Gradient| TensorData::new(TensorId::new(tensor), values);
-        self.job.attempt(step)?.push(gradients.into_iter().map(data).collect()).await
+    fn push(
+        self: Arc<Self>,
+        step: u64,
+        gradients: Vec<Gradient>,
+    ) -> impl Future<Output = error::Result<()>> + Send {
+        match &self.exchanges {
+            Some(exchanges) => Either::Left(exchanges.push(step, gradients)),
+            None => Either::Right(async move { Ok(push(&self.job, step, gradients).await?) }),
+        }
     }
 }
 
-fn tensor_ids(tensors: &[usize]) -> Vec<TensorId> {
+async fn pull(job: &Job, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
+    job.pull(version, targets(&mut buffers)).await?;
+    Ok(buffers)
+}
+
+async fn push(job: &Job, step: u64, gradients: Vec<Gradient>) -> Result<()> {
+    let data = |(tensor, values): Gradient| TensorData::new(TensorId::new(tensor), values);
+    job.attempt(step)?.push(gradients.into_iter().map(data).collect()).await
+}
+
+pub(crate) fn tensor_ids(tensors: &[usize]) -> Vec<TensorId> {
     tensors.iter().copied().map(TensorId::new).collect()
 }
 
-fn targets(buffers: &mut [Buffer]) -> Vec<Target<'_>> {
+pub(crate) fn targets(buffers: &mut [Buffer]) -> Vec<Target<'_>> {
     let mut targets = Vec::with_capacity(buffers.len());
     for Buffer { tensor, bounds, values } in buffers {
         targets.push(Target {

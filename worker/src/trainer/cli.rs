@@ -202,6 +202,18 @@ pub struct Train {
         help_heading = "Parallelism")]
     pub workers: Option<u32>,
 
+    /// Number of consecutive workers that form a group, usually those of a host. They add their
+    /// gradients before they push them, and pull parameters in parts, so the shard servers transfer
+    /// 1/N of the bytes. Must divide the number of workers
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "tensor_parallel",
+        value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
+    pub group: u32,
+    /// Have servers with GPUs keep the optimizer state in host memory or on disk, as in
+    /// ZeRO-Offload, except that of LAMB and Adafactor. Servers without a GPU always do. Results
+    /// do not change
+    #[arg(long)]
+    pub offload: bool,
+
     /// ZeRO level. At os a worker holds all parameters and gradients, at os_g all parameters, at
     /// p_g_os the parameters of one block at a time
     #[arg(long, value_name = "LEVEL", default_value = "p_g_os", help_heading = "Cluster")]
@@ -242,7 +254,7 @@ pub struct Train {
     /// Run only the worker of this rank; the others must be started separately [default: run all]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,
-    /// With --tensor-parallel: address at which this worker listens for the other workers. They
+    /// With --tensor-parallel or --group: address at which this worker listens for the others. They
     /// must be able to connect to it; the coordinator tells them the address
     #[arg(
         long,
@@ -310,6 +322,10 @@ impl Train {
             );
             return Err(Error::Flag { flag: "--rank", found: "missing".to_owned(), expected });
         }
+        if !workers.is_multiple_of(self.group) {
+            let expected = format!("a divisor of the number of workers, {workers}");
+            return Err(Error::Flag { flag: "--group", found: self.group.to_string(), expected });
+        }
         let mut optimizer = self.optimizer;
         if let Optimizer::Average(_) = optimizer {
             let expected =
@@ -335,6 +351,8 @@ impl Train {
             steps: self.steps,
             architecture,
             parallelism,
+            group_size: self.group,
+            offload: self.offload,
             sharding: Sharding::new(
                 self.batch as usize,
                 parallelism.replicas as usize,

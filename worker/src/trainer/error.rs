@@ -17,9 +17,9 @@ pub enum Error {
     /// An error of the cluster, including the refusal of a job.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
-    /// An error among the tensor-parallel ranks of a replica.
+    /// An error among the tensor-parallel ranks of a replica, or among the ranks of a group.
     #[error(transparent)]
-    Parallel(#[from] crate::parallel::Error),
+    Parallel(crate::parallel::Error),
     /// The embedded cluster failed.
     #[error("embedded cluster: {0}")]
     Embedded(#[from] zeroshard_server::serve::Error),
@@ -62,10 +62,11 @@ pub enum Error {
         /// The error of the operating system.
         cause: io::Error,
     },
-    /// A worker of a tensor-parallel run is lost, and the other workers cannot continue without it.
+    /// A worker is lost, and the others of its group, or of a tensor-parallel run, cannot continue
+    /// without it.
     #[error(
-        "{cause}. A tensor-parallel run cannot continue without all of its ranks: start all of \
-         them again, and job {job:?} continues at step {step}"
+        "{cause}. The ranks of a group and those of a tensor-parallel run cannot continue without \
+         each other: start all of them again, and job {job:?} continues at step {step}"
     )]
     Incomplete {
         /// The job.
@@ -92,12 +93,30 @@ pub enum Error {
         /// The failure, as a predicate of the program.
         did: String,
     },
+    /// This program computes on a GPU, and the machine has none.
+    #[error(
+        "{cause}. This program was built with the feature cuda: use one that was built without it, \
+         or a machine with a GPU"
+    )]
+    NoGpu {
+        /// What is missing.
+        cause: String,
+    },
     /// A worker thread panicked.
     #[error("worker {rank} panicked")]
     Panicked {
         /// The rank of the worker.
         rank: u32,
     },
+}
+
+impl From<crate::parallel::Error> for Error {
+    fn from(error: crate::parallel::Error) -> Self {
+        match error {
+            crate::parallel::Error::Invalid(error) => Self::Cluster(error),
+            other => Self::Parallel(other),
+        }
+    }
 }
 
 /// The result of a part of a run.

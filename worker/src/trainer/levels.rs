@@ -21,7 +21,7 @@ use super::network::Network;
 use super::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
 use super::transfers::{Link, Outbox, Parameters, PushSchedule};
 use crate::parallel::Level;
-use crate::parallel::remote::ParameterServer;
+use crate::parallel::remote::{ParameterServer, PullBy};
 
 /// The computation of one step.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +53,7 @@ pub fn run<S: ParameterServer>(
     let mut step = Step {
         network,
         work,
-        parameters: Parameters::new(link, network, work.step),
+        parameters: Parameters::new(link, network, work.step, PullBy::Group),
         outbox: Outbox::new(link, network, work.step, schedule),
     };
     let loss = match level {
@@ -74,7 +74,7 @@ pub fn evaluate<S: ParameterServer>(
     version: u64,
     batches: &[Batch],
 ) -> Result<f64> {
-    let mut parameters = Parameters::new(link, network, version);
+    let mut parameters = Parameters::new(link, network, version, PullBy::Rank);
     let mut hidden: Vec<Option<Hidden>> = vec![None; batches.len()];
     let segments = network.model().segments();
     for (index, &segment) in segments.iter().enumerate() {
@@ -106,7 +106,7 @@ impl<'a, S: ParameterServer> Step<'a, S> {
     /// The gradient of each micro-batch's loss: the loss scale divided by the number of
     /// micro-batches, since the loss of the step is the mean.
     fn seed(&self) -> Hidden {
-        seed(self.work.loss_scale / self.work.micro_batches.len() as f32)
+        seed(self.work.loss_scale / self.work.micro_batches.len() as f32, self.network.device())
     }
 
     /// Runs a step at level `os` or `os_g`. Returns the sum of the micro-batches' losses.
@@ -242,6 +242,7 @@ mod tests {
 
     use super::*;
     use crate::parallel::remote::{Buffer, Gradient};
+    use crate::trainer::device::Device;
     use crate::trainer::memory::Ledger;
     use crate::trainer::model::{Architecture, EMBEDDING, Model};
     use crate::trainer::segments::leaf;
@@ -257,10 +258,11 @@ mod tests {
 
     impl ParameterServer for Table {
         async fn pull(
-            &self,
+            self: Arc<Self>,
             _: u64,
             mut buffers: Vec<Buffer>,
-        ) -> zeroshard_proto::Result<Vec<Buffer>> {
+            _: PullBy,
+        ) -> crate::parallel::Result<Vec<Buffer>> {
             for buffer in &mut buffers {
                 buffer.values.copy_from_slice(&self.parameters[&buffer.tensor]);
                 self.pulls.lock().unwrap().push(buffer.tensor);
@@ -268,10 +270,16 @@ mod tests {
             Ok(buffers)
         }
 
-        async fn push(&self, step: u64, gradients: Vec<Gradient>) -> zeroshard_proto::Result<()> {
+        async fn push(
+            self: Arc<Self>,
+            step: u64,
+            gradients: Vec<Gradient>,
+        ) -> crate::parallel::Result<()> {
             if self.abort {
                 let cause = "rank 1 left".to_owned();
-                return Err(Error::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
+                return Err(
+                    Error::StepAborted { job: "job".to_owned(), step, epoch: 2, cause }.into()
+                );
             }
             let mut pushed = self.pushed.lock().unwrap();
             for (tensor, values) in gradients {
@@ -284,7 +292,7 @@ mod tests {
     fn network() -> Network {
         let sizes =
             Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2, hidden: 64 };
-        Network::whole(Model::new(sizes))
+        Network::whole(Model::new(sizes), Device::default())
     }
 
     fn batches(micro_batches: usize) -> Vec<Batch> {
@@ -330,8 +338,10 @@ mod tests {
     fn whole_graph() -> (f64, BTreeMap<usize, Vec<f32>>) {
         let network = network();
         let values = initial(network.model());
-        let leaves: BTreeMap<_, _> =
-            values.iter().map(|(&tensor, v)| (tensor, leaf(v.clone()).require_grad())).collect();
+        let leaves: BTreeMap<_, _> = values
+            .iter()
+            .map(|(&tensor, v)| (tensor, leaf(v.clone(), network.device()).require_grad()))
+            .collect();
         let loss = crate::trainer::segments::whole(&network, &leaves, &batches(1)[0]);
         let gradients = loss.backward();
         let of = |leaf: &Leaf| leaf.grad(&gradients).unwrap().into_data().into_vec().unwrap();

@@ -2,22 +2,21 @@
 
 use std::sync::Arc;
 
-use burn::backend::{Autodiff, Flex};
+use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use zeroshard_proto::{DimPlacement as Placement, Layout, ProcessMesh, Reduction, TensorBox};
 
+use super::device::{Device, Plain};
 use super::model::{Model, Parameter};
 use super::parallelism::Parallelism;
 use crate::collectives::Collectives;
 use crate::parallel::{DistTensor, Mesh, PARTIAL, Result, World};
 
-/// The backend without autograd.
-pub type Plain = Flex;
 /// The backend with autograd. It also executes forward passes that need no gradients, because some
 /// of its operations differ from the plain backend's (which has a fused softmax kernel), and the
 /// bits must not depend on the level.
-pub type Graph = Autodiff<Flex>;
+pub type Graph = Autodiff<Plain>;
 
 /// The tensor-parallel ranks of a replica. Cheap to clone.
 ///
@@ -133,27 +132,33 @@ pub struct Network {
     group: Option<Group>,
     /// The box of each tensor that this rank holds.
     boxes: Vec<TensorBox>,
+    device: Device,
 }
 
 impl Network {
     /// The whole model on one rank.
-    pub fn whole(model: Model) -> Self {
-        Self::new(model, None)
+    pub fn whole(model: Model, device: Device) -> Self {
+        Self::new(model, None, device)
     }
 
     /// The part of a model on this rank of `group`; without a group, the whole model.
-    pub fn new(model: Model, group: Option<Group>) -> Self {
+    pub fn new(model: Model, group: Option<Group>, device: Device) -> Self {
         let bounds = |parameter: &Parameter| match &group {
             Some(group) => group.bounds(parameter),
             None => TensorBox::whole(&parameter.sizes()),
         };
         let boxes = model.parameters().iter().map(bounds).collect();
-        Self { model, group, boxes }
+        Self { model, group, boxes, device }
     }
 
     /// The whole model.
     pub fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// The device that computes.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// The group of ranks over which the model is sharded, if it is.

@@ -30,6 +30,10 @@ pub struct Plan {
     pub architecture: Architecture,
     /// The degrees of parallelism.
     pub parallelism: Parallelism,
+    /// The number of consecutive workers that add their gradients before they push them.
+    pub group_size: u32,
+    /// Whether servers with a GPU keep the optimizer state outside of its memory.
+    pub offload: bool,
     /// The division of the global batch.
     pub sharding: Sharding,
     /// The number of shard servers to wait for.
@@ -54,7 +58,7 @@ pub struct Plan {
     pub connect_timeout: Duration,
     /// The token of the cluster.
     pub token: Token,
-    /// The address at which a worker listens for the other ranks of its replica.
+    /// The address at which a worker listens for the other ranks of its replica or group.
     pub listen: SocketAddr,
     /// The seed of the initial parameters, the windows and the sample.
     pub seed: u64,
@@ -102,6 +106,8 @@ impl Plan {
         let manifest = Manifest::new(tensors.collect())?;
         let spec = JobSpec {
             world: self.parallelism.workers(),
+            group_size: self.group_size,
+            offload: self.offload,
             min_servers: self.shards,
             replicas: self.replicas,
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),

@@ -7,7 +7,7 @@ use super::network::Network;
 use super::random::Stream;
 use super::segments::{Leaf, Pass, Tracking, last_logits};
 use super::transfers::{Link, Parameters};
-use crate::parallel::remote::ParameterServer;
+use crate::parallel::remote::{ParameterServer, PullBy};
 
 /// The sampling temperature.
 const TEMPERATURE: f64 = 0.7;
@@ -40,7 +40,7 @@ pub fn generate<S: ParameterServer>(
     if request.count == 0 {
         return Ok(Vec::new());
     }
-    let mut parameters = Parameters::new(link, network, request.version);
+    let mut parameters = Parameters::new(link, network, request.version, PullBy::Rank);
     let segments = network.model().segments();
     segments.iter().for_each(|&segment| parameters.prefetch(segment));
     let leaves: Vec<(Segment, Vec<Leaf>)> = segments

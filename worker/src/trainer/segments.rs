@@ -16,8 +16,9 @@ use burn::tensor::module::linear;
 use burn::tensor::{Int, Tensor, TensorData};
 
 use super::batches::Batch;
+use super::device::{Device, Plain};
 use super::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
-use super::network::{Graph, Group, Network, Plain};
+use super::network::{Graph, Group, Network};
 use crate::parallel::{Result, lookup};
 
 /// Hidden states or their gradient, outside of autograd: `[n * t, width]`.
@@ -41,10 +42,10 @@ pub enum Tracking {
     None,
 }
 
-/// Creates a leaf from the values of a parameter, which are not copied.
-pub fn leaf(values: Vec<f32>) -> Leaf {
+/// Creates a leaf from the values of a parameter, which the processor does not copy.
+pub fn leaf(values: Vec<f32>, device: &Device) -> Leaf {
     let count = values.len();
-    Tensor::from_data(TensorData::new(values, [count]), &Default::default())
+    Tensor::from_data(TensorData::new(values, [count]), device)
 }
 
 /// The result of the backward pass of a segment.
@@ -149,8 +150,8 @@ pub fn last_logits(
 }
 
 /// The gradient of the head's output, with which a backward pass begins: `scale`, as `[1, 1]`.
-pub fn seed(scale: f32) -> Hidden {
-    Tensor::from_data([[scale]], &Default::default())
+pub fn seed(scale: f32, device: &Device) -> Hidden {
+    Tensor::from_data([[scale]], device)
 }
 
 /// The value of the head's `[1, 1]` output.
@@ -191,7 +192,7 @@ impl Run<'_> {
         let width = self.network.model().architecture().width;
         let (n, t) = (self.batch.windows(), self.batch.length());
         let table = matrix(characters, [-1, self.width()]);
-        let characters = indices(self.batch.inputs());
+        let characters = indices(self.batch.inputs(), self.network.device());
         let (characters, (first, t)) = match self.network.group() {
             None => (table.select(0, characters).reshape([n, t, width]), (0, t)),
             Some(group) => {
@@ -249,7 +250,7 @@ impl Run<'_> {
         };
         let scale = (size as f32).sqrt().recip();
         let scores = head(0).mul_scalar(scale).matmul(head(1).swap_dims(2, 3));
-        let weights = softmax(scores + causal_mask([n, heads, t, t]), 3);
+        let weights = softmax(scores + causal_mask([n, heads, t, t], self.network.device()), 3);
         weights.matmul(head(2)).swap_dims(1, 2).reshape([n * t, width])
     }
 
@@ -267,7 +268,7 @@ impl Run<'_> {
     fn loss(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         let logits = self.logits(parameters, x)?;
         let rows = self.batch.targets().len();
-        let targets = indices(self.batch.targets()).reshape([rows, 1]);
+        let targets = indices(self.batch.targets(), self.network.device()).reshape([rows, 1]);
         let Some(group) = self.network.group() else {
             let likelihood = log_softmax(logits, 1);
             return Ok(likelihood.gather(1, targets).mean().neg().reshape([1, 1]));
@@ -330,18 +331,18 @@ fn matrix(flat: &Leaf, shape: [i32; 2]) -> Tensor<Graph, 2> {
     flat.clone().reshape(shape)
 }
 
-fn indices(characters: &[u8]) -> Tensor<Graph, 1, Int> {
+fn indices(characters: &[u8], device: &Device) -> Tensor<Graph, 1, Int> {
     let values: Vec<i32> = characters.iter().map(|&c| i32::from(c)).collect();
     let count = values.len();
-    Tensor::from_data(TensorData::new(values, [count]), &Default::default())
+    Tensor::from_data(TensorData::new(values, [count]), device)
 }
 
 /// A mask that is 0 for earlier characters and `MASKED` for later ones. It has the full shape of
 /// the scores, because burn adds tensors of equal shapes thirty times as fast as it broadcasts.
-fn causal_mask(shape: [usize; 4]) -> Tensor<Graph, 4> {
+fn causal_mask(shape: [usize; 4], device: &Device) -> Tensor<Graph, 4> {
     let [n, heads, t, _] = shape;
     let one: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { MASKED } else { 0.0 }).collect();
-    Tensor::from_data(TensorData::new(one.repeat(n * heads), shape), &Default::default())
+    Tensor::from_data(TensorData::new(one.repeat(n * heads), shape), device)
 }
 
 /// The sigmoid approximation of GELU, `x * sigmoid(1.702 x)` (Hendrycks and Gimpel 2016,

@@ -8,6 +8,7 @@ use zeroshard_client::{Commit, Overflow, StepReport};
 use zeroshard_proto::Error as ClusterError;
 
 use super::batches::{Batch, Draw};
+use super::device;
 use super::error::{Error, Result};
 use super::evaluate::held_out_batches;
 use super::levels::{self, Work};
@@ -20,7 +21,7 @@ use super::report::Outcome;
 use super::sample;
 use super::text::Corpus;
 use super::transfers::Link;
-use crate::collectives::{self, Listening, Peers};
+use crate::collectives::{self, Collectives, Listening, Peers};
 use crate::parallel;
 use crate::parallel::remote::{Remote, Seat};
 
@@ -47,11 +48,8 @@ pub fn train(
     let listening = listen(plan, runtime)?;
     let reached_at = listening.as_ref().map(|peers| peers.address().to_string());
     let seat = Seat { rank, coordinator: address, reached_at: reached_at.as_deref() };
-    let remote = Remote::join(runtime, plan.options(), create, seat)?;
-    let peers = match listening {
-        Some(listening) => Some(connect(listening, rank, &remote.peers()?)?),
-        None => None,
-    };
+    let mut remote = Remote::join(runtime, plan.options(), create, seat)?;
+    let peers = listening.map(|listening| connect(plan, listening, &mut remote)).transpose()?;
     let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
         .and_then(|run| run.finish(output));
     // Also after an error, so that the messages that tell the other ranks the cause are sent.
@@ -61,17 +59,30 @@ pub fn train(
     Ok(outcome)
 }
 
-/// Listens for the other workers, if the model is sharded.
+/// Listens for the other workers, if the model is sharded or the workers form groups.
 fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> {
-    if plan.parallelism.ranks == 1 {
+    if plan.parallelism.ranks == 1 && plan.group_size == 1 {
         return Ok(None);
     }
     let (deadline, token) = (plan.deadline, plan.token.clone());
     Ok(Some(Peers::bind(runtime, collectives::Options { listen: plan.listen, deadline, token })?))
 }
 
-fn connect(listening: Listening, rank: u32, addresses: &[String]) -> parallel::Result<Arc<Peers>> {
-    Ok(Arc::new(listening.connect(rank, addresses)?))
+/// Connects to the other workers of the group; without groups, to all workers.
+fn connect(plan: &Plan, listening: Listening, remote: &mut Remote) -> Result<Arc<Peers>> {
+    let (rank, world, has_groups) = (remote.rank(), remote.spec().world, plan.group_size > 1);
+    let ranks = if has_groups { remote.spec().group_of(rank) } else { 0..world };
+    let address = async |to| remote.peer(to).await;
+    let peers = listening.connect(rank, world, ranks.clone(), address);
+    let peers = Arc::new(peers.map_err(parallel::Error::from)?);
+    if has_groups {
+        let ranks: Vec<_> = ranks.collect();
+        let agreed = peers.agree(&ranks, "the run", &plan.shared_settings());
+        agreed.map_err(parallel::Error::from)?;
+        let started = remote.exchange_with(peers.clone());
+        started.map_err(|cause| Error::System { doing: "start a thread", cause })?;
+    }
+    Ok(peers)
 }
 
 struct Run<'a> {
@@ -132,6 +143,7 @@ impl<'a> Run<'a> {
             }
             _ => None,
         };
+        let device = device::of_rank(remote.rank())?;
         Ok(Self {
             plan,
             corpus,
@@ -142,7 +154,7 @@ impl<'a> Run<'a> {
                 runtime: runtime.clone(),
                 ledger: Ledger::default(),
             },
-            network: Network::new(model, group),
+            network: Network::new(model, group, device),
             aborted: 0,
         })
     }
@@ -317,7 +329,8 @@ impl<'a> Run<'a> {
             seed: self.plan.seed,
         };
         // This worker generates the sample alone, with the whole model.
-        let network = Network::whole(self.network.model().clone());
+        let (model, device) = (self.network.model().clone(), self.network.device().clone());
+        let network = Network::whole(model, device);
         let sample = sample::generate(&self.link, &network, request)?;
         Ok((vocabulary.decode(prompt), vocabulary.decode(&sample)))
     }

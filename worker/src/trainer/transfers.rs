@@ -4,16 +4,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use tokio::runtime::Handle;
-use zeroshard_proto::{Result, TensorBox};
-
 use super::memory::{Lease, Ledger};
 use super::model::Segment;
 use super::network::Network;
 use super::segments::{Leaf, leaf};
-use crate::parallel::accumulate;
 use crate::parallel::background::{Pushes, Task, start, wait};
-use crate::parallel::remote::{Buffer, ParameterServer};
+use crate::parallel::remote::{Buffer, ParameterServer, PullBy};
+use crate::parallel::{Result, accumulate};
+use tokio::runtime::Handle;
 
 /// The connection of a worker's thread to its job.
 pub struct Link<S> {
@@ -42,6 +40,7 @@ pub struct Parameters<'a, S> {
     link: Link<S>,
     network: &'a Network,
     version: u64,
+    by: PullBy,
     /// The parameters in memory, by tensor.
     resident: Vec<Option<Resident>>,
     /// The running pulls with their tensors, in the order in which they were started.
@@ -56,11 +55,12 @@ struct Resident {
 
 impl<'a, S: ParameterServer> Parameters<'a, S> {
     /// Creates an empty set of parameters of `version`.
-    pub fn new(link: &Link<S>, network: &'a Network, version: u64) -> Self {
+    pub fn new(link: &Link<S>, network: &'a Network, version: u64, by: PullBy) -> Self {
         Self {
             link: link.clone(),
             network,
             version,
+            by,
             resident: std::iter::repeat_with(|| None)
                 .take(network.model().parameters().len())
                 .collect(),
@@ -81,24 +81,22 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
         if wanted.is_empty() {
             return;
         }
-        let (server, version, ledger) =
-            (self.link.server.clone(), self.version, self.link.ledger.clone());
-        let boxes: Vec<_> =
-            wanted.iter().map(|&tensor| (tensor, self.network.bounds(tensor).clone())).collect();
+        let allocate = |&tensor: &usize| {
+            let bounds = self.network.bounds(tensor).clone();
+            let lease = self.link.ledger.hold(bounds.numel() as usize);
+            (Buffer::zeros(tensor, bounds), lease)
+        };
+        let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = wanted.iter().map(allocate).unzip();
+        let pulled = self.link.server.clone().pull(self.version, buffers, self.by);
+        let device = self.network.device().clone();
         let task = start(&self.link.runtime, async move {
-            let allocate = |(tensor, bounds): (usize, TensorBox)| {
-                let lease = ledger.hold(bounds.numel() as usize);
-                (Buffer::zeros(tensor, bounds), lease)
-            };
-            let (buffers, leases): (Vec<Buffer>, Vec<Lease>) =
-                boxes.into_iter().map(allocate).unzip();
-            let buffers = server.pull(version, buffers).await?;
-            Ok(buffers
+            Ok(pulled
+                .await?
                 .into_iter()
                 .zip(leases)
                 .map(|(Buffer { tensor, values, .. }, lease)| Resident {
                     tensor,
-                    leaf: leaf(values),
+                    leaf: leaf(values, &device),
                     _lease: lease,
                 })
                 .collect())

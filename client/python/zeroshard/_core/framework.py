@@ -12,6 +12,7 @@ from .._native import Array, Box, Layout
 from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from .collectives import Collectives
     from .entry import Entry
     from .gradients import Gradients
 
@@ -178,6 +179,14 @@ class Framework(ABC, Generic[T]):
             )
         return dtype
 
+    @abstractmethod
+    def collectives(self, ranks: Sequence[int], timeout: float) -> Collectives[T]:
+        """Collective operations of some ranks of the program, which must all call it. ``timeout``:
+        of an operation, in seconds.
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if the program has no process group.
+        """
+
     # ---- the memory of local tensors, for transfers
 
     @abstractmethod
@@ -266,6 +275,11 @@ class Framework(ABC, Generic[T]):
         gradient."""
 
     # ---- a backward pass
+
+    @abstractmethod
+    def is_recording(self) -> bool:
+        """Whether operations of this thread can be differentiated, or a backward pass is
+        running."""
 
     @abstractmethod
     def in_backward(self) -> bool:

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
 
 from .._native import Schedule, Transfer
+from .exchanges import Pull
 from .framework import Incoming, T
 from .job import ModelJob
 
@@ -41,7 +42,7 @@ class Unit(Generic[T]):
         self.gathered = True
         #: The number of running forwards that use it.
         self.users = 0
-        self._fetch: tuple[Transfer, list[Incoming], list[tuple[T, T]]] | None = None
+        self._fetch: tuple[Transfer | Pull[T], list[Incoming], list[tuple[T, T]]] | None = None
         #: The node of the backward graph that it was fetched for.
         self.node: Any = None
         #: The parameters whose gradient is complete in this backward pass.
@@ -59,8 +60,9 @@ class Unit(Generic[T]):
             self.gatherer.job.entry(parameter).modified for parameter in self.parameters.values()
         )
 
-    def start(self) -> None:
-        """Starts to fetch it, if it is not allocated."""
+    def start(self, together: bool = False) -> None:
+        """Starts to fetch it, if it is not allocated. ``together``: all ranks of the group do
+        this."""
         if self.allocated:
             return
         job, arrays, incoming, values = self.gatherer.job, [], [], []
@@ -72,7 +74,7 @@ class Unit(Generic[T]):
             values.append((parameter, value))
             incoming.append(self.gatherer.framework.incoming(value))
             arrays.append((job.entry(parameter).index, incoming[-1].array))
-        self._fetch = (job.job.pull(job.version, arrays), incoming, values)
+        self._fetch = (job.pull(arrays, together=together), incoming, values)
         self.gatherer.count(self.nbytes)
 
     def finish(self) -> None:
@@ -249,11 +251,11 @@ class Gatherer(Generic[T]):
             outermost = not self._forwards and not self.framework.in_backward()
             self._forwards.append(forward)
             if outermost:
-                self.settle()
+                self.settle(together=self._trains())
                 forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
                 forward.hooks.__enter__()
             for unit in units:
-                unit.start()
+                unit.start(self._trains())
             for unit in units:
                 self._use(unit)
 
@@ -319,39 +321,49 @@ class Gatherer(Generic[T]):
             self._follow_backward(unit)
 
     def _get(self, unit: Unit[T]) -> None:
-        unit.start()
-        self._prefetch(self._schedule.use(unit.number) if self._schedule is not None else [])
+        unit.start(self._trains())
+        ahead = self._schedule.use(unit.number) if self._schedule is not None else []
+        self._prefetch(ahead, self._trains())
         unit.finish()
 
-    def _prefetch(self, numbers: list[int]) -> None:
+    def _trains(self) -> bool:
+        """Whether all ranks run the current pass. Programs evaluate models on some ranks only."""
+        return self.framework.is_recording()
+
+    def _prefetch(self, numbers: list[int], together: bool) -> None:
         no_longer, self._prefetched = self._prefetched.difference(numbers), set(numbers)
         for number in no_longer:
             if self.units[number].node is None:  # otherwise backward is using it
                 self._free(self.units[number])
         for number in numbers:
-            self.units[number].start()
+            self.units[number].start(together)
 
     def _free(self, unit: Unit[T]) -> None:
         if unit.number not in self._prefetched and unit not in self._kept:
             unit.free()
 
-    def settle(self) -> None:
-        """Frees all unused units, and prefetches the units that the next pass begins with."""
+    def settle(self, together: bool = False) -> None:
+        """Frees all unused units, and prefetches the units that the next pass begins with.
+        ``together``: all ranks of the group do this."""
         self._kept.clear()
         ahead = self._schedule.restart() if self._schedule is not None else []
         self._prefetched = set(ahead)
         for unit in self.units:
             self._free(unit)
-        self._prefetch(ahead)
+        if together:
+            # A rank that has evaluated the model alone may have other units than the others.
+            self.job.compare_pulls([unit.number for unit in self.units if unit.allocated], ahead)
+        self._prefetch(ahead, together)
 
-    def new_version(self) -> None:
-        """Frees all units, whose values are outdated after a step. No forward may be running."""
+    def new_version(self, together: bool = False) -> None:
+        """Frees all units, whose values are outdated after a step. No forward may be running.
+        ``together``: all ranks of the group do this."""
         self.unwind()
         self._kept.clear()
         self._prefetched = set()
         for unit in self.units:
             unit.free()
-        self.settle()
+        self.settle(together)
 
     def restart(self) -> None:
         """Frees all units, also in the middle of a pass that an exception has ended."""

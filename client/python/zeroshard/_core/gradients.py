@@ -192,9 +192,8 @@ class Gradients(Generic[T]):
         self._sent[entry.index] = framework.given_gradient(entry.tensor)
 
     def _push(self, entry: Entry[T], gradient: T) -> None:
-        array = self._job.framework.outgoing(gradient)
         with self._job.connection.activity.waiting("push"):
-            self._job.job.gradient(self._job.version, entry.index, array)
+            self._job.send_gradient(entry, gradient)
 
     def bytes_here(self) -> int:
         """Bytes of gradients that are on this worker."""
@@ -406,8 +405,10 @@ class Gradients(Generic[T]):
             if entry.index not in self._sent:
                 self._send(entry)
         if self._absent:
-            self._job.job.absent(self._job.version, self._absent)
+            self._job.send_absent(self._absent)
             self._absent = []
+        with self._job.connection.activity.waiting("push"):
+            self._job.finish_gradients()
 
     def restart(self, *, keep: bool = False) -> None:
         """Repeats the open step, without the gradients that were sent. ``keep``: parameters keep

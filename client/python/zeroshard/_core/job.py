@@ -15,11 +15,12 @@ from .. import _native
 from .._agreement import agree
 from .._checkpoints import Checkpoints
 from .._connection import Connection
-from .._native import Array, Box, Job, Mesh
+from .._native import Array, Box, Job, Mesh, Transfer
 from .._rendezvous import ProcessGroup
-from ..errors import JobExistsError, JobFailedError, RolledBackError
+from ..errors import InvalidArgumentError, JobExistsError, JobFailedError, RolledBackError
 from .broadcast import broadcast
 from .entry import Entry, hashes_of, mark, modified
+from .exchanges import Exchanges, Pull
 from .framework import Framework, Optimizer, T
 from .layout import job_layouts
 
@@ -44,7 +45,12 @@ class ModelJob(Generic[T]):
         group: ProcessGroup,
         bucket_numel: int,
         checkpoints: Checkpoints | None = None,
+        exchanges: Exchanges[T] | None = None,
+        *,
+        offload: bool = False,
     ) -> None:
+        """``exchanges``: the exchanges of this rank with its group; None without groups.
+        ``offload``: whether servers with a GPU keep the optimizer state outside of its memory."""
         self.framework = framework
         self.connection = connection
         self._model = model
@@ -57,6 +63,8 @@ class ModelJob(Generic[T]):
         self.job: Job
         self.version = 0
         self.checkpoints = checkpoints
+        self.exchanges = exchanges
+        self._offload = offload
         #: The version of the checkpoint from which the job was started or restored last; 0: none.
         self.started_at = 0
         #: :attr:`Job.restored`, as far as this rank has followed.
@@ -240,6 +248,54 @@ class ModelJob(Generic[T]):
         self._followed, self.version = restored, restored[1]
         self.started_at = self.version
 
+    # ---- the open step
+
+    def send_gradient(self, entry: Entry[T], gradient: T) -> None:
+        """Sends this rank's gradient in the open step."""
+        array = self.framework.outgoing(gradient)
+        if self.exchanges is not None:
+            self.exchanges.gradient(self.version, entry.index, array)
+        else:
+            self.job.gradient(self.version, entry.index, array)
+
+    def send_absent(self, indices: Iterable[int]) -> None:
+        """Reports the tensors of which this rank has no gradient in the open step."""
+        if self.exchanges is None:
+            self.job.absent(self.version, list(indices))
+            return
+        for index in indices:
+            self.exchanges.gradient(self.version, index, None)
+
+    def finish_gradients(self) -> None:
+        """Waits until the group has exchanged all gradients of the open step."""
+        if self.exchanges is not None:
+            self.exchanges.finish()
+
+    def discard(self) -> None:
+        """Begins another attempt at the open step. Every rank must call it."""
+        if self.exchanges is not None:
+            self.exchanges.forget()
+        self.job.discard(self.version)
+
+    def forget(self) -> None:
+        """Drops everything that this rank has of the open step."""
+        if self.exchanges is not None:
+            self.exchanges.forget()
+        self.job.forget()
+
+    def pull(self, arrays: list[tuple[int, Array]], *, together: bool) -> Transfer | Pull[T]:
+        """Starts to fetch trained parameters at the current version. ``together``: all ranks of the
+        group do this."""
+        if self.exchanges is not None and together:
+            return self.exchanges.pull(self.version, arrays)
+        return self.job.pull(self.version, arrays)
+
+    def compare_pulls(self, held: list[int], ahead: list[int]) -> None:
+        """All ranks of the group call this before they pull together: whether they hold the same
+        units, and fetch the same ones."""
+        if self.exchanges is not None:
+            self.exchanges.compare(self.version, [held, ahead])
+
     def _upload_initial(
         self, states: Mapping[int, State[T]], initial: Iterable[Sequence[T]]
     ) -> None:
@@ -352,7 +408,11 @@ class ModelJob(Generic[T]):
             fresh_state=fresh_state,
             checkpoints=None if saved is None else saved.policy,
             resume=saved is not None and saved.resumes,
+            group_size=1 if self.exchanges is None else self.exchanges.size,
+            offload=self._offload,
         )
+        if self.exchanges is not None:
+            self.exchanges.open(self.job, self.trained, self._bucket_numel)
         self.version = 0
 
     def _place_entries(self, name: str) -> list[Mesh]:
@@ -367,6 +427,12 @@ class ModelJob(Generic[T]):
         )
         for entry in self.entries:
             entry.layout = agreed.layouts[entry.name]
+            if entry.layout is not None and self.exchanges is not None:
+                raise InvalidArgumentError(
+                    f"parameter {entry.name!r} is distributed over ranks, and group_size is "
+                    f"{self.exchanges.size}; group_size supports models that every rank has as a "
+                    "whole"
+                )
         return agreed.meshes
 
     def _describe(self) -> list[Entry[T]]:

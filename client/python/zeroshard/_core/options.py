@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidArgumentError
+from .collectives import GroupSize
 from .framework import Framework, T
 
 LEVELS = ("os", "os_g", "p_g_os")
@@ -24,6 +25,8 @@ class Options:
     dp_group: Any | None
     exclude_layer: Collection[str | int] | None
     accumulation_steps: int | None
+    group_size: GroupSize
+    offload: bool
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:

@@ -14,7 +14,7 @@ from .._agreement import agree
 from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._log import is_shown
-from .._native import Report, Rest, hashes
+from .._native import Array, Report, Rest, hashes
 from .._rendezvous import ProcessGroup
 from ..errors import (
     InvalidArgumentError,
@@ -23,6 +23,7 @@ from ..errors import (
     StepMismatchError,
 )
 from .entry import Entry, hashes_of
+from .exchanges import exchanges
 from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
@@ -79,7 +80,15 @@ class Sharding(Generic[T]):
         fetched = options.fetched(framework, model)
         bucket_numel = options.bucket_numel(framework, model)
         self.job = ModelJob(
-            connection, framework, model, optimizer, group, bucket_numel, checkpoints
+            connection,
+            framework,
+            model,
+            optimizer,
+            group,
+            bucket_numel,
+            checkpoints,
+            exchanges(framework, options.group_size, group, connection.timeout),
+            offload=options.offload,
         )
         self.job.open(states, fetched, () if initial is None else initial(fetched))
         self.gatherer: Gatherer[T] | None = None
@@ -262,7 +271,7 @@ class Sharding(Generic[T]):
     def abandon(self) -> None:
         """Drops everything that this worker has of the open step, which the servers have
         dropped."""
-        self.job.job.forget()
+        self.job.forget()
         self.gradients.restart()
         self.gradients.drop()
         self._clip_once = None
@@ -294,7 +303,7 @@ class Sharding(Generic[T]):
         self.job.reopen(states, values)
         self.gradients.watch()
         if self.gatherer is not None:
-            self.gatherer.new_version()
+            self.gatherer.new_version(together=True)
 
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
@@ -305,7 +314,7 @@ class Sharding(Generic[T]):
         written = self.job.written()
         self._sent(lambda: self._replace_values(written))
         received = [(entry.index, entry.incoming()) for entry in self.job.trained if entry.resident]
-        report: Report = self._sent(lambda: self._commit(written, received, data))
+        report: Report = self._sent(lambda: self._commit_and_pull(written, received, data))
         for _, incoming in received:
             incoming.finish()
         self.last_report = report
@@ -335,6 +344,11 @@ class Sharding(Generic[T]):
                 f"parameter {shared.name!r} is distributed over ranks, which therefore must have "
                 "the same number of batches; join supports models that every rank has as a whole"
             )
+        if self.job.exchanges is not None:
+            raise InvalidArgumentError(
+                "the ranks of a group add their gradients, and must have the same number of "
+                "batches; use zeroshard.torch.join without group_size"
+            )
         self._joining, self.gradients.excluding = True, excluding
         self._joins += 1
 
@@ -348,9 +362,9 @@ class Sharding(Generic[T]):
 
         def discard() -> None:
             # If the other rank waits for the norm of the gradient, it receives it.
-            self.job.job.absent(self.job.version, [entry.index for entry in self.job.trained])
+            self.job.send_absent(entry.index for entry in self.job.trained)
             self.job.job.flush()
-            self.job.job.discard(self.job.version)
+            self.job.discard()
 
         self._sent(discard)
         self.gradients.restart()
@@ -432,7 +446,7 @@ class Sharding(Generic[T]):
         call it. For ``keep`` see :meth:`Gradients.restart`."""
         if self.gradients.any_sent:
             try:
-                self._sent(lambda: self.job.job.discard(self.job.version), keep=keep)
+                self._sent(self.job.discard, keep=keep)
             except StepAbortedError:
                 pass  # the servers have already dropped them
         self.gradients.restart(keep=keep)
@@ -464,7 +478,7 @@ class Sharding(Generic[T]):
         if moved:
             self._reopen(None)
         else:
-            self.job.job.discard(self.job.version)
+            self.job.discard()
         texts = {}
         for entry in changed:
             text, gradient = "none", current.get(id(entry.tensor))
@@ -492,7 +506,7 @@ class Sharding(Generic[T]):
         self.gradients.end_step(report.clip_coefficient)
         self.job.mark()
         if self.gatherer is not None:
-            self.gatherer.new_version()
+            self.gatherer.new_version(together=True)
 
     def _sent(self, work: Callable[[], Any], *, keep: bool = False) -> Any:
         """Calls ``work``, which sends something. If it fails, the step begins again without
@@ -500,7 +514,7 @@ class Sharding(Generic[T]):
         try:
             return work()
         except BaseException as error:
-            self.job.job.forget()
+            self.job.forget()
             self.gradients.restart(keep=keep)
             self._clip_once = None
             # The servers have dropped an aborted step. After any other error, or Ctrl-C, they may
@@ -512,7 +526,7 @@ class Sharding(Generic[T]):
         """Makes the servers drop their part of an interrupted step, so that it is not mixed with
         the next attempt."""
         try:
-            self.job.job.discard(self.job.version)
+            self.job.discard()
         except StepAbortedError:
             pass  # the servers have already dropped it
         except StepMismatchError:
@@ -535,7 +549,7 @@ class Sharding(Generic[T]):
         if self.gatherer is not None:
             self.gatherer.new_version()
 
-    def _commit(
+    def _commit_and_pull(
         self,
         written: list[Entry[T]],
         received: list[tuple[int, Incoming]],
@@ -543,6 +557,20 @@ class Sharding(Generic[T]):
     ) -> Report:
         """Commits the step and receives the new parameters. ``data``: that of this rank for a
         checkpoint, and whether it follows."""
+        arrays = [(index, incoming.array) for index, incoming in received]
+        if self.job.exchanges is None:
+            return self._commit(written, arrays, data)
+        report = self._commit(written, [], data)
+        with self.job.connection.activity.waiting("pull"):
+            self.job.exchanges.pull_all(report.version, arrays)
+        return report
+
+    def _commit(
+        self,
+        written: list[Entry[T]],
+        targets: list[tuple[int, Array]],
+        data: tuple[bytes | None, bool],
+    ) -> Report:
         limits = [norm for norm in (self._clip_once, self._max_norm) if norm is not None]
         factors = self.gradients.factors()
         if self._max_tensor_norm is not None:
@@ -556,7 +584,7 @@ class Sharding(Generic[T]):
                 max_norm=min(limits, default=None),
                 gradient_factors=factors,
                 written=hashes,
-                targets=[(index, incoming.array) for index, incoming in received],
+                targets=targets,
                 user_data=data[0],
                 user_data_follows=data[1],
             )

@@ -23,6 +23,7 @@ from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
 from ..errors import InvalidArgumentError
 from . import _autograd, _conversion, _memory
+from ._collectives import PaddleCollectives
 from ._dtensor import aligned_gradient, assembled, layout, local
 from ._gradient import ATTRIBUTE, FreedGradient
 
@@ -53,6 +54,9 @@ class _Paddle(Framework[Tensor]):
 
     def changes(self, tensor: Tensor) -> int:
         return _memory.changes(tensor)
+
+    def collectives(self, ranks: Sequence[int], timeout: float) -> PaddleCollectives:
+        return PaddleCollectives(ranks, timeout)
 
     # ---- the memory of local tensors
 
@@ -144,6 +148,9 @@ class _Paddle(Framework[Tensor]):
         return watch
 
     # ---- a backward pass
+
+    def is_recording(self) -> bool:
+        return bool(paddle.is_grad_enabled()) or self.in_backward()
 
     def in_backward(self) -> bool:
         return _autograd.running() is not None

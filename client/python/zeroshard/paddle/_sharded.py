@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 
 from .._checkpoints import Checkpoints
+from .._core.collectives import GroupSize
 from .._core.options import Options
 from .._core.sharding import Sharding, is_sharded
 from .._session import connection
@@ -36,6 +37,7 @@ def group_sharded_parallel(
     exclude_layer: Collection[str | int] | None = None,
     *,
     accumulation_steps: int | None = None,
+    group_size: GroupSize = 1,
     checkpoints: Checkpoints | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
@@ -50,7 +52,10 @@ def group_sharded_parallel(
             each use.
         scaler: a gradient scaler; returned as one that supports the sharded optimizer.
         group: the group that trains together; None: all ranks.
-        offload: keep state and master weights in the servers' host memory. Does not change results.
+        offload: keep the optimizer state in the host memory of the servers, or on their disks.
+            Servers without a GPU always do. A server with a GPU needs ``--host-memory`` or
+            ``--disk``; it keeps the state of LAMB and Adafactor in its memory. Does not change
+            results.
         sync_buffers: whether all ranks receive the model's buffers of rank 0 after every step.
         buffer_max_size: elements of a bucket of gradients; 0: each gradient is sent by itself.
         segment_size: at ``p_g_os``, parameters with more elements than this live on the servers.
@@ -60,6 +65,15 @@ def group_sharded_parallel(
             stay on the workers.
         accumulation_steps: the number of backward passes per step; None: learned in the first
             steps.
+        group_size: the number of consecutive ranks that form a group, or ``"host"`` for the ranks
+            that a launcher has started on this host; 1: no groups. The ranks of a group add their
+            gradients in a fixed order, and each of them sends a part of the sums and receives a
+            part of the parameters, so the traffic of the servers is divided by the size. They
+            exchange values over gloo, in a process group of their own. With several groups, sums
+            are rounded in another order than without. When a rank is lost, all ranks of its group
+            must be started again. At ``p_g_os``, parameters that are used without recording
+            gradients (``no_grad``), and those that are fetched in advance after a step, are
+            received by each rank as a whole.
         checkpoints: when and where the servers save the model and the optimizer, and from which
             checkpoint they start. If there is one, all values come from it. Parameters, parameter
             groups and their state cannot be replaced later. None: no checkpoints.
@@ -78,6 +92,8 @@ def group_sharded_parallel(
         dp_group=dp_group,
         exclude_layer=exclude_layer,
         accumulation_steps=accumulation_steps,
+        group_size=group_size,
+        offload=offload,
     )
     if scaler is not None and not isinstance(scaler, paddle.amp.GradScaler):
         raise InvalidArgumentError(

@@ -19,6 +19,7 @@ from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, distributed, world_group
 from ..errors import InvalidArgumentError
 from . import _conversion
+from ._collectives import TorchCollectives
 from ._compiled import around_forward
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
@@ -52,6 +53,9 @@ class _Torch(Framework[Tensor]):
 
     def changes(self, tensor: Tensor) -> int:
         return tensor._version
+
+    def collectives(self, ranks: Sequence[int], timeout: float) -> TorchCollectives:
+        return TorchCollectives(ranks, timeout)
 
     # ---- the memory of local tensors
 
@@ -138,6 +142,9 @@ class _Torch(Framework[Tensor]):
         return _Hook(parameter, call)
 
     # ---- a backward pass
+
+    def is_recording(self) -> bool:
+        return torch.is_grad_enabled() or self.in_backward()
 
     def in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .._checkpoints import Checkpoints
+from .._core.collectives import GroupSize
 from .._core.options import Options
 from .._core.sharding import Sharding, is_sharded
 from .._session import connection
@@ -39,6 +40,7 @@ def group_sharded_parallel(
     exclude_layer: Collection[str | int] | None = None,
     *,
     accumulation_steps: int | None = None,
+    group_size: GroupSize = 1,
     grad_clip: Any | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -59,7 +61,10 @@ def group_sharded_parallel(
             parameters, which are fetched for each use.
         scaler: a gradient scaler; returned as one that supports the sharded optimizer.
         group: the process group that trains together; None: all ranks.
-        offload: keep state and master weights in the servers' host memory. Does not change results.
+        offload: keep the optimizer state in the host memory of the servers, or on their disks.
+            Servers without a GPU always do. A server with a GPU needs ``--host-memory`` or
+            ``--disk``; it keeps the state of LAMB and Adafactor in its memory. Does not change
+            results.
         sync_buffers: whether all ranks receive the model's buffers of rank 0 after every step.
         buffer_max_size: elements of a bucket of gradients; 0: each gradient is sent by itself.
         segment_size: at ``p_g_os``, parameters with more elements than this are on the servers, and
@@ -71,6 +76,15 @@ def group_sharded_parallel(
             parameters stay on the workers.
         accumulation_steps: the number of backward passes per step; None: learned in the first
             steps.
+        group_size: the number of consecutive ranks that form a group, or ``"host"`` for the ranks
+            that a launcher has started on this host; 1: no groups. The ranks of a group add their
+            gradients in a fixed order, and each of them sends a part of the sums and receives a
+            part of the parameters, so the traffic of the servers is divided by the size. They
+            exchange values over gloo, in a process group of their own. With several groups, sums
+            are rounded in another order than without. When a rank is lost, all ranks of its group
+            must be started again. At ``p_g_os``, parameters that are used without recording
+            gradients (``no_grad``), and those that are fetched in advance after a step, are
+            received by each rank as a whole.
         grad_clip: a :class:`ClipGradByGlobalNorm` that clips every step.
         param_init_fn: initialises the parameters and buffers of the module that it is called with,
             without those of its children. It is called for each module that has some on the meta
@@ -97,6 +111,8 @@ def group_sharded_parallel(
         dp_group=dp_group,
         exclude_layer=exclude_layer,
         accumulation_steps=accumulation_steps,
+        group_size=group_size,
+        offload=offload,
     )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InvalidArgumentError(

@@ -2,24 +2,18 @@
 
 use std::{
     collections::HashMap,
-    ffi::c_void,
-    fmt::Write,
     path::Path,
-    process::Command,
     sync::{Mutex, OnceLock},
 };
 
+use fake_cuda::compiled;
 use libloading::Library;
 
 use super::{
     Cuda, Device,
     launch::{Address, Launch},
 };
-use crate::backend::{Failure, Result, conformance, failure::DeviceName};
-
-/// A block of a kernel, which takes the addresses of the arguments, its number, and the number of
-/// blocks.
-type Kernel = unsafe extern "C" fn(*const *const c_void, u32, u32);
+use crate::backend::{Failure, Result, Usage, conformance, failure::DeviceName};
 
 /// The host as a device. It has its memory in words, so that all of it is aligned.
 #[derive(Default)]
@@ -39,6 +33,10 @@ impl Host {
 impl Device for Host {
     fn number(&self) -> usize {
         0
+    }
+
+    fn is_lost(&self) -> bool {
+        false
     }
 
     /// An odd number, so that values of boxes are split.
@@ -61,17 +59,24 @@ impl Device for Host {
         assert!(self.memory.lock().unwrap().remove(&address).is_some(), "it is allocated");
     }
 
-    fn launch(&self, launch: &Launch) -> Result<()> {
-        let arguments = launch.arguments();
-        // SAFETY: `library` has made functions of this type for all kernels.
-        let kernel = unsafe { library().get::<Kernel>(format!("launch_{}", launch.kernel)) };
-        let kernel = kernel.expect("the kernel exists");
-        let blocks = launch.blocks as u32;
-        for block in 0..blocks {
-            // SAFETY: the arguments are those of the kernel.
-            unsafe { kernel(arguments.as_ptr(), block, blocks) };
+    fn launch(&self, launches: &[Launch]) -> Result<()> {
+        for launch in launches {
+            let arguments = launch.arguments();
+            let name = format!("launch_{}", launch.kernel);
+            // SAFETY: `compile` has made functions of this type for all kernels.
+            let kernel = unsafe { library().get::<compiled::Block>(name) };
+            let kernel = kernel.expect("the kernel exists");
+            let blocks = launch.blocks as u32;
+            for block in 0..blocks {
+                // SAFETY: the arguments are those of the kernel.
+                unsafe { kernel(arguments.as_ptr(), block, blocks) };
+            }
         }
         Ok(())
+    }
+
+    fn usage(&self) -> Usage {
+        unreachable!("only servers ask")
     }
 
     fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()> {
@@ -96,48 +101,11 @@ fn library() -> &'static Library {
     LIBRARY.get_or_init(|| {
         let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/backend/cuda/kernels");
         let directory = tempfile::tempdir().unwrap();
-        let [source, output] = ["kernels.c", "kernels.so"].map(|name| directory.path().join(name));
-        std::fs::write(&source, with_launchers(&kernels)).unwrap();
-        let mut compiler = Command::new("cc");
-        compiler.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]);
-        // No fused multiply-adds.
-        compiler.args(["-O2", "-ffp-contract=off", "-shared", "-fPIC"]);
-        compiler.arg("-I").arg(&kernels).arg(&source).arg("-o").arg(&output).arg("-lm");
-        assert!(compiler.status().expect("a C compiler").success());
+        let library = directory.path().join("kernels.so");
+        compiled::compile(&kernels, &library).unwrap();
         // SAFETY: the library has no initialisers.
-        unsafe { Library::new(&output) }.unwrap()
+        unsafe { Library::new(&library) }.unwrap()
     })
-}
-
-/// The source of all kernels, with a function `launch_...` for each that takes its arguments by
-/// their addresses.
-fn with_launchers(kernels: &Path) -> String {
-    let mut source =
-        "#include \"all.cu\"\n_Thread_local unsigned block_index, block_count;\n".to_owned();
-    let files = std::fs::read_dir(kernels).unwrap().map(|file| file.unwrap().path());
-    for file in files.filter(|file| file.extension().is_some_and(|of| of == "cu")) {
-        let text = std::fs::read_to_string(file).unwrap();
-        for kernel in text.split("\nKERNEL ").skip(1) {
-            let (name, rest) = kernel.split_once('(').unwrap();
-            let parameters = rest.split_once(')').unwrap().0.split(',');
-            let argument = |(index, parameter): (usize, &str)| {
-                let (kind, name) = parameter.trim().rsplit_once([' ', '*']).unwrap();
-                let pointer = if parameter.contains('*') { "*" } else { "" };
-                let kind = kind.trim_end_matches('*');
-                assert!(!name.is_empty());
-                format!("*({kind} {pointer}*)arguments[{index}]")
-            };
-            let arguments: Vec<String> = parameters.enumerate().map(argument).collect();
-            writeln!(
-                source,
-                "void launch_{name}(void **arguments, unsigned block, unsigned blocks) {{\n    \
-                 block_index = block;\n    block_count = blocks;\n    {name}({});\n}}",
-                arguments.join(", ")
-            )
-            .unwrap();
-        }
-    }
-    source
 }
 
 #[test]

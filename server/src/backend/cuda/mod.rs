@@ -13,7 +13,7 @@ use std::{ops::Range, sync::Arc};
 use bytes::Bytes;
 use zeroshard_proto::{Elements, dtype::DType};
 
-use super::{Backend, Failure, Output, Result, Update, failure::DeviceName};
+use super::{Backend, Failure, Output, Result, Update, Usage, failure::DeviceName};
 use launch::{Address, Array, Launch, Published, dtype_number};
 use step::Step;
 
@@ -35,6 +35,9 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// The number of the device.
     fn number(&self) -> usize;
 
+    /// Whether every operation fails from now on.
+    fn is_lost(&self) -> bool;
+
     /// The largest number of bytes of an upload or a download.
     fn stage_bytes(&self) -> usize;
 
@@ -44,8 +47,11 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Frees memory that was allocated, after the kernels that were launched before.
     fn free(&self, address: Address);
 
-    /// Runs a kernel.
-    fn launch(&self, launch: &Launch) -> Result<()>;
+    /// Runs kernels, one after the other.
+    fn launch(&self, launches: &[Launch]) -> Result<()>;
+
+    /// What the device has done until now.
+    fn usage(&self) -> Usage;
 
     /// Copies bytes to the device. `launches` gets their address, and launches the kernels that
     /// read them. The memory is only theirs.
@@ -156,11 +162,12 @@ impl<D: Device> Cuda<D> {
                 let (values, later) = rest.split_at(numel * dtype.size());
                 rest = later;
                 self.device.upload(values, &mut |mut from| {
-                    for run in &part {
-                        self.device.launch(&launch(run.start, run.len(), from, special))?;
+                    let launches = part.iter().map(|run| {
+                        let launch = launch(run.start, run.len(), from, special);
                         from += (run.len() * dtype.size()) as Address;
-                    }
-                    Ok(())
+                        launch
+                    });
+                    self.device.launch(&launches.collect::<Vec<_>>())
                 })?;
             }
             Ok(())
@@ -171,6 +178,18 @@ impl<D: Device> Cuda<D> {
 
 impl<D: Device> Backend for Cuda<D> {
     type Buffer = Buffer<D>;
+
+    fn device(&self) -> DeviceName {
+        DeviceName::Cuda(self.device.number())
+    }
+
+    fn is_lost(&self) -> bool {
+        self.device.is_lost()
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        Some(self.device.usage())
+    }
 
     /// The memory of a device is provided when it is allocated.
     fn populate(&self, _: &mut Self::Buffer, _: Range<usize>) {}
@@ -184,7 +203,7 @@ impl<D: Device> Backend for Cuda<D> {
     }
 
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer> {
-        let device = DeviceName::Cuda(self.device.number());
+        let device = self.device();
         let too_large = || Failure::out_of_memory(device, usize::MAX);
         let bytes = numel.checked_mul(dtype.size()).ok_or_else(too_large)?;
         Ok(Buffer { memory: self.memory(bytes)?, dtype, numel })
@@ -221,11 +240,12 @@ impl<D: Device> Backend for Cuda<D> {
     }
 
     fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>) -> Result<()> {
-        for run in at.into().runs().filter(|run| !run.is_empty()) {
+        let at = at.into();
+        let launches = at.runs().filter(|run| !run.is_empty()).map(|run| {
             let launch = Launch::over_elements("canonicalise", run.len());
-            self.device.launch(&launch.with(dst.address(run.start)).with(run.len()))?;
-        }
-        Ok(())
+            launch.with(dst.address(run.start)).with(run.len())
+        });
+        self.device.launch(&launches.collect::<Vec<_>>())
     }
 
     fn read(
@@ -242,13 +262,13 @@ impl<D: Device> Backend for Cuda<D> {
             let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
             let values = rest.split_off_mut(..numel * dtype.size()).expect("as long as all parts");
             self.device.download(values, &mut |mut to| {
-                for run in &part {
+                let launches = part.iter().map(|run| {
                     let source = (src.address(run.start), of);
                     let launch = convert((to, as_dtype), run.len(), source, self.ignored.address);
-                    self.device.launch(&launch)?;
                     to += (run.len() * dtype.size()) as Address;
-                }
-                Ok(())
+                    launch
+                });
+                self.device.launch(&launches.collect::<Vec<_>>())
             })?;
         }
         Ok(bytes.into())
@@ -265,8 +285,7 @@ impl<D: Device> Backend for Cuda<D> {
             let total = Launch::over_elements("total", 1).with(sums.address).with(squares.blocks);
             let squares =
                 squares.with(src.address(range.start)).with(range.len()).with(sums.address);
-            self.device.launch(&squares)?;
-            self.device.launch(&total.with(result))
+            self.device.launch(&[squares, total.with(result)])
         })?;
         Ok(f64::from_le_bytes(sum))
     }
@@ -297,9 +316,7 @@ impl<D: Device> Backend for Cuda<D> {
             ignored: self.ignored.address,
         };
         let scratch = self.memory(step.scratch_bytes())?;
-        for launch in step.launches(update, scratch.address) {
-            self.device.launch(&launch)?;
-        }
+        self.device.launch(&step.launches(update, scratch.address))?;
         // The master in its own dtype is not published by the kernels.
         match published.filter(|of| of.dtype == DType::F32) {
             Some(published) => self.copy(master.buffer, published),
@@ -313,6 +330,6 @@ impl<D: Device> Backend for Cuda<D> {
             return Ok(());
         }
         let (to, from) = [dst, src].map(|of| (of.address(0), dtype_number(of.dtype))).into();
-        self.device.launch(&convert(to, src.numel, from, self.ignored.address))
+        self.device.launch(&[convert(to, src.numel, from, self.ignored.address)])
     }
 }

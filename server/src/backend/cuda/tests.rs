@@ -249,8 +249,11 @@ fn a_kernel_that_fails_late_loses_the_device_and_nothing_leaks() {
     for after in 0..20 {
         let fake = Fake::new(after, CAPACITY);
         fake.fail("cuLaunchKernel", after, 719, true);
-        let result = open(fake, STAGING).and_then(|cuda| train(&cuda));
+        let cuda = open(fake, STAGING).unwrap();
+        let result = train(&cuda);
         assert!(matches!(result, Err(Failure::Lost { code: 719, .. })), "{result:?}");
+        assert!(cuda.is_lost());
+        drop(cuda);
         assert_clean(fake, "after a late failure");
     }
 }
@@ -265,6 +268,35 @@ fn a_device_goes_on_after_an_allocation_that_is_too_large() {
     assert_eq!(train(&cuda).unwrap(), expected);
     drop(cuda);
     assert_clean(fake, "after an allocation that was too large");
+}
+
+#[test]
+fn usage_has_the_memory_the_copies_and_the_time_in_kernels_of_a_device() {
+    let fake = Fake::new(3, CAPACITY);
+    let cuda = open(fake, STAGING).unwrap();
+    let before = cuda.usage().unwrap();
+    let training = train(&cuda).unwrap();
+    // Parameters and two gradients in each of two steps, of 5,003 f32 each.
+    let uploaded = 5 * 5_003 * 4;
+    let held = cuda.allocate(DType::F32, 1 << 20).unwrap();
+    let after = cuda.usage().unwrap();
+    assert_eq!(cuda.device(), DeviceName::Cuda(fake.device));
+    assert_eq!(after.uploaded, uploaded);
+    // The result, the old parameters in each step, and flags.
+    let read = training.len() as u64 + 2 * 5_003 * 4;
+    assert!((read..read + 100).contains(&after.downloaded), "{after:?}");
+    let [(used_before, total), (used, _)] = [&before, &after].map(|of| of.memory.unwrap());
+    assert_eq!(total, CAPACITY);
+    assert!(used >= used_before + (4 << 20), "{before:?} {after:?}");
+    let expected = fake.figures().nanoseconds as f64;
+    let found = after.kernels.as_nanos() as f64;
+    assert!((found / expected - 1.0).abs() < 0.01, "{found} of {expected}");
+    drop(held);
+    fake.fail("", 0, 719, false);
+    assert!(train(&cuda).is_err() && cuda.is_lost());
+    assert_eq!(cuda.usage().unwrap().memory, None);
+    drop(cuda);
+    assert_clean(fake, "usage");
 }
 
 #[test]

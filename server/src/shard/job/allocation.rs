@@ -1,6 +1,6 @@
 //! The memory for the slices of a job on this server.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions};
@@ -11,15 +11,14 @@ use crate::{
     backend::Backend,
     shard::{
         budget::Space,
-        slice::{Home, Role, Slice},
+        device::{self, Device},
+        slice::{Role, Slice},
     },
-    tier::Tiers,
 };
 
 /// Slices to be allocated.
 pub(super) struct Allocation<'a, B: Backend> {
-    pub(super) backend: &'a B,
-    pub(super) tiers: Option<&'a Arc<Tiers<B>>>,
+    pub(super) devices: &'a [Device<B>],
     pub(super) spec: &'a JobSpec,
     pub(super) closed: &'a CancellationToken,
     pub(super) slices: &'a [OnceLock<Slice<B>>],
@@ -40,16 +39,16 @@ impl<B: Backend> Allocation<'_, B> {
         mut wanted: Vec<(usize, bool)>,
         attempt: Attempt,
         is_empty: bool,
-    ) -> Result<Option<[Space; 2]>> {
+    ) -> Result<Vec<Space>> {
         let Self { spec, slices, .. } = *self;
         wanted.retain(|(index, _)| slices[*index].get().is_none());
         // The order of steps.
         wanted.sort_unstable();
         let numbers: Vec<usize> = wanted.iter().map(|(index, _)| *index).collect();
-        let placed = self.tiers.map(|tiers| tiers.place(spec, &numbers)).transpose()?;
+        let (homes, spaces) = device::place(self.devices, spec, &numbers)?;
         let mut last: Option<(usize, Contributions)> = None;
         let mut allocated = Vec::with_capacity(wanted.len());
-        for (number, (index, is_primary)) in wanted.into_iter().enumerate() {
+        for ((index, is_primary), home) in wanted.into_iter().zip(homes) {
             if self.closed.is_cancelled() {
                 return Err(closed_error(&spec.name));
             }
@@ -59,12 +58,10 @@ impl<B: Backend> Allocation<'_, B> {
             let (_, contributions) =
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
             let role = if is_primary { Role::Primary } else { Role::Backup };
-            let disk = self.tiers.zip(placed.as_ref().map(|placed| placed.on_disk[number]));
-            let home = Home { backend: self.backend, disk };
             let slice = Slice::allocate(home, spec, index, contributions, attempt, role)?;
             if self.populates {
-                slice.populate(self.backend);
-                slice.populate_sum(self.backend);
+                slice.populate();
+                slice.populate_sum();
             }
             if is_empty {
                 slice.begin_empty(attempt);
@@ -74,7 +71,7 @@ impl<B: Backend> Allocation<'_, B> {
         for (index, slice) in allocated {
             _ = slices[index].set(slice);
         }
-        Ok(placed.map(|placed| placed.spaces))
+        Ok(spaces)
     }
 }
 

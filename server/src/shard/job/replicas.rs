@@ -87,9 +87,8 @@ impl<B: Backend> Job<B> {
     /// # Errors
     /// Those of [`Allocation::allocate`].
     fn allocate(&self, wanted: Vec<(usize, bool)>, is_empty: bool) -> Result<()> {
-        let Self { spec, closed, slices, .. } = self;
-        let (backend, tiers) = (self.backend(), self.tiers.as_ref());
-        let new = Allocation { backend, tiers, spec, closed, slices, populates: true };
+        let Self { spec, closed, slices, devices, .. } = self;
+        let new = Allocation { devices, spec, closed, slices, populates: true };
         let spaces = new.allocate(wanted, self.attempt(), is_empty)?;
         self.spaces.lock().expect("no holder of the lock panics").extend(spaces);
         Ok(())
@@ -199,7 +198,7 @@ impl<B: Backend> Job<B> {
         bytes: &[u8],
     ) -> Result<()> {
         let slice = self.slice(index)?;
-        let stored = slice.store_reduced(self.backend(), attempt, offset, bytes);
+        let stored = slice.store_reduced(attempt, offset, bytes);
         let reduced = self.note(index, stored)?;
         self.finish_reduction(attempt, index, reduced);
         Ok(())

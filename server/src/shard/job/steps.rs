@@ -17,6 +17,7 @@ use crate::{
     attempt::Attempt,
     backend::Backend,
     shard::{
+        device::Device,
         events::JobEvent,
         slice::{Apply, Slice, Step},
     },
@@ -46,7 +47,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn new_epoch(&self, epoch: u64, rank: u32, left: bool) -> Result<()> {
         self.ranks_mut().end_lease(rank, left);
         for (index, slice) in self.slices() {
-            of_slice(index, slice.set_done(self.backend(), rank, false))?;
+            of_slice(index, slice.set_done(rank, false))?;
         }
         let attempt = Attempt { epoch, number: 0, ..self.attempt() };
         self.open_attempt(attempt, None)
@@ -73,7 +74,7 @@ impl<B: Backend> Job<B> {
         self.changed.send_replace(());
         self.finish_upload(attempt, 0);
         for (index, slice) in self.slices() {
-            let reduced = of_slice(index, slice.catch_up(self.backend(), attempt))?;
+            let reduced = of_slice(index, slice.catch_up(attempt))?;
             self.finish_reduction(attempt, index, reduced);
         }
         Ok(())
@@ -102,7 +103,7 @@ impl<B: Backend> Job<B> {
     fn set_absent(&self, rank: u32, absent: bool) -> Result<()> {
         let attempt = self.attempt();
         for (index, slice) in self.slices() {
-            let reduced = of_slice(index, slice.set_done(self.backend(), rank, absent))?;
+            let reduced = of_slice(index, slice.set_done(rank, absent))?;
             self.finish_reduction(attempt, index, reduced);
         }
         Ok(())
@@ -141,7 +142,7 @@ impl<B: Backend> Job<B> {
         self.slices.par_iter().enumerate().try_for_each(|(index, slice)| -> Result<()> {
             let Some(slice) = slice.get() else { return Ok(()) };
             let index = index as u32;
-            let published = of_slice(index, slice.publish(self.backend(), version))?;
+            let published = of_slice(index, slice.publish(version))?;
             self.finish_reduction(attempt, index, published);
             Ok(())
         })?;
@@ -195,7 +196,7 @@ impl<B: Backend> Job<B> {
     fn tell_hashes(&self, epoch: u64, version: u64) {
         let hash = |(index, slice): (usize, &OnceLock<Slice<B>>)| {
             let slice = slice.get().filter(|slice| slice.role().has_content())?;
-            let digest = slice.digest(self.backend(), &self.spec.name, version).ok()?;
+            let digest = slice.digest(&self.spec.name, version).ok()?;
             let hash = u64::from_le_bytes(std::array::from_fn(|at| digest[at]));
             Some(pb::SliceHash { slice: index as u32, hash })
         };
@@ -228,7 +229,7 @@ impl<B: Backend> Job<B> {
     fn apply(&self, step: &Step<'_>) -> Result<()> {
         let done = AtomicU64::new(0);
         let apply = |(index, slice): (u32, &Slice<B>)| {
-            let reduced = of_slice(index, slice.step(self.backend(), index, step))?;
+            let reduced = of_slice(index, slice.step(index, step))?;
             self.finish_reduction(step.next, index, reduced);
             let numel = slice.spec.numel as u64;
             let before = done.fetch_add(numel, Ordering::Relaxed);
@@ -241,9 +242,27 @@ impl<B: Backend> Job<B> {
         let (streamed, resident): (Vec<_>, Vec<_>) =
             self.slices().partition(|(_, slice)| slice.is_streamed());
         let in_memory = || resident.into_par_iter().try_for_each(apply);
-        match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
-            Some(steps) => steps.run(streamed.len(), |number| apply(streamed[number]), in_memory),
-            None => in_memory(),
-        }
+        apply_streamed(&self.devices, &streamed, &apply, Box::new(in_memory))
     }
+}
+
+/// Runs `apply` for the slices that are streamed, on the threads of their devices, and `beside` on
+/// this one.
+///
+/// # Errors
+/// The first one.
+fn apply_streamed<'a, B: Backend>(
+    devices: &[Device<B>],
+    streamed: &[(u32, &'a Slice<B>)],
+    apply: &(impl Fn((u32, &'a Slice<B>)) -> Result<()> + Sync),
+    beside: Box<dyn FnOnce() -> Result<()> + '_>,
+) -> Result<()> {
+    let Some((device, others)) = devices.split_first() else { return beside() };
+    let beside = || apply_streamed(others, streamed, apply, beside);
+    let Some(steps) = device.tiers.as_ref().and_then(|tiers| tiers.steps()) else {
+        return beside();
+    };
+    let here = streamed.iter().filter(|(_, slice)| slice.is_on(device));
+    let here: Vec<_> = here.copied().collect();
+    steps.run(here.len(), |number| apply(here[number]), beside)
 }

@@ -62,14 +62,14 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::OutOfMemory`] if the slice has readers, which a backup has not.
-    pub(crate) fn end_copy(&self, backend: &B) -> Result<()> {
+    pub(crate) fn end_copy(&self) -> Result<()> {
         let mut inner = self.lock();
         let inner = &mut *inner;
         if self.role() != Role::Copying {
             return Ok(()); // a new placement has ended the copy
         }
-        inner.cast(backend)?;
-        inner.settle(backend)?;
+        inner.cast(&self.backend)?;
+        inner.settle(&self.backend)?;
         self.role.store(Role::Backup as u8, Ordering::Release);
         Ok(())
     }
@@ -94,7 +94,6 @@ impl<B: Backend> Slice<B> {
     /// [`zeroshard_proto::Error::OutOfMemory`] if the step could not be applied.
     pub(crate) fn store_reduced(
         &self,
-        backend: &B,
         attempt: Attempt,
         offset: usize,
         bytes: &[u8],
@@ -103,7 +102,7 @@ impl<B: Backend> Slice<B> {
         if self.version() != Some(attempt.step) || self.role() == Role::Primary {
             return Ok(None);
         }
-        self.enter(backend, &mut inner, attempt)?;
+        self.enter(&mut inner, attempt)?;
         let inner = &mut *inner;
         let elements = bytes.len() / DType::F32.size();
         let end = offset + elements;
@@ -114,10 +113,10 @@ impl<B: Backend> Slice<B> {
         if !is_open || offset != inner.from_primary || end > numel {
             return Ok(None);
         }
-        let mut sum = open.sum.write(backend)?;
-        backend.store(&mut sum, offset..end, bytes, DType::F32)?;
+        let mut sum = open.sum.write(&self.backend)?;
+        self.backend.store(&mut sum, offset..end, bytes, DType::F32)?;
         drop(sum);
         inner.from_primary = end;
-        inner.reduced(backend, self.role())
+        inner.reduced(&self.backend, self.role())
     }
 }

@@ -20,7 +20,7 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slice has readers, which is impossible before version 0.
-    pub(crate) fn carry(&self, backend: &B, part: Part, offset: usize, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn carry(&self, part: Part, offset: usize, bytes: &[u8]) -> Result<()> {
         let mut inner = self.lock();
         let buffer = match part {
             Part::State(position) => &mut inner.state[position],
@@ -28,8 +28,8 @@ impl<B: Backend> Slice<B> {
         };
         let elements = Elements::from(offset..offset + bytes.len() / DType::F32.size());
         let values = (bytes, DType::F32);
-        let buffer = &mut buffer.write(backend)?;
-        factors::store(backend, self.shape_of(part), buffer, &elements, values)?;
+        let buffer = &mut buffer.write(&self.backend)?;
+        factors::store(&*self.backend, self.shape_of(part), buffer, &elements, values)?;
         Ok(())
     }
 
@@ -54,7 +54,6 @@ impl<B: Backend> Slice<B> {
     /// uploaded a part of it, in this epoch or in an earlier one.
     pub(crate) fn keep(
         &self,
-        backend: &B,
         attempt: Attempt,
         rank: u32,
         applied: AppliedSteps,
@@ -63,7 +62,7 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         current()?;
         if self.version().is_none() {
-            self.enter(backend, &mut inner, attempt)?;
+            self.enter(&mut inner, attempt)?;
         }
         let inner = &mut *inner;
         if self.version().is_some() || inner.uploaded.is_complete(&self.contributors) {

@@ -14,7 +14,7 @@ use crate::{
     metrics::Traffic,
     shard::part::Part,
     tier::{
-        OnDisk,
+        Places, Tier,
         tests::{Fault, failing, tiers},
     },
 };
@@ -27,7 +27,7 @@ const PAGED: u64 = BYTES.next_multiple_of(4096);
 const WORLD: u32 = 2;
 
 struct Subject {
-    backend: Cpu,
+    backend: Arc<Cpu>,
     job: JobSpec,
     slice: Slice<Cpu>,
     traffic: Traffic,
@@ -40,10 +40,12 @@ fn job(dtype: DType, numel: usize) -> JobSpec {
 }
 
 /// The arrays on disk: none, the state, the state and the sum, all.
-fn cases() -> [OnDisk; 4] {
+fn cases() -> [Places; 4] {
     let state = [Kind::State(0), Kind::State(1)];
-    let with = |kinds: &[Kind]| kinds.iter().chain(&state).copied().collect::<OnDisk>();
-    [OnDisk::default(), with(&[]), with(&[Kind::Sum]), with(&[Kind::Sum, Kind::Master])]
+    let with = |kinds: &[Kind]| {
+        kinds.iter().chain(&state).map(|&kind| (kind, Tier::Disk)).collect::<Places>()
+    };
+    [Places::default(), with(&[]), with(&[Kind::Sum]), with(&[Kind::Sum, Kind::Master])]
 }
 
 fn values(seed: u64, numel: usize) -> Vec<f32> {
@@ -52,14 +54,20 @@ fn values(seed: u64, numel: usize) -> Vec<f32> {
 }
 
 impl Subject {
-    fn new(job: JobSpec, on_disk: OnDisk) -> Self {
-        let backend = Cpu::new();
+    fn new(job: JobSpec, places: Places) -> Self {
+        let backend = Arc::new(Cpu::new());
         let (tiers, traffic) = tiers(&backend, 1 << 30);
-        Self::on(backend, job, (&tiers, on_disk), traffic)
+        Self::on(backend, job, (&tiers, places), traffic)
     }
 
-    fn on(backend: Cpu, job: JobSpec, disk: (&Arc<Tiers<Cpu>>, OnDisk), traffic: Traffic) -> Self {
-        let home = Home { backend: &backend, disk: Some(disk) };
+    fn on(
+        backend: Arc<Cpu>,
+        job: JobSpec,
+        (tiers, places): (&Arc<Tiers<Cpu>>, Places),
+        traffic: Traffic,
+    ) -> Self {
+        let device = Device::new(backend.clone(), Some(tiers.clone()));
+        let home = Home { device: &device, places };
         let first = Attempt::first(1, 0);
         let slice = Slice::allocate(home, &job, 0, &job.contributions(0), first, Role::Primary);
         Self { slice: slice.unwrap(), backend, job, traffic }
@@ -76,7 +84,7 @@ impl Subject {
     /// Uploads in chunks of any size, and publishes.
     fn initialise(&self) -> Result<()> {
         self.upload()?;
-        self.slice.publish(&self.backend, 0).map(drop)
+        self.slice.publish(0).map(drop)
     }
 
     fn upload(&self) -> Result<()> {
@@ -84,7 +92,7 @@ impl Subject {
         for (number, part) in initial.chunks(100_003).enumerate() {
             let chunk = tests::chunk(0, number * 100_003, part);
             let attempt = Attempt::first(1, 0);
-            self.slice.upload(&self.backend, attempt, PARAMETERS, &chunk, || Ok(()))?;
+            self.slice.upload(attempt, PARAMETERS, &chunk, || Ok(()))?;
         }
         Ok(())
     }
@@ -97,8 +105,7 @@ impl Subject {
             let chunk = tests::chunk(rank, number * 77_777, part);
             let budget = Budget::new(u64::MAX);
             let attempt = self.attempt();
-            let pushed =
-                self.slice.contribute(&self.backend, attempt, &chunk, &budget, || Ok(()))?;
+            let pushed = self.slice.contribute(attempt, &chunk, &budget, || Ok(()))?;
             reduced = reduced.or(pushed.1);
         }
         Ok(reduced)
@@ -109,7 +116,7 @@ impl Subject {
         let apply = Apply { groups, coefficient: 0.5, unclipped: 1.0, gradient_factors: &[] };
         let next = Attempt::first(1, self.attempt().step + 1);
         let step = Step { apply: Some(apply), next, absent: &[] };
-        self.slice.step(&self.backend, 0, &step).map(drop)
+        self.slice.step(0, &step).map(drop)
     }
 
     fn step(&self) -> Result<Option<Reduced>> {
@@ -120,11 +127,11 @@ impl Subject {
     }
 
     fn digest(&self) -> [u8; 32] {
-        self.slice.digest(&self.backend, "job", self.attempt().step).unwrap()
+        self.slice.digest("job", self.attempt().step).unwrap()
     }
 
     fn held(&self, part: Part) -> Array<Cpu> {
-        self.slice.read(&self.backend, part, "job", self.attempt().step).unwrap().unwrap()
+        self.slice.read(part, "job", self.attempt().step).unwrap().unwrap()
     }
 
     fn all(&self, array: &Array<Cpu>) -> bytes::Bytes {
@@ -137,7 +144,7 @@ fn every_version_has_the_same_bits_wherever_its_arrays_are() {
     for (dtype, numel) in
         [(DType::F32, NUMEL), (DType::Bf16, NUMEL), (DType::F32, 5), (DType::F32, 1)]
     {
-        let subjects = cases().map(|on_disk| Subject::new(job(dtype, numel), on_disk));
+        let subjects = cases().map(|places| Subject::new(job(dtype, numel), places));
         let same = |of: &dyn Fn(&Subject) -> Vec<u8>| {
             let [expected, others @ ..] = subjects.each_ref().map(of);
             others.iter().for_each(|found| assert!(*found == expected, "{dtype} {numel}"));
@@ -162,9 +169,9 @@ fn every_version_has_the_same_bits_wherever_its_arrays_are() {
 
 #[test]
 fn a_step_moves_the_bytes_of_the_formula() {
-    for (on_disk, arrays) in cases().into_iter().zip([0, 2, 2, 3]) {
-        let subject = Subject::new(job(DType::F32, NUMEL), on_disk);
-        let sum = u64::from(on_disk.has(Kind::Sum));
+    for (places, arrays) in cases().into_iter().zip([0, 2, 2, 3]) {
+        let subject = Subject::new(job(DType::F32, NUMEL), places);
+        let sum = u64::from(places.tier(Kind::Sum) == Tier::Disk);
         subject.initialise().unwrap();
         subject.step().unwrap();
         let moved = || [&subject.traffic.read, &subject.traffic.written].map(|bytes| bytes.get());
@@ -172,26 +179,26 @@ fn a_step_moves_the_bytes_of_the_formula() {
         subject.step().unwrap();
         let moved = [0, 1].map(|direction| moved()[direction] - before[direction]);
         // A sum is written when it is complete, and read by the step.
-        assert_eq!(moved, [(arrays + sum) * PAGED; 2], "{on_disk:?}");
+        assert_eq!(moved, [(arrays + sum) * PAGED; 2], "{places:?}");
         // A reader reads what it needs.
         let before = subject.traffic.read.get();
         subject.all(&subject.held(Part::Parameters));
-        let read = if on_disk.has(Kind::Master) { PAGED } else { 0 };
+        let read = if places.tier(Kind::Master) == Tier::Disk { PAGED } else { 0 };
         assert_eq!(subject.traffic.read.get() - before, read);
     }
 }
 
 #[test]
 fn readers_and_checkpoints_keep_their_version_beside_steps() {
-    for on_disk in cases() {
-        let subject = Subject::new(job(DType::F32, NUMEL), on_disk);
+    for places in cases() {
+        let subject = Subject::new(job(DType::F32, NUMEL), places);
         subject.initialise().unwrap();
         subject.step().unwrap();
         let parts = [Part::Parameters, Part::State(0), Part::State(1)];
         let held = parts.map(|part| subject.held(part));
         let before = held.each_ref().map(|array| subject.all(array));
         let holds = Holds::new(Budget::new(u64::MAX), 1);
-        let saved = subject.slice.hold(&subject.backend, "job", 1, (0, &holds)).unwrap();
+        let saved = subject.slice.hold("job", 1, (0, &holds)).unwrap();
         subject.push(0).unwrap();
         subject.push(1).unwrap().unwrap();
         let sum = subject.held(Part::GradientSum);
@@ -199,11 +206,11 @@ fn readers_and_checkpoints_keep_their_version_beside_steps() {
         subject.decide().unwrap();
         subject.step().unwrap();
         assert!(held.iter().zip(&before).all(|(array, before)| subject.all(array) == *before));
-        let part = |part| saved.part(&subject.backend, part).unwrap();
+        let part = |part| saved.part(part).unwrap();
         assert_eq!(part(SavedPart::Values), before[0]);
         assert_eq!(part(SavedPart::State(1)), before[2]);
         assert_eq!(subject.all(&sum), sum_before);
-        let other = Subject::new(job(DType::F32, NUMEL), OnDisk::default());
+        let other = Subject::new(job(DType::F32, NUMEL), Places::default());
         other.initialise().unwrap();
         (0..3).for_each(|_| _ = other.step().unwrap());
         assert_eq!(subject.digest(), other.digest());
@@ -212,8 +219,8 @@ fn readers_and_checkpoints_keep_their_version_beside_steps() {
 
 #[test]
 fn elements_of_a_box_are_read_like_those_in_memory() {
-    let [memory, .., disk] = cases().map(|on_disk| {
-        let subject = Subject::new(job(DType::F32, NUMEL), on_disk);
+    let [memory, .., disk] = cases().map(|places| {
+        let subject = Subject::new(job(DType::F32, NUMEL), places);
         subject.initialise().unwrap();
         subject
     });
@@ -232,17 +239,19 @@ fn elements_of_a_box_are_read_like_those_in_memory() {
 
 #[test]
 fn slices_that_arrive_at_the_same_time_share_a_few_working_buffers() {
-    let backend = Cpu::new();
+    let backend = Arc::new(Cpu::new());
     // Room for two arrays.
     let (tiers, traffic) = tiers(&backend, 2 * BYTES as usize);
     let all = cases()[3];
     let subjects: Vec<Subject> = (0..4)
-        .map(|_| Subject::on(backend, job(DType::F32, NUMEL), (&tiers, all), traffic.clone()))
+        .map(|_| {
+            Subject::on(backend.clone(), job(DType::F32, NUMEL), (&tiers, all), traffic.clone())
+        })
         .collect();
-    let expected = Subject::new(job(DType::F32, NUMEL), OnDisk::default());
+    let expected = Subject::new(job(DType::F32, NUMEL), Places::default());
     let steps = |subjects: &[&Subject]| {
         subjects.iter().for_each(|subject| subject.upload().unwrap());
-        subjects.iter().for_each(|subject| _ = subject.slice.publish(&backend, 0).unwrap());
+        subjects.iter().for_each(|subject| _ = subject.slice.publish(0).unwrap());
         for _ in 0..2 {
             for rank in [0, 1] {
                 subjects.iter().for_each(|subject| _ = subject.push(rank).unwrap());
@@ -257,8 +266,8 @@ fn slices_that_arrive_at_the_same_time_share_a_few_working_buffers() {
 
 #[test]
 fn a_later_attempt_does_not_read_the_sum_of_an_earlier_one() {
-    let [memory, .., disk] = cases().map(|on_disk| {
-        let subject = Subject::new(job(DType::F32, NUMEL), on_disk);
+    let [memory, .., disk] = cases().map(|places| {
+        let subject = Subject::new(job(DType::F32, NUMEL), places);
         subject.initialise().unwrap();
         subject
     });
@@ -266,14 +275,13 @@ fn a_later_attempt_does_not_read_the_sum_of_an_earlier_one() {
         let budget = Budget::new(u64::MAX);
         let chunk = tests::chunk(0, 0, &values(1, 1_000));
         let attempt = subject.attempt();
-        let pushed =
-            subject.slice.contribute(&subject.backend, attempt, &chunk, &budget, || Ok(()));
+        let pushed = subject.slice.contribute(attempt, &chunk, &budget, || Ok(()));
         pushed.unwrap();
         let next = Attempt { number: 1, ..attempt };
         let gradient = bytes(&values(2, NUMEL));
         for rank in 0..WORLD {
             let chunk = Chunk { rank, offset: 0, dtype: DType::F32, bytes: gradient.clone() };
-            subject.slice.contribute(&subject.backend, next, &chunk, &budget, || Ok(())).unwrap();
+            subject.slice.contribute(next, &chunk, &budget, || Ok(())).unwrap();
         }
         subject.decide().unwrap();
     }
@@ -285,7 +293,7 @@ fn a_failing_disk_is_an_error_that_names_slice_and_file_and_the_slice_is_not_rea
     for fault in Fault::ALL {
         // Every operation of two steps fails once.
         for operation in 0.. {
-            let (backend, left) = (Cpu::new(), Arc::new(AtomicU64::new(u64::MAX)));
+            let (backend, left) = (Arc::new(Cpu::new()), Arc::new(AtomicU64::new(u64::MAX)));
             let (tiers, traffic) = failing(&backend, fault, &left, 1 << 30);
             let subject =
                 Subject::on(backend, job(DType::F32, 70_000), (&tiers, cases()[3]), traffic);
@@ -308,9 +316,9 @@ fn a_failing_disk_is_an_error_that_names_slice_and_file_and_the_slice_is_not_rea
             let version = subject.attempt().step;
             left.store(u64::MAX, Ordering::Relaxed);
             if subject.slice.version().is_some()
-                && let Ok(digest) = subject.slice.digest(&subject.backend, "job", version)
+                && let Ok(digest) = subject.slice.digest("job", version)
             {
-                let expected = Subject::new(job(DType::F32, 70_000), OnDisk::default());
+                let expected = Subject::new(job(DType::F32, 70_000), Places::default());
                 expected.initialise().unwrap();
                 (0..version).for_each(|_| _ = expected.step().unwrap());
                 assert_eq!(digest, expected.digest(), "{fault:?} {operation}");

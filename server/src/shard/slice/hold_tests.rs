@@ -29,7 +29,7 @@ impl Saved {
     }
 
     fn hold_for(&self, holds: &Arc<Holds>) -> HeldSlice<Instrumented> {
-        self.subject.slice.hold(&self.subject.backend, "job", 0, (0, holds)).unwrap()
+        self.subject.slice.hold("job", 0, (0, holds)).unwrap()
     }
 
     fn end(&self) -> Result<Option<Reduced>> {
@@ -37,12 +37,12 @@ impl Saved {
     }
 
     fn end_of(&self, holds: &Arc<Holds>) -> Result<Option<Reduced>> {
-        let ended = self.subject.slice.end_save(&self.subject.backend, holds)?;
+        let ended = self.subject.slice.end_save(holds)?;
         Ok(ended.map(|(_, reduced)| reduced))
     }
 
     fn values(&self, held: &HeldSlice<Instrumented>) -> Bytes {
-        held.part(&self.subject.backend, SavedPart::Values).unwrap()
+        held.part(SavedPart::Values).unwrap()
     }
 
     fn waits(&self) -> bool {

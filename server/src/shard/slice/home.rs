@@ -1,4 +1,4 @@
-//! Where the arrays of a slice are: in memory or on disk.
+//! Where the arrays of a slice are: in memory, or in another tier.
 
 use std::sync::Arc;
 
@@ -8,40 +8,27 @@ use super::versioned::Versioned;
 use crate::{
     backend::{Backend, Failure},
     optim,
-    tier::{Array, Kind, OnDisk, Paged, Tiers},
+    shard::device::Home,
+    tier::{Array, Kind, Tier, Tiers},
 };
-
-/// Where the arrays of a slice are allocated.
-pub(crate) struct Home<'a, B: Backend> {
-    pub(crate) backend: &'a B,
-    /// The arrays that are on disk.
-    pub(crate) disk: Option<(&'a Arc<Tiers<B>>, OnDisk)>,
-}
-
-impl<'a, B: Backend> From<&'a B> for Home<'a, B> {
-    fn from(backend: &'a B) -> Self {
-        Self { backend, disk: None }
-    }
-}
-
-impl<'a, B: Backend> Home<'a, B> {
-    /// The same for a slice of `tensor`, for errors.
-    pub(super) fn of(self, slice: u32, tensor: &'a str) -> Of<'a, B> {
-        Of { home: self, slice, tensor }
-    }
-}
 
 /// Where the arrays of one slice are allocated.
 pub(super) struct Of<'a, B: Backend> {
-    home: Home<'a, B>,
-    slice: u32,
-    tensor: &'a str,
+    pub(super) home: Home<'a, B>,
+    pub(super) slice: u32,
+    /// Its tensor, for errors.
+    pub(super) tensor: &'a str,
 }
 
 impl<B: Backend> Of<'_, B> {
-    /// The tiers, if arrays of the slice are on disk.
-    pub(super) fn tiers(&self) -> Option<&Arc<Tiers<B>>> {
-        self.home.disk.filter(|(_, on_disk)| !on_disk.is_empty()).map(|(tiers, _)| tiers)
+    pub(super) fn backend(&self) -> Arc<B> {
+        self.home.device.backend.clone()
+    }
+
+    /// The tiers, if arrays of the slice are outside of memory.
+    pub(super) fn tiers(&self) -> Option<Arc<Tiers<B>>> {
+        let Home { device, places } = self.home;
+        device.tiers.as_ref().filter(|_| !places.are_all_in_memory()).cloned()
     }
 
     /// An array of `numel` elements; `filled`: their value, otherwise they are written before they
@@ -53,9 +40,10 @@ impl<B: Backend> Of<'_, B> {
         numel: usize,
         filled: Option<f32>,
     ) -> Result<Array<B>> {
-        match self.home.disk {
-            Some((tiers, on_disk)) if on_disk.has(kind) && dtype == DType::F32 => {
-                Ok(Array::Disk(Arc::new(Paged::new(tiers, self.slice, numel, filled)?)))
+        let Home { device, places } = self.home;
+        match (&device.tiers, places.tier(kind)) {
+            (Some(tiers), tier) if dtype == DType::F32 && tier != Tier::Memory => {
+                tiers.paged(tier, self.slice, numel, filled)
             }
             _ => self.in_memory(dtype, numel, filled),
         }
@@ -68,7 +56,8 @@ impl<B: Backend> Of<'_, B> {
         numel: usize,
         filled: Option<f32>,
     ) -> Result<Array<B>> {
-        let Self { home: Home { backend, .. }, slice, tensor } = *self;
+        let Self { home: Home { device, .. }, slice, tensor } = *self;
+        let backend = &*device.backend;
         let of_slice = |failure: Failure| failure.of(format!("slice {slice} of tensor {tensor:?}"));
         let mut buffer = backend.allocate(dtype, numel).map_err(of_slice)?;
         if let Some(value) = filled.filter(|&value| value != 0.0) {

@@ -19,13 +19,7 @@ impl<B: Backend> Slice<B> {
     /// [`Error::VersionGone`] if a later version has replaced it; [`Error::OutOfMemory`] if the
     /// next step may be decided at any moment, and there is not enough memory for its result beside
     /// this version.
-    pub(crate) fn read(
-        &self,
-        backend: &B,
-        part: Part,
-        job: &str,
-        version: u64,
-    ) -> Result<Option<Array<B>>> {
+    pub(crate) fn read(&self, part: Part, job: &str, version: u64) -> Result<Option<Array<B>>> {
         if self.version().is_none_or(|current| current < version) {
             return Ok(None);
         }
@@ -38,11 +32,11 @@ impl<B: Backend> Slice<B> {
             Part::Parameters => inner.published.as_mut().unwrap_or(&mut inner.master),
             Part::Master => &mut inner.master,
             Part::State(position) => &mut inner.state[position],
-            Part::GradientSum => return inner.gradient_sum(backend),
+            Part::GradientSum => return inner.gradient_sum(&self.backend),
         };
         let held = buffer.current().clone();
         if is_reported {
-            buffer.reserve(backend)?;
+            buffer.reserve(&self.backend)?;
         }
         Ok(Some(held))
     }
@@ -51,16 +45,11 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// Those of [`Attempt::refusal`] if the attempt has ended; [`Error::OutOfMemory`].
-    pub(crate) fn reduced_of(
-        &self,
-        backend: &B,
-        job: &str,
-        attempt: Attempt,
-    ) -> Result<Option<Array<B>>> {
+    pub(crate) fn reduced_of(&self, job: &str, attempt: Attempt) -> Result<Option<Array<B>>> {
         let inner = self.lock();
         match inner.attempt.cmp(&attempt) {
             std::cmp::Ordering::Less => Ok(None),
-            std::cmp::Ordering::Equal => inner.gradient_sum(backend),
+            std::cmp::Ordering::Equal => inner.gradient_sum(&self.backend),
             std::cmp::Ordering::Greater => Err(attempt.refusal(job, inner.attempt)),
         }
     }
@@ -72,15 +61,14 @@ impl<B: Backend> Slice<B> {
     /// Those of [`Array::read`].
     pub(crate) fn values(
         &self,
-        backend: &B,
         part: Part,
         array: &Array<B>,
         elements: impl Into<Elements>,
         dtype: DType,
     ) -> Result<Bytes> {
         match self.shape_of(part) {
-            StateShape::Elements => array.read(backend, elements, dtype),
-            factor => factors::repeat(backend, factor, array, &elements.into(), dtype),
+            StateShape::Elements => array.read(&self.backend, elements, dtype),
+            factor => factors::repeat(&*self.backend, factor, array, &elements.into(), dtype),
         }
     }
 
@@ -105,7 +93,7 @@ impl<B: Backend> Slice<B> {
     }
 
     /// BLAKE3 of size, applied steps, master weights and optimizer state at `version`.
-    pub(crate) fn digest(&self, backend: &B, job: &str, version: u64) -> Result<[u8; 32]> {
+    pub(crate) fn digest(&self, job: &str, version: u64) -> Result<[u8; 32]> {
         let (applied, buffers) = {
             let mut inner = self.lock();
             self.check_version(job, version)?;
@@ -116,7 +104,7 @@ impl<B: Backend> Slice<B> {
             for buffer in [&mut inner.master].into_iter().chain(&mut inner.state) {
                 buffers.push(buffer.current().clone());
                 if is_reported {
-                    buffer.reserve(backend)?;
+                    buffer.reserve(&self.backend)?;
                 }
             }
             (inner.applied, buffers)
@@ -126,10 +114,10 @@ impl<B: Backend> Slice<B> {
         hasher.update(&applied.count.to_le_bytes());
         applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
         for array in &buffers {
-            let (numel, dtype) = (array.numel(backend), array.dtype(backend));
+            let (numel, dtype) = (array.numel(&self.backend), array.dtype(&self.backend));
             for start in (0..numel).step_by(HASHED) {
                 let range = start..numel.min(start + HASHED);
-                hasher.update(&array.read(backend, range, dtype)?);
+                hasher.update(&array.read(&self.backend, range, dtype)?);
             }
         }
         Ok(*hasher.finalize().as_bytes())

@@ -21,25 +21,24 @@ impl<B: Backend> Slice<B> {
     /// Those of `current`; those of [`Array::another`] and [`Array::write`].
     pub(crate) fn replace(
         &self,
-        backend: &B,
         attempt: Attempt,
         chunk: &Chunk,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<u64> {
         let mut inner = self.lock();
         current()?;
-        self.enter(backend, &mut inner, attempt)?;
+        self.enter(&mut inner, attempt)?;
         let inner = &mut *inner;
         let replacement = match &mut inner.replacement {
             Some(replacement) => replacement,
             none => {
-                let values = inner.master.current().another(backend)?;
+                let values = inner.master.current().another(&self.backend)?;
                 none.insert(Replacement { values, received: Received::new(&self.contributors) })
             }
         };
         let Replacement { values, received } = replacement;
-        let mut values = values.write(backend)?;
-        received.store(backend, &self.contributors, &mut values, StateShape::Elements, chunk)
+        let mut values = values.write(&self.backend)?;
+        received.store(&*self.backend, &self.contributors, &mut values, StateShape::Elements, chunk)
     }
 
     /// The dtype in which the slice's values are kept.

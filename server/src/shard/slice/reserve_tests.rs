@@ -12,11 +12,12 @@ use crate::{
         part::Part,
         slice::tests::{PARAMETERS, bytes, chunk},
     },
+    tier::Places,
 };
 
 /// A slice of two elements under AdamW at version 0, and memory for `left` more buffers.
 pub(super) struct Subject {
-    pub(super) backend: Instrumented,
+    pub(super) backend: Arc<Instrumented>,
     pub(super) slice: Slice<Instrumented>,
     job: JobSpec,
 }
@@ -27,11 +28,13 @@ impl Subject {
     pub(super) fn new(left: usize) -> Self {
         let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
         let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
-        let backend = Instrumented::new();
+        let backend = Arc::new(Instrumented::new());
+        let device = Device::new(backend.clone(), None);
+        let home = Home { device: &device, places: Places::default() };
         let of = job.contributions(0);
-        let slice = Slice::allocate(&backend, &job, 0, &of, FIRST, Role::Primary).unwrap();
-        slice.upload(&backend, FIRST, PARAMETERS, &chunk(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
-        slice.publish(&backend, 0).unwrap();
+        let slice = Slice::allocate(home, &job, 0, &of, FIRST, Role::Primary).unwrap();
+        slice.upload(FIRST, PARAMETERS, &chunk(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
+        slice.publish(0).unwrap();
         backend.room.store(left, Ordering::Relaxed);
         Self { backend, slice, job }
     }
@@ -45,12 +48,12 @@ impl Subject {
         let budget = Budget::new(0);
         let chunk = chunk(0, 0, &[0.5, 0.5]);
         self.slice
-            .contribute(&self.backend, self.attempt(), &chunk, &budget, || Ok(()))
+            .contribute(self.attempt(), &chunk, &budget, || Ok(()))
             .map(|(_, reduced)| reduced)
     }
 
     pub(super) fn read(&self, part: Part) -> Result<Option<Array<Instrumented>>> {
-        self.slice.read(&self.backend, part, "job", self.attempt().step)
+        self.slice.read(part, "job", self.attempt().step)
     }
 
     pub(super) fn step(&self) {
@@ -66,7 +69,7 @@ impl Subject {
     fn end_step(&self, apply: Option<Apply<'_>>) {
         let next = Attempt::first(1, self.attempt().step + 1);
         let step = Step { apply, next, absent: &[] };
-        self.slice.step(&self.backend, 0, &step).unwrap();
+        self.slice.step(0, &step).unwrap();
     }
 
     fn values(&self, array: &Array<Instrumented>) -> Bytes {

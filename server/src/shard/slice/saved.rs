@@ -16,6 +16,7 @@ use crate::{attempt::Attempt, backend::Backend, tier::Array};
 
 /// One version of a slice.
 pub(crate) struct HeldSlice<B: Backend> {
+    backend: Arc<B>,
     master: Array<B>,
     state: Vec<Array<B>>,
     pub(crate) applied: AppliedSteps,
@@ -28,13 +29,13 @@ impl<B: Backend> HeldSlice<B> {
     ///
     /// # Errors
     /// Those of [`Array::read`].
-    pub(crate) fn part(&self, backend: &B, part: Part) -> Result<Bytes> {
+    pub(crate) fn part(&self, part: Part) -> Result<Bytes> {
         let buffer = match part {
             Part::Values => &self.master,
             Part::State(position) => &self.state[position],
         };
-        let all = 0..buffer.numel(backend);
-        let bytes = buffer.read(backend, all, buffer.dtype(backend))?;
+        let all = 0..buffer.numel(&self.backend);
+        let bytes = buffer.read(&self.backend, all, buffer.dtype(&self.backend))?;
         Ok(Bytes::from_owner(HeldBytes { bytes, _hold: self.hold.clone() }))
     }
 }
@@ -48,7 +49,6 @@ impl<B: Backend> Slice<B> {
     /// [`Error::VersionGone`] if the slice is at another version.
     pub(crate) fn hold(
         &self,
-        backend: &B,
         job: &str,
         version: u64,
         (index, holds): (u32, &Arc<Holds>),
@@ -58,18 +58,19 @@ impl<B: Backend> Slice<B> {
         inner.check()?;
         let master = inner.master.current().clone();
         let state: Vec<_> = inner.state.iter().map(|state| state.current().clone()).collect();
-        let bytes =
-            master.bytes(backend) + state.iter().map(|state| state.bytes(backend)).sum::<u64>();
+        let bytes = master.bytes(&self.backend)
+            + state.iter().map(|state| state.bytes(&self.backend)).sum::<u64>();
         let hold = Hold::new(holds, index, bytes);
         inner.saves += 1;
         inner.hold = Arc::downgrade(&hold);
         inner.last_save = Some((holds.clone(), index));
         if inner.is_reported()
-            && let Err(error) = inner.reserve(backend)
+            && let Err(error) = inner.reserve(&self.backend)
         {
             holds.wait(index, error);
         }
-        Ok(HeldSlice { master, state, applied: inner.applied, hold })
+        let backend = self.backend.clone();
+        Ok(HeldSlice { backend, master, state, applied: inner.applied, hold })
     }
 
     /// Ends the hold of a checkpoint. If bytes are still being stored, because the checkpoint is
@@ -79,21 +80,18 @@ impl<B: Backend> Slice<B> {
     /// # Errors
     /// [`Error::OutOfMemory`] if the version is still held, and there is no memory for another; the
     /// call can be repeated.
-    pub(crate) fn end_save(
-        &self,
-        backend: &B,
-        holds: &Arc<Holds>,
-    ) -> Result<Option<(Attempt, Reduced)>> {
+    pub(crate) fn end_save(&self, holds: &Arc<Holds>) -> Result<Option<(Attempt, Reduced)>> {
         let mut inner = self.lock();
         let is_of_save = |hold: Arc<Hold>| hold.is_of(holds);
         if inner.saves == 1 || inner.hold.upgrade().is_some_and(is_of_save) {
             inner.hold = Weak::new();
         }
         if inner.is_reported() {
-            inner.reserve(backend)?;
+            inner.reserve(&self.backend)?;
         }
         inner.saves -= 1;
-        let reduced = inner.reduced(backend, self.role()).inspect_err(|_| inner.saves += 1)?;
+        let reduced =
+            inner.reduced(&self.backend, self.role()).inspect_err(|_| inner.saves += 1)?;
         if inner.saves == 0 {
             inner.last_save = None;
         }
@@ -107,7 +105,7 @@ impl<B: Backend> Slice<B> {
     /// # Errors
     /// [`Error::CheckpointDamaged`] if the part is smaller; [`Error::OutOfMemory`] if the slice has
     /// readers, which is impossible before it is published.
-    pub(crate) fn restore(&self, backend: &B, part: Part, at: usize, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn restore(&self, part: Part, at: usize, bytes: &[u8]) -> Result<()> {
         let mut inner = self.lock();
         let (buffer, dtype) = match part {
             Part::Values => (Some(&mut inner.master), self.master_dtype()),
@@ -119,12 +117,12 @@ impl<B: Backend> Slice<B> {
         };
         let buffer = buffer.ok_or_else(damaged)?;
         let elements = at / dtype.size()..(at + bytes.len()) / dtype.size();
-        if elements.end > buffer.current().numel(backend) {
+        if elements.end > buffer.current().numel(&self.backend) {
             return Err(damaged());
         }
-        let mut buffer = buffer.write(backend)?;
-        backend.populate(&mut buffer, elements.clone());
-        backend.store(&mut buffer, elements, bytes, dtype)?;
+        let mut buffer = buffer.write(&self.backend)?;
+        self.backend.populate(&mut buffer, elements.clone());
+        self.backend.store(&mut buffer, elements, bytes, dtype)?;
         Ok(())
     }
 }

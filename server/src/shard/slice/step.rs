@@ -45,9 +45,9 @@ impl<B: Backend> Slice<B> {
     /// reserved, which does not happen after the gradient was reported;
     /// [`zeroshard_proto::Error::Storage`] and [`zeroshard_proto::Error::Device`], after which the
     /// slice can no longer be used.
-    pub(crate) fn step(&self, backend: &B, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
+    pub(crate) fn step(&self, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
-        let stepped = self.step_of(&mut inner, backend, index, step);
+        let stepped = self.step_of(&mut inner, index, step);
         // A part of it may be of the next version.
         inner.note(stepped)
     }
@@ -55,7 +55,6 @@ impl<B: Backend> Slice<B> {
     fn step_of(
         &self,
         inner: &mut Inner<B>,
-        backend: &B,
         index: u32,
         step: &Step<'_>,
     ) -> Result<Option<Reduced>> {
@@ -77,39 +76,39 @@ impl<B: Backend> Slice<B> {
             let update = Update::after(inner.applied, optimizer, coefficient);
             // If there is no memory, nothing has been written.
             let buffers = inner.published.iter_mut().chain([&mut inner.master]);
-            buffers.chain(&mut inner.state).try_for_each(|buffer| buffer.reserve(backend))?;
+            buffers.chain(&mut inner.state).try_for_each(|buffer| buffer.reserve(&self.backend))?;
             let buffers = [&inner.master, &open.sum].into_iter().chain(&inner.state);
-            buffers.into_iter().try_for_each(|buffer| buffer.settle(backend))?;
-            let published = inner.published.as_mut().map(|p| p.next(backend)).transpose()?;
+            buffers.into_iter().try_for_each(|buffer| buffer.settle(&self.backend))?;
+            let published = inner.published.as_mut().map(|p| p.next(&self.backend)).transpose()?;
             let published = published.map(|published| in_memory(published).buffer);
-            let master = inner.master.next(backend)?;
-            let state = inner.state.iter_mut().map(|state| state.next(backend));
+            let master = inner.master.next(&self.backend)?;
+            let state = inner.state.iter_mut().map(|state| state.next(&self.backend));
             let state = state.collect::<Result<Vec<_>>>()?;
             let sum = open.sum.current();
             match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
                 None => {
                     let state = state.into_iter().map(in_memory).collect();
                     let sum = sum.memory().expect("all arrays are in memory");
-                    backend.apply(&update, in_memory(master), state, sum, published)?;
+                    self.backend.apply(&update, in_memory(master), state, sum, published)?;
                 }
                 Some(steps) => {
                     let arrays = Arrays { master, state, sum, published };
-                    steps.apply(backend, &update, self.spec.numel, arrays)?;
+                    steps.apply(&self.backend, &update, self.spec.numel, arrays)?;
                 }
             }
             inner.applied = update.applied();
             inner.hold = Weak::new();
         } else if replaced {
-            inner.cast(backend)?;
-            inner.settle(backend)?;
+            inner.cast(&self.backend)?;
+            inner.settle(&self.backend)?;
             inner.hold = Weak::new();
         }
         inner.buffers().for_each(Versioned::release);
         if let Some(hold) = inner.hold.upgrade() {
             hold.free();
         }
-        inner.restart(backend, step.next, role)?;
+        inner.restart(&self.backend, step.next, role)?;
         self.set_version(step.next.step);
-        inner.reduced(backend, role)
+        inner.reduced(&self.backend, role)
     }
 }

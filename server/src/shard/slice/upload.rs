@@ -29,7 +29,6 @@ impl<B: Backend> Slice<B> {
     /// carried over, and for applied steps that differ from another rank's.
     pub(crate) fn upload(
         &self,
-        backend: &B,
         attempt: Attempt,
         upload: Upload,
         chunk: &Chunk,
@@ -38,7 +37,7 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         current()?;
         if self.version().is_none() {
-            self.enter(backend, &mut inner, attempt)?;
+            self.enter(&mut inner, attempt)?;
         }
         if matches!(self.role(), Role::Empty | Role::Copying) {
             return Ok((0, false)); // it is copied from its primary
@@ -51,7 +50,7 @@ impl<B: Backend> Slice<B> {
                 "left out; create the job with fresh_state to upload optimizer state",
             ));
         }
-        inner.reset_state(backend, self.initial_state)?;
+        inner.reset_state(&self.backend, self.initial_state)?;
         let is_complete =
             self.version().is_some() || inner.uploaded.is_complete(&self.contributors);
         if !is_complete && self.group.is_some() {
@@ -73,8 +72,8 @@ impl<B: Backend> Slice<B> {
         }
         let shape = self.shape_of(upload.state.map_or(Part::Parameters, Part::State));
         let new = {
-            let mut buffer = buffer.write(backend)?;
-            uploaded.store(backend, &self.contributors, &mut buffer, shape, chunk)?
+            let mut buffer = buffer.write(&self.backend)?;
+            uploaded.store(&*self.backend, &self.contributors, &mut buffer, shape, chunk)?
         };
         Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.contributors)))
     }

@@ -121,7 +121,8 @@ pub(crate) extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> Code {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuCtxSetCurrent(context: usize) -> Code {
     driver::set_current(context.checked_sub(1));
-    SUCCESS
+    // A lost device reports its error here too.
+    if context == 0 { SUCCESS } else { driver::call("cuCtxSetCurrent", |_| Ok(())) }
 }
 
 #[unsafe(no_mangle)]

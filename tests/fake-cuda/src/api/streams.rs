@@ -37,9 +37,25 @@ pub(crate) extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_ui
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuEventCreate(event: *mut u64, _flags: c_uint) -> Code {
+pub(crate) unsafe extern "C" fn cuEventCreate(event: *mut u64, flags: c_uint) -> Code {
+    const DISABLE_TIMING: c_uint = 2;
+    let has_time = flags & DISABLE_TIMING == 0;
     // SAFETY: see the module above.
-    call("cuEventCreate", |device| unsafe { store(event, device.create_event()) })
+    call("cuEventCreate", |device| unsafe { store(event, device.create_event(has_time)) })
+}
+
+/// Stores the milliseconds between two events that have happened.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventElapsedTime(
+    milliseconds: *mut f32,
+    start: u64,
+    end: u64,
+) -> Code {
+    call("cuEventElapsedTime", |device| {
+        let elapsed = device.elapsed(start, end)?;
+        // SAFETY: see the module above.
+        unsafe { store(milliseconds, elapsed) }
+    })
 }
 
 #[unsafe(no_mangle)]

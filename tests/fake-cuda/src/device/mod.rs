@@ -23,8 +23,7 @@ mod work;
 
 pub(crate) use injection::Injection;
 use injection::Injections;
-pub(crate) use streams::Mark;
-use streams::Stream;
+use streams::{Event, Stream};
 pub(crate) use work::Work;
 
 /// The bits of a handle below the number of its device.
@@ -40,7 +39,7 @@ pub(crate) struct Device {
     streams: BTreeMap<u64, Stream>,
     /// The number of streams that were ever created, with the default stream.
     stream_count: usize,
-    events: BTreeMap<u64, Option<Arc<Mark>>>,
+    events: BTreeMap<u64, Event>,
     modules: BTreeMap<u64, Arc<Module>>,
     functions: BTreeMap<u64, Arc<Kernel>>,
     next_handle: u64,

@@ -4,13 +4,13 @@ use std::{
     collections::VecDeque,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
 use super::{Device, Work};
 use crate::{
-    codes::{Code, INVALID_HANDLE},
+    codes::{Code, INVALID_HANDLE, NOT_READY},
     order::{Clock, Stamp},
 };
 
@@ -38,11 +38,21 @@ pub(crate) struct Operation {
     pub(super) fails: Option<Code>,
 }
 
+/// An event.
+#[derive(Debug)]
+pub(crate) struct Event {
+    has_time: bool,
+    /// What it has recorded last.
+    mark: Option<Arc<Mark>>,
+}
+
 /// A place in a stream, which an event has recorded.
 #[derive(Debug)]
 pub(crate) struct Mark {
     clock: Clock,
     has_come: AtomicBool,
+    /// The time of the device when it has come, in nanoseconds.
+    time: AtomicU64,
 }
 
 impl Mark {
@@ -51,7 +61,8 @@ impl Mark {
         self.has_come.load(Ordering::Relaxed)
     }
 
-    pub(super) fn come(&self) {
+    pub(super) fn come(&self, time: u64) {
+        self.time.store(time, Ordering::Relaxed);
         self.has_come.store(true, Ordering::Relaxed);
     }
 }
@@ -74,9 +85,9 @@ impl Device {
         has_run
     }
 
-    pub(crate) fn create_event(&mut self) -> u64 {
+    pub(crate) fn create_event(&mut self, has_time: bool) -> u64 {
         let handle = self.handle();
-        self.events.insert(handle, None);
+        self.events.insert(handle, Event { has_time, mark: None });
         handle
     }
 
@@ -121,8 +132,9 @@ impl Device {
         };
         let mut clock = of.clock.clone();
         clock.join(&self.host);
-        let mark = Arc::new(Mark { clock, has_come: AtomicBool::new(false) });
-        self.events.insert(event, Some(mark.clone()));
+        let (has_come, time) = (AtomicBool::new(false), AtomicU64::new(0));
+        let mark = Arc::new(Mark { clock, has_come, time });
+        self.events.get_mut(&event).expect("it exists").mark = Some(mark.clone());
         self.enqueue(stream, Work::Record(mark))
     }
 
@@ -139,9 +151,26 @@ impl Device {
     /// What an event has recorded last.
     pub(crate) fn mark(&mut self, event: u64) -> Result<Option<Arc<Mark>>, Code> {
         match self.events.get(&event) {
-            Some(mark) => Ok(mark.clone()),
+            Some(event) => Ok(event.mark.clone()),
             None => Err(self.bad_handle("event", event)),
         }
+    }
+
+    /// The milliseconds in kernels between two events.
+    pub(crate) fn elapsed(&mut self, start: u64, end: u64) -> Result<f32, Code> {
+        let mut times = [0; 2];
+        for (event, time) in [start, end].into_iter().zip(&mut times) {
+            let mark = self.mark(event)?;
+            if !self.events[&event].has_time {
+                return Err(self.bad_handle("timed event", event));
+            }
+            let mark = mark.ok_or_else(|| self.bad_handle("recorded event", event))?;
+            if !mark.has_come() {
+                return Err(NOT_READY);
+            }
+            *time = mark.time.load(Ordering::Relaxed);
+        }
+        Ok((times[1] as f64 - times[0] as f64) as f32 / 1e6)
     }
 
     /// Waits for what an event has recorded.
@@ -263,7 +292,7 @@ impl Device {
             for operation in stream.queue.drain(..) {
                 match operation.work {
                     Work::Free(base) => drop(self.memory.free(base, &operation.stamp)),
-                    Work::Record(mark) => mark.come(),
+                    Work::Record(mark) => mark.come(self.figures.nanoseconds),
                     _ => {}
                 }
             }

@@ -8,6 +8,7 @@ use super::{
 };
 use crate::{
     codes::{Code, ILLEGAL_ADDRESS, MISALIGNED_ADDRESS},
+    compiled,
     fault::{Fault, Kind},
     memory::{pinned::Pending, windows::Windows},
     order::Stamp,
@@ -105,13 +106,18 @@ impl Device {
             }
             Work::Launch(launch) => {
                 let start = Instant::now();
-                let mut windows = Windows::new(&mut self.memory, launch.kernel.sites);
-                let instructions = launch.run(&mut windows, &mut self.random)?;
-                windows.finish(stamp);
-                self.figures.instructions += instructions;
+                match compiled::library() {
+                    Some(library) => launch.run_compiled(library, &mut self.memory, stamp)?,
+                    None => {
+                        let mut windows = Windows::new(&mut self.memory, launch.kernel.sites);
+                        let instructions = launch.run(&mut windows, &mut self.random)?;
+                        windows.finish(stamp);
+                        self.figures.instructions += instructions;
+                    }
+                }
                 self.figures.nanoseconds += start.elapsed().as_nanos() as u64;
             }
-            Work::Record(mark) => mark.come(),
+            Work::Record(mark) => mark.come(self.figures.nanoseconds),
             Work::Wait(_) => {}
         }
         Ok(())

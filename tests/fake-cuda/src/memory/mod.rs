@@ -169,6 +169,18 @@ impl Memory {
         }
     }
 
+    /// The address on the host of an argument of a kernel, which may write to all of the
+    /// allocation. Other arguments are returned as they are.
+    pub(crate) fn on_host(&mut self, argument: u64, stamp: &Arc<Stamp>) -> Result<u64, Fault> {
+        if argument >> 60 != PREFIX >> 60 {
+            return Ok(argument);
+        }
+        let (base, allocation) = self.find(argument, 0)?;
+        let (start, size) = (allocation.data.as_mut_ptr() as u64, allocation.size);
+        self.record(base, 0..size, true, stamp);
+        Ok(start + (argument - base))
+    }
+
     /// The memory that is free, and all of it.
     pub(crate) fn free_and_total(&self) -> (u64, u64) {
         (self.capacity - self.used, self.capacity)

@@ -84,12 +84,21 @@ impl Drop for Stream {
     }
 }
 
-/// An event without a time.
+/// An event.
 pub(super) struct Event(pub(super) sys::CUevent);
 
 impl Event {
+    /// An event without a time.
     pub(super) fn new(device: usize) -> Result<Self> {
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        Self::with(device, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// An event with a time.
+    pub(super) fn timed(device: usize) -> Result<Self> {
+        Self::with(device, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with(device: usize, flags: sys::CUevent_flags) -> Result<Self> {
         Ok(Self(checked(device, "create an event", 0, result::event::create(flags))?))
     }
 }

@@ -6,7 +6,7 @@ use cudarc::driver::{result, sys};
 use crate::backend::{Failure, Result};
 
 /// All functions of the driver that are called.
-const FUNCTIONS: [&str; 30] = [
+const FUNCTIONS: [&str; 33] = [
     "cuInit",
     "cuGetErrorName",
     "cuGetErrorString",
@@ -24,6 +24,9 @@ const FUNCTIONS: [&str; 30] = [
     "cuEventDestroy_v2",
     "cuEventRecord",
     "cuEventSynchronize",
+    "cuEventQuery",
+    "cuEventElapsedTime",
+    "cuMemGetInfo_v2",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
     "cuMemAllocAsync",

@@ -14,7 +14,11 @@
 //!
 //! A buffer of a slice is allocated, used and freed on the compute stream, and needs no fence.
 
-use std::{collections::HashMap, ffi::CString};
+use std::{
+    collections::HashMap,
+    ffi::CString,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+};
 
 use cudarc::driver::{result, sys};
 
@@ -22,13 +26,15 @@ use super::{
     Device,
     launch::{Address, Launch, THREADS},
 };
-use crate::backend::{Failure, Result, failure::DeviceName};
+use crate::backend::{Failure, Result, Usage, failure::DeviceName};
 use handles::{Context, Event, Module, Stream, checked};
 use staging::{Buffer, Ring};
+use timers::Timers;
 
 mod handles;
 pub(crate) mod library;
 mod staging;
+mod timers;
 
 /// The kernels.
 const PTX: &str = include_str!("../kernels.ptx");
@@ -63,6 +69,7 @@ pub(crate) struct Gpu {
     // Dropped in this order; the context is last.
     uploads: Ring,
     downloads: Ring,
+    timers: Timers,
     upload: Stream,
     compute: Stream,
     download: Stream,
@@ -70,6 +77,9 @@ pub(crate) struct Gpu {
     _module: Module,
     context: Context,
     staging: Staging,
+    is_lost: AtomicBool,
+    uploaded: AtomicU64,
+    downloaded: AtomicU64,
     /// A fence that is left out, to see that a test finds it.
     #[cfg(test)]
     pub(super) without: Option<Fence>,
@@ -101,10 +111,14 @@ impl Gpu {
             download: Stream::new(device)?,
             uploads: Ring::new(device, staging.buffers, staging.bytes)?,
             downloads: Ring::new(device, staging.buffers, staging.bytes)?,
+            timers: Timers::new(device)?,
             functions,
             _module: module,
             context,
             staging,
+            is_lost: AtomicBool::new(false),
+            uploaded: AtomicU64::new(0),
+            downloaded: AtomicU64::new(0),
             #[cfg(test)]
             without: None,
         })
@@ -117,6 +131,29 @@ impl Gpu {
         done: std::result::Result<T, result::DriverError>,
     ) -> Result<T> {
         checked(self.context.device, operation, bytes, done)
+            .inspect_err(|failure| self.note(failure))
+    }
+
+    /// Makes the context current in this thread.
+    fn bind(&self) -> Result<()> {
+        self.context.bind().inspect_err(|failure| self.note(failure))
+    }
+
+    fn note(&self, failure: &Failure) {
+        if matches!(failure, Failure::Lost { .. }) {
+            self.is_lost.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn launch_one(&self, launch: &Launch) -> Result<()> {
+        let function = self.functions[launch.kernel];
+        let mut arguments: Vec<_> = launch.arguments().iter().map(|of| of.cast_mut()).collect();
+        let (blocks, threads) = ((launch.blocks as u32, 1, 1), (THREADS as u32, 1, 1));
+        let stream = self.compute.0;
+        // SAFETY: the arguments are those of the kernel, which runs on memory that is allocated.
+        let launched =
+            unsafe { result::launch_kernel(function, blocks, threads, 0, stream, &mut arguments) };
+        checked(self.context.device, "launch a kernel", 0, launched)
     }
 
     /// Whether a fence is kept; always, outside tests.
@@ -166,7 +203,7 @@ impl Gpu {
 
     /// Uses a staging buffer. After an error nothing uses the buffer any more.
     fn with_buffer(&self, ring: &Ring, uses: impl FnOnce(&mut Buffer) -> Result<()>) -> Result<()> {
-        self.context.bind()?;
+        self.bind()?;
         let mut buffer = ring.take();
         let done = uses(&mut buffer);
         if done.is_err() {
@@ -179,7 +216,7 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if self.bind().is_ok() {
             self.drain();
         }
     }
@@ -188,6 +225,10 @@ impl Drop for Gpu {
 impl Device for Gpu {
     fn number(&self) -> usize {
         self.context.device
+    }
+
+    fn is_lost(&self) -> bool {
+        self.is_lost.load(Ordering::Relaxed)
     }
 
     fn stage_bytes(&self) -> usize {
@@ -199,7 +240,7 @@ impl Device for Gpu {
             // Drivers differ in what they make of it.
             return Err(Failure::out_of_memory(DeviceName::Cuda(self.context.device), bytes));
         }
-        self.context.bind()?;
+        self.bind()?;
         // SAFETY: the memory is freed once.
         let allocated = unsafe { result::malloc_async(self.compute.0, bytes.max(1)) };
         let address = self.checked("allocate memory", bytes, allocated)?;
@@ -210,26 +251,32 @@ impl Device for Gpu {
     }
 
     fn free(&self, address: Address) {
-        let bound = self.context.bind();
+        // A lost device reports its error here, and frees nevertheless.
+        let _ = self.bind();
         // SAFETY: the memory was allocated, and the operations that use it are on the same stream.
-        let freed = bound.and_then(|()| {
-            self.checked("free memory", 0, unsafe { result::free_async(address, self.compute.0) })
-        });
-        if let Err(error) = freed {
+        let freed = unsafe { result::free_async(address, self.compute.0) };
+        if let Err(error) = self.checked("free memory", 0, freed) {
             tracing::debug!(%error, "memory could not be freed");
         }
     }
 
-    fn launch(&self, launch: &Launch) -> Result<()> {
-        self.context.bind()?;
-        let function = self.functions[launch.kernel];
-        let mut arguments: Vec<_> = launch.arguments().iter().map(|of| of.cast_mut()).collect();
-        let (blocks, threads) = ((launch.blocks as u32, 1, 1), (THREADS as u32, 1, 1));
-        let stream = self.compute.0;
-        // SAFETY: the arguments are those of the kernel, which runs on memory that is allocated.
-        let launched =
-            unsafe { result::launch_kernel(function, blocks, threads, 0, stream, &mut arguments) };
-        self.checked("launch a kernel", 0, launched)
+    fn launch(&self, launches: &[Launch]) -> Result<()> {
+        self.bind()?;
+        let measured = self.timers.measure(&self.compute, || {
+            launches.iter().try_for_each(|launch| self.launch_one(launch))
+        });
+        measured.inspect_err(|failure| self.note(failure))
+    }
+
+    fn usage(&self) -> Usage {
+        let bound = self.bind();
+        let memory = bound.ok().and_then(|()| result::mem_get_info().ok());
+        Usage {
+            memory: memory.map(|(free, total)| (total.saturating_sub(free) as u64, total as u64)),
+            uploaded: self.uploaded.load(Ordering::Relaxed),
+            downloaded: self.downloaded.load(Ordering::Relaxed),
+            kernels: self.timers.time(),
+        }
     }
 
     fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()> {
@@ -247,6 +294,7 @@ impl Device for Gpu {
             let copied =
                 unsafe { result::memcpy_htod_async(buffer.memory.0, pinned, self.upload.0) };
             self.checked("upload values", bytes.len(), copied)?;
+            self.uploaded.fetch_add(bytes.len() as u64, Ordering::Relaxed);
             self.record(&buffer.copied, &self.upload)?;
             self.wait(&self.compute, &buffer.copied, Fence::Filled)?;
             launches(buffer.memory.0)?;
@@ -274,6 +322,7 @@ impl Device for Gpu {
             // SAFETY: the device memory has at least this size.
             let copied = unsafe { result::memcpy_dtoh_async(pinned, memory, self.download.0) };
             self.checked("download values", size, copied)?;
+            self.downloaded.fetch_add(size as u64, Ordering::Relaxed);
             self.record(&buffer.copied, &self.download)?;
             self.synchronize(&buffer.copied, Fence::Arrived)?;
             bytes.copy_from_slice(pinned);

@@ -1,4 +1,4 @@
-//! The device of a server, as its operator chose it.
+//! The devices of a server, as its operator chose them.
 
 use super::{
     Cpu, Result,
@@ -7,29 +7,31 @@ use super::{
 };
 use crate::config::DeviceChoice;
 
-/// The device of a server.
-pub(crate) enum Device {
+/// The devices of a server.
+pub(crate) enum Devices {
     /// Host memory and the processors.
     Cpu(Cpu),
-    /// A GPU.
-    Cuda(Cuda<Gpu>),
+    /// GPUs.
+    Cuda(Vec<Cuda<Gpu>>),
 }
 
-impl Device {
-    /// Opens the device. `auto` is the first GPU if the machine has a usable one, and otherwise the
-    /// CPU; the log says which.
+impl Devices {
+    /// Opens the devices. `auto` is the first GPU if the machine has a usable one, and otherwise
+    /// the CPU; the log says which.
     ///
     /// # Errors
     /// [`Failure`] of a GPU that was chosen by its number, or that exists and cannot be opened.
-    pub(crate) fn open(choice: DeviceChoice) -> Result<Self> {
+    pub(crate) fn open(choice: &DeviceChoice) -> Result<Self> {
         let gpu = |number| Cuda::new(Gpu::open(number, Default::default())?);
         match choice {
             DeviceChoice::Cpu => Ok(Self::Cpu(Cpu::new())),
-            DeviceChoice::Cuda(number) => gpu(number).map(Self::Cuda),
+            DeviceChoice::Cuda(numbers) => {
+                numbers.iter().map(|&number| gpu(number)).collect::<Result<_>>().map(Self::Cuda)
+            }
             DeviceChoice::Auto => match gpu(0) {
                 Ok(gpu) => {
                     tracing::info!(device = "cuda:0", "slices are in the memory of the GPU");
-                    Ok(Self::Cuda(gpu))
+                    Ok(Self::Cuda(vec![gpu]))
                 }
                 Err(Failure::Unavailable { reason }) => {
                     tracing::info!(device = "cpu", reason, "no CUDA device was found");

@@ -1,0 +1,109 @@
+"""Transfers between the ranks of a group by ``paddle.distributed``."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle import Tensor
+from paddle.base import core
+from paddle.distributed.communication.group import Group
+
+from .._core.collectives import Collectives
+from .._rendezvous import Rendezvous, reachable_host, world_group
+
+#: Until the first rank has answered another one, in seconds.
+_SECONDS = 60
+
+#: The number of process groups that were created for the same ranks.
+_created: Counter[tuple[int, ...]] = Counter()
+
+
+class PaddleCollectives(Collectives[Tensor]):
+    """Collective operations among some ranks over gloo, because gradients are pushed from host
+    memory. They have a process group of their own, so the program can use its groups meanwhile."""
+
+    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        """Every one of the ranks must call it. ``timeout``: until all of them do, in seconds."""
+        super().__init__(ranks)
+        world = world_group()
+        rank = self.ranks.index(world.rank)
+        number, store = _store(Rendezvous(world, timeout), self.ranks, is_first=rank == 0)
+        process_group = core.ProcessGroupGloo.create(store, rank, len(self.ranks), number)
+        self._group = Group(rank, number, list(self.ranks), process_group)
+
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        own = paddle.to_tensor(np.array(numbers, np.int64), place=paddle.CPUPlace())
+        found: list[Tensor] = []
+        self._run(lambda: dist.all_gather(found, own, group=self._group))
+        return [tuple(of.tolist()) for of in found]
+
+    def all_gather(self, part: Tensor, parts: Tensor) -> None:
+        found: list[Tensor] = []
+        self._run(lambda: dist.all_gather(found, part, group=self._group))
+        words = part.shape[0]
+        for number, of in enumerate(found):
+            parts[number * words : (number + 1) * words] = of
+
+    def all_to_all(
+        self,
+        sent: Tensor,
+        sent_words: Sequence[int],
+        received: Tensor,
+        received_words: Sequence[int],
+    ) -> None:
+        # Paddle's gloo has no all_to_all. Its scatter has parts of one size, that of the largest
+        # part. All ranks hold whole tensors, so each of them sends a rank equally many words.
+        width = max(sent_words)
+        own = paddle.zeros([len(self.ranks), width], dtype="float32")
+        for rank, part in enumerate(sent.split(list(sent_words))):
+            own[rank, : part.shape[0]] = part
+        outgoing = list(own)
+        part = paddle.empty([width], dtype="float32")
+        begin = 0
+        for source, words in zip(self.ranks, received_words, strict=True):
+            is_own = source == self.ranks[self._group.rank]
+            self._run(lambda: dist.scatter(part, outgoing if is_own else None, source, self._group))
+            received[begin : begin + words] = part[:words]
+            begin += words
+
+    def _run(self, operation: Callable[[], Any]) -> None:
+        try:
+            operation()
+        except (RuntimeError, OSError, ValueError) as error:
+            raise self.unavailable(error) from error
+
+
+def _store(rendezvous: Rendezvous, ranks: tuple[int, ...], is_first: bool) -> tuple[int, Any]:
+    """A number for a process group of some ranks, and a store for it, which the first of them
+    serves.
+
+    Gloo groups of Paddle write the addresses of their ranks under the same names, so with a store
+    that they share, a group finds addresses of another one.
+    """
+    key = f"group/{ranks}/{_created[ranks]}"
+    _created[ranks] += 1
+    if is_first:
+        # Groups that Paddle numbers have small numbers.
+        number = 2**30 + secrets.randbelow(2**30)
+        host, port = reachable_host(), _free_port()
+        store = core.TCPStore(host, port, True, 0, _SECONDS)
+        rendezvous.publish(key, json.dumps([number, host, port]))
+    else:
+        found = rendezvous.receive(key, f"rank {ranks[0]} to reach the same call")
+        number, host, port = json.loads(found)
+        store = core.TCPStore(host, port, False, 0, _SECONDS)
+    return number, store
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,50 @@
+//! The device on which a worker computes: the processor, or in a binary that is built with the
+//! feature `cuda` a GPU.
+
+use burn::tensor::backend::BackendTypes;
+
+use super::error::Result;
+
+/// The backend without autograd.
+#[cfg(not(feature = "cuda"))]
+pub type Plain = burn::backend::Flex;
+/// The backend without autograd.
+#[cfg(feature = "cuda")]
+pub type Plain = burn::backend::Cuda;
+
+/// A device of the backend.
+pub type Device = <Plain as BackendTypes>::Device;
+
+/// The device of a rank: the processor.
+///
+/// # Errors
+/// None.
+#[cfg(not(feature = "cuda"))]
+pub fn of_rank(_rank: u32) -> Result<Device> {
+    Ok(Device::default())
+}
+
+/// The device of a rank. The ranks of a machine take its GPUs in turn.
+///
+/// # Errors
+/// [`super::error::Error::NoGpu`] if the machine has no GPU, or no driver.
+#[cfg(feature = "cuda")]
+pub fn of_rank(rank: u32) -> Result<Device> {
+    // The backend panics where CUDA is missing, so this is asked first.
+    let gpus = zeroshard_server::backend::gpus();
+    let gpus = gpus.map_err(|failure| super::error::Error::NoGpu { cause: failure.to_string() })?;
+    Ok(Device::new(rank as usize % gpus))
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_gpu_the_error_says_what_is_missing() {
+        match of_rank(0) {
+            Ok(device) => println!("not tested: this machine has a GPU ({device:?})"),
+            Err(error) => assert!(error.to_string().contains("no CUDA device"), "{error}"),
+        }
+    }
+}
