@@ -329,7 +329,7 @@ impl<'a> Run<'a> {
             seed: self.plan.seed,
         };
         // This worker generates the sample alone, with the whole model.
-        let (model, device) = (self.network.model().clone(), self.network.device().clone());
+        let (model, device) = (self.network.model().clone(), Clone::clone(self.network.device()));
         let network = Network::whole(model, device);
         let sample = sample::generate(&self.link, &network, request)?;
         Ok((vocabulary.decode(prompt), vocabulary.decode(&sample)))

@@ -88,7 +88,7 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
         };
         let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = wanted.iter().map(allocate).unzip();
         let pulled = self.link.server.clone().pull(self.version, buffers, self.by);
-        let device = self.network.device().clone();
+        let device = Clone::clone(self.network.device());
         let task = start(&self.link.runtime, async move {
             Ok(pulled
                 .await?

@@ -88,7 +88,13 @@ impl Device {
             Work::Set { to, pattern, count } => {
                 let size = (pattern.len() * count) as u64;
                 let bytes = self.memory.touch(*to, size, true, stamp)?;
-                bytes.chunks_exact_mut(pattern.len()).for_each(|at| at.copy_from_slice(pattern));
+                match **pattern {
+                    // Otherwise most of the time of a server would be spent here.
+                    [byte] => bytes.fill(byte),
+                    _ => bytes
+                        .chunks_exact_mut(pattern.len())
+                        .for_each(|at| at.copy_from_slice(pattern)),
+                }
             }
             Work::Upload { to, from, size } => {
                 let to = self.memory.touch(*to, *size as u64, true, stamp)?;
