@@ -8,6 +8,7 @@ use zeroshard_client::{Slots, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{self as proto, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
 
 use crate::{
+    call::Call,
     error::raise,
     mesh::{self, TensorBox},
 };
@@ -24,18 +25,24 @@ pub(crate) struct Array {
     bounds: Option<proto::TensorBox>,
     /// Keeps the memory alive.
     owner: Py<PyAny>,
+    /// Called before the memory is read: returns when a device has copied the values to it.
+    wait: Option<Py<PyAny>>,
+    /// Called when a pull has written the values: a device begins to copy them.
+    pulled: Option<Py<PyAny>>,
 }
 
 #[pymethods]
 impl Array {
     #[new]
-    #[pyo3(signature = (address, numel, dtype, owner, r#box=None))]
+    #[pyo3(signature = (address, numel, dtype, owner, r#box=None, *, wait=None, pulled=None))]
     fn new(
         address: usize,
         numel: usize,
         dtype: &str,
         owner: Py<PyAny>,
         r#box: Option<PyRef<'_, TensorBox>>,
+        wait: Option<Py<PyAny>>,
+        pulled: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let dtype = parse_dtype("dtype of an array", dtype)?;
         if address == 0 && numel > 0 {
@@ -44,7 +51,7 @@ impl Array {
             return Err(raise(Error::invalid("address of an array", 0, expected)));
         }
         let bounds = r#box.map(|bounds| bounds.0.clone());
-        Ok(Self { address, numel, dtype, bounds, owner })
+        Ok(Self { address, numel, dtype, bounds, owner, wait, pulled })
     }
 }
 
@@ -68,7 +75,14 @@ pub(crate) struct Lent {
 }
 
 impl Lent {
-    pub(crate) fn new(py: Python<'_>, array: &Array) -> Self {
+    /// Waits for a copy to the memory.
+    pub(crate) fn new(py: Python<'_>, array: &Array) -> PyResult<Self> {
+        array.wait.iter().try_for_each(|wait| wait.call0(py).map(drop))?;
+        Ok(Self::before_copy(py, array))
+    }
+
+    /// The memory, which has its values when the copy to it is complete.
+    fn before_copy(py: Python<'_>, array: &Array) -> Self {
         let Array { address, dtype, owner, .. } = array;
         Self {
             address: *address,
@@ -110,14 +124,24 @@ impl AsRef<[u8]> for Lent {
 /// Tensors, as indices in the manifest, and their memory.
 pub(crate) type Arrays<'py> = Vec<(usize, PyRef<'py, Array>)>;
 
-/// The values of the arrays for a push, without a copy.
+/// The values of the arrays for a push, without a copy. Waits for copies to their memory.
 pub(crate) fn tensor_data(py: Python<'_>, arrays: &Arrays<'_>) -> PyResult<Vec<TensorData>> {
-    let data = |(tensor, array): &(usize, PyRef<'_, Array>)| {
-        let dtype = array.dtype;
-        let data = Values::new(Bytes::from_owner(Lent::new(py, array)), dtype).map_err(raise)?;
-        Ok(TensorData::new(TensorId::new(*tensor), data))
-    };
-    arrays.iter().map(data).collect()
+    arrays.iter().map(|(tensor, array)| data_of(*tensor, array, Lent::new(py, array)?)).collect()
+}
+
+/// The values of an array for a push, and the copy that must be complete before they are read.
+pub(crate) fn pending_data(
+    py: Python<'_>,
+    tensor: usize,
+    array: &Array,
+) -> PyResult<(TensorData, Option<Call>)> {
+    let copy = array.wait.as_ref().map(|wait| Call::new(wait.clone_ref(py)));
+    Ok((data_of(tensor, array, Lent::before_copy(py, array))?, copy))
+}
+
+fn data_of(tensor: usize, array: &Array, lent: Lent) -> PyResult<TensorData> {
+    let values = Values::new(Bytes::from_owner(lent), array.dtype).map_err(raise)?;
+    Ok(TensorData::new(TensorId::new(tensor), values))
 }
 
 /// The memory that a pull writes to.
@@ -126,7 +150,7 @@ pub(crate) struct Targets(Vec<(usize, Option<proto::TensorBox>, Lent)>);
 impl Targets {
     pub(crate) fn new(py: Python<'_>, arrays: &Arrays<'_>) -> Self {
         let target = |(tensor, array): &(usize, PyRef<'_, Array>)| {
-            (*tensor, array.bounds.clone(), Lent::new(py, array))
+            (*tensor, array.bounds.clone(), Lent::before_copy(py, array))
         };
         Self(arrays.iter().map(target).collect())
     }
@@ -143,6 +167,12 @@ impl Targets {
             })
             .collect()
     }
+}
+
+/// What is to be called when a pull has written all values.
+pub(crate) fn calls_after_pull(py: Python<'_>, arrays: &Arrays<'_>) -> Vec<Call> {
+    let calls = arrays.iter().filter_map(|(_, array)| array.pulled.as_ref());
+    calls.map(|call| Call::new(call.clone_ref(py))).collect()
 }
 
 /// One tensor of a job's manifest.

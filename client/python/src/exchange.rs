@@ -87,9 +87,10 @@ impl Exchange {
 
     /// The beginning of a part of memory, for the pieces of this rank.
     pub(crate) fn own_slots<'a>(&self, part: &'a mut Lent) -> Result<client::Slots<'a>> {
-        let bytes = self.exchange.sent_to(self.exchange.rank()) * self.dtype.size();
-        let slots = part.bytes_mut().get_mut(..bytes);
-        client::Slots::new(slots.ok_or_else(|| too_small("room for pieces", bytes))?, self.dtype)
+        let numel = self.exchange.sent_to(self.exchange.rank());
+        let slots = part.bytes_mut().get_mut(..numel * self.dtype.size());
+        let slots = slots.ok_or_else(|| too_small("room for pieces", self.words_of(numel)))?;
+        client::Slots::new(slots, self.dtype)
     }
 }
 
@@ -128,7 +129,7 @@ impl Exchange {
             Ok(tensor_data(py, &vec![(0, gradient)])?.pop().map(|data| data.data))
         };
         let gradients = gradients.into_iter().map(values).collect::<PyResult<Vec<_>>>()?;
-        let mut into = Lent::new(py, &into);
+        let mut into = Lent::new(py, &into)?;
         py.detach(|| self.write(&gradients, into.bytes_mut())).map_err(raise)
     }
 
@@ -138,7 +139,7 @@ impl Exchange {
         parts: PyRef<'_, Array>,
         arrays: Vec<PyRef<'_, Array>>,
     ) -> PyResult<()> {
-        let parts = Lent::new(py, &parts);
+        let parts = Lent::new(py, &parts)?;
         let mut targets = Targets::new(py, &arrays.into_iter().map(|array| (0, array)).collect());
         py.detach(|| self.copy(parts.as_ref(), &mut targets.targets()?)).map_err(raise)
     }

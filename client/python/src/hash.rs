@@ -23,9 +23,9 @@ const MAX_THREADS: usize = 8;
 ///
 /// The arrays are read by several threads, without the GIL.
 #[pyfunction]
-pub(crate) fn hashes(py: Python<'_>, arrays: Vec<PyRef<'_, Array>>) -> Vec<u64> {
-    let lent: Vec<Lent> = arrays.iter().map(|array| Lent::new(py, array)).collect();
-    py.detach(|| hash_all(&lent.iter().map(AsRef::as_ref).collect::<Vec<_>>()))
+pub(crate) fn hashes(py: Python<'_>, arrays: Vec<PyRef<'_, Array>>) -> PyResult<Vec<u64>> {
+    let lent = arrays.iter().map(|array| Lent::new(py, array)).collect::<PyResult<Vec<_>>>()?;
+    Ok(py.detach(|| hash_all(&lent.iter().map(AsRef::as_ref).collect::<Vec<_>>())))
 }
 
 fn hash_all(arrays: &[&[u8]]) -> Vec<u64> {

@@ -7,20 +7,20 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
     task::JoinSet,
 };
-use zeroshard_client::{
-    self as client, Absent, Attempt, Commit, Rested, Result, StatePart, StepReport, TensorData,
-    TensorId,
-};
+use zeroshard_client::{self as client, Attempt, Commit, Result, StatePart, TensorData, TensorId};
 use zeroshard_proto::{AppliedSteps, Error, JobVersion, successor_name};
 
 use crate::{
-    array::{Array, Arrays, Lent, Targets, tensor_data},
+    array::{Array, Arrays, Lent, Targets, calls_after_pull, pending_data, tensor_data},
+    call::Call,
     error::raise,
     exchange::Exchange,
     optimizer::{Group, optimizers},
     plan::lock,
     progress::in_parts,
-    runtime::{join, runtime, spawn, wait},
+    report::Report,
+    runtime::{runtime, spawn, wait},
+    transfer::{Rest, Transfer},
 };
 
 /// One rank's lease on a job.
@@ -52,6 +52,8 @@ struct Outgoing {
     attempt: Option<Attempt>,
     /// The bucket that is being filled.
     bucket: Vec<TensorData>,
+    /// Copies from a device to gradients of the bucket.
+    copies: Vec<Call>,
     numel: usize,
     pushes: JoinSet<Result<()>>,
 }
@@ -101,10 +103,12 @@ impl Job {
         outgoing: &mut Outgoing,
         attempt: Attempt,
         bucket: Vec<TensorData>,
+        copies: Vec<Call>,
     ) -> PyResult<()> {
         let sending = self.sending.clone();
         self.start(outgoing, async move {
             let _permit = acquire(&sending).await?;
+            Call::all(copies).await?;
             attempt.push(bucket).await
         })
     }
@@ -121,9 +125,10 @@ impl Job {
 
     fn close_bucket(&self, outgoing: &mut Outgoing) -> PyResult<()> {
         outgoing.numel = 0;
+        let copies = std::mem::take(&mut outgoing.copies);
         match (std::mem::take(&mut outgoing.bucket), outgoing.attempt.clone()) {
             (bucket, Some(attempt)) if !bucket.is_empty() => {
-                self.start_push(outgoing, attempt, bucket)
+                self.start_push(outgoing, attempt, bucket, copies)
             }
             _ => Ok(()),
         }
@@ -235,7 +240,7 @@ impl Job {
         tensor: usize,
         array: PyRef<'_, Array>,
     ) -> PyResult<()> {
-        let gradient = tensor_data(py, &vec![(tensor, array)])?.remove(0);
+        let (gradient, copy) = pending_data(py, tensor, &array)?;
         let numel = gradient.data.len();
         let mut outgoing = lock(&self.outgoing);
         self.attempt(&mut outgoing, step)?;
@@ -246,6 +251,7 @@ impl Job {
         }
         outgoing.numel += numel;
         outgoing.bucket.push(gradient);
+        outgoing.copies.extend(copy);
         // A gradient that is larger than a bucket is sent by itself.
         if outgoing.numel >= self.bucket_numel {
             closed = true;
@@ -259,7 +265,7 @@ impl Job {
         let gradients = tensor_data(py, &arrays)?;
         let outgoing = &mut *lock(&self.outgoing);
         let attempt = self.attempt(outgoing, step)?;
-        self.start_push(outgoing, attempt, gradients)
+        self.start_push(outgoing, attempt, gradients, Vec::new())
     }
 
     fn exchange(&self, tensors: Vec<usize>) -> PyResult<Exchange> {
@@ -278,7 +284,7 @@ impl Job {
         exchange: Py<Exchange>,
         received: PyRef<'_, Array>,
     ) -> PyResult<()> {
-        let received = Lent::new(py, &received);
+        let received = Lent::new(py, &received)?;
         let (sums, present) = py.detach(|| exchange.get().add(received.as_ref())).map_err(raise)?;
         let mut outgoing = lock(&self.outgoing);
         if outgoing.attempt.as_ref().is_none_or(|open| key(open) != attempt.key()) {
@@ -301,12 +307,12 @@ impl Job {
         exchange: Py<Exchange>,
         part: PyRef<'_, Array>,
     ) -> PyResult<Transfer> {
-        let (job, mut part) = (self.job.clone(), Lent::new(py, &part));
+        let (job, mut part) = (self.job.clone(), Lent::new(py, &part)?);
         let task = spawn(async move {
             let slots = exchange.get().own_slots(&mut part)?;
             job.pull_pieces(version, &exchange.get().exchange, slots).await
         })?;
-        Ok(Transfer { task: Some(task) })
+        Ok(Transfer::new(task))
     }
 
     fn absent(&self, step: u64, tensors: Vec<usize>) -> PyResult<()> {
@@ -342,6 +348,7 @@ impl Job {
             let outgoing = &mut *lock(&self.outgoing);
             // It is not necessary to wait for gradients in transfer.
             outgoing.bucket.clear();
+            outgoing.copies.clear();
             let attempt = self.attempt(outgoing, step)?;
             *outgoing = Outgoing::default();
             attempt
@@ -356,7 +363,7 @@ impl Job {
             arrived(pushes).await?;
             attempt.rest(excluded).await
         })?;
-        Ok(Rest { task: Some(task) })
+        Ok(Rest::new(task))
     }
 
     #[pyo3(signature = (step, loss_scale=1.0))]
@@ -433,13 +440,15 @@ impl Job {
         part: Option<String>,
     ) -> PyResult<Transfer> {
         let (job, mut targets) = (self.job.clone(), Targets::new(py, &arrays));
+        let calls = calls_after_pull(py, &arrays);
         let task = spawn(async move {
             match part {
-                None => job.pull(version, targets.targets()?).await,
-                Some(name) => job.pull_part(version, state_part(&name), targets.targets()?).await,
+                None => job.pull(version, targets.targets()?).await?,
+                Some(name) => job.pull_part(version, state_part(&name), targets.targets()?).await?,
             }
+            Call::all(calls).await
         })?;
-        Ok(Transfer { task: Some(task) })
+        Ok(Transfer::new(task))
     }
 
     #[pyo3(signature = (version, arrays, *, part=None, label=None))]
@@ -475,7 +484,7 @@ impl Job {
     fn leave(&self) -> PyResult<Transfer> {
         self.forget();
         let job = self.job.clone();
-        Ok(Transfer { task: Some(spawn(async move { job.leave_done().await })?) })
+        Ok(Transfer::new(spawn(async move { job.leave_done().await })?))
     }
 }
 
@@ -497,109 +506,5 @@ impl OpenAttempt {
     fn reach_epoch(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
         let attempt = self.0.clone();
         wait(py, async move { attempt.reach_epoch(epoch).await })
-    }
-}
-
-/// A running transfer. It is cancelled when it is dropped.
-#[pyclass(module = "zeroshard._native")]
-pub(crate) struct Transfer {
-    task: Option<tokio::task::JoinHandle<Result<()>>>,
-}
-
-impl Drop for Transfer {
-    fn drop(&mut self) {
-        self.task.iter().for_each(tokio::task::JoinHandle::abort);
-    }
-}
-
-#[pymethods]
-impl Transfer {
-    fn done(&self) -> bool {
-        self.task.as_ref().is_none_or(tokio::task::JoinHandle::is_finished)
-    }
-
-    fn wait(&mut self, py: Python<'_>) -> PyResult<()> {
-        let Some(task) = &mut self.task else { return Ok(()) };
-        let ended = join(py, task)?;
-        self.task = None;
-        ended.map_err(raise)
-    }
-
-    /// Returns when the memory is no longer written to, whether or not the transfer was complete.
-    fn cancel(&mut self, py: Python<'_>) -> PyResult<()> {
-        let Some(task) = self.task.take() else { return Ok(()) };
-        task.abort();
-        let runtime = runtime().map_err(raise)?;
-        let _ = py.detach(|| runtime.block_on(task));
-        Ok(())
-    }
-}
-
-/// A rest that is waited for. It is given up when this object is dropped.
-#[pyclass(module = "zeroshard._native")]
-pub(crate) struct Rest {
-    /// `None` after its end.
-    task: Option<tokio::task::JoinHandle<Result<Rested>>>,
-}
-
-impl Drop for Rest {
-    fn drop(&mut self) {
-        self.task.iter().for_each(tokio::task::JoinHandle::abort);
-    }
-}
-
-#[pymethods]
-impl Rest {
-    fn wait(&mut self, py: Python<'_>) -> PyResult<(u64, u32)> {
-        let Some(task) = &mut self.task else {
-            return Err(raise(Error::invalid("rest", "ended", "one that was not waited for")));
-        };
-        let ended = join(py, task)?;
-        self.task = None;
-        let Rested { step, last } = ended.map_err(raise)?;
-        Ok((step, last))
-    }
-}
-
-/// The result of a step.
-#[pyclass(frozen, module = "zeroshard._native")]
-pub(crate) struct Report(StepReport);
-
-#[pymethods]
-impl Report {
-    #[getter]
-    fn version(&self) -> u64 {
-        self.0.version
-    }
-
-    #[getter]
-    fn applied(&self) -> bool {
-        self.0.applied
-    }
-
-    #[getter]
-    fn gradient_norm(&self) -> f64 {
-        self.0.gradient_norm
-    }
-
-    #[getter]
-    fn clip_coefficient(&self) -> f64 {
-        self.0.clip_coefficient
-    }
-
-    #[getter]
-    fn overflow(&self) -> Option<(usize, Option<u32>)> {
-        self.0.overflow.map(|overflow| (overflow.tensor.index(), overflow.rank))
-    }
-
-    #[getter]
-    fn resting(&self) -> Vec<u32> {
-        self.0.resting.clone()
-    }
-
-    #[getter]
-    fn absent(&self) -> Vec<(usize, u32, bool)> {
-        let absent = |absent: &Absent| (absent.tensor.index(), absent.rank, absent.everywhere);
-        self.0.absent.iter().map(absent).collect()
     }
 }

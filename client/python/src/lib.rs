@@ -3,6 +3,7 @@
 //! zeroshard-client. `zeroshard/_native.pyi` describes the interface.
 
 mod array;
+mod call;
 mod checkpoint;
 mod cluster;
 mod error;
@@ -14,7 +15,9 @@ mod optimizer;
 mod pin;
 mod plan;
 mod progress;
+mod report;
 mod runtime;
+mod transfer;
 
 use pyo3::prelude::*;
 
@@ -33,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use hash::hashes;
     #[pymodule_export]
-    use job::{Job, OpenAttempt, Report, Rest, Transfer};
+    use job::{Job, OpenAttempt};
     #[pymodule_export]
     use mesh::{Layout, Mesh, TensorBox, redistribution};
     #[pymodule_export]
@@ -42,6 +45,10 @@ mod _native {
     use pin::Pinned;
     #[pymodule_export]
     use plan::{Buckets, Schedule};
+    #[pymodule_export]
+    use report::Report;
+    #[pymodule_export]
+    use transfer::{Rest, Transfer};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -5,7 +5,7 @@ with Ctrl-C. Exceptions are those of :mod:`zeroshard.errors`. Tensors are identi
 in the job's manifest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 __all__ = [
@@ -43,10 +43,22 @@ class Array:
     ``dtype`` is ``"f32"``, ``"bf16"`` or ``"f16"``. Buffers of other dtypes are transferred as raw
     ``"f32"`` words. A pull writes ``box`` of the tensor, in row-major order; by default the rank's
     box of the tensor's layout, which is the whole tensor if it has no layout.
+
+    ``wait`` is called before the values are read, and returns when a device has copied them to the
+    memory. ``pulled`` is called when :meth:`Job.pull` has written the values. Both may be called by
+    another thread.
     """
 
     def __new__(
-        cls, address: int, numel: int, dtype: str, owner: object, box: Box | None = None
+        cls,
+        address: int,
+        numel: int,
+        dtype: str,
+        owner: object,
+        box: Box | None = None,
+        *,
+        wait: Callable[[], None] | None = None,
+        pulled: Callable[[], None] | None = None,
     ) -> Array: ...
 
 def hashes(arrays: Sequence[Array]) -> list[int]:

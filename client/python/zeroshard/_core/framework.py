@@ -207,7 +207,8 @@ class Framework(ABC, Generic[T]):
         """The values of ``tensor`` for a push: its own memory, or a copy if it is not contiguous
         host memory.
 
-        A copy from a device is ordered after the work on the current stream.
+        A copy from a device is ordered after the work on the current stream. Transfers wait for
+        it, and the program must not change the tensor meanwhile.
         """
 
     @abstractmethod
@@ -235,6 +236,11 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def set_gradient(self, parameter: T, gradient: T | None) -> None: ...
+
+    def freed(self, gradient: T) -> None:
+        """Called with a gradient that is being sent, and that only the caller has a reference to,
+        unless the program has one. What the program then writes to it must come after the copy of
+        :meth:`outgoing`."""
 
     def show_mean(
         self, gradients: Gradients[T], entry: Entry[T], freed: bool

@@ -21,6 +21,7 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._collectives import TorchCollectives
 from ._compiled import around_forward
+from ._copies import COPIES, Copies, host_copy, is_held
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
 from ._mean_gradient import MeanGradient
@@ -63,7 +64,19 @@ class _Torch(Framework[Tensor]):
         return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
 
     def array(self, host: Tensor, box: Box | None = None) -> Array:
-        return Array(host.data_ptr(), host.numel(), self.dtype_of("a tensor", host), host, box)
+        return self._array(host, box)
+
+    def _array(
+        self,
+        host: Tensor,
+        box: Box | None = None,
+        *,
+        wait: Callable[[], None] | None = None,
+        pulled: Callable[[], None] | None = None,
+    ) -> Array:
+        dtype = self.dtype_of("a tensor", host)
+        address, numel = host.data_ptr(), host.numel()
+        return Array(address, numel, dtype, host, box, wait=wait, pulled=pulled)
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
@@ -73,14 +86,18 @@ class _Torch(Framework[Tensor]):
             tensor = local(tensor).detach()
         if tensor.is_sparse:
             tensor = tensor.to_dense()
+        copies = COPIES.get(tensor.device.type)
+        if copies is not None:
+            copy = copies.to_host(tensor)
+            return self._array(copy.host, wait=copy.wait)
         if not _is_plain(tensor):
-            host = _host_copy(tensor)
-            host.copy_(tensor)
-            tensor = host
+            tensor = host_copy(tensor, pinned=False).copy_(tensor)
         return self.array(tensor)
 
     def incoming(self, tensor: Tensor) -> Incoming:
-        return _Received(tensor)
+        tensor = local(tensor).detach()
+        copies = COPIES.get(tensor.device.type)
+        return _Received(tensor) if copies is None else _ReceivedByDevice(tensor, copies)
 
     def outgoing_words(self, tensor: Tensor) -> Array:
         source = local(tensor).detach().cpu().contiguous().reshape(-1)
@@ -106,6 +123,11 @@ class _Torch(Framework[Tensor]):
 
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = gradient
+
+    def freed(self, gradient: Tensor) -> None:
+        copies = COPIES.get(gradient.device.type)
+        if copies is not None and not gradient.is_sparse and is_held(gradient):
+            copies.precede(gradient.device)
 
     def show_mean(
         self, gradients: Gradients[Tensor], entry: Entry[Tensor], freed: bool
@@ -290,14 +312,23 @@ class _Received:
     """Memory that receives the values of ``tensor``: its own, or a host buffer."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = local(tensor).detach()
-        self._host = self._tensor if _is_plain(self._tensor) else _host_copy(self._tensor)
+        self._tensor = tensor
+        self._host = tensor if _is_plain(tensor) else host_copy(tensor, pinned=False)
         self.array = TORCH.array(self._host)
 
     def finish(self) -> None:
         if self._host is not self._tensor:
-            # Pinned memory is freed in stream order, so the buffer outlives the copy.
-            self._tensor.copy_(self._host, non_blocking=True)
+            self._tensor.copy_(self._host)
+
+
+class _ReceivedByDevice:
+    """Host memory that receives the values of a tensor on a device. They are copied to it as soon
+    as they have been pulled."""
+
+    def __init__(self, tensor: Tensor, copies: Copies) -> None:
+        copy = copies.to_device(tensor)
+        self.finish = copy.finish
+        self.array = TORCH._array(copy.host, pulled=copy.start)
 
 
 class _ReceivedWords:
@@ -322,12 +353,6 @@ class _ReceivedWords:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether transfers can read and write the tensor's own memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous host tensor like this one, pinned if copies from a device use it."""
-    pinned = tensor.device.type == "cuda"
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
 def process_group(group: Any | None) -> ProcessGroup:
