@@ -54,6 +54,15 @@ pub trait Collectives: fmt::Debug + Send + Sync {
         parts: Vec<Vec<f32>>,
     ) -> Result<Vec<f32>>;
 
+    /// Sends `parts[i]` to `group[i]`, and returns the parts that the ranks have sent to this one,
+    /// which have `sizes[i]` elements. The part of this rank itself is returned as it is.
+    fn all_to_all(
+        &self,
+        group: &[u32],
+        sizes: &[usize],
+        parts: Vec<Vec<f32>>,
+    ) -> Result<Vec<Vec<f32>>>;
+
     /// Sends `data` to another rank, without waiting for the receiver.
     fn send(&self, to: u32, data: Vec<f32>) -> Result<()>;
 

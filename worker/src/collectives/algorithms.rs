@@ -37,13 +37,7 @@ pub(super) fn all_reduce(
         return Ok(gather_round(at, rounds, &sizes, mine)?.concat());
     }
     let elements = data.len();
-    let mine = Numbers::new(data);
-    at.others().for_each(|other| at.send(other, 0, mine.bytes(0..elements)));
-    let mut parts: Vec<Vec<f32>> = vec![Vec::new(); at.size()];
-    for other in at.others() {
-        parts[other] = at.take(other, 0, elements)?;
-    }
-    parts[at.me()] = mine.into_values();
+    let parts = to_all(at, &vec![elements; at.size()], data)?;
     let mut result = Vec::with_capacity(elements);
     for (place, piece) in pieces.into_iter().enumerate() {
         let parts: Vec<&[f32]> = parts.iter().map(|part| &part[piece.clone()]).collect();
@@ -61,16 +55,25 @@ pub(super) fn reduce_scatter(
     if uses_ring(at.size(), parts.iter().map(Vec::len).sum()) {
         return reduce_round(at, reduction, parts);
     }
-    let mut parts: Vec<Numbers> = parts.into_iter().map(Numbers::new).collect();
-    let elements = parts[at.me()].values().len();
-    for other in at.others() {
-        at.send(other, 0, parts[other].bytes(0..parts[other].values().len()));
-    }
-    for other in at.others() {
-        parts[other] = Numbers::new(at.take(other, 0, elements)?);
-    }
-    let parts: Vec<&[f32]> = parts.iter().map(Numbers::values).collect();
+    let elements = parts[at.me()].len();
+    let parts = all_to_all(at, &vec![elements; at.size()], parts)?;
+    let parts: Vec<&[f32]> = parts.iter().map(Vec::as_slice).collect();
     Ok(fold(reduction, at.me(), &parts))
+}
+
+/// See [`super::Collectives::all_to_all`].
+pub(super) fn all_to_all(
+    at: &Operation<'_>,
+    sizes: &[usize],
+    mut parts: Vec<Vec<f32>>,
+) -> Result<Vec<Vec<f32>>> {
+    let sent = at.others().map(|other| (other, Numbers::new(std::mem::take(&mut parts[other]))));
+    let taken: Vec<_> = at.others().map(|other| (other, sizes[other])).collect();
+    let received = at.exchange(0, sent.collect(), &taken)?;
+    for (other, part) in at.others().zip(received) {
+        parts[other] = part;
+    }
+    Ok(parts)
 }
 
 /// See [`super::Collectives::all_gather`].
@@ -82,11 +85,18 @@ pub(super) fn all_gather(
     if uses_ring(at.size(), sizes.iter().sum()) {
         return gather_round(at, 0, sizes, data);
     }
+    to_all(at, sizes, data)
+}
+
+/// Sends data to all other ranks, and returns that of all ranks. `sizes` has its elements.
+fn to_all(at: &Operation<'_>, sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
     let mine = Numbers::new(data);
-    at.others().for_each(|other| at.send(other, 0, mine.bytes(0..mine.values().len())));
+    let sent = at.others().map(|other| (other, mine.clone())).collect();
+    let taken: Vec<_> = at.others().map(|other| (other, sizes[other])).collect();
+    let received = at.exchange(0, sent, &taken)?;
     let mut parts: Vec<Vec<f32>> = vec![Vec::new(); at.size()];
-    for other in at.others() {
-        parts[other] = at.take(other, 0, sizes[other])?;
+    for (other, part) in at.others().zip(received) {
+        parts[other] = part;
     }
     parts[at.me()] = mine.into_values();
     Ok(parts)
@@ -104,10 +114,8 @@ fn reduce_round(
     let mut own = |place: usize| parts[place].take().expect("each part is used once");
     let mut moving = own((me + size - 1) % size);
     for round in 0..size - 1 {
-        let elements = moving.len();
-        at.send(next, round as u32, Numbers::new(moving).bytes(0..elements));
         let mine = own((me + 2 * size - 2 - round) % size);
-        moving = at.take(before, round as u32, mine.len())?;
+        moving = at.pass_on(round as u32, (next, Numbers::new(moving)), (before, mine.len()))?;
         combine(reduction, &mut moving, &mine);
     }
     finish(reduction, size, &mut moving);
@@ -127,9 +135,8 @@ fn gather_round(
     parts[me] = Some(Numbers::new(data));
     for round in 0..size - 1 {
         let (sent, received) = ((me + size - round) % size, (me + 2 * size - 1 - round) % size);
-        let part = parts[sent].as_ref().expect("it is our own or came in the previous round");
-        at.send(next, first + round as u32, part.bytes(0..sizes[sent]));
-        let part = at.take(before, first + round as u32, sizes[received])?;
+        let part = parts[sent].clone().expect("it is our own or came in the previous round");
+        let part = at.pass_on(first + round as u32, (next, part), (before, sizes[received]))?;
         parts[received] = Some(Numbers::new(part));
     }
     Ok(parts.into_iter().flatten().map(Numbers::into_values).collect())

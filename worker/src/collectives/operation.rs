@@ -26,14 +26,9 @@ impl Numbers {
         Self(Arc::new(values))
     }
 
-    pub(super) fn values(&self) -> &[f32] {
-        &self.0
-    }
-
-    /// A range of the values in the wire format.
-    pub(super) fn bytes(&self, range: std::ops::Range<usize>) -> Bytes {
-        let size = size_of::<f32>();
-        Bytes::from_owner(Owner(self.0.clone())).slice(range.start * size..range.end * size)
+    /// The values in the wire format.
+    pub(super) fn into_bytes(self) -> Bytes {
+        Bytes::from_owner(Owner(self.0))
     }
 
     /// The values. They are copied only if a message still refers to them.
@@ -79,6 +74,33 @@ impl Operation<'_> {
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, size) = (self.me(), self.size());
         (1..size).map(move |distance| (me + distance) % size)
+    }
+
+    /// Sends messages to some places, and takes those of the same round from others, with their
+    /// numbers of elements. The order of what is taken is that of the messages.
+    ///
+    /// # Errors
+    /// Those of [`Self::take`].
+    pub(super) fn exchange(
+        &self,
+        round: u32,
+        sent: Vec<(usize, Numbers)>,
+        taken: &[(usize, usize)],
+    ) -> Result<Vec<Vec<f32>>> {
+        for (to, values) in sent {
+            self.send(to, round, values.into_bytes());
+        }
+        taken.iter().map(|&(from, elements)| self.take(from, round, elements)).collect()
+    }
+
+    /// [`Self::exchange`] of one message in each direction.
+    pub(super) fn pass_on(
+        &self,
+        round: u32,
+        sent: (usize, Numbers),
+        taken: (usize, usize),
+    ) -> Result<Vec<f32>> {
+        Ok(self.exchange(round, vec![sent], &[taken])?.remove(0))
     }
 
     /// Sends a message to the rank at place `to`.

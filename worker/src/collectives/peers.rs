@@ -167,10 +167,6 @@ impl Peers {
         self.world
     }
 
-    fn is_connected(&self, rank: u32) -> bool {
-        rank == self.rank || self.clients.contains_key(&rank)
-    }
-
     /// Waits until the peers have received all messages, then leaves. Operations fail afterwards.
     ///
     /// # Errors
@@ -250,7 +246,8 @@ impl Peers {
 
     fn check(&self, group: &[u32]) -> Result<()> {
         let repeated = (1..group.len()).any(|index| group[..index].contains(&group[index]));
-        let connected = group.iter().all(|&rank| self.is_connected(rank));
+        let connected =
+            group.iter().all(|rank| *rank == self.rank || self.clients.contains_key(rank));
         if repeated || !group.contains(&self.rank) || !connected {
             let (own, peers) = (self.rank, self.clients.keys());
             let expected = format!("rank {own}, and some of its peers {peers:?}, each once");
@@ -470,11 +467,27 @@ impl Collectives for Peers {
         self.collect(group, text, |at| algorithms::reduce_scatter(at, reduction, parts))
     }
 
+    fn all_to_all(
+        &self,
+        group: &[u32],
+        sizes: &[usize],
+        parts: Vec<Vec<f32>>,
+    ) -> Result<Vec<Vec<f32>>> {
+        if [parts.len(), sizes.len()] != [group.len(); 2] {
+            let found = format!("{} and {} for ranks {group:?}", parts.len(), sizes.len());
+            let what = "numbers of parts and of sizes of an all_to_all";
+            return Err(Error::invalid(what, found, "one for each rank"));
+        }
+        // What a rank sends to one of the others is not known to the rest of them.
+        self.collect(group, "all_to_all of f32".to_owned(), |at| {
+            algorithms::all_to_all(at, sizes, parts)
+        })
+    }
+
     fn send(&self, to: u32, data: Vec<f32>) -> Result<()> {
         let channel = self.pair(to, [self.rank, to])?;
-        let (text, elements) = (format!("send of {} f32", data.len()), data.len());
-        self.operate(channel, text, |at| {
-            at.send(1, 0, Numbers::new(data).bytes(0..elements));
+        self.operate(channel, format!("send of {} f32", data.len()), |at| {
+            at.send(1, 0, Numbers::new(data).into_bytes());
             Ok(())
         })
     }

@@ -63,6 +63,25 @@ fn an_all_reduce_is_the_sum_and_the_same_bits_on_every_rank() {
 }
 
 #[test]
+fn an_all_to_all_gives_each_rank_the_parts_for_it() {
+    for world in [1, 2, 3, 5] {
+        // Rank i sends so many elements to rank j; none from rank 1 to rank 0.
+        let count = |from: usize, to: usize| from * 5 + to * 3 - if from == 1 { 5 } else { 0 };
+        let part = |from: usize, to: usize| values((from * world + to) as u32, count(from, to));
+        let received = together(world, |peers| {
+            let me = peers.rank() as usize;
+            let parts = (0..world).map(|to| part(me, to)).collect();
+            let sizes: Vec<usize> = (0..world).map(|from| count(from, me)).collect();
+            peers.all_to_all(&group(world), &sizes, parts).unwrap()
+        });
+        for (me, received) in received.into_iter().enumerate() {
+            let expected: Vec<_> = (0..world).map(|from| part(from, me)).collect();
+            assert_eq!(received, expected, "rank {me} of {world}");
+        }
+    }
+}
+
+#[test]
 fn ring_and_direct_give_the_same_bits() {
     let world = 3;
     let all_reduce = || {

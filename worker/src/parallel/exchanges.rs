@@ -9,7 +9,6 @@
 //! for it. Parameters that the ranks do not request in the same order are pulled by each rank
 //! alone.
 
-use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
 use std::sync::{Arc, mpsc};
@@ -168,24 +167,16 @@ impl Group {
         let exchange = self.job.exchange(&tensor_ids(&tensors))?;
         let values: Vec<_> = values.into_iter().map(|values| Some(Values::from(values))).collect();
         let wire = self.job.wire();
-        let others = || self.ranks.iter().copied().filter(|&rank| rank != exchange.rank());
-        for rank in others() {
-            self.collectives.send(rank, words(&exchange.pack(&values, wire, rank)?))?;
-        }
-        let own = exchange.pack(&values, wire, exchange.rank())?;
-        let mut received = BTreeMap::new();
-        for rank in others() {
-            let words = words_of(exchange.received_from(rank), wire);
-            received.insert(rank, self.collectives.recv(rank, words)?);
-        }
-        let part = |rank: &u32| match received.get(rank) {
-            Some(words) => {
-                let bytes = exchange.received_from(*rank) * wire.size();
-                &bytemuck::must_cast_slice::<f32, u8>(words)[..bytes]
-            }
-            None => &own[..],
-        };
-        let sums = exchange.add(&self.ranks.iter().map(part).collect::<Vec<_>>(), wire)?;
+        let packed = |&rank: &u32| Ok(words(&exchange.pack(&values, wire, rank)?));
+        let parts = self.ranks.iter().map(packed).collect::<Result<_>>()?;
+        let sizes = self.ranks.iter().map(|&rank| words_of(exchange.received_from(rank), wire));
+        let received =
+            self.collectives.all_to_all(&self.ranks, &sizes.collect::<Vec<_>>(), parts)?;
+        let parts = self.ranks.iter().zip(&received).map(|(&rank, words)| {
+            let bytes = exchange.received_from(rank) * wire.size();
+            &bytemuck::must_cast_slice::<f32, u8>(words)[..bytes]
+        });
+        let sums = exchange.add(&parts.collect::<Vec<_>>(), wire)?;
         let group = self.ranks.len();
         Ok(self.runtime.spawn(async move {
             let present = vec![true; exchange.tensors().len()];
