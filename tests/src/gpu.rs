@@ -1,4 +1,4 @@
-//! Shard servers whose device is a GPU of the fake driver (`tests/fake-cuda`).
+//! Shard servers whose device is a GPU, of this machine or of the fake driver (`tests/fake-cuda`).
 
 use std::{
     env, fs, io,
@@ -10,9 +10,10 @@ use std::{
 
 use fake_cuda::compiled;
 
-/// If this variable is set, the shard servers of all tests run on GPUs of the fake driver, except
-/// those with flags for the tiers of the CPU. The kernels are compiled for the host.
-const VARIABLE: &str = "ZEROSHARD_TEST_FAKE_GPU";
+/// If this variable is set, the shard servers of all tests run on a GPU, except those with flags
+/// for the tiers of the CPU: `real`, the first one of this machine, or `fake`, one of the fake
+/// driver with kernels that are compiled for the host.
+const VARIABLE: &str = "ZEROSHARD_TEST_GPU";
 
 /// A directory in which the loader finds the fake driver under the name of the driver. The library
 /// lies beside the tests that depend on it.
@@ -55,11 +56,21 @@ pub fn with_fake_driver(command: &mut Command) {
 }
 
 /// Runs a shard server with these flags on a GPU, if [`VARIABLE`] asks for it.
+///
+/// # Panics
+/// If the variable has another value.
 pub(crate) fn choose_device(command: &mut Command, flags: &[&str]) {
     let is_for_cpu = flags.iter().any(|flag| ["--host-memory", "--device"].contains(flag));
-    if env::var_os(VARIABLE).is_some() && !is_for_cpu {
-        with_fake_driver(command);
-        command.env("FAKE_CUDA_KERNELS", kernels());
-        command.args(["--device", "cuda:0"]);
+    let Some(kind) = env::var_os(VARIABLE).filter(|_| !is_for_cpu) else {
+        return;
+    };
+    match kind.to_str() {
+        Some("real") => {}
+        Some("fake") => {
+            with_fake_driver(command);
+            command.env("FAKE_CUDA_KERNELS", kernels());
+        }
+        _ => panic!("{VARIABLE} is {}; it must be real or fake", kind.display()),
     }
+    command.args(["--device", "cuda:0"]);
 }

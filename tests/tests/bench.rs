@@ -2,16 +2,23 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use std::{env, path::Path, process::Command};
+use std::{
+    env,
+    path::Path,
+    process::{Command, Output},
+};
 
 use serde_json::Value;
-use zeroshard_tests::run;
+use zeroshard_tests::{binary, gpu::with_fake_driver, run};
 
 /// The output lines of a run. Checks that the fields in `numbers` exist and are positive.
 fn bench(arguments: &[&str], numbers: &[&str]) -> Vec<Value> {
-    let output = run("zs-bench", &[&["--json"], arguments].concat());
+    lines(&run("zs-bench", &[&["--json"], arguments].concat()), numbers)
+}
+
+fn lines(output: &Output, numbers: &[&str]) -> Vec<Value> {
     assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
+    let text = std::str::from_utf8(&output.stdout).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     for line in &lines {
         for field in numbers {
@@ -74,6 +81,22 @@ fn optimizer_measures_every_optimizer_on_one_and_two_threads() {
             assert_eq!(lines.iter().filter(is_it).count(), 1, "{optimizer} on {threads} threads");
         }
     }
+}
+
+#[test]
+fn kernels_measures_every_optimizer_and_transfers_on_a_gpu() {
+    let mut command = Command::new(binary("zs-bench"));
+    command.args(["--json", "kernels", "--elements", "4096", "--repeat", "1"]);
+    with_fake_driver(&mut command);
+    let lines = lines(&command.output().unwrap(), &["gbps"]);
+    for optimizer in zeroshard_proto::Optimizer::defaults() {
+        let is_it = |line: &&Value| line["kernel"] == optimizer.name();
+        assert_eq!(lines.iter().filter(is_it).count(), 1, "{optimizer}");
+    }
+    let kernels = lines.iter().filter(|line| line["bench"] == "kernels");
+    assert!(kernels.clone().all(|line| line["ratio_copy"].as_f64() > Some(0.0)));
+    let transfers = lines.iter().filter(|line| line["bench"] == "transfers");
+    assert_eq!((kernels.count(), transfers.count()), (20, 8));
 }
 
 #[test]

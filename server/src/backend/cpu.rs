@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Elements};
+use zeroshard_proto::{DType, Elements, geometry::blocks::BLOCK};
 
 use super::failure::DeviceName;
 use super::kernels::convert::{self, Bf16, F16, F32};
@@ -234,9 +234,12 @@ impl Backend for Cpu {
         Ok(bytes.into())
     }
 
-    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> Result<f64> {
-        Ok(sum::of_squares(self.level, &src.values()[range]))
+    fn block_sums(&self, src: &Buffer, range: Range<usize>) -> Result<Vec<f64>> {
+        let blocks = src.values()[range].chunks(BLOCK);
+        Ok(blocks.map(|block| sum::of_block(self.level, block)).collect())
     }
+
+    const SUMS_EARLY: bool = true;
 
     fn apply(
         &self,

@@ -22,7 +22,7 @@ impl Devices {
     /// # Errors
     /// [`Failure`] of a GPU that was chosen by its number, or that exists and cannot be opened.
     pub(crate) fn open(choice: &DeviceChoice) -> Result<Self> {
-        let gpu = |number| Cuda::new(Gpu::open(number, Default::default())?);
+        let gpu = |number| Gpu::open(number, Default::default()).map(Cuda::new);
         match choice {
             DeviceChoice::Cpu => Ok(Self::Cpu(Cpu::new())),
             DeviceChoice::Cuda(numbers) => {

@@ -99,9 +99,11 @@ impl Backend for Instrumented {
         self.cpu.read(src, from, dtype)
     }
 
-    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> Result<f64> {
-        self.cpu.sum_of_squares(src, range)
+    fn block_sums(&self, src: &Buffer, range: Range<usize>) -> Result<Vec<f64>> {
+        self.cpu.block_sums(src, range)
     }
+
+    const SUMS_EARLY: bool = Cpu::SUMS_EARLY;
 
     fn apply(
         &self,

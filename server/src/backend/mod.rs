@@ -45,6 +45,14 @@ pub fn gpus() -> Result<usize> {
     cuda::driver::library::device_count()
 }
 
+/// Opens a GPU.
+///
+/// # Errors
+/// [`Failure`] if there is no such GPU, or it cannot be used.
+pub fn gpu(number: usize) -> Result<impl Backend> {
+    cuda::driver::Gpu::open(number, Default::default()).map(cuda::Cuda::new)
+}
+
 /// A device that holds slices of numbers and computes on them.
 ///
 /// After an error, the elements that the operation was to write have undefined values. A device
@@ -87,7 +95,8 @@ pub trait Backend: Send + Sync + 'static {
     fn dtype(&self, buffer: &Self::Buffer) -> DType;
 
     /// Converts `src` and stores it. `src` is little endian, of `dtype`, at any address, with one
-    /// value for each element of `at`. Returns whether all values of `src` are finite.
+    /// value for each element of `at`. Returns whether all values of `src` are finite, without
+    /// waiting for the device.
     fn store(
         &self,
         dst: &mut Self::Buffer,
@@ -120,10 +129,14 @@ pub trait Backend: Send + Sync + 'static {
         dtype: DType,
     ) -> Result<Bytes>;
 
-    /// The sum of squares of the elements of `range` in f64. `range` begins at the beginning of a
-    /// block; see [`kernels::sum`] for the order. The sum is finite exactly if every element is
-    /// finite.
-    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> Result<f64>;
+    /// The sum of squares of each block of `range` in f64. `range` begins at the beginning of a
+    /// block; see [`kernels::sum`] for the order. A sum is finite exactly if every element of the
+    /// block is finite.
+    fn block_sums(&self, src: &Self::Buffer, range: Range<usize>) -> Result<Vec<f64>>;
+
+    /// Whether a block is best summed as soon as it is complete, while it is in cache. Otherwise
+    /// all blocks are summed at once.
+    const SUMS_EARLY: bool;
 
     /// Applies one optimizer step in one pass over memory (LAMB: two, Adafactor: three). `master`,
     /// `state` (one buffer for each of [`Optimizer::state`], in that order) and `gradient` are f32

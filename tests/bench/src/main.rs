@@ -2,6 +2,7 @@
 //! table, or with `--json` one object per line.
 
 mod checkpoint;
+mod kernels;
 mod optimizer;
 mod recovery;
 mod sample;
@@ -31,6 +32,7 @@ struct Arguments {
 enum Bench {
     Transfer(transfer::Options),
     Optimizer(optimizer::Options),
+    Kernels(kernels::Options),
     Step(step::Options),
     Checkpoint(checkpoint::Options),
     Recovery(recovery::Options),
@@ -49,6 +51,7 @@ fn main() -> std::process::ExitCode {
     let result: Result<(), Box<dyn std::error::Error>> = match bench {
         Bench::Transfer(options) => transfer::run(&options, json),
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
+        Bench::Kernels(options) => kernels::run(&options, json),
         Bench::Step(options) => step::run(&options, json),
         Bench::Checkpoint(options) => checkpoint::run(&options, json),
         Bench::Recovery(options) => recovery::run(&options, json),

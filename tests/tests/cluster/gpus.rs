@@ -10,19 +10,12 @@ use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
 
 use crate::{adamw, connect, job, options, replicas::train, start, tiers, until};
 
-/// A cluster whose shard servers are all on GPUs.
-fn cluster(servers: usize, settings: &[(&str, &str)]) -> Cluster {
+/// A cluster whose shard servers are all on GPUs, with these flags.
+fn cluster(servers: usize, flags: &[String], settings: &[(&str, &str)]) -> Cluster {
     let coordinator = Cluster::coordinator();
-    let shard = |_| Cluster::shard_on_gpu(coordinator.address(), &[], settings);
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let shard = |_| Cluster::shard_on_gpu(coordinator.address(), &flags, settings);
     let shards = (0..servers).map(shard).collect();
-    Cluster { coordinator, shards }
-}
-
-/// A cluster with one shard server, on a GPU with these flags.
-fn on_gpu<Flag: AsRef<str>>(flags: &[Flag], settings: &[(&str, &str)]) -> Cluster {
-    let coordinator = Cluster::coordinator();
-    let flags: Vec<&str> = flags.iter().map(AsRef::as_ref).collect();
-    let shards = vec![Cluster::shard_on_gpu(coordinator.address(), &flags, settings)];
     Cluster { coordinator, shards }
 }
 
@@ -34,7 +27,7 @@ fn spec(name: &str, optimizer: Optimizer, dtype: DType) -> JobSpec {
 
 #[tokio::test]
 async fn a_gpu_has_the_bits_of_the_cpu() {
-    let [on_cpu, on_gpu] = [Cluster::start(2), cluster(2, &[("FAKE_CUDA_SEED", "7")])];
+    let [on_cpu, on_gpu] = [Cluster::start(2), cluster(2, &[], &[("FAKE_CUDA_SEED", "7")])];
     for (name, dtype) in [("adamw", DType::F32), ("lamb", DType::Bf16), ("adafactor", DType::F16)] {
         let spec = spec(name, name.parse().unwrap(), dtype);
         let commit = Commit::default().max_norm(0.5);
@@ -77,7 +70,10 @@ async fn lose_a_device(failure: &str) {
     let lost = Cluster::shard_on_gpu(cluster.address(), &[], &[("FAKE_CUDA_FAIL", failure)]);
     cluster.shards.push(lost);
     let expected = undisturbed.run(Cluster::start(3).address()).await.unwrap().hash;
-    let jobs = start(cluster.address(), &JobSpec { replicas: 2, ..spec("lost") }).await;
+    // The servers compare their slices, so that the device is read from even if all of its slices
+    // are backups.
+    let spec = JobSpec { replicas: 2, compare_every: 1, ..spec("lost") };
+    let jobs = start(cluster.address(), &spec).await;
     let done = AtomicU64::new(0);
     join(train(&jobs[0], 0..STEPS, &done), train(&jobs[1], 0..STEPS, &done)).await;
     assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
@@ -98,7 +94,7 @@ async fn a_device_lost_in_a_pull_is_replaced_by_the_backups_and_no_bit_changes()
 
 #[tokio::test]
 async fn without_backups_a_lost_device_ends_its_jobs_with_an_error_that_names_it() {
-    let cluster = cluster(1, &[("FAKE_CUDA_FAIL", LOST)]);
+    let cluster = cluster(1, &[], &[("FAKE_CUDA_FAIL", LOST)]);
     let spec = JobSpec { min_servers: 1, ..spec("lost", adamw(), DType::F32) };
     let failed =
         Training { steps: STEPS_UNTIL_LOST, options: options(), ..Training::new(spec.clone()) };
@@ -133,7 +129,7 @@ async fn a_server_with_two_gpus_has_the_bits_of_the_cpu_in_all_tiers() {
     ];
     for flags in cases {
         let flags = [TWO.map(str::to_owned).to_vec(), flags].concat();
-        let cluster = on_gpu(&flags, &[TWO_DEVICES]);
+        let cluster = cluster(1, &flags, &[TWO_DEVICES]);
         assert!(training.run(cluster.address()).await.unwrap() == expected, "{flags:?}");
         // Both devices have slices, and the metrics say so.
         for device in ["cuda:0", "cuda:1"] {
@@ -161,7 +157,7 @@ fn device_metrics(device: &str) -> [String; 4] {
 #[tokio::test]
 async fn a_server_goes_on_with_its_other_gpu_when_one_is_lost() {
     let failure = ("FAKE_CUDA_FAIL", "cuLaunchKernel:40:719:1");
-    let cluster = on_gpu(&TWO, &[TWO_DEVICES, failure]);
+    let cluster = cluster(1, &TWO.map(str::to_owned), &[TWO_DEVICES, failure]);
     let spec = |name| JobSpec { min_servers: 1, ..spec(name, adamw(), DType::F32) };
     let training =
         |name, steps| Training { steps, options: options(), ..Training::new(spec(name)) };
@@ -175,7 +171,7 @@ async fn a_server_goes_on_with_its_other_gpu_when_one_is_lost() {
 
 #[tokio::test]
 async fn a_job_that_does_not_fit_on_the_device_is_refused_and_others_go_on() {
-    let cluster = cluster(1, &[("FAKE_CUDA_CAPACITY", "268435456")]);
+    let cluster = cluster(1, &[], &[("FAKE_CUDA_CAPACITY", "268435456")]);
     let small = JobSpec { min_servers: 1, ..spec("small", adamw(), DType::F32) };
     let undisturbed = Training { options: options(), ..Training::new(small.clone()) };
     let expected = undisturbed.run(Cluster::start(1).address()).await.unwrap().hash;
@@ -255,7 +251,7 @@ async fn slices_in_the_memory_of_a_gpu_in_host_memory_and_on_disk_have_the_same_
         (budgets(0, 0, Some(disk.path())), [false, true]),
     ];
     for (flags, expected_tiers) in cases {
-        let cluster = on_gpu(&flags, &[]);
+        let cluster = cluster(1, &flags, &[]);
         let trained = training.run(cluster.address()).await.unwrap();
         assert!(trained == expected, "{flags:?}");
         let are_used = ["host", "disk"].map(|tier| {
@@ -273,13 +269,13 @@ async fn a_job_with_offload_has_its_state_in_host_memory_and_the_same_bits() {
     let expected = Training::new(spec.clone()).run(Cluster::start(1).address()).await.unwrap();
     let flags = budgets(1 << 30, 1 << 30, None);
     for offload in [false, true] {
-        let cluster = on_gpu(&flags, &[]);
+        let cluster = cluster(1, &flags, &[]);
         let training = Training::new(JobSpec { offload, ..spec.clone() });
         assert!(training.run(cluster.address()).await.unwrap() == expected, "{offload}");
         let name = "tier_transferred_bytes_total{direction=\"read\",tier=\"host\"}";
         assert_eq!(tiers::metric(&cluster.shards[0], name) > 0.0, offload);
     }
-    let without_budgets = cluster(1, &[]);
+    let without_budgets = cluster(1, &[], &[]);
     let offload = JobSpec { offload: true, ..spec };
     let refused = connect(without_budgets.address()).await.create_job(&offload).await.unwrap_err();
     let refused = refused.to_string();
@@ -288,7 +284,7 @@ async fn a_job_with_offload_has_its_state_in_host_memory_and_the_same_bits() {
 
 #[tokio::test]
 async fn a_job_that_fits_in_no_tier_of_a_gpu_is_refused_with_the_budgets_and_others_go_on() {
-    let cluster = on_gpu(&["--device-memory", "1MiB", "--host-memory", "1MiB"], &[]);
+    let cluster = cluster(1, &budgets(1 << 20, 1 << 20, None), &[]);
     let small = job("small", 1, adamw(), vec![TensorSpec::new("w", [1 << 16])]);
     let jobs = start(cluster.address(), &small).await;
     let large = job("large", 1, adamw(), vec![TensorSpec::new("w", [1 << 17])]);

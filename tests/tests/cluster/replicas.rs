@@ -188,7 +188,8 @@ async fn a_server_that_joins_later_becomes_the_missing_backup() {
 
 #[tokio::test]
 async fn a_bit_that_flips_in_the_memory_of_a_server_is_found_and_the_slice_named() {
-    let cluster = Cluster::start(2);
+    // The memory of a GPU cannot be written to from outside of the server.
+    let cluster = Cluster::start_with(2, &["--device", "cpu"]);
     let spec = JobSpec { min_servers: 2, compare_every: 2, ..spec("flipped", 2) };
     let jobs = start(cluster.address(), &spec).await;
     let done = AtomicU64::new(0);

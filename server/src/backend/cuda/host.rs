@@ -22,11 +22,9 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Bytes in the memory of the host, at an address that is aligned for every type.
-    fn words(bytes: &[u8]) -> Vec<u64> {
-        let mut words = vec![0; bytes.len().div_ceil(size_of::<u64>())];
-        bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
-        words
+    /// Memory of the host for these bytes, at an address that is aligned for every type.
+    fn words(bytes: usize) -> Vec<u64> {
+        vec![0; bytes.div_ceil(size_of::<u64>())]
     }
 }
 
@@ -61,16 +59,9 @@ impl Device for Host {
 
     fn launch(&self, launches: &[Launch]) -> Result<()> {
         for launch in launches {
-            let arguments = launch.arguments();
-            let name = format!("launch_{}", launch.kernel);
-            // SAFETY: `compile` has made functions of this type for all kernels.
-            let kernel = unsafe { library().get::<compiled::Block>(name) };
-            let kernel = kernel.expect("the kernel exists");
-            let blocks = launch.blocks as u32;
-            for block in 0..blocks {
-                // SAFETY: the arguments are those of the kernel.
-                unsafe { kernel(arguments.as_ptr(), block, blocks) };
-            }
+            let (arguments, blocks) = (launch.arguments(), launch.blocks as u32);
+            // SAFETY: the arguments are those of the kernel.
+            unsafe { compiled::run(library(), launch.kernel, &arguments, blocks) };
         }
         Ok(())
     }
@@ -79,8 +70,15 @@ impl Device for Host {
         unreachable!("only servers ask")
     }
 
-    fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()> {
-        launches(Self::words(bytes).as_ptr() as Address)
+    fn upload(
+        &self,
+        bytes: usize,
+        fill: &mut dyn FnMut(&mut [u8]),
+        launches: &mut dyn FnMut(Address) -> Result<()>,
+    ) -> Result<()> {
+        let mut words = Self::words(bytes);
+        fill(&mut bytemuck::cast_slice_mut(&mut words)[..bytes]);
+        launches(words.as_ptr() as Address)
     }
 
     fn download(
@@ -88,7 +86,7 @@ impl Device for Host {
         bytes: &mut [u8],
         launches: &mut dyn FnMut(Address) -> Result<()>,
     ) -> Result<()> {
-        let mut words = Self::words(&vec![0; bytes.len()]);
+        let mut words = Self::words(bytes.len());
         launches(words.as_mut_ptr() as Address)?;
         bytes.copy_from_slice(&bytemuck::cast_slice(&words)[..bytes.len()]);
         Ok(())
@@ -110,7 +108,7 @@ fn library() -> &'static Library {
 
 #[test]
 fn the_kernels_for_gpus_give_the_bits_of_the_cpu() {
-    let cuda = Cuda::new(Host::default()).unwrap();
+    let cuda = Cuda::new(Host::default());
     conformance::run(&cuda);
     let device = cuda.device.clone();
     drop(cuda);

@@ -10,6 +10,8 @@ pub(crate) type Address = u64;
 
 /// The number of threads of a block.
 pub(super) const THREADS: usize = 128;
+/// The number of partial sums of a row: that of `kernels/adafactor.cu`.
+const ROW_LANES: usize = 16;
 /// The maximum number of blocks of a launch, whose threads take several elements each. Enough to
 /// occupy the largest devices.
 const MAX_BLOCKS: usize = 1 << 14;
@@ -34,6 +36,11 @@ impl Launch {
     /// A launch in which each block of a sum over `elements` is the work of a block of threads.
     pub(super) fn over_sums(kernel: &'static str, elements: usize) -> Self {
         Self { kernel, blocks: elements.div_ceil(BLOCK), arguments: Vec::new() }
+    }
+
+    /// A launch in which each row of a matrix is the work of [`ROW_LANES`] threads.
+    pub(super) fn over_rows(kernel: &'static str, rows: usize) -> Self {
+        Self { kernel, blocks: rows.div_ceil(THREADS / ROW_LANES), arguments: Vec::new() }
     }
 
     /// Adds an argument, which has the layout of the kernel's parameter.

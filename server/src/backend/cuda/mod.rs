@@ -11,9 +11,16 @@
 use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
-use zeroshard_proto::{Elements, dtype::DType};
+use zeroshard_proto::{Elements, dtype::DType, geometry::blocks::BLOCK};
 
-use super::{Backend, Failure, Output, Result, Update, Usage, failure::DeviceName};
+use super::{
+    Backend, Failure, Output, Result, Update, Usage,
+    failure::DeviceName,
+    kernels::{
+        Level,
+        convert::{self, Bf16, F16, F32},
+    },
+};
 use launch::{Address, Array, Launch, Published, dtype_number};
 use step::Step;
 
@@ -53,9 +60,14 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// What the device has done until now.
     fn usage(&self) -> Usage;
 
-    /// Copies bytes to the device. `launches` gets their address, and launches the kernels that
-    /// read them. The memory is only theirs.
-    fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()>;
+    /// Copies bytes to the device, which `fill` writes. `launches` gets their address, and launches
+    /// the kernels that read them. The memory is only theirs. Does not wait for the device.
+    fn upload(
+        &self,
+        bytes: usize,
+        fill: &mut dyn FnMut(&mut [u8]),
+        launches: &mut dyn FnMut(Address) -> Result<()>,
+    ) -> Result<()>;
 
     /// Copies bytes from the device. `launches` gets the address of zeroed memory, and launches the
     /// kernels that fill it. Waits for them.
@@ -68,9 +80,9 @@ pub(crate) trait Device: Send + Sync + 'static {
 
 /// A backend on a device.
 pub(crate) struct Cuda<D: Device> {
-    /// Where kernels set flags that nobody reads.
-    ignored: Memory<D>,
     device: Arc<D>,
+    /// The instruction set of the host, which checks what is uploaded.
+    level: Level,
 }
 
 /// An array in the memory of a device.
@@ -99,16 +111,14 @@ impl<D: Device> Buffer<D> {
     }
 }
 
-/// The launch that converts consecutive elements of one dtype to another. `special` is the address
-/// of a flag that the kernel sets if an element is infinite or NaN.
-fn convert(
+/// The launch that converts consecutive elements of one dtype to another.
+fn conversion(
     (to, to_dtype): (Address, u32),
     numel: usize,
     (from, from_dtype): (Address, u32),
-    special: Address,
 ) -> Launch {
     let launch = Launch::over_elements("store", numel).with(to).with(to_dtype).with(numel);
-    launch.with(from).with(from_dtype).with(special)
+    launch.with(from).with(from_dtype)
 }
 
 /// Splits consecutive elements, and those of a box, at every `stage` elements. Each part has its
@@ -132,10 +142,8 @@ fn parts(elements: &Elements, stage: usize) -> Vec<Vec<Range<usize>>> {
 }
 
 impl<D: Device> Cuda<D> {
-    pub(crate) fn new(device: D) -> Result<Self> {
-        let device = Arc::new(device);
-        let address = device.allocate(size_of::<u32>())?;
-        Ok(Self { ignored: Memory { device: device.clone(), address }, device })
+    pub(crate) fn new(device: D) -> Self {
+        Self { device: Arc::new(device), level: Level::best() }
     }
 
     fn memory(&self, bytes: usize) -> Result<Memory<D>> {
@@ -144,35 +152,46 @@ impl<D: Device> Cuda<D> {
     }
 
     /// Uploads values, and launches a kernel for each run of consecutive elements. `launch` gets
-    /// the first element, the number of elements, the address of their values, and the address of
-    /// a flag that the kernel sets if a value is infinite or NaN. Returns whether all are finite.
+    /// the first element, the number of elements, and the address of their values. Returns whether
+    /// all are finite, which is found out while they are copied to pinned memory: the device is not
+    /// waited for.
     fn receive(
         &self,
         at: &Elements,
         src: &[u8],
         dtype: DType,
-        launch: impl Fn(usize, usize, Address, Address) -> Launch,
+        launch: impl Fn(usize, usize, Address) -> Launch,
     ) -> Result<bool> {
         assert_eq!(src.len(), at.numel() * dtype.size(), "one value for each element");
-        let mut found = [0; size_of::<u32>()];
-        self.device.download(&mut found, &mut |special| {
-            let mut rest = src;
-            for part in parts(at, self.device.stage_bytes() / dtype.size()) {
-                let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
-                let (values, later) = rest.split_at(numel * dtype.size());
-                rest = later;
-                self.device.upload(values, &mut |mut from| {
-                    let launches = part.iter().map(|run| {
-                        let launch = launch(run.start, run.len(), from, special);
-                        from += (run.len() * dtype.size()) as Address;
-                        launch
-                    });
-                    self.device.launch(&launches.collect::<Vec<_>>())
-                })?;
-            }
-            Ok(())
-        })?;
-        Ok(u32::from_le_bytes(found) == 0)
+        let (mut rest, mut finite) = (src, true);
+        for part in parts(at, self.device.stage_bytes() / dtype.size()) {
+            let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
+            let (values, later) = rest.split_at(numel * dtype.size());
+            rest = later;
+            let mut fill = |pinned: &mut [u8]| finite &= self.copy_checked(values, dtype, pinned);
+            self.device.upload(values.len(), &mut fill, &mut |mut from| {
+                let launches = part.iter().map(|run| {
+                    let launch = launch(run.start, run.len(), from);
+                    from += (run.len() * dtype.size()) as Address;
+                    launch
+                });
+                self.device.launch(&launches.collect::<Vec<_>>())
+            })?;
+        }
+        Ok(finite)
+    }
+
+    /// Copies values. Returns whether all are finite.
+    fn copy_checked(&self, values: &[u8], dtype: DType, to: &mut [u8]) -> bool {
+        /// Fits into the first-level cache, because the compiler copies first and then checks.
+        const TILE: usize = 16 << 10;
+        let copy = match dtype {
+            DType::F32 => convert::copy::<F32>,
+            DType::Bf16 => convert::copy::<Bf16>,
+            DType::F16 => convert::copy::<F16>,
+        };
+        let tiles = values.chunks(TILE).zip(to.chunks_mut(TILE));
+        tiles.fold(true, |finite, (from, to)| copy(self.level, from, to) & finite)
     }
 }
 
@@ -217,8 +236,8 @@ impl<D: Device> Backend for Cuda<D> {
         dtype: DType,
     ) -> Result<bool> {
         let [to, of] = [dst.dtype, dtype].map(dtype_number);
-        self.receive(&at.into(), src, dtype, |start, numel, values, special| {
-            convert((dst.address(start), to), numel, (values, of), special)
+        self.receive(&at.into(), src, dtype, |start, numel, values| {
+            conversion((dst.address(start), to), numel, (values, of))
         })
     }
 
@@ -229,13 +248,12 @@ impl<D: Device> Backend for Cuda<D> {
         src: &[u8],
         dtype: DType,
     ) -> Result<bool> {
-        self.receive(&at.into(), src, dtype, |start, numel, values, special| {
+        self.receive(&at.into(), src, dtype, |start, numel, values| {
             Launch::over_elements("accumulate", numel)
                 .with(dst.address(start))
                 .with(numel)
                 .with(values)
                 .with(dtype_number(dtype))
-                .with(special)
         })
     }
 
@@ -264,7 +282,7 @@ impl<D: Device> Backend for Cuda<D> {
             self.device.download(values, &mut |mut to| {
                 let launches = part.iter().map(|run| {
                     let source = (src.address(run.start), of);
-                    let launch = convert((to, as_dtype), run.len(), source, self.ignored.address);
+                    let launch = conversion((to, as_dtype), run.len(), source);
                     to += (run.len() * dtype.size()) as Address;
                     launch
                 });
@@ -274,21 +292,21 @@ impl<D: Device> Backend for Cuda<D> {
         Ok(bytes.into())
     }
 
-    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> Result<f64> {
-        let mut sum = [0; size_of::<f64>()];
-        if range.is_empty() {
-            return Ok(0.0);
+    fn block_sums(&self, src: &Self::Buffer, range: Range<usize>) -> Result<Vec<f64>> {
+        let blocks = range.len().div_ceil(BLOCK);
+        let mut sums = vec![0.0; blocks];
+        let most = self.device.stage_bytes() / size_of::<f64>();
+        for (sums, first) in sums.chunks_mut(most).zip((range.start..).step_by(most * BLOCK)) {
+            let numel = (range.end - first).min(sums.len() * BLOCK);
+            self.device.download(bytemuck::cast_slice_mut(sums), &mut |to| {
+                let squares = Launch::over_sums("squares", numel);
+                self.device.launch(&[squares.with(src.address(first)).with(numel).with(to)])
+            })?;
         }
-        self.device.download(&mut sum, &mut |result| {
-            let squares = Launch::over_sums("squares", range.len());
-            let sums = self.memory(squares.blocks * size_of::<f64>())?;
-            let total = Launch::over_elements("total", 1).with(sums.address).with(squares.blocks);
-            let squares =
-                squares.with(src.address(range.start)).with(range.len()).with(sums.address);
-            self.device.launch(&[squares, total.with(result)])
-        })?;
-        Ok(f64::from_le_bytes(sum))
+        Ok(sums)
     }
+
+    const SUMS_EARLY: bool = false;
 
     fn apply(
         &self,
@@ -313,7 +331,6 @@ impl<D: Device> Backend for Cuda<D> {
                 None => Published { to: 0, dtype: 0 },
                 Some(of) => Published { to: of.address(0), dtype: dtype_number(of.dtype) },
             },
-            ignored: self.ignored.address,
         };
         let scratch = self.memory(step.scratch_bytes())?;
         self.device.launch(&step.launches(update, scratch.address))?;
@@ -330,6 +347,6 @@ impl<D: Device> Backend for Cuda<D> {
             return Ok(());
         }
         let (to, from) = [dst, src].map(|of| (of.address(0), dtype_number(of.dtype))).into();
-        self.device.launch(&[convert(to, src.numel, from, self.ignored.address)])
+        self.device.launch(&[conversion(to, src.numel, from)])
     }
 }

@@ -17,8 +17,6 @@ pub(super) struct Step {
     pub(super) state: Vec<(Array, usize)>,
     pub(super) gradient: Address,
     pub(super) published: Published,
-    /// Where kernels set flags that nobody reads.
-    pub(super) ignored: Address,
 }
 
 /// Memory for the sums of a step. Its initial content does not matter.
@@ -204,28 +202,26 @@ impl Step {
         let updates = scratch.take(8 * height);
         let means = scratch.take(4 * of.count as usize);
         let rate = scratch.take(4);
-        let over = |kernel, threads| {
-            Launch::over_elements(kernel, threads).with(s).with(of).with(self.gradient)
-        };
+        let with = |launch: Launch| launch.with(s).with(of).with(self.gradient);
         vec![
             Launch::over_sums("squares", self.numel)
                 .with(self.master.from)
                 .with(self.numel)
                 .with(parameters),
-            over("adafactor_rows", height).with(rows),
-            over("adafactor_columns", width).with(columns),
+            with(Launch::over_rows("adafactor_rows", height)).with(rows),
+            with(Launch::over_elements("adafactor_columns", width)).with(columns),
             Launch::over_elements("adafactor_means", of.count as usize)
                 .with(s)
                 .with(of)
                 .with(rows.to)
                 .with(means),
-            over("adafactor_update_squares", height)
+            with(Launch::over_rows("adafactor_update_squares", height))
                 .with(rows.to)
                 .with(columns.to)
                 .with(means)
                 .with(updates),
             self.adafactor_rate(s, (parameters, sums), (updates, height), rate),
-            over("adafactor_descend", self.numel)
+            with(Launch::over_elements("adafactor_descend", self.numel))
                 .with(rows.to)
                 .with(columns.to)
                 .with(means)
@@ -255,9 +251,7 @@ impl Step {
     /// The launches that copy held values of state tensors, because there is nothing to step.
     fn copies(&self) -> impl Iterator<Item = Launch> {
         let held = self.state.iter().filter(|(state, numel)| state.from != state.to && *numel > 0);
-        held.map(|(state, numel)| {
-            super::convert((state.to, 0), *numel, (state.from, 0), self.ignored)
-        })
+        held.map(|(state, numel)| super::conversion((state.to, 0), *numel, (state.from, 0)))
     }
 
     fn sum_blocks(&self) -> usize {

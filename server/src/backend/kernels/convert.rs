@@ -165,6 +165,21 @@ vectorised! {
 }
 
 vectorised! {
+    /// Copies elements. Returns whether all values are finite.
+    pub fn copy<E: Element>(src: &[u8], dst: &mut [u8]) -> bool {
+        let (src, dst) = (E::elements(src), E::elements_mut(dst));
+        let n = dst.len();
+        let src = &src[..n];
+        let mut special = 0;
+        for i in 0..n {
+            dst[i] = src[i];
+            special |= u32::from(E::decode(src[i]).to_bits() & EXPONENT == EXPONENT);
+        }
+        special == 0
+    }
+}
+
+vectorised! {
     /// Converts `src` to f32 and adds it to `dst`. Returns whether all values of `src` are finite.
     pub fn accumulate<E: Element>(src: &[u8], dst: &mut [f32]) -> bool {
         let src = E::elements(src);

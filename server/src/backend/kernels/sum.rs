@@ -52,13 +52,14 @@ vectorised! {
     }
 }
 
+/// The sum of squares of a block.
+pub fn of_block(level: Level, block: &[f32]) -> f64 {
+    let mut lanes = Lanes::default();
+    add_squares(level, &mut lanes, block);
+    lanes.total()
+}
+
 /// The sum of squares of all `values`.
 pub fn of_squares(level: Level, values: &[f32]) -> f64 {
-    let mut sum = 0.0;
-    for block in values.chunks(BLOCK) {
-        let mut lanes = Lanes::default();
-        add_squares(level, &mut lanes, block);
-        sum += lanes.total();
-    }
-    sum
+    values.chunks(BLOCK).fold(0.0, |sum, block| sum + of_block(level, block))
 }

@@ -82,8 +82,8 @@ impl<B: Backend> Total<'_, B> {
         Ok(())
     }
 
-    /// Counts elements of the slice to which every rank has contributed. When a block becomes
-    /// complete, its squares are summed at once, while the block is in cache.
+    /// Counts elements of the slice to which every rank has contributed, and adds the squares of
+    /// blocks that are complete.
     pub(super) fn complete(&mut self, elements: &Elements, range: &Range<usize>) -> Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -96,9 +96,14 @@ impl<B: Backend> Total<'_, B> {
             let complete = inside.end.min(range.end).saturating_sub(inside.start.max(range.start));
             figures.lacking[block] -= complete;
             if complete > 0 && figures.lacking[block] == 0 {
-                figures.sums[block] = self.backend.sum_of_squares(self.sum, positions)?;
+                if B::SUMS_EARLY {
+                    figures.sums[block] = self.backend.block_sums(self.sum, positions)?[0];
+                }
                 figures.open -= 1;
             }
+        }
+        if figures.open == 0 && !B::SUMS_EARLY {
+            figures.sums = self.backend.block_sums(self.sum, 0..figures.numel)?;
         }
         Ok(())
     }

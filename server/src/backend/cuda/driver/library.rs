@@ -50,7 +50,9 @@ pub(crate) fn device_count() -> Result<usize> {
     let unavailable = |reason: String| Failure::Unavailable { reason };
     // SAFETY: the library is the driver, whose initialisers run.
     if !unsafe { sys::is_culib_present() } {
-        return Err(unavailable("libcuda.so was not found; is the driver installed?".to_owned()));
+        return Err(unavailable(
+            "libcuda.so was not found; it is part of the driver of NVIDIA".to_owned(),
+        ));
     }
     // SAFETY: as above.
     let library = unsafe { sys::culib() };

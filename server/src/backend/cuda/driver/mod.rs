@@ -279,22 +279,26 @@ impl Device for Gpu {
         }
     }
 
-    fn upload(&self, bytes: &[u8], launches: &mut dyn FnMut(Address) -> Result<()>) -> Result<()> {
-        assert!(bytes.len() <= self.staging.bytes, "an upload fits into a staging buffer");
+    fn upload(
+        &self,
+        bytes: usize,
+        fill: &mut dyn FnMut(&mut [u8]),
+        launches: &mut dyn FnMut(Address) -> Result<()>,
+    ) -> Result<()> {
+        assert!(bytes <= self.staging.bytes, "an upload fits into a staging buffer");
         self.with_buffer(&self.uploads, |buffer| {
             self.synchronize(&buffer.copied, Fence::Sent)?;
             // SAFETY: the pinned memory has at least this size, and no copy uses it any more.
-            let pinned = unsafe {
-                std::slice::from_raw_parts_mut(buffer.pinned.0.cast::<u8>(), bytes.len())
-            };
-            pinned.copy_from_slice(bytes);
+            let pinned =
+                unsafe { std::slice::from_raw_parts_mut(buffer.pinned.0.cast::<u8>(), bytes) };
+            fill(pinned);
             self.wait(&self.upload, &buffer.used, Fence::Consumed)?;
             // SAFETY: the device memory has at least this size, and the pinned memory is not
             // changed before the event.
             let copied =
                 unsafe { result::memcpy_htod_async(buffer.memory.0, pinned, self.upload.0) };
-            self.checked("upload values", bytes.len(), copied)?;
-            self.uploaded.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+            self.checked("upload values", bytes, copied)?;
+            self.uploaded.fetch_add(bytes as u64, Ordering::Relaxed);
             self.record(&buffer.copied, &self.upload)?;
             self.wait(&self.compute, &buffer.copied, Fence::Filled)?;
             launches(buffer.memory.0)?;

@@ -28,31 +28,47 @@ DEVICE float adafactor_moment(const AdafactorScalars *s, float moment, double su
     return lerp(s->second_moment, moment, (float)(sum / (double)of));
 }
 
-// The sum of a row of squares, of the gradient or of the update: lane i % ROW_LANES in order, then
-// as a tree.
-#define SUM_ROW(result, width, of_column)                                                          \
-    double lanes[ROW_LANES];                                                                       \
-    for (unsigned lane = 0; lane < ROW_LANES; ++lane) lanes[lane] = 0.0;                           \
-    for (u64 start = 0; start < (width); start += ROW_LANES) {                                     \
-        for (unsigned lane = 0; lane < ROW_LANES; ++lane) {                                        \
-            u64 column = start + lane;                                                             \
-            if (column < (width)) lanes[lane] = lanes[lane] + square(of_column);                   \
-        }                                                                                          \
-    }                                                                                              \
-    for (unsigned half = ROW_LANES / 2; half > 0; half /= 2) {                                     \
-        for (unsigned lane = 0; lane < half; ++lane) {                                             \
-            lanes[lane] = lanes[lane] + lanes[lane + half];                                        \
-        }                                                                                          \
-    }                                                                                              \
-    result = lanes[0]
+// The rows whose squares a block of threads adds.
+#define BLOCK_ROWS (THREADS / ROW_LANES)
 
-// The new second moments of the rows, a row a thread.
+// The row of a thread.
+DEVICE u64 row_of(unsigned t) { return (u64)BLOCK_INDEX * BLOCK_ROWS + t / ROW_LANES; }
+
+// Adds the lanes of each row as a tree. Lane 0 has the sum.
+DEVICE void add_row_lanes(double *lanes) {
+    SYNC;
+    for (unsigned half = ROW_LANES / 2; half > 0; half /= 2) {
+        EACH_THREAD(t) {
+            if (t % ROW_LANES < half) lanes[t] = lanes[t] + lanes[t + half];
+        }
+        SYNC;
+    }
+}
+
+// The sum of a lane of a row: that of every ROW_LANES-th square, in order.
+#define SUM_LANE(sum, t, row, of_column)                                                           \
+    double sum = 0.0;                                                                              \
+    if (row < of.height * of.count) {                                                              \
+        UNROLL for (u64 column = (t) % ROW_LANES; column < of.width; column += ROW_LANES) {        \
+            sum = sum + square(of_column);                                                         \
+        }                                                                                          \
+    }
+
+// The new second moments of the rows. Launched with a block of threads for every BLOCK_ROWS rows.
 KERNEL adafactor_rows(AdafactorScalars s, Matrices of, const float *gradient, Array rows) {
-    EACH(row, of.height * of.count) {
+    SHARED double lanes[THREADS];
+    EACH_THREAD(t) {
+        u64 row = row_of(t);
         const float *values = gradient + row * of.width;
-        double sum;
-        SUM_ROW(sum, of.width, values[column] * s.gradient);
-        rows.to[row] = adafactor_moment(&s, rows.from[row], sum, of.width);
+        SUM_LANE(sum, t, row, values[column] * s.gradient);
+        lanes[t] = sum;
+    }
+    add_row_lanes(lanes);
+    EACH_THREAD(t) {
+        u64 row = row_of(t);
+        if (t % ROW_LANES == 0 && row < of.height * of.count) {
+            rows.to[row] = adafactor_moment(&s, rows.from[row], lanes[t], of.width);
+        }
     }
 }
 
@@ -62,7 +78,7 @@ KERNEL adafactor_columns(AdafactorScalars s, Matrices of, const float *gradient,
         u64 matrix = index / of.width, column = index % of.width;
         const float *values = gradient + matrix * of.height * of.width + column;
         double sum = 0.0;
-        for (u64 row = 0; row < of.height; ++row) {
+        UNROLL for (u64 row = 0; row < of.height; ++row) {
             sum = sum + square(values[row * of.width] * s.gradient);
         }
         columns.to[index] = adafactor_moment(&s, columns.from[index], sum, of.height);
@@ -73,7 +89,7 @@ KERNEL adafactor_columns(AdafactorScalars s, Matrices of, const float *gradient,
 KERNEL adafactor_means(AdafactorScalars s, Matrices of, const float *rows, float *means) {
     EACH(matrix, of.count) {
         double sum = 0.0;
-        for (u64 row = 0; row < of.height; ++row) {
+        UNROLL for (u64 row = 0; row < of.height; ++row) {
             sum = sum + (double)rows[matrix * of.height + row];
         }
         means[matrix] = at_least((float)(sum / (double)of.height), s.eps1);
@@ -84,16 +100,22 @@ KERNEL adafactor_means(AdafactorScalars s, Matrices of, const float *rows, float
 #define MATRIX_MOMENT(row, column)                                                                 \
     (rows[row] * columns[(row) / of.height * of.width + (column)] / means[(row) / of.height])
 
-// The sum of squares of the update of each row, a row a thread.
+// The sum of squares of the update of each row. Launched as adafactor_rows.
 KERNEL adafactor_update_squares(
     AdafactorScalars s, Matrices of, const float *gradient, const float *rows,
     const float *columns, const float *means, double *sums
 ) {
-    EACH(row, of.height * of.count) {
+    SHARED double lanes[THREADS];
+    EACH_THREAD(t) {
+        u64 row = row_of(t);
         const float *values = gradient + row * of.width;
-        double sum;
-        SUM_ROW(sum, of.width, adafactor_update(&s, values[column], MATRIX_MOMENT(row, column)));
-        sums[row] = sum;
+        SUM_LANE(sum, t, row, adafactor_update(&s, values[column], MATRIX_MOMENT(row, column)));
+        lanes[t] = sum;
+    }
+    add_row_lanes(lanes);
+    EACH_THREAD(t) {
+        u64 row = row_of(t);
+        if (t % ROW_LANES == 0 && row < of.height * of.count) sums[row] = lanes[t];
     }
 }
 

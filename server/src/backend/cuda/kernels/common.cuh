@@ -17,6 +17,8 @@
 #define EACH_THREAD(t) for (unsigned t = threadIdx.x, once = 1; once; once = 0)
 // Separates phases: what the threads have written before is visible after it.
 #define SYNC __syncthreads()
+// A loop that reads several elements before it adds the first one. The order of a sum stays.
+#define UNROLL _Pragma("unroll 8")
 // Runs the statement for each of n elements, which the threads of all blocks share.
 #define EACH(i, n)                                                                                 \
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (n);                              \
@@ -36,6 +38,7 @@ extern _Thread_local unsigned block_index, block_count;
 #define BLOCK_INDEX block_index
 #define EACH_THREAD(t) for (unsigned t = 0; t < THREADS; ++t)
 #define SYNC
+#define UNROLL
 #define EACH(i, n)                                                                                 \
     for (u64 first = (u64)block_index * THREADS; first < (n); first += (u64)block_count * THREADS) \
         for (u64 i = first; i < first + THREADS && i < (n); ++i)
@@ -102,8 +105,6 @@ DEVICE float float_of(u32 bits) {
 
 // The exponent bits of an f32. All of them are set only in infinities and NaN.
 #define EXPONENT 0x7f800000u
-
-DEVICE bool is_special(float value) { return (bits_of(value) & EXPONENT) == EXPONENT; }
 
 DEVICE float from_bf16(u16 half) { return float_of((u32)half << 16); }
 

@@ -1,4 +1,5 @@
-// Casts between f32 and the dtypes of the wire, with addition and checks: ../../kernels/convert.rs.
+// Casts between f32 and the dtypes of the wire, with addition: ../../kernels/convert.rs. The host
+// checks what it uploads.
 
 #include "common.cuh"
 
@@ -17,22 +18,13 @@ DEVICE void encode(void *to, u64 i, u32 dtype, float value) {
     }
 }
 
-// Converts values of dtype `from_dtype` to `to_dtype`. Sets *special if one is infinite or NaN.
-KERNEL store(void *to, u32 to_dtype, u64 n, const void *from, u32 from_dtype, u32 *special) {
-    EACH(i, n) {
-        float value = decoded(from, i, from_dtype);
-        if (is_special(value)) *special = 1;
-        encode(to, i, to_dtype, value);
-    }
+// Converts values of dtype `from_dtype` to `to_dtype`.
+KERNEL store(void *to, u32 to_dtype, u64 n, const void *from, u32 from_dtype) {
+    EACH(i, n) { encode(to, i, to_dtype, decoded(from, i, from_dtype)); }
 }
 
-// Adds values. Sets *special if one of them is infinite or NaN.
-KERNEL accumulate(float *to, u64 n, const void *from, u32 from_dtype, u32 *special) {
-    EACH(i, n) {
-        float value = decoded(from, i, from_dtype);
-        if (is_special(value)) *special = 1;
-        to[i] = to[i] + value;
-    }
+KERNEL accumulate(float *to, u64 n, const void *from, u32 from_dtype) {
+    EACH(i, n) { to[i] = to[i] + decoded(from, i, from_dtype); }
 }
 
 // Replaces every NaN by the same one.

@@ -7,13 +7,10 @@ KERNEL squares(const float *values, u64 n, double *sums) {
     SHARED double lanes[THREADS];
     EACH_THREAD(t) {
         double lane = 0.0;
-        for (u64 i = sum_start() + t; i < sum_end(n); i += THREADS) lane = lane + square(values[i]);
+        UNROLL for (u64 i = sum_start() + t; i < sum_end(n); i += THREADS) {
+            lane = lane + square(values[i]);
+        }
         lanes[t] = lane;
     }
     add_lanes(lanes, sums);
-}
-
-// The sum of all blocks, by one thread.
-KERNEL total(const double *sums, u64 blocks, double *result) {
-    EACH(i, 1) { *result = sum_of(sums, blocks); }
 }

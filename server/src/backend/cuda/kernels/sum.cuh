@@ -33,6 +33,6 @@ DEVICE double square(float value) { return (double)value * (double)value; }
 // The sums of the blocks, in order.
 DEVICE double sum_of(const double *sums, u64 blocks) {
     double sum = 0.0;
-    for (u64 i = 0; i < blocks; ++i) sum = sum + sums[i];
+    UNROLL for (u64 i = 0; i < blocks; ++i) sum = sum + sums[i];
     return sum;
 }
