@@ -39,6 +39,13 @@ pub fn binary(name: &str) -> PathBuf {
         drop(built);
         this.get_or_init(|| {
             let mut build = Command::new(cargo);
+            // cargo has set these for the test. Build scripts read variables of the same names, and
+            // run again, as do all crates behind them, if they differ from those of other builds.
+            let is_of_package =
+                |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+            env::vars_os()
+                .filter(|(name, _)| name.to_str().is_some_and(is_of_package))
+                .for_each(|(name, _)| _ = build.env_remove(name));
             build.args(["build", "--quiet", "--locked", "--workspace", "--bin", name]);
             if folder.ends_with("release") {
                 build.arg("--release");
