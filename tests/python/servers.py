@@ -15,10 +15,10 @@ BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" /
 TIMEOUT = 10
 
 
-def start(
-    *arguments: str, listen: str = "127.0.0.1:0", admin: str = "off"
-) -> tuple[subprocess.Popen[str], str]:
-    """Starts a server. Returns its process, and the address that it listens on."""
+def _launch(
+    arguments: Sequence[str], listen: str, admin: str
+) -> tuple[subprocess.Popen[str], dict[str, str]]:
+    """Starts a server. Returns its process, and what it has said of its addresses."""
     command = [
         str(BINARY),
         *arguments,
@@ -35,18 +35,23 @@ def start(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
-        return process, json.loads(process.stdout.readline())["address"]
+        return process, json.loads(process.stdout.readline())
     except BaseException:
         process.kill()
         raise
 
 
+def start(*arguments: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+    """Starts a server. Returns its process, and the address that it listens on."""
+    process, listening = _launch(arguments, listen, "off")
+    return process, listening["address"]
+
+
 @contextlib.contextmanager
-def server(*arguments: str, admin: str = "off") -> Iterator[str]:
-    """Runs a server. Returns the address that it listens on."""
-    process, address = start(*arguments, admin=admin)
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Shuts a server down at the end."""
     try:
-        yield address
+        yield
     finally:
         process.terminate()
         try:
@@ -54,6 +59,22 @@ def server(*arguments: str, admin: str = "off") -> Iterator[str]:
         finally:
             process.kill()
             process.communicate()
+
+
+@contextlib.contextmanager
+def server(*arguments: str) -> Iterator[str]:
+    """Runs a server. Returns the address that it listens on."""
+    process, address = start(*arguments)
+    with _ended(process):
+        yield address
+
+
+@contextlib.contextmanager
+def observed(*arguments: str) -> Iterator[str]:
+    """Runs a server. Returns the address of its metrics."""
+    process, listening = _launch(arguments, "127.0.0.1:0", "127.0.0.1:0")
+    with _ended(process):
+        yield listening["admin"]
 
 
 @contextlib.contextmanager

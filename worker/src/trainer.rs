@@ -4,7 +4,7 @@
 //! - Settings and data: [`cli`] (flags), [`plan`] (the validated settings), [`text`] and
 //!   [`batches`] (the data), [`schedule`] (the hyperparameters of each step), [`random`] (random
 //!   numbers that depend only on a key).
-//! - Computation: [`device`] (the processor or a GPU), [`model`] (the parameters), [`network`] (the
+//! - Computation: [`device`] (the CPU or a GPU), [`model`] (the parameters), [`network`] (the
 //!   part of the model on one rank), [`segments`] (forward and backward), [`levels`] (one step at
 //!   each level of ZeRO), [`sample`].
 //! - Transfers: [`transfers`] (pulls and pushes in the background), [`memory`] (the number of bytes

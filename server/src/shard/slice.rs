@@ -50,7 +50,7 @@ pub(crate) use saved::HeldSlice;
 pub(crate) use step::{Apply, Step};
 pub(crate) use upload::Upload;
 
-/// The elements that are read at once of master weights outside of memory that are cast.
+/// The number of elements that are read at once when master weights outside of memory are cast.
 const CAST: usize = 1 << 18;
 
 /// The version of a slice of a job whose initial parameters are not complete.

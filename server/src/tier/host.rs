@@ -1,4 +1,4 @@
-//! Scratch in host memory, for a server whose backend computes in the memory of a GPU.
+//! Scratch space in host memory, for a server whose backend computes in the memory of a GPU.
 
 use std::{
     collections::BTreeMap,

@@ -33,7 +33,8 @@ const SHORT: usize = 64 << 10;
 /// The size of an element.
 const SIZE: usize = DType::F32.size();
 
-/// An array on a scratch, which readers may hold. It is changed only while nobody else holds it.
+/// An array in scratch space, which readers may hold. It is changed only while nobody else holds
+/// it.
 pub(crate) struct Paged<B: Backend> {
     pub(super) shared: Arc<Shared<B>>,
 }
@@ -56,7 +57,7 @@ pub(crate) struct Cell<B: Backend> {
     pub(super) is_listed: bool,
 }
 
-/// The content on the scratch.
+/// The content in scratch space.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Content {
     /// Elements are written before they are read.
@@ -158,7 +159,7 @@ impl<B: Backend> Paged<B> {
         Ok(cell)
     }
 
-    /// Writes changes to the scratch, and returns the working buffer.
+    /// Writes changes to scratch space, and returns the working buffer.
     ///
     /// # Errors
     /// [`Error::Storage`], after which the changes are still in the buffer.
@@ -270,7 +271,7 @@ impl<B: Backend> Shared<B> {
         self.cell.lock().expect("no holder of the lock panics")
     }
 
-    /// Writes changes to the scratch, and returns the working buffer, unless the array is in use.
+    /// Writes changes to scratch space, and returns the working buffer, unless the array is in use.
     /// False if the array keeps its buffer.
     pub(super) fn try_settle(&self, backend: &B) -> bool {
         let Ok(mut cell) = self.cell.try_lock() else { return false };
@@ -309,7 +310,7 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
-    /// The bytes of elements that are on the scratch.
+    /// The bytes of elements that are in scratch space.
     fn read_runs(&self, from: &Elements) -> Result<Bytes> {
         let end = (self.numel * SIZE).next_multiple_of(PAGE);
         let mut bytes = Vec::with_capacity(from.numel() * SIZE);

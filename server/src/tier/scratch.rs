@@ -1,5 +1,5 @@
-//! Scratch: room for arrays outside of the memory of the backend, in a file that is read and
-//! written without the page cache, or in host memory (`host`).
+//! Scratch space for arrays outside of the memory of the backend: a file that is read and written
+//! without the page cache, or host memory (`host`).
 //!
 //! The file has no name while it is used, so that nothing is left when the process ends, in
 //! whatever way. Its content is worth nothing after that.
@@ -24,7 +24,7 @@ use crate::{identity, metrics::Traffic};
 /// The beginning of the name that a scratch file has while it is created.
 const PREFIX: &str = "zeroshard-scratch-";
 
-/// The operations on scratch. Tests inject faults here.
+/// The operations on scratch space. Tests inject faults here.
 pub(crate) trait Disk: Send + Sync {
     /// Reads into `bytes`, and returns the number of bytes that were read.
     fn read_at(&self, bytes: &mut [u8], at: u64) -> io::Result<usize>;
@@ -104,13 +104,13 @@ impl Scratch {
         Ok(Self::on(Box::new(file), name, traffic))
     }
 
-    /// Scratch in host memory.
+    /// Scratch space in host memory.
     pub(crate) fn in_host_memory(traffic: Traffic) -> Arc<Self> {
         let name = "host memory (--host-memory)".to_owned();
         Self::on(Box::new(HostMemory::default()), name, traffic)
     }
 
-    /// Scratch on `disk`.
+    /// Scratch space on `disk`.
     pub(crate) fn on(disk: Box<dyn Disk>, name: String, traffic: Traffic) -> Arc<Self> {
         Arc::new(Self { disk, name, free: Mutex::new(Free::default()), traffic })
     }
@@ -135,7 +135,7 @@ impl Scratch {
     }
 }
 
-/// A part of the scratch, returned when dropped.
+/// A part of the scratch space, returned when dropped.
 pub(crate) struct Extent {
     scratch: Arc<Scratch>,
     /// INVARIANT: `at` and `length` are multiples of a page.

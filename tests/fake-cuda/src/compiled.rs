@@ -18,10 +18,10 @@ use crate::{fault::Fault, memory::Memory, order::Stamp, run::Launch};
 
 /// A block of a kernel, which takes the addresses of the arguments, its number, and the number of
 /// blocks.
-pub type Block = unsafe extern "C" fn(*const *const c_void, u32, u32);
+type Block = unsafe extern "C" fn(*const *const c_void, u32, u32);
 
 /// Compiles the kernels in the files `*.cu` of a directory to a library, which has a function
-/// `launch_KERNEL` of the type [`Block`] for each of them.
+/// `launch_KERNEL` for each of them, which [`run`] calls.
 ///
 /// # Errors
 /// A file that cannot be read or written, or source that the compiler refuses.
@@ -73,6 +73,24 @@ fn with_launchers(kernels: &Path) -> io::Result<String> {
     Ok(source)
 }
 
+/// Runs all blocks of a kernel, one after the other.
+///
+/// # Panics
+/// If the library, which [`compile`] has made, has no such kernel.
+///
+/// # Safety
+/// `arguments` are the addresses of the arguments of the kernel, whose memory nothing else accesses
+/// meanwhile.
+pub unsafe fn run(library: &Library, kernel: &str, arguments: &[*const c_void], blocks: u32) {
+    // SAFETY: `compile` has made functions of this type for all kernels.
+    let function = unsafe { library.get::<Block>(format!("launch_{kernel}")) };
+    let function = function.expect("the kernel is compiled");
+    for block in 0..blocks {
+        // SAFETY: the caller guarantees it.
+        unsafe { function(arguments.as_ptr(), block, blocks) };
+    }
+}
+
 /// The library that the program asks for.
 pub(crate) fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
@@ -95,9 +113,6 @@ impl Launch {
         memory: &mut Memory,
         stamp: &Arc<Stamp>,
     ) -> Result<(), Fault> {
-        let name = format!("launch_{}", self.kernel.name);
-        // SAFETY: `compile` has made functions of this type for all kernels.
-        let kernel = unsafe { library.get::<Block>(name) }.expect("the kernel is compiled");
         let mut words = vec![0_u64; self.parameters.len().div_ceil(size_of::<u64>())];
         for (word, bytes) in words.iter_mut().zip(self.parameters.chunks(size_of::<u64>())) {
             let mut value = [0; size_of::<u64>()];
@@ -108,10 +123,8 @@ impl Launch {
         // SAFETY: the parameters are within the words.
         let argument = |(offset, _): &(usize, usize)| unsafe { start.add(*offset) }.cast();
         let arguments: Vec<*const c_void> = self.kernel.parameters.iter().map(argument).collect();
-        for block in 0..self.blocks {
-            // SAFETY: the arguments are those of the kernel, and their memory is borrowed.
-            unsafe { kernel(arguments.as_ptr(), block, self.blocks) };
-        }
+        // SAFETY: the arguments are those of the kernel, and their memory is borrowed.
+        unsafe { run(library, &self.kernel.name, &arguments, self.blocks) };
         Ok(())
     }
 }

@@ -90,15 +90,8 @@ def counted(shards: int) -> Iterator[tuple[str, list[str]]]:
     """Runs servers. Returns the coordinator's address, and the addresses of their metrics."""
     with contextlib.ExitStack() as stack:
         coordinator = stack.enter_context(servers.server("coordinator"))
-        metrics = []
-        for _ in range(shards):
-            port = ranks.free_port()
-            address = f"{ranks.LOOPBACK}:{port}"
-            stack.enter_context(
-                servers.server("shard", "--coordinator", coordinator, admin=address)
-            )
-            metrics.append(address)
-        yield coordinator, metrics
+        shard = "shard", "--coordinator", coordinator
+        yield coordinator, [stack.enter_context(servers.observed(*shard)) for _ in range(shards)]
 
 
 def traffic(metrics: list[str]) -> tuple[int, int]:

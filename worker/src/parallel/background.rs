@@ -3,10 +3,11 @@
 use std::future::Future;
 use std::sync::Arc;
 
-use super::error::{Error, Result};
-use super::remote::{Gradient, ParameterServer};
 use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
+
+use super::error::{Error, Result};
+use super::remote::{Gradient, ParameterServer};
 
 /// A running transfer. Dropping it cancels it.
 pub type Task<T> = AbortOnDropHandle<Result<T>>;

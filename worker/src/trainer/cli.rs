@@ -208,12 +208,12 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "tensor_parallel",
         value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub group: u32,
+
     /// Have servers with GPUs keep the optimizer state in host memory or on disk, as in
     /// ZeRO-Offload, except that of LAMB and Adafactor. Servers without a GPU always do. Results
     /// do not change
-    #[arg(long)]
+    #[arg(long, help_heading = "Cluster")]
     pub offload: bool,
-
     /// ZeRO level. At os a worker holds all parameters and gradients, at os_g all parameters, at
     /// p_g_os the parameters of one block at a time
     #[arg(long, value_name = "LEVEL", default_value = "p_g_os", help_heading = "Cluster")]

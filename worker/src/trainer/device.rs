@@ -1,5 +1,5 @@
-//! The device on which a worker computes: the processor, or in a binary that is built with the
-//! feature `cuda` a GPU.
+//! The device on which a worker computes: the CPU, or a GPU in a binary that is built with the
+//! feature `cuda`.
 
 use burn::tensor::backend::BackendTypes;
 
@@ -15,7 +15,7 @@ pub type Plain = burn::backend::Cuda;
 /// A device of the backend.
 pub type Device = <Plain as BackendTypes>::Device;
 
-/// The device of a rank: the processor.
+/// The device of a rank: the CPU.
 ///
 /// # Errors
 /// None.

@@ -42,7 +42,7 @@ pub enum Tracking {
     None,
 }
 
-/// Creates a leaf from the values of a parameter, which the processor does not copy.
+/// Creates a leaf from the values of a parameter, without a copy on the CPU.
 pub fn leaf(values: Vec<f32>, device: &Device) -> Leaf {
     let count = values.len();
     Tensor::from_data(TensorData::new(values, [count]), device)

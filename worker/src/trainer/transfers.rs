@@ -4,6 +4,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use tokio::runtime::Handle;
+
 use super::memory::{Lease, Ledger};
 use super::model::Segment;
 use super::network::Network;
@@ -11,7 +13,6 @@ use super::segments::{Leaf, leaf};
 use crate::parallel::background::{Pushes, Task, start, wait};
 use crate::parallel::remote::{Buffer, ParameterServer, PullBy};
 use crate::parallel::{Result, accumulate};
-use tokio::runtime::Handle;
 
 /// The connection of a worker's thread to its job.
 pub struct Link<S> {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Generic, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Generic, Literal, TypeAlias
 
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, UnavailableError
@@ -19,17 +19,26 @@ class Collectives(ABC, Generic[T]):
     """Collective operations of a group on contiguous f32 tensors in host memory, whose words are
     transferred as they are. All ranks call the same operations in the same order."""
 
+    #: The errors of the framework's operations.
+    errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
+
     def __init__(self, ranks: Sequence[int]) -> None:
         #: The ranks of the group, as ranks of the program.
         self.ranks = tuple(ranks)
 
-    def unavailable(self, error: Exception) -> UnavailableError:
-        """The error for an operation that has failed with an error of the framework."""
-        ranks = ", ".join(map(str, self.ranks))
-        return UnavailableError(
-            f"ranks {ranks} could not exchange gradients or parameters ({error}); if one of them "
-            "has ended, start all ranks of the group again"
-        )
+    def run(self, operation: Callable[[], object]) -> None:
+        """Runs an operation of the framework.
+
+        Raises :class:`~zeroshard.UnavailableError` if it fails.
+        """
+        try:
+            operation()
+        except self.errors as error:
+            ranks = ", ".join(map(str, self.ranks))
+            raise UnavailableError(
+                f"ranks {ranks} could not exchange gradients or parameters ({error}); if one of "
+                "them has ended, start all ranks of the group again"
+            ) from error
 
     @abstractmethod
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -6,7 +6,7 @@ import json
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class PaddleCollectives(Collectives[Tensor]):
     """Collective operations among some ranks over gloo, because gradients are pushed from host
     memory. They have a process group of their own, so the program can use its groups meanwhile."""
 
+    errors = (RuntimeError, OSError, ValueError)
+
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         """Every one of the ranks must call it. ``timeout``: until all of them do, in seconds."""
         super().__init__(ranks)
@@ -42,12 +44,12 @@ class PaddleCollectives(Collectives[Tensor]):
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         own = paddle.to_tensor(np.array(numbers, np.int64), place=paddle.CPUPlace())
         found: list[Tensor] = []
-        self._run(lambda: dist.all_gather(found, own, group=self._group))
+        self.run(lambda: dist.all_gather(found, own, group=self._group))
         return [tuple(of.tolist()) for of in found]
 
     def all_gather(self, part: Tensor, parts: Tensor) -> None:
         found: list[Tensor] = []
-        self._run(lambda: dist.all_gather(found, part, group=self._group))
+        self.run(lambda: dist.all_gather(found, part, group=self._group))
         words = part.shape[0]
         for number, of in enumerate(found):
             parts[number * words : (number + 1) * words] = of
@@ -70,15 +72,9 @@ class PaddleCollectives(Collectives[Tensor]):
         begin = 0
         for source, words in zip(self.ranks, received_words, strict=True):
             is_own = source == self.ranks[self._group.rank]
-            self._run(lambda: dist.scatter(part, outgoing if is_own else None, source, self._group))
+            self.run(lambda: dist.scatter(part, outgoing if is_own else None, source, self._group))
             received[begin : begin + words] = part[:words]
             begin += words
-
-    def _run(self, operation: Callable[[], Any]) -> None:
-        try:
-            operation()
-        except (RuntimeError, OSError, ValueError) as error:
-            raise self.unavailable(error) from error
 
 
 def _store(rendezvous: Rendezvous, ranks: tuple[int, ...], is_first: bool) -> tuple[int, Any]:

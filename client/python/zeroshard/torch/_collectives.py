@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,12 @@ class TorchCollectives(Collectives[Tensor]):
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         own = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(own) for _ in self.ranks]
-        self._run(lambda: dist.all_gather(found, own, group=self._group))
+        self.run(lambda: dist.all_gather(found, own, group=self._group))
         return [tuple(of.tolist()) for of in found]
 
     def all_gather(self, part: Tensor, parts: Tensor) -> None:
         received = list(parts.chunk(len(self.ranks)))
-        self._run(lambda: dist.all_gather(received, part, group=self._group))
+        self.run(lambda: dist.all_gather(received, part, group=self._group))
 
     def all_to_all(
         self,
@@ -48,14 +48,8 @@ class TorchCollectives(Collectives[Tensor]):
         received: Tensor,
         received_words: Sequence[int],
     ) -> None:
-        self._run(
+        self.run(
             lambda: dist.all_to_all_single(
                 received, sent, list(received_words), list(sent_words), group=self._group
             )
         )
-
-    def _run(self, operation: Callable[[], Any]) -> None:
-        try:
-            operation()
-        except RuntimeError as error:
-            raise self.unavailable(error) from error

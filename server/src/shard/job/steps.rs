@@ -246,8 +246,8 @@ impl<B: Backend> Job<B> {
     }
 }
 
-/// Runs `apply` for the slices that are streamed, on the threads of their devices, and `beside` on
-/// this one.
+/// Runs `apply` for the streamed slices on the threads of their devices, and meanwhile `beside` on
+/// this thread.
 ///
 /// # Errors
 /// The first one.

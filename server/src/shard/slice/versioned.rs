@@ -85,7 +85,7 @@ impl<B: Backend> Versioned<B> {
         self.current.populate(backend, 0..numel);
     }
 
-    /// Writes what was changed to its tier, if the array is outside of memory.
+    /// Writes changes back to the array's tier, if it is outside of memory.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Storage`].
