@@ -15,8 +15,8 @@ use fake_cuda::compiled;
 /// driver with kernels that are compiled for the host.
 const VARIABLE: &str = "ZEROSHARD_TEST_GPU";
 
-/// A directory in which the loader finds the fake driver under the name of the driver. The library
-/// lies beside the tests that depend on it.
+/// A directory in which the loader finds the fake driver under the names of the driver and of NCCL.
+/// The library lies beside the tests that depend on it.
 fn directory() -> PathBuf {
     let exe = env::current_exe().expect("a running program has a path");
     let deps = exe.parent().expect("a file is in a directory");
@@ -24,10 +24,13 @@ fn directory() -> PathBuf {
     assert!(library.exists(), "{} is missing: the test must depend on it", library.display());
     let directory = deps.join("fake-driver");
     fs::create_dir_all(&directory).expect("the directory of the tests is writable");
-    match symlink(Path::new("..").join("libfake_cuda.so"), directory.join("libcuda.so")) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => panic!("{error}"),
-        _ => directory,
+    for name in ["libcuda.so", "libnccl.so"] {
+        match symlink(Path::new("..").join("libfake_cuda.so"), directory.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => panic!("{error}"),
+            _ => {}
+        }
     }
+    directory
 }
 
 /// The kernels, compiled for the host.
@@ -47,7 +50,8 @@ fn kernels() -> &'static Path {
     })
 }
 
-/// Has a program use the fake driver, which aborts it when it uses a device wrongly.
+/// Has a program use the fake driver, which aborts it when it uses a device wrongly, and the fake
+/// NCCL.
 pub fn with_fake_driver(command: &mut Command) {
     command.env("LD_LIBRARY_PATH", directory()).env("FAKE_CUDA_ABORT", "1");
     // Memory that is freed on the device is returned to the system. By default the threshold rises

@@ -1,14 +1,17 @@
 //! Collective operations among the workers of a job: all-reduce, all-gather and others, on f32
 //! data.
 //!
-//! [`Collectives`] is the interface; [`Peers`] implements it over gRPC between workers. A faster
-//! transport (NCCL, shared memory) would be another implementation. Results have the same bits on
-//! every rank and do not depend on timing, because the order of a sum depends only on the ranks and
-//! the sizes.
+//! [`Collectives`] is the interface; [`Peers`] implements it over gRPC between workers, and on
+//! request sends large messages over NCCL. Results have the same bits on every rank and do not
+//! depend on timing or on the way of messages, because the order of a sum depends only on the ranks
+//! and the sizes.
 
 mod algorithms;
 mod error;
 mod mailbox;
+mod nccl;
+#[cfg(test)]
+mod nccl_tests;
 mod operation;
 mod peers;
 mod service;

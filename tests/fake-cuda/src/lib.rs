@@ -9,6 +9,8 @@
 //! meanwhile, and accesses that no event orders (`order`). It names them on the standard error
 //! stream, and keeps them for [`control`]. Calls fail on request.
 //!
+//! The library also has the functions of NCCL that workers call (`nccl`).
+//!
 //! What it does not do: it has no textures, graphs, cooperative launches or clusters, threads of a
 //! launch that race with each other are not found, and it says nothing about speed.
 
@@ -25,6 +27,7 @@ mod device;
 mod driver;
 mod fault;
 mod memory;
+mod nccl;
 mod order;
 mod ptx;
 mod random;

@@ -9,11 +9,12 @@
 
 mod checkpoints;
 mod groups;
+mod nccl;
 mod parallel;
 mod process;
 mod results;
 
-use std::process::Output;
+use std::{path::Path, process::Output};
 
 use serde_json::Value;
 use zeroshard_tests::run;
@@ -31,12 +32,16 @@ fn train(flags: &str) -> Vec<Value> {
 
 fn start(flags: &str) -> Output {
     let out = tempfile::tempdir().unwrap();
-    let mut arguments = vec!["train", "--json", "--out", out.path().to_str().unwrap()];
+    run("zeroshard-worker", &arguments(flags, out.path()))
+}
+
+fn arguments(flags: &str, out: &Path) -> Vec<String> {
+    let mut arguments = vec!["train", "--json", "--out", out.to_str().unwrap()];
     if !flags.contains("--data") {
         arguments.extend(["--data", TEXT]);
     }
     arguments.extend(flags.split_whitespace());
-    run("zeroshard-worker", &arguments)
+    arguments.into_iter().map(str::to_owned).collect()
 }
 
 fn done(lines: &[Value]) -> &Value {

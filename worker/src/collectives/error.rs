@@ -59,6 +59,16 @@ pub enum Error {
         /// The operation of the peer.
         theirs: String,
     },
+    /// NCCL, or the GPU, has failed.
+    #[error("rank {rank} in {operation}: NCCL: {cause}")]
+    Nccl {
+        /// This rank.
+        rank: u32,
+        /// The operation, with its sizes.
+        operation: String,
+        /// The cause.
+        cause: String,
+    },
     /// Invalid arguments, peers that cannot be reached, and an invalid token.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),

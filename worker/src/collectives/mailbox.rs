@@ -28,7 +28,10 @@ pub(super) struct Key {
 pub(super) struct Mail {
     /// The operation that the sender called, with its sizes.
     pub(super) operation: String,
-    pub(super) data: Vec<f32>,
+    /// The number of elements.
+    pub(super) elements: usize,
+    /// The elements; `None` if they come over NCCL.
+    pub(super) data: Option<Vec<f32>>,
 }
 
 /// The reason why a message is missing.
@@ -73,18 +76,21 @@ impl Mailbox {
             if let Some(mail) = state.mail.remove(key) {
                 return Ok(mail);
             }
-            if let Some(cause) = state.lost.get(&key.from) {
-                return Err(Missing::Lost(cause.clone()));
-            }
-            if let Some(cause) = state.failed.get(&key.from) {
-                return Err(Missing::Lost(format!("it failed: {cause}")));
-            }
+            state.check(key.from)?;
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
                 return Err(Missing::Late(state.other(key)));
             };
             state =
                 self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Whether a peer can still send something.
+    ///
+    /// # Errors
+    /// [`Missing::Lost`]
+    pub(super) fn check(&self, peer: u32) -> Result<(), Missing> {
+        self.lock().check(peer)
     }
 
     /// Records that a peer is lost. The first cause is kept.
@@ -106,6 +112,16 @@ impl Mailbox {
 }
 
 impl State {
+    fn check(&self, peer: u32) -> Result<(), Missing> {
+        if let Some(cause) = self.lost.get(&peer) {
+            return Err(Missing::Lost(cause.clone()));
+        }
+        match self.failed.get(&peer) {
+            Some(cause) => Err(Missing::Lost(format!("it failed: {cause}"))),
+            None => Ok(()),
+        }
+    }
+
     /// A description of the earliest other message of the same peer.
     fn other(&self, key: &Key) -> Option<String> {
         let mut from_peer: Vec<_> =
@@ -130,7 +146,7 @@ mod tests {
     }
 
     fn mail(operation: &str) -> Mail {
-        Mail { operation: operation.to_owned(), data: vec![1.0] }
+        Mail { operation: operation.to_owned(), elements: 1, data: Some(vec![1.0]) }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! A running operation: creates the keys of its messages, and checks the messages of its peers.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,6 +9,12 @@ use zeroshard_proto::pb;
 
 use super::error::{Error, Place, Result};
 use super::mailbox::{Channel, Key, Mailbox, Missing};
+use super::nccl::Nccl;
+use super::peers::LEAVE_TIMEOUT;
+
+/// The number of elements from which a message goes over NCCL (64 KiB). Starting it costs more time
+/// than it saves for fewer.
+const NCCL_FROM: usize = 16 << 10;
 
 /// Shared f32 values that can be sent to several peers without a copy.
 #[derive(Debug, Clone)]
@@ -24,6 +31,10 @@ impl AsRef<[u8]> for Owner {
 impl Numbers {
     pub(super) fn new(values: Vec<f32>) -> Self {
         Self(Arc::new(values))
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        self.0.len()
     }
 
     /// The values in the wire format.
@@ -55,6 +66,8 @@ pub(super) struct Operation<'a> {
     pub(super) text: String,
     /// The time to wait for each message.
     pub(super) timeout: Duration,
+    /// The way of large messages in rounds.
+    pub(super) nccl: Option<&'a Nccl>,
 }
 
 impl Operation<'_> {
@@ -77,20 +90,83 @@ impl Operation<'_> {
     }
 
     /// Sends messages to some places, and takes those of the same round from others, with their
-    /// numbers of elements. The order of what is taken is that of the messages.
+    /// numbers of elements. The result is in the order of `taken`.
     ///
     /// # Errors
-    /// Those of [`Self::take`].
+    /// Those of [`Self::take`]; [`Error::Nccl`].
     pub(super) fn exchange(
         &self,
         round: u32,
         sent: Vec<(usize, Numbers)>,
         taken: &[(usize, usize)],
     ) -> Result<Vec<Vec<f32>>> {
+        let (mut over_nccl, mut announced) = (Vec::new(), Vec::new());
         for (to, values) in sent {
-            self.send(to, round, values.into_bytes());
+            let (elements, values) = (values.elements(), values.into_bytes());
+            if self.goes_over_nccl(elements) {
+                self.post(to, round, elements, None);
+                over_nccl.push((self.channel.group[to], values));
+            } else {
+                self.send(to, round, values);
+            }
         }
-        taken.iter().map(|&(from, elements)| self.take(from, round, elements)).collect()
+        let mut received = Vec::new();
+        for &(from, elements) in taken {
+            received.push(self.take_mail(from, round, elements)?);
+            if received.last().is_some_and(Option::is_none) {
+                announced.push((self.channel.group[from], elements));
+            }
+        }
+        let mut announced = match self.nccl {
+            Some(nccl) if !over_nccl.is_empty() || !announced.is_empty() => {
+                self.exchange_over_nccl(nccl, &over_nccl, &announced)?
+            }
+            _ => Vec::new(),
+        }
+        .into_iter();
+        let received = received.into_iter().map(|data| data.or_else(|| announced.next()));
+        Ok(received.flatten().collect())
+    }
+
+    /// Whether messages of this size go over NCCL, as sender and receiver both find out.
+    fn goes_over_nccl(&self, elements: usize) -> bool {
+        self.nccl.is_some() && elements >= NCCL_FROM
+    }
+
+    /// Exchanges messages that have been announced.
+    fn exchange_over_nccl(
+        &self,
+        nccl: &Nccl,
+        sent: &[(u32, Bytes)],
+        taken: &[(u32, usize)],
+    ) -> Result<Vec<Vec<f32>>> {
+        let peers: Vec<u32> =
+            sent.iter().map(|(to, _)| *to).chain(taken.iter().map(|(from, _)| *from)).collect();
+        let wait = self.waiting_for(peers);
+        let failed = |cause| Error::Nccl { rank: self.rank, operation: self.text.clone(), cause };
+        nccl.exchange(sent, taken, &wait).map_err(|stopped| stopped.into_error(failed))
+    }
+
+    /// A function that tells whether to wait any longer for these peers.
+    pub(super) fn waiting_for(&self, peers: Vec<u32>) -> impl Fn() -> Result<()> {
+        let began = Instant::now();
+        let lost = Cell::new(None);
+        move || {
+            for &peer in &peers {
+                if let Err(missing) = self.mailbox.check(peer) {
+                    // What a peer has sent before it left still arrives.
+                    let since = lost.get().unwrap_or_else(Instant::now);
+                    lost.set(Some(since));
+                    if since.elapsed() >= LEAVE_TIMEOUT {
+                        return Err(self.missing(peer, missing));
+                    }
+                }
+            }
+            if began.elapsed() >= self.timeout {
+                return Err(self.missing(peers[0], Missing::Late(None)));
+            }
+            Ok(())
+        }
     }
 
     /// [`Self::exchange`] of one message in each direction.
@@ -105,6 +181,11 @@ impl Operation<'_> {
 
     /// Sends a message to the rank at place `to`.
     pub(super) fn send(&self, to: usize, round: u32, data: Bytes) {
+        self.post(to, round, data.len() / size_of::<f32>(), Some(data));
+    }
+
+    /// Sends a message, or announces one that is sent over NCCL.
+    fn post(&self, to: usize, round: u32, elements: usize, data: Option<Bytes>) {
         let header = pb::DeliverHeader {
             from: self.rank,
             group: self.channel.group.clone(),
@@ -112,47 +193,59 @@ impl Operation<'_> {
             sequence: self.sequence,
             round,
             operation: self.text.clone(),
-            elements: (data.len() / size_of::<f32>()) as u64,
+            elements: elements as u64,
+            over_nccl: data.is_none(),
         };
-        self.post.post(self.channel.group[to], header, data);
+        self.post.post(self.channel.group[to], header, data.unwrap_or_default());
     }
 
     /// Takes the message of the rank at place `from`.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if the message belongs to a
-    /// different operation or has a different size.
+    /// different operation, has a different size, or is sent in another way.
     pub(super) fn take(&self, from: usize, round: u32, elements: usize) -> Result<Vec<f32>> {
+        let data = self.take_mail(from, round, elements)?;
+        data.ok_or_else(|| self.disagreement(from, format!("{} over NCCL", self.text)))
+    }
+
+    /// Takes a message; `None` if it comes over NCCL.
+    fn take_mail(&self, from: usize, round: u32, elements: usize) -> Result<Option<Vec<f32>>> {
         let peer = self.channel.group[from];
         let key = Key { from: peer, channel: self.channel.clone(), sequence: self.sequence, round };
-        let at = || Place {
-            rank: self.rank,
-            peer,
-            group: self.channel.group.clone(),
-            operation: self.text.clone(),
-        };
-        let mail =
-            self.mailbox.take(&key, Instant::now() + self.timeout).map_err(
-                |missing| match missing {
-                    Missing::Late(instead) => Error::Timeout {
-                        at: at(),
-                        waited_ms: self.timeout.as_millis() as u64,
-                        instead,
-                    },
-                    Missing::Lost(cause) => Error::Lost { at: at(), cause },
-                },
-            )?;
+        let mail = self.mailbox.take(&key, Instant::now() + self.timeout);
+        let mail = mail.map_err(|missing| self.missing(peer, missing))?;
         if mail.operation != self.text {
-            return Err(Error::Disagreement { at: at(), theirs: mail.operation });
+            return Err(self.disagreement(from, mail.operation));
         }
-        if mail.data.len() != elements {
+        if mail.elements != elements {
             let theirs = format!(
                 "{} with a message of {} f32 instead of {elements}",
-                self.text,
-                mail.data.len()
+                self.text, mail.elements
             );
-            return Err(Error::Disagreement { at: at(), theirs });
+            return Err(self.disagreement(from, theirs));
+        }
+        if mail.data.is_none() != self.goes_over_nccl(elements) {
+            let how = if mail.data.is_none() { "over" } else { "not over" };
+            return Err(self.disagreement(from, format!("{} {how} NCCL", self.text)));
         }
         Ok(mail.data)
+    }
+
+    fn at(&self, peer: u32) -> Place {
+        let (group, operation) = (self.channel.group.clone(), self.text.clone());
+        Place { rank: self.rank, peer, group, operation }
+    }
+
+    fn missing(&self, peer: u32, missing: Missing) -> Error {
+        let (at, waited_ms) = (self.at(peer), self.timeout.as_millis() as u64);
+        match missing {
+            Missing::Late(instead) => Error::Timeout { at, waited_ms, instead },
+            Missing::Lost(cause) => Error::Lost { at, cause },
+        }
+    }
+
+    fn disagreement(&self, from: usize, theirs: String) -> Error {
+        Error::Disagreement { at: self.at(self.channel.group[from]), theirs }
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::net::SocketAddr;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -26,13 +26,14 @@ use super::Collectives;
 use super::algorithms;
 use super::error::{Error, Result};
 use super::mailbox::{Channel, Mailbox};
+use super::nccl::{self, Nccl};
 use super::operation::{Numbers, Operation, Post};
 use super::service::{Failure, Identity, Service};
 
 /// The maximum payload of one part of a message, in bytes.
 const PART_BYTES: usize = 1 << 20;
 /// The time that a worker that leaves or has failed waits for its peers.
-const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The pause between two tries to connect to a peer.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
@@ -87,6 +88,8 @@ pub struct Peers {
     /// The number of messages that are being sent.
     sending: Arc<watch::Sender<usize>>,
     state: Mutex<State>,
+    /// The connections for large messages, if there are any.
+    nccl: OnceLock<Nccl>,
 }
 
 #[derive(Debug, Default)]
@@ -189,6 +192,38 @@ impl Peers {
         })
     }
 
+    /// Has large messages of collectives go over NCCL, from the GPU with this number to those of
+    /// the other ranks. All connected ranks must call this function.
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`] if a rank has no NCCL or cannot use its GPU: its text says why.
+    /// [`Error::Nccl`], and [`Error::Lost`] on the other ranks.
+    pub fn use_nccl(&self, device: usize) -> Result<()> {
+        let mut ranks: Vec<u32> = self.clients.keys().copied().collect();
+        ranks.push(self.rank);
+        ranks.sort_unstable();
+        let opened = nccl::open(device);
+        let text = opened.as_ref().map_or_else(String::as_str, |_| "ready");
+        self.agree(&ranks, "messages over NCCL", text)?;
+        let channel = Channel { group: ranks.clone(), pair: false };
+        let connect = |at: &Operation<'_>| {
+            let failed = |cause| Error::Nccl { rank: self.rank, operation: at.text.clone(), cause };
+            let lane = opened.map_err(failed)?;
+            let me = at.me();
+            let own = if me == 0 { nccl::new_id().map_err(failed)? } else { Vec::new() };
+            let mut sizes = vec![0; ranks.len()];
+            sizes[0] = nccl::ID_ELEMENTS;
+            let id = algorithms::all_gather(at, &sizes, own)?.concat();
+            let others = ranks.iter().copied().filter(|&rank| rank != self.rank).collect();
+            let connected = Nccl::connect(lane, &ranks, me, &id, &at.waiting_for(others));
+            connected.map_err(|stopped| stopped.into_error(failed))
+        };
+        let connected = self.operate(channel, "the start of NCCL".to_owned(), connect)?;
+        // A second call would make further connections, and drop them.
+        let _ = self.nccl.set(connected);
+        Ok(())
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // The state is consistent after a panic, because each change is a single assignment.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -211,7 +246,8 @@ impl Peers {
             *called += 1;
             let timeout = self.inner.options.deadline;
             let (mailbox, rank) = (self.inner.mailbox.as_ref(), self.rank);
-            Operation { post: self, mailbox, rank, channel, sequence, text, timeout }
+            let nccl = self.nccl.get();
+            Operation { post: self, mailbox, rank, channel, sequence, text, timeout, nccl }
         };
         run(&operation).inspect_err(|error| {
             let mut state = self.lock();
@@ -301,8 +337,8 @@ impl Listening {
             self.attached(rank, others()).await?;
             Ok::<_, Error>(clients.into_iter().collect())
         })?;
-        let (sending, state) = (Arc::default(), Mutex::default());
-        Ok(Peers { inner: self, rank, world, clients, sending, state })
+        let (sending, state, nccl) = (Arc::default(), Mutex::default(), OnceLock::new());
+        Ok(Peers { inner: self, rank, world, clients, sending, state, nccl })
     }
 
     /// Waits until these peers have connected to this worker.

@@ -74,11 +74,15 @@ impl Service {
             )
             .into());
         }
-        let mut data = vec![0f32; header.elements as usize];
+        let elements = header.elements as usize;
+        let mut data = vec![0f32; if header.over_nccl { 0 } else { elements }];
         let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
         let mut at = 0;
         let wrong = |found: usize| {
-            let expected = format!("{} f32, as its header says", header.elements);
+            let expected = match header.over_nccl {
+                true => "none, because its content comes over NCCL".to_owned(),
+                false => format!("{elements} f32, as its header says"),
+            };
             Error::invalid("payload of a message", format!("{found} bytes"), expected)
         };
         loop {
@@ -98,7 +102,8 @@ impl Service {
         let channel = Channel { group: header.group, pair: header.pair };
         let key =
             Key { from: header.from, channel, sequence: header.sequence, round: header.round };
-        Ok((key, Mail { operation: header.operation, data }))
+        let data = (!header.over_nccl).then_some(data);
+        Ok((key, Mail { operation: header.operation, elements, data }))
     }
 }
 

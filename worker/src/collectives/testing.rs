@@ -1,5 +1,6 @@
 //! Test helper: ranks that are threads of one process and communicate over loopback.
 
+use std::env;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -7,6 +8,8 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
 use super::{Listening, Options, Peers, Result};
+
+const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
@@ -20,11 +23,35 @@ pub(crate) fn connect(listening: Listening, rank: u32, addresses: &[String]) -> 
 
 /// The results of `run` on `world` ranks.
 pub(crate) fn together<T: Send>(world: usize, run: impl Fn(&Arc<Peers>) -> T + Sync) -> Vec<T> {
-    with_deadline(world, Duration::from_secs(60), run)
+    with_deadline(world, DEADLINE, run)
 }
+
+/// If this variable is set, large messages go over NCCL, from a GPU for each rank.
+pub(crate) const OVER_NCCL: &str = "ZEROSHARD_TEST_NCCL";
 
 /// The results of `run` on `world` ranks whose messages have the given deadline.
 pub(crate) fn with_deadline<T: Send>(
+    world: usize,
+    deadline: Duration,
+    run: impl Fn(&Arc<Peers>) -> T + Sync,
+) -> Vec<T> {
+    connected(world, deadline, |peers| {
+        if env::var_os(OVER_NCCL).is_some() {
+            peers.use_nccl(peers.rank() as usize).unwrap();
+        }
+        run(peers)
+    })
+}
+
+/// The results of `run` on `world` ranks whose messages all go over gRPC.
+pub(crate) fn together_over_grpc<T: Send>(
+    world: usize,
+    run: impl Fn(&Arc<Peers>) -> T + Sync,
+) -> Vec<T> {
+    connected(world, DEADLINE, run)
+}
+
+fn connected<T: Send>(
     world: usize,
     deadline: Duration,
     run: impl Fn(&Arc<Peers>) -> T + Sync,

@@ -209,6 +209,11 @@ pub struct Train {
         value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub group: u32,
 
+    /// With --tensor-parallel or --group: transfer large messages between workers over NCCL, from
+    /// GPU to GPU. Needs a GPU for each worker, its driver, and libnccl.so. Results do not change
+    #[arg(long, help_heading = "Parallelism")]
+    pub nccl: bool,
+
     /// Have servers with GPUs keep the optimizer state in host memory or on disk, as in
     /// ZeRO-Offload, except that of LAMB and Adafactor. Servers without a GPU always do. Results
     /// do not change
@@ -322,6 +327,12 @@ impl Train {
             );
             return Err(Error::Flag { flag: "--rank", found: "missing".to_owned(), expected });
         }
+        if self.nccl && self.group == 1 && parallelism.ranks == 1 {
+            let expected = "absent: without --tensor-parallel or --group, workers send each other \
+                            nothing"
+                .to_owned();
+            return Err(Error::Flag { flag: "--nccl", found: "present".to_owned(), expected });
+        }
         if !workers.is_multiple_of(self.group) {
             let expected = format!("a divisor of the number of workers, {workers}");
             return Err(Error::Flag { flag: "--group", found: self.group.to_string(), expected });
@@ -352,6 +363,7 @@ impl Train {
             architecture,
             parallelism,
             group_size: self.group,
+            nccl: self.nccl,
             offload: self.offload,
             sharding: Sharding::new(
                 self.batch as usize,

@@ -3,7 +3,7 @@
 
 use burn::tensor::backend::BackendTypes;
 
-use super::error::Result;
+use super::error::{Error, Result};
 
 /// The backend without autograd.
 #[cfg(not(feature = "cuda"))]
@@ -24,16 +24,24 @@ pub fn of_rank(_rank: u32) -> Result<Device> {
     Ok(Device::default())
 }
 
-/// The device of a rank. The ranks of a machine take its GPUs in turn.
+/// The device of a rank.
 ///
 /// # Errors
-/// [`super::error::Error::NoGpu`] if the machine has no GPU, or no driver.
+/// Those of [`gpu_of_rank`].
 #[cfg(feature = "cuda")]
 pub fn of_rank(rank: u32) -> Result<Device> {
     // The backend panics where CUDA is missing, so this is asked first.
+    gpu_of_rank(rank).map(Device::new)
+}
+
+/// The number of the GPU of a rank. The ranks of a machine take its GPUs in turn.
+///
+/// # Errors
+/// [`Error::NoGpu`] if the machine has no GPU, or no driver.
+pub fn gpu_of_rank(rank: u32) -> Result<usize> {
     let gpus = zeroshard_server::backend::gpus();
-    let gpus = gpus.map_err(|failure| super::error::Error::NoGpu { cause: failure.to_string() })?;
-    Ok(Device::new(rank as usize % gpus))
+    let gpus = gpus.map_err(|failure| Error::NoGpu { cause: failure.to_string() })?;
+    Ok(rank as usize % gpus)
 }
 
 #[cfg(all(test, feature = "cuda"))]

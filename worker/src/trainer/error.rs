@@ -95,8 +95,8 @@ pub enum Error {
     },
     /// This program computes on a GPU, and the machine has none.
     #[error(
-        "{cause}. This program was built with the feature cuda: use one that was built without it, \
-         or a machine with a GPU"
+        "{cause}. With --nccl, or built with the feature cuda, this program needs a machine with a \
+         GPU"
     )]
     NoGpu {
         /// What is missing.

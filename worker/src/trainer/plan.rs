@@ -32,6 +32,8 @@ pub struct Plan {
     pub parallelism: Parallelism,
     /// The number of consecutive workers that add their gradients before they push them.
     pub group_size: u32,
+    /// Whether large messages between workers go over NCCL.
+    pub nccl: bool,
     /// Whether servers with a GPU keep the optimizer state outside of its memory.
     pub offload: bool,
     /// The division of the global batch.

@@ -75,6 +75,9 @@ fn connect(plan: &Plan, listening: Listening, remote: &mut Remote) -> Result<Arc
     let address = async |to| remote.peer(to).await;
     let peers = listening.connect(rank, world, ranks.clone(), address);
     let peers = Arc::new(peers.map_err(parallel::Error::from)?);
+    if plan.nccl {
+        peers.use_nccl(device::gpu_of_rank(rank)?).map_err(parallel::Error::from)?;
+    }
     if has_groups {
         let ranks: Vec<_> = ranks.collect();
         let agreed = peers.agree(&ranks, "the run", &plan.shared_settings());

@@ -269,6 +269,7 @@ impl Device {
         let mut ready = self.busy();
         ready.retain(|handle| match &self.streams[handle].queue[0].work {
             Work::Wait(mark) => mark.has_come(),
+            Work::Receive { message, .. } => message.is_ready(),
             _ => true,
         });
         if ready.is_empty() {

@@ -11,6 +11,7 @@ use crate::{
     compiled,
     fault::{Fault, Kind},
     memory::{pinned::Pending, windows::Windows},
+    nccl::Message,
     order::Stamp,
     run::Launch,
 };
@@ -44,6 +45,18 @@ pub(crate) enum Work {
     Launch(Launch),
     Record(Arc<Mark>),
     Wait(Arc<Mark>),
+    /// Sends a message to another device.
+    Send {
+        from: u64,
+        size: usize,
+        message: Message,
+    },
+    /// Waits for a message of another device.
+    Receive {
+        to: u64,
+        size: usize,
+        message: Message,
+    },
 }
 
 impl fmt::Display for Work {
@@ -58,6 +71,8 @@ impl fmt::Display for Work {
             Work::Launch(launch) => write!(f, "kernel {}", launch.kernel.name),
             Work::Record(_) => write!(f, "a record of an event"),
             Work::Wait(_) => write!(f, "a wait for an event"),
+            Work::Send { .. } => write!(f, "a send"),
+            Work::Receive { .. } => write!(f, "a receive"),
         }
     }
 }
@@ -125,6 +140,14 @@ impl Device {
             }
             Work::Record(mark) => mark.come(self.figures.nanoseconds),
             Work::Wait(_) => {}
+            Work::Send { from, size, message } => {
+                message.write(self.memory.touch(*from, *size as u64, false, stamp)?);
+            }
+            Work::Receive { to, size, message } => {
+                if let Some(bytes) = message.read(*size)? {
+                    self.memory.touch(*to, *size as u64, true, stamp)?.copy_from_slice(&bytes);
+                }
+            }
         }
         Ok(())
     }

@@ -51,7 +51,7 @@ pub(crate) fn device_count() -> Result<usize> {
     // SAFETY: the library is the driver, whose initialisers run.
     if !unsafe { sys::is_culib_present() } {
         return Err(unavailable(
-            "libcuda.so was not found; it is part of the driver of NVIDIA".to_owned(),
+            "libcuda.so was not found; install the driver of NVIDIA".to_owned(),
         ));
     }
     // SAFETY: as above.

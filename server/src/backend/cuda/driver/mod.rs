@@ -32,6 +32,7 @@ use staging::{Buffer, Ring};
 use timers::Timers;
 
 mod handles;
+pub(crate) mod lane;
 pub(crate) mod library;
 mod staging;
 mod timers;
