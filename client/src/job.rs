@@ -160,6 +160,11 @@ impl Job {
         self.0.cluster.options.wire
     }
 
+    /// The time limit of a call.
+    pub fn timeout(&self) -> Duration {
+        self.0.cluster.options.timeout
+    }
+
     /// The number of this worker's lease, which no other worker has.
     pub fn lease(&self) -> u64 {
         self.0.lease

@@ -53,6 +53,10 @@ impl Array {
         let bounds = r#box.map(|bounds| bounds.0.clone());
         Ok(Self { address, numel, dtype, bounds, owner, wait, pulled })
     }
+
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait.iter().try_for_each(|wait| wait.call0(py).map(drop))
+    }
 }
 
 impl Array {
@@ -77,7 +81,7 @@ pub(crate) struct Lent {
 impl Lent {
     /// Waits for a copy to the memory.
     pub(crate) fn new(py: Python<'_>, array: &Array) -> PyResult<Self> {
-        array.wait.iter().try_for_each(|wait| wait.call0(py).map(drop))?;
+        array.wait(py)?;
         Ok(Self::before_copy(py, array))
     }
 
@@ -169,7 +173,7 @@ impl Targets {
     }
 }
 
-/// What is to be called when a pull has written all values.
+/// The calls that follow a pull into these arrays.
 pub(crate) fn calls_after_pull(py: Python<'_>, arrays: &Arrays<'_>) -> Vec<Call> {
     let calls = arrays.iter().filter_map(|(_, array)| array.pulled.as_ref());
     calls.map(|call| Call::new(call.clone_ref(py))).collect()

@@ -105,10 +105,10 @@ impl Job {
         bucket: Vec<TensorData>,
         copies: Vec<Call>,
     ) -> PyResult<()> {
-        let sending = self.sending.clone();
+        let (sending, timeout) = (self.sending.clone(), self.job.timeout());
         self.start(outgoing, async move {
             let _permit = acquire(&sending).await?;
-            Call::all(copies).await?;
+            Call::all(copies, timeout).await?;
             attempt.push(bucket).await
         })
     }
@@ -446,7 +446,7 @@ impl Job {
                 None => job.pull(version, targets.targets()?).await?,
                 Some(name) => job.pull_part(version, state_part(&name), targets.targets()?).await?,
             }
-            Call::all(calls).await
+            Call::all(calls, job.timeout()).await
         })?;
         Ok(Transfer::new(task))
     }

@@ -60,6 +60,8 @@ class Array:
         wait: Callable[[], None] | None = None,
         pulled: Callable[[], None] | None = None,
     ) -> Array: ...
+    def wait(self) -> None:
+        """Waits until the memory has the values."""
 
 def hashes(arrays: Sequence[Array]) -> list[int]:
     """A 64-bit hash of the elements of each array (XXH3), to find out whether they are the same.

@@ -1,8 +1,9 @@
-"""Asynchronous copies, with those of a device that copies as late as it may: not before something
-waits for them, from whatever the source has then."""
+"""Asynchronous copies. CPU tensors stand for those of a device whose copies run as late as
+possible: when something waits for them, with the values that the source has then."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -86,20 +87,28 @@ class _ToDevice:
             self._target.copy_(self.host)
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+@contextlib.contextmanager
+def late_copies() -> Iterator[Late]:
+    """Copies of CPU tensors are late."""
     copies, references = Late(), _copies._references
 
-    def without_copies(tensor: Tensor) -> tuple[int, int]:
+    def without_copies(tensor: Tensor) -> tuple[int, int, int]:
         """A real device does not count as a holder of what it copies, as :class:`_ToHost` does."""
-        of_tensor, of_memory = references(tensor)
+        of_tensor, of_memory, of_object = references(tensor)
         memory = tensor.untyped_storage().data_ptr()
         pending = sum(copy.memory == memory for copy in copies.to_come)
-        return of_tensor - 1, of_memory - pending
+        return of_tensor - 1, of_memory - pending, of_object
 
-    monkeypatch.setitem(_copies.COPIES, "cpu", copies)
-    monkeypatch.setattr(_copies, "_references", without_copies)
-    yield copies
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_copies.COPIES, "cpu", copies)
+        patch.setattr(_copies, "_references", without_copies)
+        yield copies
+
+
+@pytest.fixture
+def late() -> Iterator[Late]:
+    with late_copies() as copies:
+        yield copies
 
 
 def results(outcome: Outcome) -> tuple[list[float], list[float], str]:
@@ -107,22 +116,21 @@ def results(outcome: Outcome) -> tuple[list[float], list[float], str]:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_late_copies_change_no_bit(
-    name: str, cluster: zs.Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_copies_change_no_bit(name: str, cluster: zs.Session) -> None:
     for level in LEVELS:
         expected = results(train(TRAININGS[name], level))
-        with monkeypatch.context() as patch:
-            patch.setitem(_copies.COPIES, "cpu", Late())
+        with late_copies() as copies:
             assert results(train(TRAININGS[name], level)) == expected, level
+            assert copies.waits == 0, "nobody holds a gradient"
 
 
 def train_in_a_group(rank: int, world: int) -> list[tuple[list[float], list[float], str]]:
     training = Training("gpt", steps=4, options={"group_size": world, "buffer_max_size": 700})
     with zs.init(shards=2):
         outcomes = [train(training, level, rank, world) for level in LEVELS]
-        _copies.COPIES["cpu"] = Late()
-        outcomes += [train(training, level, rank, world) for level in LEVELS]
+        with late_copies() as copies:
+            outcomes += [train(training, level, rank, world) for level in LEVELS]
+            assert copies.waits == 0, "nobody holds a gradient"
     return [results(outcome) for outcome in outcomes]
 
 
@@ -181,6 +189,19 @@ def test_gradients_that_the_program_holds_are_copied_before_it_changes_them(
 
     assert steps(*build(level, hold), held) == expected
     assert late.waits > 0
+
+
+def test_the_memory_of_a_gradient_and_a_distributed_gradient_may_be_held(late: Late) -> None:
+    def is_held(gradient: Tensor) -> bool:
+        return _copies.is_held(gradient)
+
+    gradient = torch.ones(3)
+    assert not is_held(gradient)
+    memory = gradient.untyped_storage()
+    assert is_held(gradient)
+    del memory
+    assert not is_held(gradient)
+    assert is_held(nn.Parameter(gradient))
 
 
 def test_a_copy_that_fails_is_an_error_of_the_step(

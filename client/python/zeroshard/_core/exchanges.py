@@ -32,6 +32,10 @@ from .framework import Framework, T
 
 _COMPARE, _PULL, _PUSH = 0, 1, 2
 
+#: So many buckets of gradients may be on a device while they are copied to host memory, as many as
+#: ranks without groups send at a time.
+_MAX_COPIES = 3
+
 #: What ranks are about to exchange: epoch, step or version, number of the attempt, kind, item.
 _Key: TypeAlias = tuple[int, int, int, int, int]
 
@@ -125,6 +129,7 @@ class Exchanges(Generic[T]):
                 break
             gradients = [opened.ready.pop(tensor) for tensor in bucket]
             opened.exchanged += 1
+            opened.wait_for_copies(gradients)
             work = functools.partial(self._push, opened, attempt, number, gradients)
             opened.exchanges.append(self._thread.submit(work))
 
@@ -286,12 +291,23 @@ class _Open:
 
     def __init__(self, key: tuple[int, int, int] | None) -> None:
         self.key = key
+        #: The gradients of the last buckets, which a device may still copy to host memory.
+        self._copied: collections.deque[Sequence[Array | None]] = collections.deque()
         #: The gradients of buckets that are not complete.
         self.ready: dict[int, Array | None] = {}
         #: The number of buckets whose exchange was requested.
         self.exchanged = 0
         self.exchanges: list[Future[None]] = []
         self.has_failed = False
+
+    def wait_for_copies(self, gradients: Sequence[Array | None]) -> None:
+        """Adds a bucket, and waits until the gradients of all but the last few are in host memory.
+        Otherwise those of a whole backward pass could wait on a device."""
+        self._copied.append(gradients)
+        if len(self._copied) > _MAX_COPIES:
+            for gradient in self._copied.popleft():
+                if gradient is not None:
+                    gradient.wait()
 
 
 class _Thread:

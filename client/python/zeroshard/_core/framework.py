@@ -237,10 +237,10 @@ class Framework(ABC, Generic[T]):
     @abstractmethod
     def set_gradient(self, parameter: T, gradient: T | None) -> None: ...
 
-    def freed(self, gradient: T) -> None:
-        """Called with a gradient that is being sent, and that only the caller has a reference to,
-        unless the program has one. What the program then writes to it must come after the copy of
-        :meth:`outgoing`."""
+    def order_writes(self, gradient: T) -> None:
+        """Called after :meth:`outgoing`, when only the caller and perhaps the program refer to the
+        gradient. If the program does, what it writes to the gradient from now on must not change
+        the values that :meth:`outgoing` copies."""
 
     def show_mean(
         self, gradients: Gradients[T], entry: Entry[T], freed: bool

@@ -189,7 +189,7 @@ class Gradients(Generic[T]):
                     framework.set_gradient(entry.tensor, None)
                 else:
                     mean.own = None
-                framework.freed(gradient)
+                framework.order_writes(gradient)
         self._sent[entry.index] = framework.given_gradient(entry.tensor)
 
     def _push(self, entry: Entry[T], gradient: T) -> None:

@@ -1,8 +1,8 @@
-"""Copies between a device and host memory that nothing waits for but what needs the values.
+"""Asynchronous copies between a device and host memory.
 
-They run on streams of their own, one for each direction, so that kernels run meanwhile. An event
+They run on streams of their own, one for each direction, while kernels run on others. An event
 before a copy makes it wait for the work that its values depend on, and an event after it makes the
-readers of the values wait. Host memory is pinned; torch keeps it, and the memory of a tensor that
+readers of the values wait. Host memory is pinned. torch keeps it, and the memory of a tensor that
 is freed, until copies on other streams are complete (``Tensor.record_stream``).
 """
 
@@ -14,8 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from ._dtensor import local
 
 
 class CopyToHost(Protocol):
@@ -78,26 +76,33 @@ def host_copy(tensor: Tensor, *, pinned: bool) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
-def _references(tensor: Tensor) -> tuple[int, int]:
-    """The numbers of references to a tensor and to its memory, with those of the callers."""
-    with torch._C.DisableTorchFunctionSubclass():
-        memory = local(tensor).untyped_storage()
-    return sys.getrefcount(tensor), torch._C._storage_Use_Count(memory._cdata)
+#: The numbers of references to a tensor, to its memory, and to the object of its memory.
+_References = tuple[int, int, int]
+
+
+def _references(tensor: Tensor) -> _References:
+    """The references to a plain tensor, with those of the callers."""
+    memory = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(memory._cdata)
+    return sys.getrefcount(tensor), users, sys.getrefcount(memory)
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether something refers to a dense tensor, or to its memory, besides one variable of this
+    """Whether something may refer to a tensor, or to its memory, besides one variable of this
     function's caller and one of the caller's caller."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        # The program may hold the local tensor of a distributed one.
+        return True
     return any(now > alone for now, alone in zip(_references(tensor), _ALONE, strict=True))
 
 
-def _alone() -> tuple[int, int]:
+def _alone() -> _References:
     # As many calls as between such a variable and the count. Versions of Python differ in what a
     # call counts.
-    def caller(tensor: Tensor) -> tuple[int, int]:
+    def caller(tensor: Tensor) -> _References:
         return as_is_held(tensor)
 
-    def as_is_held(tensor: Tensor) -> tuple[int, int]:
+    def as_is_held(tensor: Tensor) -> _References:
         return _references(tensor)
 
     tensor = torch.empty(1, device="cpu")
@@ -115,6 +120,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 class _CudaToHost:
     def __init__(self, source: Tensor) -> None:
+        self._device = source.device
         self.host = host_copy(source, pinned=True)
         stream, _ = _streams(source.device)
         stream.wait_stream(torch.cuda.current_stream(source.device))
@@ -126,7 +132,9 @@ class _CudaToHost:
         source.record_stream(stream)
 
     def wait(self) -> None:
-        self._copied.synchronize()
+        # The current device of a thread is the first one, which this rank may not use.
+        with torch.cuda.device(self._device):
+            self._copied.synchronize()
 
 
 class _CudaToDevice:
@@ -138,8 +146,10 @@ class _CudaToDevice:
         self._copied: torch.cuda.Event | None = None
 
     def start(self) -> None:
-        _, stream = _streams(self._target.device)
-        with torch.cuda.stream(stream):
+        device = self._target.device
+        _, stream = _streams(device)
+        # As above. Without it the first device is also made current afterwards.
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_event(self._free)
             self._target.copy_(self.host, non_blocking=True)
             self._copied = stream.record_event()

@@ -63,10 +63,7 @@ class _Torch(Framework[Tensor]):
     def host(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
 
-    def array(self, host: Tensor, box: Box | None = None) -> Array:
-        return self._array(host, box)
-
-    def _array(
+    def array(
         self,
         host: Tensor,
         box: Box | None = None,
@@ -89,7 +86,7 @@ class _Torch(Framework[Tensor]):
         copies = COPIES.get(tensor.device.type)
         if copies is not None:
             copy = copies.to_host(tensor)
-            return self._array(copy.host, wait=copy.wait)
+            return self.array(copy.host, wait=copy.wait)
         if not _is_plain(tensor):
             tensor = host_copy(tensor, pinned=False).copy_(tensor)
         return self.array(tensor)
@@ -124,8 +121,9 @@ class _Torch(Framework[Tensor]):
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = gradient
 
-    def freed(self, gradient: Tensor) -> None:
+    def order_writes(self, gradient: Tensor) -> None:
         copies = COPIES.get(gradient.device.type)
+        # A sparse gradient has been copied to a dense tensor.
         if copies is not None and not gradient.is_sparse and is_held(gradient):
             copies.precede(gradient.device)
 
@@ -328,7 +326,7 @@ class _ReceivedByDevice:
     def __init__(self, tensor: Tensor, copies: Copies) -> None:
         copy = copies.to_device(tensor)
         self.finish = copy.finish
-        self.array = TORCH._array(copy.host, pulled=copy.start)
+        self.array = TORCH.array(copy.host, pulled=copy.start)
 
 
 class _ReceivedWords:
