@@ -141,6 +141,8 @@ impl AsRef<[u8]> for View {
 }
 
 impl Backend for Cpu {
+    const SUMS_EARLY: bool = true;
+
     type Buffer = Buffer;
 
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer> {
@@ -238,8 +240,6 @@ impl Backend for Cpu {
         let blocks = src.values()[range].chunks(BLOCK);
         Ok(blocks.map(|block| sum::of_block(self.level, block)).collect())
     }
-
-    const SUMS_EARLY: bool = true;
 
     fn apply(
         &self,

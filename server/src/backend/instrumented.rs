@@ -1,4 +1,5 @@
-//! The CPU backend for tests: counts writes, and refuses memory beyond a limit.
+//! The CPU backend for tests: counts writes, refuses memory beyond a limit, and sums blocks as late
+//! as GPUs do.
 
 use std::{
     ops::Range,
@@ -41,6 +42,9 @@ impl Instrumented {
 }
 
 impl Backend for Instrumented {
+    /// As GPUs, so that tests cover both ways.
+    const SUMS_EARLY: bool = false;
+
     type Buffer = Buffer;
 
     fn device(&self) -> DeviceName {
@@ -102,8 +106,6 @@ impl Backend for Instrumented {
     fn block_sums(&self, src: &Buffer, range: Range<usize>) -> Result<Vec<f64>> {
         self.cpu.block_sums(src, range)
     }
-
-    const SUMS_EARLY: bool = Cpu::SUMS_EARLY;
 
     fn apply(
         &self,

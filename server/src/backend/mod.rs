@@ -34,6 +34,7 @@ mod memory;
 mod conformance;
 
 pub use cpu::Cpu;
+pub use cuda::driver::lane::Lane;
 pub use failure::{DeviceName, Failure, Result};
 pub(crate) use memory::Memory;
 
@@ -59,6 +60,10 @@ pub fn gpu(number: usize) -> Result<impl Backend> {
 /// may carry out an operation after the call has returned; the error of a later call is then the
 /// error of that operation.
 pub trait Backend: Send + Sync + 'static {
+    /// Whether a block is best summed as soon as it is complete, while it is in cache. Otherwise
+    /// all blocks are summed at once.
+    const SUMS_EARLY: bool;
+
     /// An array of elements of one dtype.
     type Buffer: Send + Sync + 'static;
 
@@ -95,8 +100,8 @@ pub trait Backend: Send + Sync + 'static {
     fn dtype(&self, buffer: &Self::Buffer) -> DType;
 
     /// Converts `src` and stores it. `src` is little endian, of `dtype`, at any address, with one
-    /// value for each element of `at`. Returns whether all values of `src` are finite, without
-    /// waiting for the device.
+    /// value for each element of `at`. Returns whether all values of `src` are finite; a device may
+    /// carry out the rest later.
     fn store(
         &self,
         dst: &mut Self::Buffer,
@@ -133,10 +138,6 @@ pub trait Backend: Send + Sync + 'static {
     /// block; see [`kernels::sum`] for the order. A sum is finite exactly if every element of the
     /// block is finite.
     fn block_sums(&self, src: &Self::Buffer, range: Range<usize>) -> Result<Vec<f64>>;
-
-    /// Whether a block is best summed as soon as it is complete, while it is in cache. Otherwise
-    /// all blocks are summed at once.
-    const SUMS_EARLY: bool;
 
     /// Applies one optimizer step in one pass over memory (LAMB: two, Adafactor: three). `master`,
     /// `state` (one buffer for each of [`Optimizer::state`], in that order) and `gradient` are f32

@@ -190,7 +190,9 @@ impl<'a, B: Backend> Bench<'a, B> {
         let (mut uploads, mut downloads) = (Vec::new(), Vec::new());
         for _ in 0..self.repeat {
             uploads.push(in_parallel(buffers.iter_mut(), |buffer| {
-                self.gpu.accumulate(buffer, 0..numel, &values, dtype).map(drop)
+                self.gpu.accumulate(buffer, 0..numel, &values, dtype)?;
+                // Waits for the device.
+                self.gpu.block_sums(buffer, 0..1).map(drop)
             })?);
         }
         let buffers: Vec<_> = buffers.into_iter().map(Arc::new).collect();

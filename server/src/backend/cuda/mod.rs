@@ -61,7 +61,7 @@ pub(crate) trait Device: Send + Sync + 'static {
     fn usage(&self) -> Usage;
 
     /// Copies bytes to the device, which `fill` writes. `launches` gets their address, and launches
-    /// the kernels that read them. The memory is only theirs. Does not wait for the device.
+    /// the kernels that read them. The memory is only theirs. Does not wait for them.
     fn upload(
         &self,
         bytes: usize,
@@ -196,6 +196,8 @@ impl<D: Device> Cuda<D> {
 }
 
 impl<D: Device> Backend for Cuda<D> {
+    const SUMS_EARLY: bool = false;
+
     type Buffer = Buffer<D>;
 
     fn device(&self) -> DeviceName {
@@ -305,8 +307,6 @@ impl<D: Device> Backend for Cuda<D> {
         }
         Ok(sums)
     }
-
-    const SUMS_EARLY: bool = false;
 
     fn apply(
         &self,

@@ -8,7 +8,7 @@ use zeroshard_proto::{
 
 use super::*;
 use crate::{
-    backend::Cpu,
+    backend::{Cpu, instrumented::Instrumented},
     shard::test_jobs::{elements, jobs},
 };
 
@@ -77,7 +77,7 @@ fn play(
     groups: &[Vec<Sender>],
     dice: &mut Dice,
 ) -> (Round, Vec<u8>) {
-    let (backend, budget) = (Cpu::new(), Budget::new(u64::MAX));
+    let (backend, budget) = (Instrumented::new(), Budget::new(u64::MAX));
     let mut round = Round::new(index, slice.numel, &job.contributions(0).of_slice(slice));
     // The buffer has other values, so that elements that are not cleared are detected.
     let mut sum = backend.allocate(DType::F32, slice.numel).unwrap();

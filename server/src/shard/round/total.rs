@@ -13,7 +13,8 @@ pub(super) struct Figures {
     numel: usize,
     /// For each block, the number of elements that lack a contribution.
     lacking: Vec<usize>,
-    /// The sum of squares of each complete block; 0 for the others.
+    /// The sum of squares of each complete block; 0 for the others. On a device that sums blocks
+    /// late, 0 until all of them are complete.
     sums: Vec<f64>,
     /// The number of incomplete blocks.
     open: usize,
@@ -103,6 +104,7 @@ impl<B: Backend> Total<'_, B> {
             }
         }
         if figures.open == 0 && !B::SUMS_EARLY {
+            // If it fails, the job ends with the error on this server, and the sums are not used.
             figures.sums = self.backend.block_sums(self.sum, 0..figures.numel)?;
         }
         Ok(())
