@@ -1,10 +1,10 @@
 //! A fake NCCL: the functions of `libnccl.so` that workers call, between devices of this driver.
 //!
 //! Messages are files in a directory that the unique id names, so that ranks may be threads of one
-//! process or processes. As with NCCL, the calls of a communicator that does not block return before
-//! they are complete, a group's operations wait in a stream, and a receive whose message does not
-//! come waits until the communicator is aborted. Two ranks on one device are refused. Sizes that
-//! differ and operations outside of a group are faults.
+//! process or processes. As with NCCL, the calls of a communicator that does not block return
+//! before they are complete, a group's operations wait in a stream, and a receive whose message
+//! does not come waits until the communicator is aborted. Two ranks on one device are refused.
+//! Sizes that differ and operations outside of a group are faults.
 //!
 //! With `FAKE_NCCL_FAIL=FUNCTION:AFTER:CODE`, the first AFTER calls of FUNCTION in this process
 //! succeed, and the next one fails with CODE.
