@@ -207,17 +207,29 @@ impl Nccl {
         let bytes = <[u8; ID_BYTES]>::try_from(bytes);
         let bytes = bytes.expect("the size of the id was checked when it was gathered");
         let id = sys::ncclUniqueId { internal: bytes.map(|byte| byte as _) };
-        // `NCCL_CONFIG_INITIALIZER` of NCCL 2.22, for a communicator that does not block.
+        // `NCCL_CONFIG_INITIALIZER` of NCCL 2.30, for a communicator that does not block. Earlier
+        // versions read the fields that they know.
         let mut config = sys::ncclConfig_t {
             size: size_of::<sys::ncclConfig_t>(),
             magic: 0xcafe_beef,
-            version: 22_200,
+            version: 23_000,
             blocking: 0,
             cgaClusterSize: UNDEFINED,
             minCTAs: UNDEFINED,
             maxCTAs: UNDEFINED,
             netName: ptr::null(),
             splitShare: UNDEFINED,
+            trafficClass: UNDEFINED,
+            commName: ptr::null(),
+            collnetEnable: UNDEFINED,
+            CTAPolicy: UNDEFINED,
+            shrinkShare: UNDEFINED,
+            nvlsCTAs: UNDEFINED,
+            nChannelsPerNetPeer: UNDEFINED,
+            nvlinkCentricSched: UNDEFINED,
+            graphUsageMode: UNDEFINED,
+            numRmaCtx: UNDEFINED,
+            maxP2pPeers: UNDEFINED,
         };
         let mut communicator = Communicator(ptr::null_mut());
         let count = ranks.len() as c_int;
