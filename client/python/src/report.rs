@@ -1,4 +1,4 @@
-//! What a step has done.
+//! The report of a step.
 
 use pyo3::prelude::*;
 use zeroshard_client::{Absent, StepReport};

@@ -59,6 +59,8 @@ fn results() -> String {
         found.extend(peers.all_gather(&group, &[MANY; 3], data(MANY)).unwrap());
         found.push(peers.reduce_scatter(&group, Reduction::Avg, parts()).unwrap());
         found.extend(peers.all_to_all(&group, &sizes, parts()).unwrap());
+        peers.send((peers.rank() + 1) % 3, data(MANY)).unwrap();
+        found.push(peers.recv((peers.rank() + 2) % 3, MANY).unwrap());
         found.concat().iter().map(|value| value.to_bits()).collect::<Vec<_>>()
     });
     let mut hasher = DefaultHasher::new();

@@ -112,8 +112,9 @@ impl Operation<'_> {
         }
         let mut received = Vec::new();
         for &(from, elements) in taken {
-            received.push(self.take_mail(from, round, elements)?);
-            if received.last().is_some_and(Option::is_none) {
+            let is_announced = self.goes_over_nccl(elements);
+            received.push(self.take_mail(from, round, elements, is_announced)?);
+            if is_announced {
                 announced.push((self.channel.group[from], elements));
             }
         }
@@ -128,7 +129,7 @@ impl Operation<'_> {
         Ok(received.flatten().collect())
     }
 
-    /// Whether messages of this size go over NCCL, as sender and receiver both find out.
+    /// Whether messages of this size in rounds go over NCCL. Sender and receiver both know.
     fn goes_over_nccl(&self, elements: usize) -> bool {
         self.nccl.is_some() && elements >= NCCL_FROM
     }
@@ -205,12 +206,17 @@ impl Operation<'_> {
     /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if the message belongs to a
     /// different operation, has a different size, or is sent in another way.
     pub(super) fn take(&self, from: usize, round: u32, elements: usize) -> Result<Vec<f32>> {
-        let data = self.take_mail(from, round, elements)?;
-        data.ok_or_else(|| self.disagreement(from, format!("{} over NCCL", self.text)))
+        Ok(self.take_mail(from, round, elements, false)?.unwrap_or_default())
     }
 
-    /// Takes a message; `None` if it comes over NCCL.
-    fn take_mail(&self, from: usize, round: u32, elements: usize) -> Result<Option<Vec<f32>>> {
+    /// Takes a message; `None` if it comes over NCCL, as it does if `is_announced`.
+    fn take_mail(
+        &self,
+        from: usize,
+        round: u32,
+        elements: usize,
+        is_announced: bool,
+    ) -> Result<Option<Vec<f32>>> {
         let peer = self.channel.group[from];
         let key = Key { from: peer, channel: self.channel.clone(), sequence: self.sequence, round };
         let mail = self.mailbox.take(&key, Instant::now() + self.timeout);
@@ -225,8 +231,8 @@ impl Operation<'_> {
             );
             return Err(self.disagreement(from, theirs));
         }
-        if mail.data.is_none() != self.goes_over_nccl(elements) {
-            let how = if mail.data.is_none() { "over" } else { "not over" };
+        if mail.data.is_none() != is_announced {
+            let how = if is_announced { "not over" } else { "over" };
             return Err(self.disagreement(from, format!("{} {how} NCCL", self.text)));
         }
         Ok(mail.data)

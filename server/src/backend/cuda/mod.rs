@@ -69,8 +69,8 @@ pub(crate) trait Device: Send + Sync + 'static {
         launches: &mut dyn FnMut(Address) -> Result<()>,
     ) -> Result<()>;
 
-    /// Copies bytes from the device. `launches` gets the address of zeroed memory, and launches the
-    /// kernels that fill it. Waits for them.
+    /// Copies bytes from the device. `launches` gets the address of memory for them, and launches
+    /// the kernels that fill all of it. Waits for them.
     fn download(
         &self,
         bytes: &mut [u8],
