@@ -2,9 +2,8 @@
 //! data.
 //!
 //! [`Collectives`] is the interface; [`Peers`] implements it over gRPC between workers, and on
-//! request sends large messages over NCCL. Results have the same bits on every rank and do not
-//! depend on timing or on the way of messages, because the order of a sum depends only on the ranks
-//! and the sizes.
+//! request sends large messages over NCCL. Results have the same bits on every rank, whatever the
+//! timing and the transport, because the order of a sum depends only on the ranks and the sizes.
 
 mod algorithms;
 mod error;

@@ -22,13 +22,14 @@ impl Devices {
     /// # Errors
     /// [`Failure`] of a GPU that was chosen by its number, or that exists and cannot be opened.
     pub(crate) fn open(choice: &DeviceChoice) -> Result<Self> {
-        let gpu = |number| Gpu::open(number, Default::default()).map(Cuda::new);
         match choice {
             DeviceChoice::Cpu => Ok(Self::Cpu(Cpu::new())),
-            DeviceChoice::Cuda(numbers) => {
-                numbers.iter().map(|&number| gpu(number)).collect::<Result<_>>().map(Self::Cuda)
-            }
-            DeviceChoice::Auto => match gpu(0) {
+            DeviceChoice::Cuda(numbers) => numbers
+                .iter()
+                .map(|&number| Cuda::open(number))
+                .collect::<Result<_>>()
+                .map(Self::Cuda),
+            DeviceChoice::Auto => match Cuda::open(0) {
                 Ok(gpu) => {
                     tracing::info!(device = "cuda:0", "slices are in the memory of the GPU");
                     Ok(Self::Cuda(vec![gpu]))

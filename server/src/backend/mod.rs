@@ -51,7 +51,7 @@ pub fn gpus() -> Result<usize> {
 /// # Errors
 /// [`Failure`] if there is no such GPU, or it cannot be used.
 pub fn gpu(number: usize) -> Result<impl Backend> {
-    cuda::driver::Gpu::open(number, Default::default()).map(cuda::Cuda::new)
+    cuda::Cuda::open(number)
 }
 
 /// A device that holds slices of numbers and computes on them.

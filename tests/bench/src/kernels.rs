@@ -175,7 +175,7 @@ impl<'a, B: Backend> Bench<'a, B> {
 
     /// The time in kernels, after all that were launched.
     fn kernel_seconds(&self) -> Result<f64, Failure> {
-        // A sum is read, which waits for the kernels before it.
+        // Reading the sum waits for all earlier kernels.
         self.gpu.block_sums(&self.gradient, 0..COLUMNS)?;
         Ok(self.gpu.usage().map_or(0.0, |usage| usage.kernels.as_secs_f64()))
     }

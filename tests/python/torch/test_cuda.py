@@ -92,8 +92,8 @@ def test_a_gradient_is_freed_when_it_was_copied(level: str, cluster: zs.Session)
         loss.backward()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() < before + layer
-        # Of three layers whose gradients are sent, of those that are computed and, at p_g_os, of
-        # gathered parameters.
+        # The gradients of three layers are sent while those of others are computed. At p_g_os there
+        # are gathered parameters as well.
         assert torch.cuda.max_memory_allocated() < before + 10 * layer
         optimizer.step()
 

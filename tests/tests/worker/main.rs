@@ -24,7 +24,11 @@ const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src");
 
 /// Trains a small model for a few steps, and returns the printed lines.
 fn train(flags: &str) -> Vec<Value> {
-    let output = start(flags);
+    lines(flags, start(flags))
+}
+
+/// The printed lines of a run that has succeeded.
+fn lines(flags: &str, output: Output) -> Vec<Value> {
     assert!(output.status.success(), "{flags}: {output:?}");
     let text = String::from_utf8(output.stdout).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()

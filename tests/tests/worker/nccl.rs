@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use zeroshard_tests::{binary, gpu::with_fake_driver};
 
-use crate::{arguments, hash, start, train};
+use crate::{arguments, hash, lines, start, train};
 
 /// A model whose hidden states and gradients are large messages.
 const MODEL: &str = "--width 64 --context 32 --batch 16 --blocks 1 --heads 4 --steps 6 --shards 2 \
@@ -23,11 +23,8 @@ fn over_nccl(flags: &str, failing: &str) -> Output {
 fn results_over_nccl_are_those_over_grpc() {
     for ranks in ["--tensor-parallel 2", "--workers 2 --group 2"] {
         let flags = format!("{MODEL} {ranks}");
-        let output = over_nccl(&flags, "");
-        assert!(output.status.success(), "{flags}: {output:?}");
-        let lines = String::from_utf8(output.stdout).unwrap();
-        let lines: Vec<_> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(hash(&lines), hash(&train(&flags)), "{ranks}");
+        let found = hash(&lines(&flags, over_nccl(&flags, "")));
+        assert_eq!(found, hash(&train(&flags)), "{ranks}");
         // The messages do go over NCCL.
         let failed = over_nccl(&flags, "ncclGroupEnd:5:6");
         let text = String::from_utf8_lossy(&failed.stderr).into_owned();

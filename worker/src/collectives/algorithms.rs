@@ -67,13 +67,11 @@ pub(super) fn all_to_all(
     sizes: &[usize],
     mut parts: Vec<Vec<f32>>,
 ) -> Result<Vec<Vec<f32>>> {
-    let sent = at.others().map(|other| (other, Numbers::new(std::mem::take(&mut parts[other]))));
-    let taken: Vec<_> = at.others().map(|other| (other, sizes[other])).collect();
-    let received = at.exchange(0, sent.collect(), &taken)?;
-    for (other, part) in at.others().zip(received) {
-        parts[other] = part;
-    }
-    Ok(parts)
+    let own = std::mem::take(&mut parts[at.me()]);
+    let mut received =
+        with_others(at, sizes, |other| Numbers::new(std::mem::take(&mut parts[other])))?;
+    received[at.me()] = own;
+    Ok(received)
 }
 
 /// See [`super::Collectives::all_gather`].
@@ -88,17 +86,29 @@ pub(super) fn all_gather(
     to_all(at, sizes, data)
 }
 
-/// Sends data to all other ranks, and returns that of all ranks. `sizes` has its elements.
+/// Sends `data` to all other ranks, and returns the data of all ranks. `sizes` has the number of
+/// elements of each rank.
 fn to_all(at: &Operation<'_>, sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
     let mine = Numbers::new(data);
-    let sent = at.others().map(|other| (other, mine.clone())).collect();
-    let taken: Vec<_> = at.others().map(|other| (other, sizes[other])).collect();
-    let received = at.exchange(0, sent, &taken)?;
-    let mut parts: Vec<Vec<f32>> = vec![Vec::new(); at.size()];
+    let mut parts = with_others(at, sizes, |_| mine.clone())?;
+    parts[at.me()] = mine.into_values();
+    Ok(parts)
+}
+
+/// Sends `part(other)` to every other rank, and returns the parts that they have sent to this one,
+/// by place. The part of this rank is empty.
+fn with_others(
+    at: &Operation<'_>,
+    sizes: &[usize],
+    mut part: impl FnMut(usize) -> Numbers,
+) -> Result<Vec<Vec<f32>>> {
+    let sent = at.others().map(|other| (other, part(other))).collect();
+    let expected: Vec<_> = at.others().map(|other| (other, sizes[other])).collect();
+    let received = at.exchange(0, sent, &expected)?;
+    let mut parts = vec![Vec::new(); at.size()];
     for (other, part) in at.others().zip(received) {
         parts[other] = part;
     }
-    parts[at.me()] = mine.into_values();
     Ok(parts)
 }
 

@@ -1,10 +1,9 @@
 //! Messages from GPU to GPU over NCCL.
 //!
-//! The connections over gRPC stay in control: a rank announces a message to its receiver there, and
-//! the ranks call NCCL only for messages that have been announced. Ranks that disagree are found
-//! before, and a rank that waits for NCCL finds out there when its peer is lost, and gives the
-//! communicator up (`ncclCommAbort`). The communicator does not block: calls return, and are asked
-//! until they are complete.
+//! Before a rank sends a message over NCCL, it announces it to the receiver over gRPC, so both call
+//! NCCL only if they have called the same operation. While a rank waits for NCCL, it learns over
+//! gRPC that a peer is lost, and aborts the communicator (`ncclCommAbort`). The communicator does
+//! not block: its calls return at once, and their status is polled until they are complete.
 #![allow(unsafe_code)]
 
 use std::{
@@ -41,9 +40,9 @@ const FUNCTIONS: [&str; 10] = [
 const ID_BYTES: usize = 128;
 /// A unique id in f32 elements, as ranks exchange it.
 pub(super) const ID_ELEMENTS: usize = ID_BYTES / size_of::<f32>();
-/// The time for a communicator to end after its last operation.
+/// The time limit for `ncclCommFinalize`.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time between questions whether a call is complete, after the first ones.
+/// The time between two polls of a status, after the first ones.
 const PAUSE: Duration = Duration::from_micros(50);
 
 /// Why a call did not succeed.
@@ -78,10 +77,10 @@ fn checked(call: &str, done: std::result::Result<NcclStatus, NcclError>) -> Resu
     done.map_err(|NcclError(code)| Stopped::Failed(format!("{call} failed: {code:?}")))
 }
 
-/// Tells whether to wait any longer.
+/// A function that fails when it is useless to wait any longer.
 pub(super) type Wait<'a> = &'a dyn Fn() -> std::result::Result<(), Error>;
 
-/// Waits between two questions, shortly at first.
+/// Waits until the next poll: only for a moment during the first ones.
 fn pause(asked: &mut u32, wait: Wait<'_>) -> Result<()> {
     wait().map_err(Stopped::Peer)?;
     *asked += 1;
@@ -93,10 +92,10 @@ fn pause(asked: &mut u32, wait: Wait<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A GPU of a machine that has NCCL.
+/// Opens a GPU for messages over NCCL.
 ///
 /// # Errors
-/// What is missing.
+/// A text that says what is missing.
 pub(super) fn open(device: usize) -> std::result::Result<Lane, String> {
     // SAFETY: the initialisers of the library run.
     if !unsafe { sys::is_culib_present() } {
@@ -163,7 +162,7 @@ impl Communicator {
         checked("an operation of NCCL", status.result())
     }
 
-    /// Gives it up, with what it waits for.
+    /// Aborts all operations, and destroys the communicator.
     fn abort(&mut self) {
         if !self.0.is_null() {
             // SAFETY: the communicator exists, and is not used afterwards.
@@ -246,8 +245,9 @@ impl Nccl {
         Ok(Self { state: Mutex::new(State { communicator, lane }), ranks: ranks.to_vec() })
     }
 
-    /// Sends messages to some ranks, and receives those of others, which have so many elements. All
-    /// of these ranks must exchange the same messages. After an error the connection is closed.
+    /// Sends a message to each rank in `sent`, and receives one from each rank in `taken`, which
+    /// also has the numbers of elements. The peers must make the matching calls. After an error the
+    /// connection is closed.
     pub(super) fn exchange(
         &self,
         sent: &[(u32, Bytes)],
@@ -280,7 +280,7 @@ impl Nccl {
         let to = lane.receive(&sizes)?;
         checked("ncclGroupStart", result::group_start())?;
         let queued = self.queue(communicator, lane, (sent, &from), (taken, &to));
-        // It is called after an error as well, because the group belongs to this thread.
+        // The group is open in this thread, and must be closed after an error as well.
         let ended = checked("ncclGroupEnd", result::group_end());
         queued?;
         // What is queued afterwards comes after the messages.

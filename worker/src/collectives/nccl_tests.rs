@@ -16,7 +16,7 @@ use super::{Collectives, Result};
 
 /// Enough elements for NCCL and for the ring.
 const MANY: usize = 100_003;
-/// What a process is to find.
+/// The variable with the result that the other process must find.
 const EXPECTED: &str = "ZEROSHARD_TEST_EXPECTED";
 
 /// Runs tests in a process whose driver and NCCL are fake, and which is aborted when it uses a
@@ -110,8 +110,15 @@ fn a_failing_call_is_an_error_that_names_it_and_the_other_rank_does_not_wait() {
     }
     let name = "collectives::nccl_tests::\
                 a_failing_call_is_an_error_that_names_it_and_the_other_rank_does_not_wait";
-    let calls =
-        ["ncclCommInitRankConfig", "ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"];
+    let calls = [
+        "ncclGetUniqueId",
+        "ncclCommInitRankConfig",
+        "ncclCommGetAsyncError",
+        "ncclGroupStart",
+        "ncclSend",
+        "ncclRecv",
+        "ncclGroupEnd",
+    ];
     for call in calls {
         let settings = [("FAKE_NCCL_FAIL", format!("{call}:0:3"))];
         let output = over_nccl(&["--exact", name], &settings);

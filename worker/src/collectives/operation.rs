@@ -12,8 +12,8 @@ use super::mailbox::{Channel, Key, Mailbox, Missing};
 use super::nccl::Nccl;
 use super::peers::LEAVE_TIMEOUT;
 
-/// The number of elements from which a message goes over NCCL (64 KiB). Starting it costs more time
-/// than it saves for fewer.
+/// Messages with at least this many elements (64 KiB) go over NCCL. For smaller ones, starting NCCL
+/// would take longer than the transfer over gRPC.
 const NCCL_FROM: usize = 16 << 10;
 
 /// Shared f32 values that can be sent to several peers without a copy.
@@ -66,7 +66,7 @@ pub(super) struct Operation<'a> {
     pub(super) text: String,
     /// The time to wait for each message.
     pub(super) timeout: Duration,
-    /// The way of large messages in rounds.
+    /// Carries the large messages of collectives. `None`: all messages go over gRPC.
     pub(super) nccl: Option<&'a Nccl>,
 }
 
@@ -89,8 +89,8 @@ impl Operation<'_> {
         (1..size).map(move |distance| (me + distance) % size)
     }
 
-    /// Sends messages to some places, and takes those of the same round from others, with their
-    /// numbers of elements. The result is in the order of `taken`.
+    /// Sends a message to each place in `sent`, and receives one of the same round from each place
+    /// in `taken`, which also has the numbers of elements. The result is in the order of `taken`.
     ///
     /// # Errors
     /// Those of [`Self::take`]; [`Error::Nccl`].
@@ -129,7 +129,8 @@ impl Operation<'_> {
         Ok(received.flatten().collect())
     }
 
-    /// Whether messages of this size in rounds go over NCCL. Sender and receiver both know.
+    /// Whether a message of [`Self::exchange`] with this many elements goes over NCCL. The sender
+    /// and the receiver come to the same result.
     fn goes_over_nccl(&self, elements: usize) -> bool {
         self.nccl.is_some() && elements >= NCCL_FROM
     }
@@ -148,7 +149,7 @@ impl Operation<'_> {
         nccl.exchange(sent, taken, &wait).map_err(|stopped| stopped.into_error(failed))
     }
 
-    /// A function that tells whether to wait any longer for these peers.
+    /// Returns a function that fails when it is useless to wait any longer for these peers.
     pub(super) fn waiting_for(&self, peers: Vec<u32>) -> impl Fn() -> Result<()> {
         let began = Instant::now();
         let lost = Cell::new(None);
@@ -164,7 +165,8 @@ impl Operation<'_> {
                 }
             }
             if began.elapsed() >= self.timeout {
-                return Err(self.missing(peers[0], Missing::Late(None)));
+                let peer = peers.first().copied().unwrap_or(self.rank);
+                return Err(self.missing(peer, Missing::Late(None)));
             }
             Ok(())
         }

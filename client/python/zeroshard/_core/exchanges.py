@@ -32,8 +32,8 @@ from .framework import Framework, T
 
 _COMPARE, _PULL, _PUSH = 0, 1, 2
 
-#: So many buckets of gradients may be on a device while they are copied to host memory, as many as
-#: ranks without groups send at a time.
+#: The number of buckets of gradients that a device may be copying to host memory at a time. Ranks
+#: without groups send as many at a time.
 _MAX_COPIES = 3
 
 #: What ranks are about to exchange: epoch, step or version, number of the attempt, kind, item.

@@ -141,6 +141,13 @@ fn parts(elements: &Elements, stage: usize) -> Vec<Vec<Range<usize>>> {
     parts
 }
 
+impl Cuda<driver::Gpu> {
+    /// Opens a GPU.
+    pub(crate) fn open(number: usize) -> Result<Self> {
+        driver::Gpu::open(number, Default::default()).map(Self::new)
+    }
+}
+
 impl<D: Device> Cuda<D> {
     pub(crate) fn new(device: D) -> Self {
         Self { device: Arc::new(device), level: Level::best() }
@@ -153,8 +160,8 @@ impl<D: Device> Cuda<D> {
 
     /// Uploads values, and launches a kernel for each run of consecutive elements. `launch` gets
     /// the first element, the number of elements, and the address of their values. Returns whether
-    /// all are finite, which is found out while they are copied to pinned memory: the device is not
-    /// waited for.
+    /// all are finite. The host checks this while it copies them to pinned memory, so that it does
+    /// not wait for the device.
     fn receive(
         &self,
         at: &Elements,

@@ -17,8 +17,8 @@ const ALIGNMENT: usize = 256;
 /// A stream of a GPU, and memory for messages: pinned memory of the host, and memory of the device
 /// of the same size, for those that are sent and for those that are received.
 ///
-/// Its operations are queued in the order of the calls. After [`Self::arrive`] the messages have
-/// been received when [`Self::is_done`] says so; until then no other method may be called.
+/// Its operations are queued in the order of the calls. After [`Self::arrive`], no other method may
+/// be called until [`Self::is_done`] returns true: then the messages have been received.
 pub struct Lane {
     // Dropped in this order; the context is last.
     sent: Memory,
@@ -93,7 +93,7 @@ impl Lane {
         })
     }
 
-    /// Makes the GPU the current one of this thread, as the other methods and libraries need it.
+    /// Makes the GPU current in this thread. The other methods and the library require it.
     pub fn bind(&self) -> Result<()> {
         self.context.bind()
     }

@@ -17,7 +17,7 @@
 #define EACH_THREAD(t) for (unsigned t = threadIdx.x, once = 1; once; once = 0)
 // Separates phases: what the threads have written before is visible after it.
 #define SYNC __syncthreads()
-// A loop that reads several elements before it adds the first one. The order of a sum stays.
+// Unrolls a loop, so that it reads several elements ahead. The order of additions stays the same.
 #define UNROLL _Pragma("unroll 8")
 // Runs the statement for each of n elements, which the threads of all blocks share.
 #define EACH(i, n)                                                                                 \
