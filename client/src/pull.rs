@@ -132,13 +132,12 @@ pub(crate) fn plan_pieces<'a>(
     exchange: &Exchange,
     mut slots: Slots<'a>,
 ) -> Result<Vec<ServerPull<'a>>> {
-    let numel: usize = exchange.own_pieces().map(|piece| piece.elements.len()).sum();
-    if slots.len() != numel {
-        let what = "room for the pieces of a rank";
-        return Err(Error::invalid(what, slots.len(), format!("{numel} elements")));
+    if slots.len() != exchange.part_len() {
+        let (what, expected) = ("room for the pieces of a rank", exchange.part_len());
+        return Err(Error::invalid(what, slots.len(), format!("{expected} elements")));
     }
     let mut pulls = empty(placement, dtype);
-    for piece in exchange.own_pieces() {
+    for piece in exchange.own_pulls() {
         let tensor = exchange.tensors()[piece.tensor].index();
         let data = slots.split_off(piece.elements.len());
         let pull = &mut pulls[placement.primary(piece.slice as usize)];

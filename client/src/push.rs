@@ -174,7 +174,7 @@ fn plan_sums(
     let Sums { values: data, overflow } = sums;
     let mut pushes = empty(placement);
     let mut begin = 0;
-    for piece in exchange.own_pieces() {
+    for piece in exchange.own_pushes() {
         let range = begin..begin + piece.elements.len();
         begin = range.end;
         if !is_present[piece.tensor] {

@@ -1,7 +1,7 @@
 //! Groups of ranks in one process, which exchange gradients and parameters without a network.
 
 use zeroshard_client::{
-    Attempt, Commit, Exchange, Job, Result, StepReport, TensorData, TensorId, Values,
+    Attempt, Commit, Exchange, Job, Result, Slots, StepReport, TensorData, TensorId, Values,
 };
 use zeroshard_proto::DType;
 
@@ -78,34 +78,37 @@ pub async fn step(jobs: &[Job], step: u64, commit: &Commit) -> Result<Vec<StepRe
 }
 
 /// Pulls the parameters of all tensors that own their storage at `version`, in pieces, and puts
-/// them together for one rank of the group, in the order of the tensors.
+/// them together for the rank at position `of` of the group, in the order of the tensors.
 ///
 /// # Errors
 /// Those of [`Job::pull_pieces`].
-pub async fn pull(group: &[Job], version: u64) -> Result<Vec<(TensorId, Vec<f32>)>> {
+pub async fn pull(group: &[Job], of: usize, version: u64) -> Result<Vec<(TensorId, Vec<f32>)>> {
     let mut tensors = Vec::new();
     for buffers in [false, true] {
-        let of =
+        let of_kind =
             |job: &Job| exchange(job, |spec| spec.alias_of.is_none() && spec.buffer == buffers);
-        let whole = of(&group[0])?;
-        let specs = group[0].spec().manifest.tensors();
-        let mut values: Vec<Vec<f32>> = whole
-            .tensors()
-            .iter()
-            .map(|tensor| vec![0.0; specs[tensor.index()].numel() as usize])
-            .collect();
+        let receiver = of_kind(&group[of])?;
+        let numel = |tensor: &TensorId| {
+            let bounds = group[of].spec().local_box(tensor.index(), group[of].rank());
+            bounds.size.iter().product::<u64>() as usize
+        };
+        let mut values: Vec<Vec<f32>> =
+            receiver.tensors().iter().map(|tensor| vec![0.0; numel(tensor)]).collect();
         for job in group {
-            let own = of(job)?;
-            let mut pieces = vec![0_f32; own.sent_to(job.rank())];
-            job.pull_pieces(version, &own, (&mut pieces).into()).await?;
-            let mut rest = &pieces[..];
-            for piece in whole.pieces(job.rank()) {
-                let (part, later) = rest.split_at(piece.elements.len());
-                values[piece.tensor][piece.elements.clone()].copy_from_slice(part);
-                rest = later;
+            let (own, mut message) = (of_kind(job)?, Vec::new());
+            let mut part = vec![0_f32; own.part_len()];
+            job.pull_pieces(version, &own, (&mut part).into()).await?;
+            let part: Vec<u8> = part.iter().flat_map(|value| value.to_le_bytes()).collect();
+            own.pack_part(&part, DType::F32, receiver.rank(), &mut message)?;
+            assert_eq!(message.len(), 4 * own.part_for(receiver.rank()));
+            assert_eq!(message.len(), 4 * receiver.part_from(job.rank()));
+            for piece in receiver.split(job.rank(), &message, DType::F32) {
+                let (piece, bytes) = piece?;
+                let mut slots = Slots::from(&mut values[piece.tensor]);
+                slots.fill(piece.elements.clone(), bytes, DType::F32)?;
             }
         }
-        tensors.extend(whole.tensors().iter().copied().zip(values));
+        tensors.extend(receiver.tensors().iter().copied().zip(values));
     }
     tensors.sort_by_key(|(tensor, _)| tensor.index());
     Ok(tensors)

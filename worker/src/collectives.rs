@@ -6,6 +6,7 @@
 //! timing and the transport, because the order of a sum depends only on the ranks and the sizes.
 
 mod algorithms;
+mod connections;
 mod error;
 mod mailbox;
 mod nccl;
@@ -23,8 +24,9 @@ use std::fmt;
 
 use zeroshard_proto::Reduction;
 
+pub use connections::{Listening, Options};
 pub use error::{Error, Place, Result};
-pub use peers::{Listening, Options, Peers};
+pub use peers::Peers;
 
 /// Collective operations in a group of ranks.
 ///

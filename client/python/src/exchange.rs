@@ -2,7 +2,8 @@
 //! becomes of it. The framework's process group transfers it.
 //!
 //! Messages consist of whole words of 4 bytes. A message with gradients begins with one word for
-//! each tensor, which is 0 if the sender has no gradient of it.
+//! each tensor, which is 0 if the sender has no gradient of it. The message with the parameters that
+//! a rank has pulled is the same for all ranks if they hold the same elements of each tensor.
 
 use pyo3::prelude::*;
 use zeroshard_client as client;
@@ -73,11 +74,31 @@ impl Exchange {
         Ok((self.exchange.add(&received, self.dtype)?, present))
     }
 
-    /// Copies the pieces of all ranks, which are in parts of equal size, to the tensors.
-    fn copy(&self, parts: &[u8], targets: &mut [client::Target<'_>]) -> Result<()> {
-        let parts = parts.chunks_exact(self.part_words() * WORD);
-        for (rank, part) in self.exchange.group().zip(parts) {
-            for (piece, values) in self.exchange.split(rank, part, self.dtype) {
+    /// Writes the messages with parameters to all ranks, one after the other.
+    fn write_parts(&self, part: &[u8], mut into: &mut [u8]) -> Result<()> {
+        let mut packed = Vec::new();
+        for rank in self.exchange.group() {
+            let words = self.words_of(self.exchange.part_for(rank));
+            let (message, rest) = into
+                .split_at_mut_checked(words * WORD)
+                .ok_or_else(|| too_small("room for parameters", words))?;
+            into = rest;
+            packed.clear();
+            self.exchange.pack_part(part, self.dtype, rank, &mut packed)?;
+            message[..packed.len()].copy_from_slice(&packed);
+        }
+        Ok(())
+    }
+
+    /// Copies the parameters in the messages from all ranks to the tensors.
+    fn copy(&self, mut messages: &[u8], targets: &mut [client::Target<'_>]) -> Result<()> {
+        for (rank, words) in self.exchange.group().zip(self.taken_words()) {
+            let (message, rest) = messages
+                .split_at_checked(words * WORD)
+                .ok_or_else(|| too_small("received parameters", words))?;
+            messages = rest;
+            for piece in self.exchange.split(rank, message, self.dtype) {
+                let (piece, values) = piece?;
                 let target = &mut targets[piece.tensor];
                 target.data.fill(piece.elements.clone(), values, self.dtype)?;
             }
@@ -87,7 +108,7 @@ impl Exchange {
 
     /// The beginning of a part of memory, for the pieces of this rank.
     pub(crate) fn own_slots<'a>(&self, part: &'a mut Lent) -> Result<client::Slots<'a>> {
-        let numel = self.exchange.sent_to(self.exchange.rank());
+        let numel = self.exchange.part_len();
         let slots = part.bytes_mut().get_mut(..numel * self.dtype.size());
         let slots = slots.ok_or_else(|| too_small("room for pieces", self.words_of(numel)))?;
         client::Slots::new(slots, self.dtype)
@@ -113,9 +134,33 @@ impl Exchange {
     }
 
     #[getter]
+    fn is_whole(&self) -> bool {
+        self.exchange.is_whole()
+    }
+
+    #[getter]
     fn part_words(&self) -> usize {
-        let words = |rank| self.words_of(self.exchange.sent_to(rank));
-        self.exchange.group().map(words).max().unwrap_or_default()
+        match self.exchange.is_whole() {
+            true => self.taken_words()[0],
+            false => self.words_of(self.exchange.part_len()),
+        }
+    }
+
+    #[getter]
+    fn given_words(&self) -> Vec<usize> {
+        let words = |rank| self.words_of(self.exchange.part_for(rank));
+        self.exchange.group().map(words).collect()
+    }
+
+    #[getter]
+    fn taken_words(&self) -> Vec<usize> {
+        let words = |rank| self.words_of(self.exchange.part_from(rank));
+        let words: Vec<_> = self.exchange.group().map(words).collect();
+        match self.exchange.is_whole() {
+            // The parts are gathered, and have the size of the largest.
+            true => vec![words.iter().copied().max().unwrap_or_default(); words.len()],
+            false => words,
+        }
     }
 
     fn pack(
@@ -133,14 +178,24 @@ impl Exchange {
         py.detach(|| self.write(&gradients, into.bytes_mut())).map_err(raise)
     }
 
+    fn pack_part(
+        &self,
+        py: Python<'_>,
+        part: PyRef<'_, Array>,
+        into: PyRef<'_, Array>,
+    ) -> PyResult<()> {
+        let (part, mut into) = (Lent::new(py, &part)?, Lent::new(py, &into)?);
+        py.detach(|| self.write_parts(part.as_ref(), into.bytes_mut())).map_err(raise)
+    }
+
     fn place(
         &self,
         py: Python<'_>,
-        parts: PyRef<'_, Array>,
+        messages: PyRef<'_, Array>,
         arrays: Vec<PyRef<'_, Array>>,
     ) -> PyResult<()> {
-        let parts = Lent::new(py, &parts)?;
+        let messages = Lent::new(py, &messages)?;
         let mut targets = Targets::new(py, &arrays.into_iter().map(|array| (0, array)).collect());
-        py.detach(|| self.copy(parts.as_ref(), &mut targets.targets()?)).map_err(raise)
+        py.detach(|| self.copy(messages.as_ref(), &mut targets.targets()?)).map_err(raise)
     }
 }

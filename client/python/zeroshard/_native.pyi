@@ -311,13 +311,28 @@ class Exchange:
         """The words of the messages with gradients for this rank, by the rank of the group that
         sends them."""
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank of the group holds the same elements of each tensor. Then each rank
+        needs the whole parts of the others, which have the same number of words."""
+    @property
     def part_words(self) -> int:
-        """The words of the largest part of the parameters that one rank of the group pulls."""
+        """The words of the part of the parameters that this rank pulls."""
+    @property
+    def given_words(self) -> list[int]:
+        """The words of this rank's messages with parameters, by the rank of the group to which they
+        are sent, unless :attr:`is_whole`."""
+    @property
+    def taken_words(self) -> list[int]:
+        """The words of the messages with parameters for this rank, by the rank of the group that
+        sends them."""
     def pack(self, gradients: Sequence[Array | None], into: Array) -> None:
-        """Writes this rank's messages, one after the other. ``gradients``: of each tensor, or None
-        if this rank has none."""
-    def place(self, parts: Array, arrays: Sequence[Array]) -> None:
-        """Copies the parts of all ranks, each of which has :attr:`part_words`, to the tensors."""
+        """Writes this rank's messages with gradients, one after the other. ``gradients``: of each
+        tensor, or None if this rank has none."""
+    def pack_part(self, part: Array, into: Array) -> None:
+        """Writes this rank's messages with parameters, one after the other, unless
+        :attr:`is_whole`. ``part``: those that this rank has pulled."""
+    def place(self, messages: Array, arrays: Sequence[Array]) -> None:
+        """Copies the parameters in the messages from all ranks to the tensors."""
 
 @final
 class OpenAttempt:

@@ -183,10 +183,10 @@ impl Attempt {
         present: &[&[bool]],
     ) -> Result<()> {
         let mut is_present = vec![false; exchange.tensors().len()];
-        for piece in exchange.own_pieces() {
+        for piece in exchange.own_pushes() {
             let mut ranks = exchange.group().zip(present);
             is_present[piece.tensor] = ranks.any(|(rank, flags)| {
-                piece.order.contains(&rank) && flags.get(piece.tensor).copied().unwrap_or(false)
+                piece.ranks.contains(&rank) && flags.get(piece.tensor).copied().unwrap_or(false)
             });
         }
         let begin = self.begin(self.gradients());

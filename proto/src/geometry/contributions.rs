@@ -155,21 +155,30 @@ pub struct LocalTensor {
     ranks: Option<Ranks>,
     /// The ranks that push each share of their contributions.
     sharers: Option<Sharers>,
+    /// The ranks of the group that hold the box.
+    holders: Ranks,
 }
 
 impl LocalTensor {
     /// The part of `rank` according to the job's layout of the tensor.
     pub fn new(job: &JobSpec, tensor: usize, rank: u32) -> Self {
         let group = job.group_of(rank);
+        let holders = Ranks::new(match job.manifest.tensors()[tensor].layout {
+            None => group.clone().collect(),
+            Some(_) => {
+                let own = job.local_box(tensor, rank);
+                group.clone().filter(|&other| job.local_box(tensor, other) == own).collect()
+            }
+        });
         match job.contributions(tensor).of_rank(rank) {
             Some(Contributors { of, ranks, sharers }) => {
                 let (ranks, sharers) = (Some(ranks.clone()), Some(sharers.clone()));
-                Self { of: of.clone(), rank, group, ranks, sharers }
+                Self { of: of.clone(), rank, group, ranks, sharers, holders }
             }
             None => {
                 let shape = &job.manifest.tensors()[tensor].shape;
                 let of = Arc::new(StridedBox::new(shape, job.local_box(tensor, rank)));
-                Self { of, rank, group, ranks: None, sharers: None }
+                Self { of, rank, group, ranks: None, sharers: None, holders }
             }
         }
     }
@@ -183,6 +192,9 @@ impl LocalTensor {
             if let Some(before) = locals.last().filter(|before| before.ranks == local.ranks) {
                 local.ranks.clone_from(&before.ranks);
                 local.sharers.clone_from(&before.sharers);
+            }
+            if let Some(before) = locals.last().filter(|before| before.holders == local.holders) {
+                local.holders.clone_from(&before.holders);
             }
             locals.push(local);
         }
@@ -228,8 +240,20 @@ impl LocalTensor {
         self.shares(slice, numel).iter().any(|share| share.rank == self.rank)
     }
 
-    /// The ranks of the group that hold the box, in the order in which they are added for slice
-    /// number `slice`.
+    /// The ranks of the group that hold the box.
+    pub fn holders(&self) -> &Ranks {
+        &self.holders
+    }
+
+    /// The rank that pulls each part of the parameters in slice number `slice` for the holders, of
+    /// which this rank holds `numel` elements, and the elements, counted from 0.
+    pub fn pulls(&self, slice: u32, numel: usize) -> Vec<(u32, Range<usize>)> {
+        let sharers = Sharers::new(&self.holders, self.group.len() as u32);
+        sharers.of(slice, numel).map(|(ranks, elements)| (ranks[0], elements)).collect()
+    }
+
+    /// The ranks of the group that contribute to the box, in the order in which they are added for
+    /// slice number `slice`.
     pub fn in_order(&self, slice: u32) -> Vec<u32> {
         let Some(ranks) = &self.ranks else { return Vec::new() };
         let order = (0..ranks.len()).map(|turn| ranks.at_turn(turn, slice));

@@ -11,6 +11,7 @@ import zeroshard as zs
 
 import models
 import ranks
+from test_dist_model import batch, optimizer_of, sharded
 from training import LEVELS, SEGMENT, Outcome, Training, assert_same, train, worst
 from zeroshard.paddle import group_sharded_parallel
 
@@ -68,6 +69,40 @@ def test_groups_of_four_ranks_have_the_same_bits_at_all_levels() -> None:
     the_same([alone, whole])
     # Two groups add in another order than four ranks.
     assert worst(pairs.losses, alone.losses) <= 1e-6 and pairs.hash != alone.hash
+
+
+def train_on_a_mesh(rank: int, world: int, sizes: list[int]) -> dict[int, list[str]]:
+    """The hashes at all levels, by group size, of replicas that are sharded over two ranks."""
+    found: dict[int, list[str]] = {}
+    for size in sizes:
+        for level in LEVELS:
+            _, layer = sharded([rank // 2 * 2, rank // 2 * 2 + 1])
+            model, optimizer, _ = group_sharded_parallel(
+                layer,
+                optimizer_of(layer),
+                level,
+                group_size=size,
+                segment_size=16,
+                buffer_max_size=60,
+            )
+            for step in range(3):
+                inputs, labels = batch(2 * step + rank // 2)
+                paddle.nn.MSELoss()(model(inputs), labels).backward()
+                optimizer.step()
+                optimizer.clear_grad()
+            found.setdefault(size, []).append(optimizer.state_hash())
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ranks_of_a_mesh_in_one_group_have_the_bits_of_ranks_that_push_alone(
+    world: int, processes: dict[str, str]
+) -> None:
+    results = ranks.run(world, train_on_a_mesh, world, sorted({1, 2, world}), env=processes)
+    for found in results:
+        assert found == results[0]
+        assert found[world] == found[1]
+        assert all(len(set(hashes)) == 1 for hashes in found.values()), found
 
 
 def refuse(rank: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import models
 import ranks
@@ -80,6 +81,77 @@ def test_four_ranks_have_the_same_bits_in_groups_on_any_number_of_servers() -> N
     assert pairs[2] != alone[2]
     for shards in (1, 7):
         assert the_same([one for result in found[shards] for one in result["mlp", 2]]) == pairs
+
+
+# ---- tensor parallelism
+
+
+class Rows(torch.nn.Module):
+    """Two layers of a size that two ranks do not divide evenly, and parameters that every rank
+    has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(30)
+        self.up = torch.nn.Linear(30, 37)
+        self.down = torch.nn.Linear(37, 30, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def tensor_parallel(
+    rank: int, shape: tuple[int, int], shards: int, sizes: list[int]
+) -> dict[int, list[tuple[list[float], str]]]:
+    """The losses of this rank and the hashes at all levels, for each group size."""
+    from zeroshard.torch.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    found: dict[int, list[tuple[list[float], str]]] = {}
+    with zs.init(shards=shards):
+        for size in sizes:
+            for level in LEVELS:
+                torch.manual_seed(5)
+                layers = [Rows() for _ in range(2)]
+                for layer in layers:
+                    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                    parallelize_module(layer, mesh["tp"], plan)
+                module = torch.nn.Sequential(*layers)
+                model, optimizer, _ = group_sharded_parallel(
+                    module,
+                    torch.optim.AdamW(module.parameters(), lr=1e-2),
+                    level,
+                    group_size=size,
+                    segment_size=100,
+                    buffer_max_size=1500,
+                )
+                losses = []
+                for step in range(4):
+                    torch.manual_seed(100 * step + mesh.get_local_rank("dp"))
+                    loss = model(torch.randn(8, 30)).square().mean()
+                    loss.backward()
+                    optimizer.clip_grad_norm_(0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(float(loss.detach()))
+                    with torch.no_grad():
+                        model(torch.ones(1, 30))
+                found.setdefault(size, []).append((losses, optimizer.state_hash()))
+    return found
+
+
+def test_tensor_parallel_ranks_in_one_group_have_the_bits_of_ranks_that_push_alone() -> None:
+    for shape, shards in (((1, 2), 1), ((2, 2), 3)):
+        world = shape[0] * shape[1]
+        sizes = [1, world] if world == 2 else [1, 2, world]
+        results = ranks.run(world, tensor_parallel, shape, shards, sizes)
+        for result in results:
+            alone = result[1]
+            assert all(outcome == alone[0] for outcome in alone), "levels differ"
+            assert result[world] == alone
+            # A group of a replica adds nothing but replicated parameters.
+            assert all(outcome == result[sizes[1]][0] for outcome in result[sizes[1]])
+            assert worst(result[sizes[1]][0][0], alone[0][0]) <= 1e-6
 
 
 # ---- the traffic of the servers

@@ -1,7 +1,7 @@
 //! Groups of ranks that add their gradients before they push them.
 
 use futures_util::future::{join_all, try_join_all};
-use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options, TensorData};
+use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options, Target, TensorData};
 use zeroshard_proto::{
     DType, DimPlacement, JobSpec, ProcessMesh, Reduction, StridedBox, TensorId, TensorLayout,
     TensorSpec,
@@ -109,7 +109,7 @@ async fn the_traffic_of_the_servers_falls_by_the_size_of_the_group() {
         let before = traffic(&cluster);
         let mut pulled = 0;
         for group in jobs.chunks(group_size as usize) {
-            let parameters = groups::pull(group, 0).await.unwrap();
+            let parameters = groups::pull(group, 0, 0).await.unwrap();
             pulled += 4 * parameters.iter().map(|(_, values)| values.len() as u64).sum::<u64>();
             let values = training::pull(&group[0], 0).await.unwrap();
             assert!(parameters.iter().all(|(tensor, part)| *part == values[tensor.index()]));
@@ -214,7 +214,7 @@ async fn the_ranks_of_a_group_that_hold_the_same_box_add_their_gradients() {
     let mesh = ProcessMesh::dense([4, 2], ["dp", "tp"]).unwrap();
     let cluster = Cluster::start(3);
     let mut hashes = Vec::new();
-    for group_size in [1, 8] {
+    for group_size in [1, 2, 4, 8] {
         let name = format!("mesh{group_size}");
         let meshes = vec![mesh.clone().into()];
         let spec = JobSpec { meshes, group_size, ..job(&name, 8, adamw(), tensors.clone()) };
@@ -238,21 +238,33 @@ async fn the_ranks_of_a_group_that_hold_the_same_box_add_their_gradients() {
         for step in 0..2 {
             let seed = |rank: u32| 1000 * (step + 1) + 10 * u64::from(rank / 2);
             let of_ranks = (0..8).map(|rank| boxes(rank, seed(rank))).collect::<Vec<_>>();
-            if group_size == 1 {
-                for (job, gradients) in jobs.iter().zip(of_ranks) {
-                    job.attempt(step).unwrap().push(gradients).await.unwrap();
+            let groups = jobs.chunks(group_size as usize);
+            for (group, of_ranks) in groups.zip(of_ranks.chunks(group_size as usize)) {
+                let of_ranks = of_ranks.to_vec();
+                if let [gradients] = &of_ranks[..] {
+                    group[0].attempt(step).unwrap().push(gradients.clone()).await.unwrap();
+                } else {
+                    let gradients = Gradients { dtype: DType::F32, of_ranks };
+                    groups::push(group, step, gradients).await.unwrap();
                 }
-            } else {
-                let gradients = Gradients { dtype: DType::F32, of_ranks };
-                groups::push(&jobs, step, gradients).await.unwrap();
             }
             let attempts: Vec<_> = jobs.iter().map(|job| job.attempt(step).unwrap()).collect();
             let commits = attempts.iter().map(|attempt| attempt.commit(Commit::default()));
             try_join_all(commits).await.unwrap();
         }
         hashes.push(jobs[0].state_hash(2).await.unwrap());
+        for group in jobs.chunks(group_size as usize) {
+            for (position, job) in group.iter().enumerate() {
+                for (tensor, values) in groups::pull(group, position, 2).await.unwrap() {
+                    let mut expected = vec![0_f32; values.len()];
+                    job.pull(2, vec![Target::new(tensor, &mut expected[..])]).await.unwrap();
+                    assert_eq!(values, expected, "tensor {} of {}", tensor.index(), job.rank());
+                }
+            }
+        }
     }
-    assert_eq!(hashes[0], hashes[1]);
+    assert_eq!(hashes[0], hashes[3], "one group has the bits of ranks that push alone");
+    assert_ne!(hashes[0], hashes[2], "two groups add in another order");
 }
 
 #[tokio::test]

@@ -42,6 +42,30 @@ fn two_groups_have_the_same_hash_on_any_number_of_servers_and_at_all_levels() {
     }
 }
 
+/// Two replicas, each sharded over two workers, which add the gradients of what both hold.
+#[test]
+fn tensor_parallel_workers_in_one_group_have_the_hash_of_those_that_push_alone() {
+    for sequence in ["", "--sequence-parallel"] {
+        let flags = format!("{FLAGS} --steps 20 --workers 4 --tensor-parallel 2 {sequence}");
+        let alone = train(&flags);
+        for cluster in CLUSTERS {
+            let found = train(&format!("{flags} --group 4 {cluster}"));
+            assert_eq!(hash(&found), hash(&alone), "{cluster} {sequence}");
+            assert_eq!(losses(&found), losses(&alone), "{cluster} {sequence}");
+        }
+        // A group is a replica. Without sequence parallelism, its workers add nothing.
+        let pairs = CLUSTERS.map(|cluster| train(&format!("{flags} --group 2 {cluster}")));
+        for found in &pairs {
+            assert_eq!(hash(found), hash(&pairs[0]));
+            let pairs = losses(found).into_iter().zip(losses(&alone));
+            let worst = pairs.map(|(found, alone)| (found / alone - 1.0).abs()).fold(0.0, f64::max);
+            println!("losses differ by {worst:.1e} at most");
+            assert!(worst <= 1e-6);
+        }
+        assert_eq!(hash(&pairs[0]) == hash(&alone), sequence.is_empty());
+    }
+}
+
 #[test]
 fn values_are_rounded_on_the_wire_as_without_groups() {
     let flags = format!("{FLAGS} --steps 10 --workers 2 --wire bf16 --micro-batches 2");
@@ -104,10 +128,9 @@ fn a_group_that_has_lost_a_worker_is_started_again_while_the_other_group_waits()
 
 #[test]
 fn a_group_of_other_workers_than_those_of_the_job_is_refused() {
-    for (flags, message) in [
-        ("--workers 4 --group 3", "--group is 3; expected a divisor of the number of workers, 4"),
-        ("--workers 4 --group 2 --tensor-parallel 2", "cannot be used with"),
-    ] {
+    for (flags, message) in
+        [("--workers 4 --group 3", "--group is 3; expected a divisor of the number of workers, 4")]
+    {
         let output = start(flags);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && text.contains(message), "{text}");

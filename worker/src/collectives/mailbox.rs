@@ -8,6 +8,8 @@ use std::time::Instant;
 /// Identifies a sequence of operations.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Channel {
+    /// The communicator.
+    pub(super) communicator: u32,
     /// The ranks of the group; for point-to-point messages the sender and the receiver.
     pub(super) group: Vec<u32>,
     /// Whether the operations are point-to-point messages instead of collectives.
@@ -142,7 +144,12 @@ mod tests {
     use super::*;
 
     fn key(from: u32, sequence: u64) -> Key {
-        Key { from, channel: Channel { group: vec![0, 1], pair: false }, sequence, round: 0 }
+        Key {
+            from,
+            channel: Channel { communicator: 0, group: vec![0, 1], pair: false },
+            sequence,
+            round: 0,
+        }
     }
 
     fn mail(operation: &str) -> Mail {

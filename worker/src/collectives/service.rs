@@ -31,7 +31,7 @@ pub(super) type Failure = Option<String>;
 #[derive(Debug, Clone)]
 pub(super) struct Service {
     pub(super) mailbox: Arc<Mailbox>,
-    /// `None` until [`super::peers::Listening::connect`] is called.
+    /// `None` until [`super::connections::Listening::connect`] is called.
     pub(super) identity: watch::Receiver<Option<Identity>>,
     pub(super) failure: watch::Receiver<Failure>,
     /// The peers that have connected to this worker.
@@ -99,7 +99,8 @@ impl Service {
         if at != bytes.len() {
             return Err(wrong(at).into());
         }
-        let channel = Channel { group: header.group, pair: header.pair };
+        let channel =
+            Channel { communicator: header.communicator, group: header.group, pair: header.pair };
         let key =
             Key { from: header.from, channel, sequence: header.sequence, round: header.round };
         let data = (!header.over_nccl).then_some(data);

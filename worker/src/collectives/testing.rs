@@ -58,7 +58,7 @@ fn connected<T: Send>(
 ) -> Vec<T> {
     let runtime = runtime();
     let bind =
-        |_| Peers::bind(runtime.handle(), Options { deadline, ..Options::default() }).unwrap();
+        |_| Listening::bind(runtime.handle(), Options { deadline, ..Options::default() }).unwrap();
     let listening: Vec<_> = (0..world).map(bind).collect();
     let addresses: Vec<String> = listening.iter().map(|one| one.address().to_string()).collect();
     thread::scope(|scope| {

@@ -1,13 +1,14 @@
 //! Tests of the collectives on several ranks.
 
 use std::sync::Barrier;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use zeroshard_proto::Reduction;
 use zeroshard_proto::{Error as ClusterError, Token};
 
 use super::testing::{connect, runtime, together, with_deadline};
-use super::{Collectives, Error, Options, Peers};
+use super::{Collectives, Error, Listening, Options, Peers};
 
 /// Enough elements for the ring, and not a multiple of the number of ranks.
 const MANY: usize = 100_003;
@@ -324,7 +325,7 @@ fn invalid_groups_and_ranks_are_refused_without_a_failure() {
 fn a_peer_with_the_wrong_rank_is_refused() {
     let runtime = runtime();
     let options = || Options { deadline: Duration::from_secs(2), ..Options::default() };
-    let bind = || Peers::bind(runtime.handle(), options()).unwrap();
+    let bind = || Listening::bind(runtime.handle(), options()).unwrap();
     let (one, other) = (bind(), bind());
     let [first, second] = [&one, &other].map(|listening| listening.address().to_string());
     // Each worker regards itself as rank 0 and the other one as rank 1.
@@ -342,7 +343,7 @@ fn a_peer_with_the_wrong_rank_is_refused() {
 fn a_peer_that_does_not_answer_is_named() {
     let runtime = runtime();
     let options = Options { deadline: Duration::from_millis(200), ..Options::default() };
-    let one = Peers::bind(runtime.handle(), options).unwrap();
+    let one = Listening::bind(runtime.handle(), options).unwrap();
     let addresses = [one.address().to_string(), "127.0.0.1:1".to_owned()];
     let error = connect(one, 0, &addresses).unwrap_err();
     assert!(error.to_string().contains("rank 1 at 127.0.0.1:1"), "{error}");
@@ -353,7 +354,7 @@ fn only_calls_with_the_token_are_answered() {
     let runtime = runtime();
     let bind = |token: &str| {
         let token = Token::from(token.to_owned());
-        Peers::bind(
+        Listening::bind(
             runtime.handle(),
             Options { token, deadline: Duration::from_secs(5), ..Options::default() },
         )
@@ -363,4 +364,25 @@ fn only_calls_with_the_token_are_answered() {
     let addresses = [one.address().to_string(), other.address().to_string()];
     let error = connect(one, 0, &addresses).unwrap_err();
     assert!(matches!(error, Error::Cluster(ClusterError::Unauthenticated { .. })), "{error}");
+}
+
+#[test]
+fn operations_of_duplicates_are_not_ordered_among_each_other() {
+    let results = together(2, |peers| {
+        let other = peers.duplicate();
+        let reduce = |by: &Peers, value| by.all_reduce(&[0, 1], Reduction::Sum, vec![value; 9]);
+        if peers.rank() == 0 {
+            let two = reduce(&other, 10.0);
+            return (reduce(peers, 1.0), two);
+        }
+        // The other order: the first operation ends after the second.
+        thread::scope(|scope| {
+            let one = scope.spawn(|| reduce(peers, 2.0));
+            let two = reduce(&other, 20.0);
+            (one.join().unwrap(), two)
+        })
+    });
+    let results: Vec<_> =
+        results.into_iter().map(|(one, two)| (one.unwrap(), two.unwrap())).collect();
+    assert_eq!(results, vec![(vec![3.0; 9], vec![30.0; 9]); 2]);
 }

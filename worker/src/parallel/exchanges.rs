@@ -104,7 +104,7 @@ impl Exchanges {
         async move { joined(answer(pushed).await?).await }
     }
 
-    /// Fills the buffers, which have whole tensors, with the parameters of `version`. The exchange
+    /// Fills the buffers with the parameters of `version`. The exchange
     /// takes place in the order of the calls, even if the result is dropped.
     pub(crate) fn pull(
         &self,
@@ -192,7 +192,7 @@ impl Group {
     ) -> JoinHandle<zeroshard_proto::Result<Vec<f32>>> {
         let job = self.job.clone();
         self.runtime.spawn(async move {
-            let (wire, numel) = (job.wire(), exchange.sent_to(exchange.rank()));
+            let (wire, numel) = (job.wire(), exchange.part_len());
             let (mut part, bytes) = (vec![0.0; words_of(numel, wire)], numel * wire.size());
             let slots = &mut bytemuck::must_cast_slice_mut(&mut part)[..bytes];
             job.pull_pieces(version, &exchange, Slots::new(slots, wire)?).await?;
@@ -219,10 +219,8 @@ impl Group {
         };
         match self.meet(subject)? {
             Meeting::Agreed => {
-                let words = |&rank: &u32| words_of(exchange.sent_to(rank), self.job.wire());
-                let sizes: Vec<_> = self.ranks.iter().map(words).collect();
-                let parts = self.collectives.all_gather(&self.ranks, &sizes, part)?;
-                self.place(exchange, &parts, &mut buffers)?;
+                let messages = self.spread(exchange, part)?;
+                self.place(exchange, &messages, &mut buffers)?;
             }
             Meeting::Missed | Meeting::Late(_) => {
                 self.runtime.block_on(self.job.pull(version, targets(&mut buffers)))?;
@@ -231,16 +229,35 @@ impl Group {
         Ok(buffers)
     }
 
-    /// Copies the parts of all ranks to the tensors.
+    /// Sends each rank the parameters that it needs of this rank's part, and returns what the
+    /// ranks have sent to this one.
+    fn spread(&self, exchange: &Exchange, part: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+        let wire = self.job.wire();
+        let taken = self.ranks.iter().map(|&rank| words_of(exchange.part_from(rank), wire));
+        let taken: Vec<_> = taken.collect();
+        if exchange.is_whole() {
+            return Ok(self.collectives.all_gather(&self.ranks, &taken, part)?);
+        }
+        let message = |&rank: &u32| {
+            let mut packed = Vec::new();
+            exchange.pack_part(bytemuck::must_cast_slice(&part), wire, rank, &mut packed)?;
+            Ok(words(&packed))
+        };
+        let given = self.ranks.iter().map(message).collect::<Result<_>>()?;
+        Ok(self.collectives.all_to_all(&self.ranks, &taken, given)?)
+    }
+
+    /// Copies the parameters from all ranks to the tensors.
     fn place(
         &self,
         exchange: &Exchange,
-        parts: &[Vec<f32>],
+        messages: &[Vec<f32>],
         buffers: &mut [Buffer],
     ) -> zeroshard_proto::Result<()> {
-        for (&rank, words) in self.ranks.iter().zip(parts) {
-            let (part, wire) = (bytemuck::must_cast_slice(words), self.job.wire());
-            for (piece, values) in exchange.split(rank, part, wire) {
+        for (&rank, words) in self.ranks.iter().zip(messages) {
+            let (message, wire) = (bytemuck::must_cast_slice(words), self.job.wire());
+            for piece in exchange.split(rank, message, wire) {
+                let (piece, values) = piece?;
                 let mut slots = Slots::from(&mut buffers[piece.tensor].values);
                 slots.fill(piece.elements.clone(), values, wire)?;
             }

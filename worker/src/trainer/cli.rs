@@ -205,12 +205,13 @@ pub struct Train {
     /// Number of consecutive workers that form a group, usually those of a host. They add their
     /// gradients before they push them, and pull parameters in parts, so the shard servers transfer
     /// 1/N of the bytes. Must divide the number of workers
-    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "tensor_parallel",
+    #[arg(long, value_name = "N", default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub group: u32,
 
     /// With --tensor-parallel or --group: transfer large messages between workers over NCCL, from
-    /// GPU to GPU. Needs a GPU for each worker, its driver, and libnccl.so. Results do not change
+    /// GPU to GPU; with both, only those of --tensor-parallel. Needs a GPU for each worker, its
+    /// driver, and libnccl.so. Results do not change
     #[arg(long, help_heading = "Parallelism")]
     pub nccl: bool,
 

@@ -65,24 +65,31 @@ fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> 
         return Ok(None);
     }
     let (deadline, token) = (plan.deadline, plan.token.clone());
-    Ok(Some(Peers::bind(runtime, collectives::Options { listen: plan.listen, deadline, token })?))
+    Ok(Some(Listening::bind(
+        runtime,
+        collectives::Options { listen: plan.listen, deadline, token },
+    )?))
 }
 
-/// Connects to the other workers of the group; without groups, to all workers.
+/// Connects to the other workers of the group; to all workers if the model is sharded.
 fn connect(plan: &Plan, listening: Listening, remote: &mut Remote) -> Result<Arc<Peers>> {
-    let (rank, world, has_groups) = (remote.rank(), remote.spec().world, plan.group_size > 1);
-    let ranks = if has_groups { remote.spec().group_of(rank) } else { 0..world };
+    let (rank, world, group) =
+        (remote.rank(), remote.spec().world, remote.spec().group_of(remote.rank()));
+    let is_sharded = plan.parallelism.ranks > 1;
+    let ranks = if is_sharded { 0..world } else { group.clone() };
     let address = async |to| remote.peer(to).await;
-    let peers = listening.connect(rank, world, ranks.clone(), address);
+    let peers = listening.connect(rank, world, ranks, address);
     let peers = Arc::new(peers.map_err(parallel::Error::from)?);
     if plan.nccl {
         peers.use_nccl(device::gpu_of_rank(rank)?).map_err(parallel::Error::from)?;
     }
-    if has_groups {
-        let ranks: Vec<_> = ranks.collect();
-        let agreed = peers.agree(&ranks, "the run", &plan.shared_settings());
+    if plan.group_size > 1 {
+        let group: Vec<_> = group.collect();
+        let agreed = peers.agree(&group, "the run", &plan.shared_settings());
         agreed.map_err(parallel::Error::from)?;
-        let started = remote.exchange_with(peers.clone());
+        // The network uses the other one at the same time.
+        let own = if is_sharded { Arc::new(peers.duplicate()) } else { peers.clone() };
+        let started = remote.exchange_with(own);
         started.map_err(|cause| Error::System { doing: "start a thread", cause })?;
     }
     Ok(peers)

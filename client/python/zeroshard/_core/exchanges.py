@@ -56,31 +56,31 @@ class Pull(Generic[T]):
         version: int,
         arrays: list[tuple[int, Array]],
         exchange: Exchange,
-        parts: Future[Array],
+        messages: Future[Array],
     ) -> None:
         self._job = job
         self._version = version
         self._arrays = arrays
         self._exchange = exchange
-        self._parts: Future[Array] | None = parts
+        self._messages: Future[Array] | None = messages
 
     def wait(self) -> None:
         """Returns when the arrays have the parameters."""
-        if self._parts is None:
+        if self._messages is None:
             return
         try:
-            parts = self._parts.result()
+            messages = self._messages.result()
         except _Missed:
             self._job.pull(self._version, self._arrays).wait()
         else:
-            self._exchange.place(parts, [array for _, array in self._arrays])
-        self._parts = None
+            self._exchange.place(messages, [array for _, array in self._arrays])
+        self._messages = None
 
     def cancel(self) -> None:
         """Gives up the parameters. Their memory is not written to any more, as after
         :meth:`Transfer.cancel`."""
         # The exchange still takes place, because the other ranks may need it.
-        self._parts = None
+        self._messages = None
 
 
 class Exchanges(Generic[T]):
@@ -103,7 +103,9 @@ class Exchanges(Generic[T]):
         at a time, or one larger tensor."""
         self._job = job
         self._bucket_numel = bucket_numel
-        self._sizes = {entry.index: self._framework.numel(entry.tensor) for entry in trained}
+        # The batches must be the same on all ranks.
+        numel = self._framework.largest_numel
+        self._sizes = {entry.index: numel(entry.tensor) for entry in trained}
         # Backward computes the last gradients first.
         last_first = list(reversed(self._sizes))
         self._buckets = list(_batches(last_first, self._sizes.__getitem__, bucket_numel))
@@ -191,7 +193,9 @@ class Exchanges(Generic[T]):
         exchange = self._exchange(indices)
         part = self._framework.host((exchange.part_words,))
         transfer = self._job.pull_pieces(version, exchange, self._framework.array(part))
-        work = functools.partial(self._gather, version, _checksum(indices), transfer, part)
+        work = functools.partial(
+            self._gather, version, _checksum(indices), exchange, transfer, part
+        )
         return Pull(self._job, version, arrays, exchange, self._thread.submit(work))
 
     def pull_all(self, version: int, arrays: list[tuple[int, Array]]) -> None:
@@ -214,18 +218,26 @@ class Exchanges(Generic[T]):
         except _Missed:
             self._holds_the_same = False
 
-    def _gather(self, version: int, item: int, transfer: Transfer, part: T) -> Array:
-        """Waits for this rank's part of parameters, and returns the parts of all ranks. Runs in the
-        thread of the exchanges."""
+    def _gather(
+        self, version: int, item: int, exchange: Exchange, transfer: Transfer, part: T
+    ) -> Array:
+        """Waits for this rank's part of parameters, and returns what all ranks have pulled for this
+        one. Runs in the thread of the exchanges."""
         if not self._holds_the_same:
             transfer.cancel()
             raise _Missed
         transfer.wait()
         self._meet((self._job.epoch, version, 0, _PULL, item))
-        numel = self.size * self._framework.numel(part)
-        parts = self._framework.host((numel,))
-        self._collectives.all_gather(part, parts)
-        return self._framework.array(parts)
+        taken_words = exchange.taken_words
+        taken = self._framework.host((sum(taken_words),))
+        if exchange.is_whole:
+            self._collectives.all_gather(part, taken)
+        else:
+            given_words = exchange.given_words
+            given = self._framework.host((sum(given_words),))
+            exchange.pack_part(self._framework.array(part), self._framework.array(given))
+            self._collectives.all_to_all(given, given_words, taken, taken_words)
+        return self._framework.array(taken)
 
     # ---- internal
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from .._native import Array, Box, Layout
 from ..errors import InvalidArgumentError
+from .layout import local_box
 
 if TYPE_CHECKING:
     from .collectives import Collectives
@@ -159,6 +160,15 @@ class Framework(ABC, Generic[T]):
     def numel(self, tensor: T) -> int:
         """The number of elements of the local tensor."""
         return math.prod(self.local_shape(tensor))
+
+    def largest_numel(self, tensor: T) -> int:
+        """The number of elements of the largest local tensor of any rank. All ranks compute the
+        same number."""
+        layout = self.layout(tensor)
+        if layout is None:
+            return self.numel(tensor)
+        # As in torch.chunk, no part is larger than the first.
+        return local_box(layout, self.shape(tensor), layout.mesh.ranks[0]).numel
 
     def nbytes(self, tensor: T) -> int:
         """The number of bytes of the local tensor."""

@@ -427,12 +427,6 @@ class ModelJob(Generic[T]):
         )
         for entry in self.entries:
             entry.layout = agreed.layouts[entry.name]
-            if entry.layout is not None and self.exchanges is not None:
-                raise InvalidArgumentError(
-                    f"parameter {entry.name!r} is distributed over ranks, and group_size is "
-                    f"{self.exchanges.size}; group_size supports models that every rank has as a "
-                    "whole"
-                )
         return agreed.meshes
 
     def _describe(self) -> list[Entry[T]]:

@@ -57,7 +57,8 @@ class Options:
         if self.level != "p_g_os":
             return self.buffer_max_size
         largest = max(
-            (framework.numel(parameter) for _, parameter in framework.parameters(model)), default=0
+            (framework.largest_numel(parameter) for _, parameter in framework.parameters(model)),
+            default=0,
         )
         return min(self.buffer_max_size, largest)
 
@@ -70,7 +71,8 @@ class Options:
         return {
             id(parameter)
             for _, parameter in framework.parameters(model)
-            if framework.numel(parameter) > self.segment_size and id(parameter) not in excluded
+            if framework.largest_numel(parameter) > self.segment_size
+            and id(parameter) not in excluded
         }
 
     def _excluded(self, framework: Framework[T], model: Any) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import socket
@@ -62,18 +63,24 @@ class PaddleCollectives(Collectives[Tensor]):
         received_words: Sequence[int],
     ) -> None:
         # Paddle's gloo has no all_to_all. Its scatter has parts of one size, that of the largest
-        # part. All ranks hold whole tensors, so each of them sends a rank equally many words.
-        width = max(sent_words)
-        own = paddle.zeros([len(self.ranks), width], dtype="float32")
-        for rank, part in enumerate(sent.split(list(sent_words))):
-            own[rank, : part.shape[0]] = part
-        outgoing = list(own)
-        part = paddle.empty([width], dtype="float32")
+        # part of the sender. Paddle cannot assign empty slices.
+        widths = [width for (width,) in self.all_gather_numbers([max(sent_words)])]
+        own = paddle.zeros([len(self.ranks), max(sent_words)], dtype="float32")
         begin = 0
-        for source, words in zip(self.ranks, received_words, strict=True):
-            is_own = source == self.ranks[self._group.rank]
-            self.run(lambda: dist.scatter(part, outgoing if is_own else None, source, self._group))
-            received[begin : begin + words] = part[:words]
+        for rank, words in enumerate(sent_words):
+            if words > 0:
+                own[rank, :words] = sent[begin : begin + words]
+            begin += words
+        outgoing = list(own)
+        begin = 0
+        for source, width, words in zip(self.ranks, widths, received_words, strict=True):
+            if width == 0:
+                continue
+            part = paddle.empty([width], dtype="float32")
+            parts = outgoing if source == self.ranks[self._group.rank] else None
+            self.run(functools.partial(dist.scatter, part, parts, source, self._group))
+            if words > 0:
+                received[begin : begin + words] = part[:words]
             begin += words
 
 

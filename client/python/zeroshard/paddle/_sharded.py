@@ -68,8 +68,9 @@ def group_sharded_parallel(
         group_size: the number of consecutive ranks that form a group, or ``"host"`` for the ranks
             that a launcher has started on this host; 1: no groups. The ranks of a group add their
             gradients in a fixed order, and each of them sends a part of the sums and receives a
-            part of the parameters, so the traffic of the servers is divided by the size. They
-            exchange values over gloo, in a process group of their own. With several groups, sums
+            part of the parameters, so the traffic of the servers is divided by the size. In a
+            model on a mesh, the ranks of a group that hold the same part of a parameter do this.
+            They exchange values over gloo, in a process group of their own. With several groups, sums
             are rounded in another order than without. When a rank is lost, all ranks of its group
             must be started again. At ``p_g_os``, all ranks of a group must use the same modules
             when they train; parameters that are used without recording gradients (``no_grad``)
