@@ -2,8 +2,8 @@
 //! becomes of it. The framework's process group transfers it.
 //!
 //! Messages consist of whole words of 4 bytes. A message with gradients begins with one word for
-//! each tensor, which is 0 if the sender has no gradient of it. The message with the parameters that
-//! a rank has pulled is the same for all ranks if they hold the same elements of each tensor.
+//! each tensor, which is 0 if the sender has no gradient of it. The message with the parameters
+//! that a rank has pulled is the same for all ranks if they hold the same elements of each tensor.
 
 use pyo3::prelude::*;
 use zeroshard_client as client;

@@ -20,6 +20,7 @@ use zeroshard_proto::{DType, JobSpec, Manifest, Optimizer, TensorBox, TensorSpec
 
 use super::background::Pushes;
 use super::error::{Error, Result};
+use super::host::HostValues;
 use super::parameters::{self, Parameter};
 use super::remote::{Buffer, JobOptions, Remote, Seat};
 use super::world::Mesh;
@@ -29,7 +30,7 @@ const MB: usize = 1 << 20;
 /// The idle timeout of the job, unless the program chooses one. The job has no state worth keeping.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
-type Gradients = HashMap<ParamId, Vec<f32>>;
+type Gradients = HashMap<ParamId, HostValues>;
 
 /// Settings of the synchronisation of a [`DataParallel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -325,7 +326,8 @@ impl Averaging {
             !report.absent.iter().any(|absent| absent.tensor.index() == tensor && absent.everywhere)
         };
         let means = parameters.iter().zip(means).filter(|((tensor, _), _)| averaged(*tensor));
-        let means = means.map(|((_, parameter), mean)| (parameter.id, mean.values)).collect();
+        let means =
+            means.map(|((_, parameter), mean)| (parameter.id, mean.values.into())).collect();
         Ok((report.absent, means))
     }
 }

@@ -26,6 +26,7 @@ use zeroshard_client::{Commit, StepReport};
 
 use super::backend::ParallelBackend;
 use super::error::{Error, Result};
+use super::host::HostValues;
 use super::layer::Parallelize;
 use super::level::Level;
 use super::parameters;
@@ -54,7 +55,7 @@ pub struct GroupSharded<B: AutodiffBackend, M> {
     /// Gradients of the last backward pass, as burn returned them.
     last: GradientsParams,
     /// Sums of the gradients of the earlier passes.
-    sums: HashMap<ParamId, Vec<f32>>,
+    sums: HashMap<ParamId, HostValues>,
     /// Sum of the losses of all passes.
     loss: Option<f64>,
     backend: PhantomData<B>,
@@ -285,7 +286,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
 }
 
 /// Adds a gradient to a sum in f32. The order of the passes determines the bits.
-fn add(sum: Option<Vec<f32>>, gradient: Vec<f32>) -> Vec<f32> {
+fn add(sum: Option<HostValues>, gradient: HostValues) -> HostValues {
     let Some(mut sum) = sum else { return gradient };
     parameters::accumulate(&mut sum, &gradient);
     sum

@@ -8,6 +8,8 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::container::TensorContainer;
 use burn::tensor::{Tensor, TensorData};
 
+use super::host::HostValues;
+
 /// A float parameter of a module.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Parameter {
@@ -121,12 +123,12 @@ pub(crate) fn free<B: Backend, M: Module<B>>(module: M) -> M {
 pub(crate) fn gradients<B: AutodiffBackend, M: Module<B>>(
     module: &M,
     gradients: &B::Gradients,
-) -> HashMap<ParamId, Vec<f32>> {
-    struct Taker<'a, B: AutodiffBackend>(&'a B::Gradients, HashMap<ParamId, Vec<f32>>);
+) -> HashMap<ParamId, HostValues> {
+    struct Taker<'a, B: AutodiffBackend>(&'a B::Gradients, HashMap<ParamId, HostValues>);
     impl<B: AutodiffBackend> ModuleVisitor<B> for Taker<'_, B> {
         fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
             if let Some(gradient) = parameter.val().grad(self.0) {
-                self.1.insert(parameter.id, values(gradient));
+                self.1.insert(parameter.id, HostValues::of(gradient));
             }
         }
     }
@@ -141,7 +143,7 @@ pub(crate) fn gradients<B: AutodiffBackend, M: Module<B>>(
 pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
     module: &M,
     gradients: &mut GradientsParams,
-    run: impl FnMut(ParamId, Option<Vec<f32>>) -> Result<(), E>,
+    run: impl FnMut(ParamId, Option<HostValues>) -> Result<(), E>,
 ) -> Result<(), E> {
     struct Drainer<'a, F, E> {
         gradients: &'a mut GradientsParams,
@@ -151,12 +153,12 @@ pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
     impl<B, F, E> ModuleVisitor<B> for Drainer<'_, F, E>
     where
         B: AutodiffBackend,
-        F: FnMut(ParamId, Option<Vec<f32>>) -> Result<(), E>,
+        F: FnMut(ParamId, Option<HostValues>) -> Result<(), E>,
     {
         fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
             if self.result.is_ok() {
                 let gradient = self.gradients.remove::<B::InnerBackend, D>(parameter.id);
-                self.result = (self.run)(parameter.id, gradient.map(values));
+                self.result = (self.run)(parameter.id, gradient.map(HostValues::of));
             }
         }
     }
@@ -173,15 +175,14 @@ pub(crate) fn accumulate(sum: &mut [f32], gradient: &[f32]) {
 /// Converts gradients into the type that burn's optimizers accept.
 pub(crate) fn for_optimizer<B: AutodiffBackend, M: Module<B>>(
     module: &M,
-    gradients: HashMap<ParamId, Vec<f32>>,
+    gradients: HashMap<ParamId, HostValues>,
 ) -> GradientsParams {
-    struct Giver(HashMap<ParamId, Vec<f32>>, GradientsParams);
+    struct Giver(HashMap<ParamId, HostValues>, GradientsParams);
     impl<B: AutodiffBackend> ModuleVisitor<B> for Giver {
         fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
             if let Some(values) = self.0.remove(&parameter.id) {
                 let like = parameter.val();
-                let tensor =
-                    Tensor::from_data(TensorData::new(values, like.shape()), &like.device());
+                let tensor = Tensor::from_data(values.into_data(like.shape()), &like.device());
                 self.1.register::<B::InnerBackend, D>(parameter.id, tensor);
             }
         }

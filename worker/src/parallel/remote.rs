@@ -17,6 +17,7 @@ use zeroshard_proto::{JobSpec, Result, TensorBox, successor_name};
 
 use super::error;
 use super::exchanges::Exchanges;
+use super::host::HostValues;
 use crate::collectives::Collectives;
 
 /// The name of a job on the shard servers and the settings for connecting to it.
@@ -67,7 +68,7 @@ impl Buffer {
 }
 
 /// The index of a tensor in the manifest, and the gradient of the part that this rank holds.
-pub type Gradient = (usize, Vec<f32>);
+pub type Gradient = (usize, HostValues);
 
 /// The source of parameters and the destination of gradients: a job on the shard servers, or a
 /// table in memory in tests.

@@ -283,7 +283,8 @@ mod tests {
             }
             let mut pushed = self.pushed.lock().unwrap();
             for (tensor, values) in gradients {
-                assert_eq!(pushed.insert(tensor, values), None, "tensor {tensor} was pushed twice");
+                let before = pushed.insert(tensor, values.to_vec());
+                assert_eq!(before, None, "tensor {tensor} was pushed twice");
             }
             Ok(())
         }

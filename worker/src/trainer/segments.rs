@@ -19,6 +19,7 @@ use super::batches::Batch;
 use super::device::{Device, Plain};
 use super::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
 use super::network::{Graph, Group, Network};
+use crate::parallel::HostValues;
 use crate::parallel::{Result, lookup};
 
 /// Hidden states or their gradient, outside of autograd: `[n * t, width]`.
@@ -55,7 +56,7 @@ pub struct Gradients {
     /// characters.
     pub input: Option<Hidden>,
     /// The gradients of the parameters, flattened, in the order of `Model::tensors_of`.
-    pub parameters: Vec<Vec<f32>>,
+    pub parameters: Vec<HostValues>,
 }
 
 /// A segment after its forward pass, with its graph if one was recorded.
@@ -121,8 +122,8 @@ impl<'a> Pass<'a> {
             parameters: parameters
                 .iter()
                 .map(|parameter| match parameter.grad_remove(&mut gradients) {
-                    Some(gradient) => values(gradient),
-                    None => vec![0.0; parameter.shape().num_elements()],
+                    Some(gradient) => HostValues::of(gradient),
+                    None => vec![0.0; parameter.shape().num_elements()].into(),
                 })
                 .collect(),
         })
@@ -146,7 +147,8 @@ pub fn last_logits(
         .reshape([batch.windows(), rows / batch.windows(), width])
         .narrow(1, rows / batch.windows() - 1, 1)
         .reshape([batch.windows(), width]);
-    Ok(values(run.logits(parameters, Tensor::from_inner(last))?.inner().flatten(0, 1)))
+    let logits = run.logits(parameters, Tensor::from_inner(last))?.inner();
+    Ok(logits.into_data().into_vec().expect("the model is f32"))
 }
 
 /// The gradient of the head's output, with which a backward pass begins: `scale`, as `[1, 1]`.
@@ -157,10 +159,6 @@ pub fn seed(scale: f32, device: &Device) -> Hidden {
 /// The value of the head's `[1, 1]` output.
 pub fn scalar(loss: Hidden) -> f32 {
     loss.into_scalar()
-}
-
-fn values(tensor: Tensor<Plain, 1>) -> Vec<f32> {
-    tensor.into_data().into_vec().expect("all tensors of the model are f32")
 }
 
 /// One forward pass.

@@ -10,6 +10,7 @@ use super::memory::{Lease, Ledger};
 use super::model::Segment;
 use super::network::Network;
 use super::segments::{Leaf, leaf};
+use crate::parallel::HostValues;
 use crate::parallel::background::{Pushes, Task, start, wait};
 use crate::parallel::remote::{Buffer, ParameterServer, PullBy};
 use crate::parallel::{Result, accumulate};
@@ -138,7 +139,7 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
 
 /// A gradient whose bytes are counted by the ledger.
 struct Held {
-    values: Vec<f32>,
+    values: HostValues,
     lease: Lease,
 }
 
@@ -183,7 +184,7 @@ impl<'a, S: ParameterServer> Outbox<'a, S> {
     }
 
     /// Adds the gradients of one micro-batch for a segment, in the order of `Model::tensors_of`.
-    pub fn add(&mut self, segment: Segment, gradients: Vec<Vec<f32>>) {
+    pub fn add(&mut self, segment: Segment, gradients: Vec<HostValues>) {
         let ledger = &self.link.ledger;
         let held =
             gradients.into_iter().map(|values| Held { lease: ledger.hold(values.len()), values });

@@ -72,8 +72,13 @@ fn train(level: Level, buffer_max_size: usize, run: Run) -> (Steps, Vec<StateTen
     ranks.remove(0)
 }
 
-fn norm(gradients: &HashMap<ParamId, Vec<f32>>) -> f64 {
-    gradients.values().flatten().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
+fn norm(gradients: &HashMap<ParamId, HostValues>) -> f64 {
+    gradients
+        .values()
+        .flat_map(|values| values.iter())
+        .map(|x| f64::from(*x).powi(2))
+        .sum::<f64>()
+        .sqrt()
 }
 
 /// Trains the whole module in one process.
