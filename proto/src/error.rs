@@ -43,6 +43,16 @@ pub enum Error {
         /// A description of what the call carried; never the token itself.
         found: String,
     },
+    /// The token of the call does not permit it.
+    #[error(
+        "a token of role {role} cannot {action}; use a token of another role (`zsctl token new`)"
+    )]
+    Forbidden {
+        /// The role of the token, as in the file of tokens.
+        role: String,
+        /// What the call would have done.
+        action: String,
+    },
     /// The job does not exist on this server.
     #[error("job {job:?} does not exist on this server; `zsctl status` lists the jobs")]
     UnknownJob {
@@ -368,6 +378,7 @@ impl Error {
             Self::StepAborted { .. } | Self::StaleAttempt { .. } => Remedy::RedoStep,
             Self::Invalid { .. }
             | Self::Unauthenticated { .. }
+            | Self::Forbidden { .. }
             | Self::UnknownJob { .. }
             | Self::JobExists { .. }
             | Self::JobReplaced { .. }
@@ -395,6 +406,7 @@ impl Error {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
             Self::Unauthenticated { .. } => Code::Unauthenticated,
+            Self::Forbidden { .. } => Code::PermissionDenied,
             Self::UnknownJob { .. } | Self::JobReplaced { .. } | Self::NoCheckpoint { .. } => {
                 Code::NotFound
             }

@@ -13,6 +13,7 @@ pub mod job;
 pub mod manifest;
 pub mod optimizer;
 pub mod placement;
+pub mod role;
 pub mod succession;
 pub mod token;
 pub mod transport;
@@ -28,6 +29,7 @@ pub use job::{Departure, JobSpec};
 pub use manifest::{Manifest, Policy, SliceSpec, TensorId, TensorSpec};
 pub use optimizer::{AppliedSteps, Optimizer};
 pub use placement::{Placement, Server};
+pub use role::{Role, Tokens};
 pub use succession::{JobVersion, Succession, successor_name};
 pub use token::Token;
 

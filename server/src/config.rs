@@ -144,6 +144,11 @@ pub struct Common {
     /// File with the token, instead of --token, such as a secret that docker or Kubernetes mounts
     #[arg(long, env = "ZEROSHARD_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
+    /// File with the tokens that calls may carry: a role and a hash per line, as `zsctl token new`
+    /// prints them. It is read again when it changes. --token is then the token of this server
+    /// itself, and its role in the file must be `server`
+    #[arg(long, env = "ZEROSHARD_TOKENS", value_name = "FILE")]
+    pub tokens: Option<PathBuf>,
     /// Accept connections from other machines without a token. Everyone who can connect can then
     /// read, change and delete all jobs
     #[arg(long, env = "ZEROSHARD_INSECURE")]
@@ -184,11 +189,13 @@ impl Common {
 
     /// Checks that other machines cannot connect to `listen` without a token.
     fn check_open(&self, listen: Listen) -> Result<(), Error> {
-        if listen.0.ip().is_loopback() || self.insecure || self.token.reveal().is_some() {
+        let has_token = self.token.reveal().is_some() || self.tokens.is_some();
+        if listen.0.ip().is_loopback() || self.insecure || has_token {
             return Ok(());
         }
         let found = format!("missing, and other machines can connect to {listen}");
-        let expected = "a secret, also with --token-file; or set --insecure to accept every call";
+        let expected = "a secret (also with --token-file or --tokens); or set --insecure to accept \
+                        every call";
         Err(Error::value("common", "token", found, expected))
     }
 

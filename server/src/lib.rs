@@ -4,6 +4,7 @@
 //! the role's own module. `coordinator` and `shard` never import each other: they communicate over
 //! gRPC, even inside one process.
 
+mod access;
 pub mod admin;
 mod attempt;
 pub mod backend;

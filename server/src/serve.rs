@@ -118,7 +118,7 @@ pub async fn serve(
         // This layer comes first, so that refused calls are counted.
         .layer(RequestMetricsLayer(metrics.clone()))
         .layer(PanicLayer(failure.clone()))
-        .layer(TokenLayer::new(&common.token)?)
+        .layer(TokenLayer::new(&common.token, common.tokens.as_deref())?)
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming, shutdown.cancelled());
     let drained = async {

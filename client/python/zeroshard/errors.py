@@ -26,6 +26,10 @@ class UnauthenticatedError(Error, PermissionError):
     """The cluster's token is missing or wrong."""
 
 
+class ForbiddenError(Error, PermissionError):
+    """The token has a role that does not permit the call."""
+
+
 class UnknownJobError(Error):
     """The cluster has no job of this name."""
 

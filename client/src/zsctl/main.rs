@@ -3,6 +3,7 @@
 mod checkpoint;
 mod status;
 mod table;
+mod token;
 
 use std::{process::ExitCode, time::Duration};
 
@@ -49,6 +50,9 @@ enum Command {
     /// Save jobs, and inspect, verify, export and remove their checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Make tokens with roles
+    #[command(subcommand)]
+    Token(token::Command),
     /// Delete a job and free its memory on the servers; its state is lost
     Delete {
         /// Name of the job; `zsctl status` lists the jobs
@@ -76,6 +80,9 @@ async fn run(arguments: &Arguments) -> Result<()> {
     {
         return result;
     }
+    if let Command::Token(command) = &arguments.command {
+        return token::run(command, arguments.json);
+    }
     let options = Options::default().timeout(timeout).token(arguments.credentials.token()?);
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
@@ -87,6 +94,8 @@ async fn run(arguments: &Arguments) -> Result<()> {
                 false => println!("{hash}"),
             }
         }
+        // It has been run above, without a cluster.
+        Command::Token(_) => {}
         Command::Checkpoint(command) => {
             checkpoint::online(command, &cluster, arguments.json).await?;
         }

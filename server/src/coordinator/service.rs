@@ -21,7 +21,7 @@ use super::{
     responses::reduced,
     save::Saved,
 };
-use crate::{attempt::Attempt, identity};
+use crate::{access::Caller, attempt::Attempt, identity};
 
 /// Serves the calls to a [`Driver`].
 #[derive(Debug)]
@@ -39,7 +39,12 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::CreateJobRequest>,
     ) -> Answer<pb::CreateJobResponse> {
         let (deadline, job_id) = (self.waits.of(&request), identity::random()?);
+        let caller = Caller::of(request.extensions())?;
         let request = request.into_inner();
+        let (spec, from) = (request.spec.as_ref(), request.from.as_ref());
+        caller.check_train(spec.map_or("", |spec| &spec.name))?;
+        from.map_or(Ok(()), |from| caller.check_read(&from.job))?;
+        request.restore.as_ref().map_or(Ok(()), |saved| caller.check_read(&saved.job))?;
         let convert = move || Ok(Box::new(create(request)?));
         let create = self.driver.failure.blocking("convert a job's spec", convert).await?;
         let wait = deadline.left();
@@ -56,7 +61,9 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::DeleteJobRequest>,
     ) -> Answer<pb::DeleteJobResponse> {
         let wait = self.waits.of(&request).left();
+        let caller = Caller::of(request.extensions())?;
         let pb::DeleteJobRequest { job: name, job_id: id } = request.into_inner();
+        caller.check_train(&name)?;
         let job = JobRef { name, id };
         self.driver.call(|caller| Event::Delete { caller, job, wait }).await?;
         Ok(Response::new(pb::DeleteJobResponse {}))
@@ -66,7 +73,9 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::DescribeJobRequest>,
     ) -> Answer<pb::DescribeJobResponse> {
+        let caller = Caller::of(request.extensions())?;
         let job = request.into_inner().job;
+        caller.check_read(&job)?;
         let description = self.driver.read(|cluster| cluster.describe(&job))??;
         Ok(Response::new(
             self.driver
@@ -79,7 +88,9 @@ impl coordinator_service_server::CoordinatorService for Service {
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
+        let caller = Caller::of(request.extensions())?;
         let mut request = request.into_inner();
+        caller.check_train(&request.job)?;
         let user_data = attached_data(&mut request)?;
         let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id, .. } = request;
         let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
@@ -104,6 +115,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn commit(&self, request: Request<pb::CommitRequest>) -> Answer<pb::CommitResponse> {
+        check_turn(&request, |request| &request.turn)?;
         let commit = Box::new(self.waits.commit(request)?);
         match self.driver.call(|caller| Event::Commit { caller, commit }).await? {
             Reply::Report(report) => Ok(Response::new(report.into())),
@@ -112,6 +124,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceResponse> {
+        check_turn(&request, |request| &request.turn)?;
         let reduce = Box::new(self.waits.reduce(request)?);
         match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
             Reply::Reduced(norm, resting) => Ok(Response::new(reduced(norm, resting))),
@@ -120,6 +133,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn discard(&self, request: Request<pb::DiscardRequest>) -> Answer<pb::DiscardResponse> {
+        check_turn(&request, |request| &request.turn)?;
         let discard = self.waits.discard(request)?;
         match self.driver.call(|caller| Event::Discard { caller, discard }).await? {
             Reply::Discarded { attempt } => Ok(Response::new(pb::DiscardResponse { attempt })),
@@ -131,6 +145,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::SaveCheckpointRequest>,
     ) -> Answer<pb::SaveCheckpointResponse> {
+        Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
         let save = self.waits.save(request)?;
         match self.driver.call(|caller| Event::Save { caller, save }).await? {
             Reply::Saved(Saved { version, bytes }) => {
@@ -144,12 +159,14 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::SendUserDataRequest>,
     ) -> Answer<pb::SendUserDataResponse> {
+        Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
         let data = rank_data(request.into_inner())?;
         self.driver.call(|caller| Event::UserData { caller, data }).await?;
         Ok(Response::new(pb::SendUserDataResponse {}))
     }
 
     async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {
+        check_turn(&request, |request| &request.turn)?;
         let rest = self.waits.rest(request)?;
         match self.driver.call(|caller| Event::Rest { caller, rest }).await? {
             Reply::Rested(rested) => Ok(Response::new(rested.into())),
@@ -158,6 +175,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::LeaveResponse> {
+        Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
         let wait = self.waits.of(&request).left();
         let pb::LeaveRequest { job: name, lease, job_id: id, done } = request.into_inner();
         let leave = Leave { job: JobRef { name, id }, lease: Lease(lease), done };
@@ -165,8 +183,11 @@ impl coordinator_service_server::CoordinatorService for Service {
         Ok(Response::new(pb::LeaveResponse {}))
     }
 
-    async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusResponse> {
-        Ok(Response::new(self.driver.read(|cluster| cluster.into())?))
+    async fn status(&self, request: Request<pb::StatusRequest>) -> Answer<pb::StatusResponse> {
+        let caller = Caller::of(request.extensions())?;
+        let mut status: pb::StatusResponse = self.driver.read(|cluster| cluster.into())?;
+        status.jobs.retain(|job| caller.sees(&job.name));
+        Ok(Response::new(status))
     }
 
     type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServeResponse, Status>> + Send>>;
@@ -175,6 +196,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<Streaming<pb::ServeRequest>>,
     ) -> Answer<Self::ServeStream> {
+        Caller::of(request.extensions())?.check_serve()?;
         let mut events = request.into_inner();
         let registration = registration(&mut events, &self.driver.failure).await?;
         let address = registration.server.address.clone();
@@ -209,6 +231,12 @@ impl Service {
         stream.begin().await?;
         Ok(Response::new(stream))
     }
+}
+
+/// Checks that the caller may train the job of its turn.
+fn check_turn<T>(request: &Request<T>, turn: impl Fn(&T) -> &Option<pb::Turn>) -> Result<()> {
+    let job = turn(request.get_ref()).as_ref().map_or("", |turn| &turn.job);
+    Caller::of(request.extensions())?.check_train(job)
 }
 
 fn unexpected(reply: &Reply) -> Status {

@@ -1,10 +1,11 @@
-//! Accepts only calls that carry the token of the cluster.
+//! Accepts only calls that carry a token of the cluster, and adds their [`Caller`] to them.
 //!
-//! A call without the token is answered at once, and its body is not read. Probes are accepted:
+//! A call without a token is answered at once, and its body is not read. Probes are accepted:
 //! they carry no secret, and the health service reveals none.
 
 use std::{
     future::{Ready, ready},
+    path::Path,
     task::{Context, Poll},
 };
 
@@ -13,19 +14,23 @@ use http::{Request, Response};
 use tonic::Status;
 use tonic_health::pb::health_server;
 use tower::{Layer, Service};
-use zeroshard_proto::{Result, Token, token::Bearer};
+use zeroshard_proto::{Result, Token};
+
+use crate::access::{Accepted, Caller};
 
 /// Creates [`CheckToken`].
 #[derive(Clone, Debug)]
-pub struct TokenLayer(Option<Bearer>);
+pub struct TokenLayer(Accepted);
 
 impl TokenLayer {
-    /// A layer for a cluster with `token`. If the token is empty, every call is accepted.
+    /// A layer for a cluster with the tokens in `file`, or else with `token`. If the token is empty
+    /// as well, every call is accepted.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for a token that no header can carry.
-    pub fn new(token: &Token) -> Result<Self> {
-        Bearer::new(token).map(Self)
+    /// [`zeroshard_proto::Error::Invalid`] for a token that no header can carry, or an invalid
+    /// file.
+    pub fn new(token: &Token, file: Option<&Path>) -> Result<Self> {
+        Accepted::new(token, file).map(Self)
     }
 }
 
@@ -33,7 +38,7 @@ impl<S> Layer<S> for TokenLayer {
     type Service = CheckToken<S>;
 
     fn layer(&self, inner: S) -> CheckToken<S> {
-        CheckToken { inner, bearer: self.0.clone() }
+        CheckToken { inner, accepted: self.0.clone() }
     }
 }
 
@@ -41,7 +46,7 @@ impl<S> Layer<S> for TokenLayer {
 #[derive(Clone, Debug)]
 pub struct CheckToken<S> {
     inner: S,
-    bearer: Option<Bearer>,
+    accepted: Accepted,
 }
 
 impl<S, In, Out> Service<Request<In>> for CheckToken<S>
@@ -57,15 +62,16 @@ where
         self.inner.poll_ready(cx)
     }
 
-    fn call(&mut self, request: Request<In>) -> Self::Future {
-        match &self.bearer {
-            Some(bearer) if !is_probe(request.uri().path()) => {
-                match bearer.check(request.headers()) {
-                    Ok(()) => Either::Left(self.inner.call(request)),
-                    Err(error) => Either::Right(ready(Ok(Status::from(error).into_http()))),
-                }
+    fn call(&mut self, mut request: Request<In>) -> Self::Future {
+        if is_probe(request.uri().path()) {
+            return Either::Left(self.inner.call(request));
+        }
+        match self.accepted.caller(request.headers()) {
+            Ok(caller) => {
+                request.extensions_mut().insert::<Caller>(caller);
+                Either::Left(self.inner.call(request))
             }
-            _ => Either::Left(self.inner.call(request)),
+            Err(error) => Either::Right(ready(Ok(Status::from(error).into_http()))),
         }
     }
 }
@@ -100,7 +106,7 @@ mod tests {
         if let Some(value) = authorization {
             request = request.header("authorization", value);
         }
-        let layer = TokenLayer::new(&Token::from(token.to_owned()))?;
+        let layer = TokenLayer::new(&Token::from(token.to_owned()), None)?;
         let answer = layer.layer(inner).oneshot(request.body(()).unwrap()).await.unwrap();
         match Status::from_header_map(answer.headers()) {
             None => {

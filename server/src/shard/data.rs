@@ -23,7 +23,7 @@ use zeroshard_proto::{
 };
 
 use super::{pull, push, store::Store};
-use crate::{backend::Backend, connection::Hangup};
+use crate::{access::Caller, backend::Backend, connection::Hangup};
 
 /// The maximum size of a `PullRequest` with its prefix, in bytes: about 100,000 extents.
 const MAX_PULL_REQUEST: usize = 4 << 20;
@@ -66,8 +66,7 @@ impl<B: Backend> Service<Request<Body>> for Data<B> {
             let answer = match request.uri().path() {
                 "/zeroshard.v1.DataService/Pull" => answer_pull(&store, request, shutdown).await,
                 "/zeroshard.v1.DataService/Push" => {
-                    let deadline = Deadline::of_call(request.headers());
-                    let pushed = push::push(&store, request.into_body(), deadline);
+                    let pushed = answer_push(&store, request);
                     let pushed = shutdown.run_until_cancelled(pushed).await;
                     pushed.unwrap_or_else(|| Err(going_away())).map(|pushed| unary(&pushed))
                 }
@@ -94,14 +93,25 @@ fn unary(message: &pb::PushResponse) -> Response<Body> {
     grpc(Body::new(StreamBody::new(futures_util::stream::iter(frames))))
 }
 
+async fn answer_push<B: Backend>(
+    store: &Store<B>,
+    request: Request<Body>,
+) -> Result<pb::PushResponse> {
+    let caller = Caller::of(request.extensions())?;
+    let deadline = Deadline::of_call(request.headers());
+    push::push(store, &caller, request.into_body(), deadline).await
+}
+
 async fn answer_pull<B: Backend>(
     store: &Arc<Store<B>>,
     request: Request<Body>,
     shutdown: CancellationToken,
 ) -> Result<Response<Body>> {
     let hangup = request.extensions().get::<Hangup>().cloned();
+    let caller = Caller::of(request.extensions())?;
     let deadline = Deadline::of_call(request.headers());
     let request = read_request(request.into_body()).await?;
+    caller.check_read(&request.job)?;
     let frames = pull::pull(store, &request, deadline)?;
     let frames = frames.take_until(shutdown.clone().cancelled_owned());
     // Data frames, followed by the trailers with the status.

@@ -18,7 +18,7 @@ use super::{
     slice::Upload,
     store::Store,
 };
-use crate::{attempt::Attempt, backend::Backend, listing::some_of};
+use crate::{access::Caller, attempt::Attempt, backend::Backend, listing::some_of};
 
 /// The time for which a push waits when there is no space for gradients whose turn has not come.
 /// Then it is refused, so that the caller can send data that other ranks wait for: a stream that
@@ -31,6 +31,7 @@ const PARKING_WAIT: Duration = Duration::from_millis(50);
 /// The first error of the push. Elements received before the error have been accepted.
 pub(super) async fn push<B, S>(
     store: &Store<B>,
+    caller: &Caller,
     body: S,
     deadline: Option<Deadline>,
 ) -> Result<pb::PushResponse>
@@ -44,6 +45,7 @@ where
         let what = "first message of a push";
         return Err(Error::invalid(what, "without `begin`", "a message with `begin`"));
     };
+    caller.check_train(&begin.job)?;
     let mut push = Push::open(store, begin, deadline)?;
     let job = push.job.clone();
     let receive = async {

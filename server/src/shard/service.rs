@@ -11,7 +11,7 @@ use zeroshard_proto::{
 };
 
 use super::{pin, store::Store};
-use crate::backend::Backend;
+use crate::{access::Caller, backend::Backend};
 
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
@@ -31,6 +31,7 @@ impl<B: Backend> Service<B> {
 
     async fn digests(&self, request: Request<pb::DigestRequest>) -> Result<pb::DigestResponse> {
         let deadline = self.deadline(&request);
+        Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let request = request.into_inner();
         let job = self.store.job(&request.job, request.job_id)?;
         job.wait_for_version(request.version, deadline).await?;
@@ -48,6 +49,7 @@ impl<B: Backend> Service<B> {
 
     async fn pinned(&self, request: Request<pb::PinRequest>) -> Result<PinStream> {
         let deadline = self.deadline(&request);
+        Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let request = request.into_inner();
         let job = self.store.job(&request.job, request.job_id)?;
         let held = pin::hold(&self.store.pinned, &job, &request, deadline).await?;
@@ -57,6 +59,7 @@ impl<B: Backend> Service<B> {
 
     async fn applied_steps(&self, request: Request<pb::StepsRequest>) -> Result<pb::StepsResponse> {
         let deadline = self.deadline(&request);
+        Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let request = request.into_inner();
         let job = self.store.job(&request.job, request.job_id)?;
         job.wait_for_version(request.version, deadline).await?;

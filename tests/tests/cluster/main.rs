@@ -26,6 +26,7 @@ mod replicas;
 mod restart;
 mod restored;
 mod resume;
+mod roles;
 mod same_bits;
 mod shortage;
 mod shutdown;

@@ -1,0 +1,222 @@
+//! What the holder of a token may do, and the file in which an operator lists the tokens of a
+//! cluster.
+
+use std::{collections::HashMap, fmt, str::FromStr};
+
+use crate::{Error, Result, Token};
+
+/// The maximum number of tokens of a cluster.
+const MAX_TOKENS: usize = 100_000;
+/// The beginning of a hash in the file of tokens.
+const HASH: &str = "blake3:";
+/// The end of the role of a token that can only read a job.
+const READ: &str = ":read";
+
+/// What the holder of a token may do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Role {
+    /// Run a shard server: register with the coordinator, and read and write the slices of all
+    /// jobs.
+    Server,
+    /// Create, train, read and delete all jobs.
+    Admin,
+    /// Use the job of this name, and those whose names continue with `/` or `.`: the parts of a run,
+    /// and the jobs that take over from it. The names of runs of the SDK for Python continue with
+    /// `-` and eight hexadecimal digits.
+    Job {
+        /// The name.
+        name: String,
+        /// Whether the jobs can only be read.
+        is_reader: bool,
+    },
+}
+
+impl Role {
+    /// Whether the holder may read a job: its description, parameters, and state.
+    pub fn may_read(&self, job: &str) -> bool {
+        match self {
+            Self::Server | Self::Admin => true,
+            Self::Job { name, .. } => {
+                let rest = job.strip_prefix(name.as_str());
+                rest.is_some_and(|rest| is_part(rest) || is_run(rest))
+            }
+        }
+    }
+
+    /// Whether the holder may create, train, save and delete a job.
+    pub fn may_train(&self, job: &str) -> bool {
+        let is_reader = matches!(self, Self::Job { is_reader: true, .. });
+        !is_reader && self.may_read(job)
+    }
+}
+
+fn is_part(rest: &str) -> bool {
+    rest.is_empty() || rest.starts_with(['/', '.'])
+}
+
+/// Whether this is `-`, the eight digits of a run of the SDK for Python, and one of its parts.
+fn is_run(rest: &str) -> bool {
+    let Some((digits, part)) = rest.strip_prefix('-').and_then(|rest| rest.split_at_checked(8))
+    else {
+        return false;
+    };
+    digits.bytes().all(|digit| digit.is_ascii_hexdigit()) && is_part(part)
+}
+
+/// Writes the role as in the file of tokens: `server`, `admin`, `job:NAME` or `job:NAME:read`.
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Server => f.write_str("server"),
+            Self::Admin => f.write_str("admin"),
+            Self::Job { name, is_reader } => {
+                write!(f, "job:{name}{}", if *is_reader { READ } else { "" })
+            }
+        }
+    }
+}
+
+impl FromStr for Role {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let invalid = || {
+            let expected = "server, admin, job:NAME, or job:NAME:read, without spaces";
+            Error::invalid("role of a token", format!("{text:?}"), expected)
+        };
+        match text {
+            "server" => return Ok(Self::Server),
+            "admin" => return Ok(Self::Admin),
+            _ => {}
+        }
+        let job = text.strip_prefix("job:").ok_or_else(invalid)?;
+        let (name, is_reader) = match job.strip_suffix(READ) {
+            Some(name) => (name, true),
+            None => (job, false),
+        };
+        if name.is_empty() || name.contains(char::is_whitespace) {
+            return Err(invalid());
+        }
+        Ok(Self::Job { name: name.to_owned(), is_reader })
+    }
+}
+
+/// The tokens of a cluster, of which only hashes are known, and their roles.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tokens(HashMap<[u8; 32], Role>);
+
+impl Tokens {
+    /// The line of a token in the file of tokens. Tokens have so much randomness that a hash does
+    /// not reveal them.
+    pub fn line(role: &Role, token: &Token) -> String {
+        let hash = blake3::hash(token.reveal().unwrap_or_default().as_bytes());
+        format!("{role} {HASH}{}", hash.to_hex())
+    }
+
+    /// Parses the lines of a file: a role, a hash, and perhaps a comment, separated by spaces. Empty
+    /// lines and lines that begin with `#` are ignored.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with the number of a line that is none of these.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut tokens = HashMap::new();
+        for (number, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let what = || format!("line {} of the file of tokens", number + 1);
+            let mut words = line.split_whitespace();
+            let role = words.next().unwrap_or_default().parse::<Role>();
+            let role = role.map_err(|error| Error::invalid(what(), error, "a role and a hash"))?;
+            let hash = words.next().and_then(|word| word.strip_prefix(HASH));
+            let hash = hash.and_then(|hex| blake3::Hash::from_hex(hex).ok());
+            let hash = hash.ok_or_else(|| {
+                let expected = "followed by a hash that `zsctl token new` has printed";
+                Error::invalid(what(), format!("role {role} without a hash"), expected)
+            })?;
+            if tokens.insert(*hash.as_bytes(), role).is_some() {
+                return Err(Error::invalid(what(), "a hash for the second time", "new"));
+            }
+        }
+        if tokens.is_empty() || tokens.len() > MAX_TOKENS {
+            let expected = format!("1 to {MAX_TOKENS}");
+            return Err(Error::invalid("number of tokens in the file", tokens.len(), expected));
+        }
+        Ok(Self(tokens))
+    }
+
+    /// The role of a token.
+    pub fn role(&self, token: &[u8]) -> Option<&Role> {
+        self.0.get(blake3::hash(token).as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn role(text: &str) -> Role {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn roles_are_written_as_they_are_read() {
+        for text in ["server", "admin", "job:demo", "job:demo:read", "job:a:b/c"] {
+            assert_eq!(role(text).to_string(), text);
+        }
+        for wrong in ["", "root", "job:", "job::read", "job", "job:a b"] {
+            assert!(matches!(wrong.parse::<Role>(), Err(Error::Invalid { .. })), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_jobs_token_opens_this_job_its_parts_and_its_successors_only() {
+        let (trainer, reader) = (role("job:demo"), role("job:demo:read"));
+        for own in
+            ["demo", "demo/sharded-0", "demo.1", "demo-57e50e77/sharded-0/all", "demo-57e50e77"]
+        {
+            assert!(trainer.may_train(own) && trainer.may_read(own), "{own}");
+            assert!(reader.may_read(own) && !reader.may_train(own), "{own}");
+        }
+        for other in [
+            "",
+            "dem",
+            "demo2",
+            "demo-2",
+            "demo-57e50e7g",
+            "demo-57e50e77x",
+            "demo-é57e50e7",
+            "other/demo",
+        ] {
+            assert!(!trainer.may_read(other) && !reader.may_read(other), "{other}");
+        }
+        assert!(role("admin").may_train("other") && role("server").may_read("other"));
+    }
+
+    #[test]
+    fn a_file_has_a_role_and_a_hash_in_each_line() {
+        let tokens = ["one", "two"].map(|text| Token::from(text.to_owned()));
+        let lines = [
+            "# the servers".to_owned(),
+            Tokens::line(&Role::Server, &tokens[0]),
+            String::new(),
+            format!("{}  the laptop of an engineer", Tokens::line(&role("job:demo"), &tokens[1])),
+        ];
+        let parsed = Tokens::parse(&lines.join("\n")).unwrap();
+        assert_eq!(parsed.role(b"one"), Some(&Role::Server));
+        assert_eq!(parsed.role(b"two"), Some(&role("job:demo")));
+        assert_eq!(parsed.role(b"three"), None);
+        assert!(!lines.join("").contains("one "));
+    }
+
+    #[test]
+    fn a_file_with_a_wrong_line_is_refused_with_its_number() {
+        let good = Tokens::line(&Role::Admin, &Token::from("one".to_owned()));
+        for wrong in ["root blake3:00", "admin", "admin blake3:00", "admin secret", &good] {
+            let error = Tokens::parse(&format!("{good}\n{wrong}\n")).unwrap_err().to_string();
+            assert!(error.contains("line 2") && !error.contains("secret"), "{error}");
+        }
+        assert!(Tokens::parse("# nothing\n").is_err());
+    }
+}

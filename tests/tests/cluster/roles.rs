@@ -1,0 +1,200 @@
+//! A cluster with a file of tokens: a token permits what its role says.
+
+use std::path::Path;
+
+use futures_util::stream;
+use serde_json::Value;
+use tempfile::TempDir;
+use zeroshard_client::{Cluster as Client, CreateJob, Error, Options, Result};
+use zeroshard_proto::{
+    JobVersion, Token,
+    pb::{self, data_service_client::DataServiceClient},
+    transport::{Connection, endpoint},
+};
+use zeroshard_tests::{Cluster, Process, Training, run, stock, synthetic};
+
+use crate::{adamw, job, options, until};
+
+/// A cluster, and the tokens of its file by role.
+struct Guarded {
+    cluster: Cluster,
+    directory: TempDir,
+    tokens: Vec<(String, String)>,
+}
+
+/// A new token and its line in the file, from `zsctl`.
+fn new_token(role: &str) -> (String, String) {
+    let output = run("zsctl", &["--json", "token", "new", role]);
+    let made: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let text = |key: &str| made[key].as_str().unwrap().to_owned();
+    (text("token"), text("line"))
+}
+
+impl Guarded {
+    fn start(roles: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let (mut tokens, mut lines) = (Vec::new(), String::new());
+        for role in roles {
+            let (token, line) = new_token(role);
+            lines += &format!("{line}\n");
+            tokens.push(((*role).to_owned(), token));
+        }
+        let file = directory.path().join("tokens");
+        std::fs::write(&file, lines).unwrap();
+        let flags = ["--tokens", file.to_str().unwrap()];
+        let coordinator = Cluster::coordinator_with(&flags);
+        let cluster = Cluster { coordinator, shards: Vec::new() };
+        let mut guarded = Self { cluster, directory, tokens };
+        let own = guarded.token("server").to_owned();
+        guarded.cluster.shards.push(guarded.shard(&own));
+        guarded
+    }
+
+    fn file(&self) -> std::path::PathBuf {
+        self.directory.path().join("tokens")
+    }
+
+    fn shard(&self, token: &str) -> Process {
+        let file = self.file();
+        let flags = ["--tokens", file.to_str().unwrap(), "--token", token];
+        Cluster::shard(self.cluster.address(), &flags)
+    }
+
+    fn token(&self, role: &str) -> &str {
+        &self.tokens.iter().find(|(of, _)| of == role).unwrap().1
+    }
+
+    fn options(&self, role: &str) -> Options {
+        options().token(self.token(role).to_owned().into())
+    }
+
+    async fn client(&self, role: &str) -> Client {
+        Client::connect(self.cluster.address(), self.options(role)).await.unwrap()
+    }
+
+    /// Trains a job, and returns its hash.
+    async fn train(&self, role: &str, name: &str) -> Result<String> {
+        let spec = job(name, 1, adamw(), synthetic::small());
+        let training = Training { options: self.options(role), ..Training::new(spec) };
+        training.run(self.cluster.address()).await.map(|trained| trained.hash)
+    }
+}
+
+fn forbidden<T: std::fmt::Debug>(result: Result<T>) -> String {
+    match result {
+        Err(Error::Forbidden { role, action }) => format!("{role}: {action}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_token_opens_the_jobs_of_its_role_only() {
+    let guarded = Guarded::start(&["server", "admin", "job:a", "job:b", "job:a:read"]);
+    let hash = guarded.train("job:a", "a").await.unwrap();
+    guarded.train("job:b", "b/part").await.unwrap();
+    assert!(forbidden(guarded.train("job:b", "a").await).contains("job:b"));
+    forbidden(guarded.train("job:a:read", "a").await);
+
+    let (reader, other) = (guarded.client("job:a:read").await, guarded.client("job:b").await);
+    assert_eq!(reader.state_hash("a").await.unwrap(), hash);
+    forbidden(other.state_hash("a").await);
+    forbidden(other.describe_job("a").await);
+    forbidden(other.join("a", 0).await);
+    forbidden(reader.join("a", 0).await);
+    forbidden(other.delete_job("a").await);
+    forbidden(reader.delete_job("a").await);
+    forbidden(reader.describe_job("b/part").await);
+    // A job cannot take over from another one that its token does not open.
+    let mut create = CreateJob::new(job("b", 1, adamw(), synthetic::small()));
+    create.from = Some(JobVersion { job: "a".to_owned(), job_id: 1, version: 1 });
+    forbidden(other.create_job(create).await);
+
+    let names = async |role: &str| {
+        let status = guarded.client(role).await.status().await.unwrap();
+        let mut names: Vec<_> = status.jobs.into_iter().map(|job| job.name).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names("job:a:read").await, ["a"]);
+    assert_eq!(names("job:b").await, ["b/part"]);
+    assert_eq!(names("admin").await, ["a", "b/part"]);
+    guarded.client("admin").await.delete_job("b/part").await.unwrap();
+    assert_eq!(reader.state_hash("a").await.unwrap(), hash, "nothing has changed");
+}
+
+#[tokio::test]
+async fn a_shard_server_checks_the_token_of_each_pull_and_push() {
+    let guarded = Guarded::start(&["server", "job:a", "job:b", "job:a:read"]);
+    guarded.train("job:a", "a").await.unwrap();
+    let shard = guarded.cluster.shards[0].address();
+    let client = async |role: &str| {
+        let channel = endpoint(shard).unwrap().connect().await.unwrap();
+        let token = Token::from(guarded.token(role).to_owned());
+        DataServiceClient::new(Connection::new(channel, &token).unwrap())
+    };
+    let pull = async |role: &str| {
+        let mut client = client(role).await;
+        let read =
+            async { client.pull(stock::read("a", 3, [0])).await?.into_inner().message().await };
+        read.await.map(drop).map_err(|status| Error::from_status(&status, "shard server"))
+    };
+    assert_eq!(pull("job:a:read").await, Ok(()));
+    assert_eq!(pull("job:a").await, Ok(()));
+    forbidden(pull("job:b").await);
+    let push = async |role: &str| {
+        let contents = Some(stock::gradients(3));
+        let begin = pb::PushBegin { job: "a".into(), epoch: 1, contents, ..Default::default() };
+        let pushed = client(role).await.push(stream::iter([stock::open(begin)])).await;
+        pushed.map(drop).map_err(|status| Error::from_status(&status, "shard server"))
+    };
+    forbidden(push("job:b").await);
+    forbidden(push("job:a:read").await);
+    let with_its_token = push("job:a").await;
+    assert!(!matches!(with_its_token, Err(Error::Forbidden { .. })), "{with_its_token:?}");
+}
+
+#[tokio::test]
+async fn only_a_token_of_a_server_registers_a_shard_server() {
+    let guarded = Guarded::start(&["server", "admin", "job:a"]);
+    until("the server has joined", || guarded.cluster.shards[0].get("/readyz") == "ready\n").await;
+    let strangers = ["admin", "job:a"].map(|role| guarded.shard(guarded.token(role)));
+    let refused = "code=\"PermissionDenied\",method=\"/zeroshard.v1.CoordinatorService/Serve\"";
+    let refusals = || {
+        let metrics = guarded.cluster.coordinator.get("/metrics");
+        let line = metrics.lines().find(|line| line.contains(refused))?;
+        line.rsplit(' ').next()?.parse::<f64>().ok()
+    };
+    until("the strangers are refused", || refusals().is_some_and(|refusals| refusals >= 4.0)).await;
+    assert!(strangers.iter().all(|stranger| stranger.get("/readyz") == "not ready\n"));
+    assert_eq!(guarded.client("admin").await.status().await.unwrap().servers.len(), 1);
+}
+
+#[tokio::test]
+async fn tokens_are_added_and_revoked_without_a_restart() {
+    let guarded = Guarded::start(&["server", "job:a"]);
+    guarded.train("job:a", "a").await.unwrap();
+    let (token, line) = new_token("job:a");
+    let (_, server) = (guarded.token("server"), std::fs::read_to_string(guarded.file()).unwrap());
+    let server = server.lines().next().unwrap();
+    std::fs::write(guarded.file(), format!("{server}\n{line}\n")).unwrap();
+    let status = |token: &str| {
+        let arguments = ["--address", guarded.cluster.address(), "--token", token, "status"];
+        run("zsctl", &arguments).status.success()
+    };
+    until("the new token is accepted", || status(&token)).await;
+    assert!(!status(guarded.token("job:a")), "the old one is not");
+}
+
+#[test]
+fn a_wrong_file_of_tokens_ends_the_start_with_the_line() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("tokens");
+    std::fs::write(&file, "admin blake3:12\n").unwrap();
+    let refused = |file: &Path| {
+        let output = run("zeroshard-server", &["coordinator", "--tokens", file.to_str().unwrap()]);
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    };
+    assert!(refused(&file).contains("line 1"));
+    assert!(refused(&directory.path().join("missing")).contains("missing"));
+}
