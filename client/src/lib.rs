@@ -27,6 +27,7 @@ mod buckets;
 mod call;
 mod cluster;
 mod connect;
+mod credentials;
 mod exchange;
 mod job;
 mod local;
@@ -46,6 +47,7 @@ use std::time::Duration;
 
 pub use buckets::Buckets;
 pub use cluster::{Cluster, CreateJob, Description};
+pub use credentials::CredentialFlags;
 pub use exchange::{Exchange, Piece, Sums};
 pub use job::{Attempt, Job};
 pub use part::StatePart;

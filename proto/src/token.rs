@@ -1,7 +1,7 @@
 //! The secret that the servers and clients of a cluster share, and the header in which a call
 //! carries it.
 
-use std::{convert::Infallible, fmt, str::FromStr};
+use std::{convert::Infallible, fmt, fs, path::Path, str::FromStr};
 
 use http::{HeaderMap, HeaderValue, header::AUTHORIZATION};
 use serde::{Deserialize, Serialize};
@@ -10,10 +10,14 @@ use crate::{Error, Result};
 
 /// The environment variable from which every program reads the token.
 pub const TOKEN_VARIABLE: &str = "ZEROSHARD_TOKEN";
+/// The environment variable with the file from which every program reads the token.
+pub const TOKEN_FILE_VARIABLE: &str = "ZEROSHARD_TOKEN_FILE";
 
 /// The maximum length of a token, in bytes. Together with the other headers it fits into the limit
 /// that an HTTP/2 peer has by default.
 const MAX_BYTES: usize = 4096;
+/// The maximum size of a file with a token.
+const MAX_FILE_BYTES: u64 = 64 << 10;
 
 /// The token that the calls of a cluster carry as `authorization: Bearer TOKEN`; if it is empty,
 /// they carry none.
@@ -26,6 +30,44 @@ const MAX_BYTES: usize = 4096;
 pub struct Token(String);
 
 impl Token {
+    /// Reads the token in a file, without a line break at its end. The file may have been made by
+    /// an editor, or be a secret that an orchestrator has mounted.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a file that cannot be read, is not text, or is empty. The error does
+    /// not show the content.
+    pub fn read(file: &Path) -> Result<Self> {
+        let invalid = |found: String| {
+            let what = format!("token file {}", file.display());
+            Error::invalid(what, found, "a readable file whose only line is the token")
+        };
+        // A larger file has no token that can be sent, and might not fit in memory.
+        if fs::metadata(file).is_ok_and(|found| found.len() > MAX_FILE_BYTES) {
+            return Err(invalid(format!("larger than {MAX_FILE_BYTES} bytes")));
+        }
+        let text = fs::read_to_string(file).map_err(|cause| invalid(cause.to_string()))?;
+        match text.trim_end_matches(['\r', '\n']) {
+            "" => Err(invalid("empty".to_owned())),
+            token => Ok(Self(token.to_owned())),
+        }
+    }
+
+    /// The token of a program: `token`, or else the one in `file`. If there is neither, it is
+    /// empty.
+    ///
+    /// # Errors
+    /// Those of [`Self::read`]; [`Error::Invalid`] if there are both.
+    pub fn of(token: &Self, file: Option<&Path>) -> Result<Self> {
+        match (token.reveal(), file) {
+            (_, None) => Ok(token.clone()),
+            (None, Some(file)) => Self::read(file),
+            (Some(_), Some(file)) => {
+                let what = format!("token file {}", file.display());
+                Err(Error::invalid(what, "given together with a token", "one of the two"))
+            }
+        }
+    }
+
     /// The token itself; `None` if it is empty. Use it only to pass the token to a client or a
     /// process, never in messages.
     pub fn reveal(&self) -> Option<&str> {
@@ -178,6 +220,25 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_file_has_the_token_and_perhaps_a_line_break() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("token");
+        let none = Token::default();
+        for text in ["s3cret", "s3cret\n", "s3cret\r\n"] {
+            fs::write(&file, text).unwrap();
+            assert_eq!(Token::of(&none, Some(&file)).unwrap().reveal(), Some("s3cret"));
+        }
+        let both = Token::of(&Token::from("other".to_owned()), Some(&file)).unwrap_err();
+        assert!(both.to_string().contains("one of the two"), "{both}");
+        for wrong in [&b"\n"[..], b"", b"\xff\xfes3cret", &[b'x'; 70_000]] {
+            fs::write(&file, wrong).unwrap();
+            let error = Token::read(&file).unwrap_err().to_string();
+            assert!(error.contains("token file") && !error.contains("s3cret"), "{error}");
+        }
+        assert!(Token::read(&directory.path().join("missing")).is_err());
     }
 
     #[test]

@@ -24,6 +24,7 @@ use zeroshard_proto::{
     transport::{FRAME_BYTES, WINDOW_BYTES},
 };
 
+pub use crate::probe::Probe;
 pub use sections::{All, Coordinator, Shard};
 pub use values::{
     Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size, StateTier,
@@ -140,6 +141,13 @@ pub struct Common {
         hide_default_value = true
     )]
     pub token: Token,
+    /// File with the token, instead of --token, such as a secret that docker or Kubernetes mounts
+    #[arg(long, env = "ZEROSHARD_TOKEN_FILE", value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Accept connections from other machines without a token. Everyone who can connect can then
+    /// read, change and delete all jobs
+    #[arg(long, env = "ZEROSHARD_INSECURE")]
+    pub insecure: bool,
 }
 
 impl Common {
@@ -160,6 +168,28 @@ impl Common {
     /// [`Self::drain_seconds`].
     pub fn drain(&self) -> Duration {
         Duration::from_secs(self.drain_seconds)
+    }
+
+    /// Reads the token in [`Self::token_file`].
+    fn read_token(&mut self) -> Result<(), Error> {
+        let read = Token::of(&self.token, self.token_file.as_deref());
+        self.token = read.map_err(|error| match error {
+            zeroshard_proto::Error::Invalid { what, found, expected } => {
+                Error::value("common", "token_file", format!("{found} ({what})"), &expected)
+            }
+            other => Error::value("common", "token_file", other, "a file with the token"),
+        })?;
+        Ok(())
+    }
+
+    /// Checks that other machines cannot connect to `listen` without a token.
+    fn check_open(&self, listen: Listen) -> Result<(), Error> {
+        if listen.0.ip().is_loopback() || self.insecure || self.token.reveal().is_some() {
+            return Ok(());
+        }
+        let found = format!("missing, and other machines can connect to {listen}");
+        let expected = "a secret, also with --token-file; or set --insecure to accept every call";
+        Err(Error::value("common", "token", found, expected))
     }
 
     fn validate(&self) -> Result<(), Error> {
@@ -260,6 +290,8 @@ enum Roles {
     Shard(Flags<Shard>),
     /// Run a coordinator and one shard server in one process
     All(Flags<All>),
+    /// Ask a server whether it is ready, for health checks. Succeeds if it is
+    Probe(Probe),
 }
 
 /// The sections that the file may have.
@@ -287,24 +319,42 @@ pub struct Config {
     pub json: bool,
 }
 
+/// What a process was started for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Command {
+    /// To run a server.
+    Serve(Box<Config>),
+    /// To ask another process whether it is ready.
+    Probe(Probe),
+}
+
 /// Reads the configuration of a process that was started with `arguments` (the first is its name).
 ///
 /// # Errors
 /// [`Error`]; [`Error::CommandLine`] also for `--help` and `--version`.
 pub fn load(
     arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
-) -> Result<Config, Error> {
+) -> Result<Command, Error> {
     let mut command = Cli::command();
     let matches = command.try_get_matches_from_mut(arguments)?;
-    let (section, matches) = matches.subcommand().expect("clap requires a subcommand");
+    match matches.subcommand().expect("clap requires a subcommand") {
+        ("probe", matches) => Ok(Command::Probe(Probe::from_arg_matches(matches)?)),
+        (section, matches) => Ok(Command::Serve(Box::new(serve(section, matches)?))),
+    }
+}
+
+/// The configuration of a server with the role `section`.
+fn serve(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
     let process = Process::from_arg_matches(matches)?;
     let file = process.config.map(File::read).transpose()?;
-    let common: Common = layered("common", matches, file.as_ref())?;
+    let mut common: Common = layered("common", matches, file.as_ref())?;
+    common.read_token()?;
     common.validate()?;
     let role = match section {
         "coordinator" => {
             let coordinator: Coordinator = layered("coordinator", matches, file.as_ref())?;
             coordinator.validate()?;
+            common.check_open(coordinator.listen)?;
             Role::Coordinator(coordinator)
         }
         "shard" => {
@@ -315,12 +365,15 @@ pub fn load(
                 return Err(Error::value("shard", "coordinator", "missing", expected));
             }
             shard.check_tiers("shard")?;
+            common.check_open(shard.listen)?;
             Role::Shard(shard)
         }
         _ => {
             let all: All = layered("all", matches, file.as_ref())?;
             sections::check_advertise("all", all.shard_listen, all.advertise.as_ref())?;
             all.shard().check_tiers("all")?;
+            common.check_open(all.listen)?;
+            common.check_open(all.shard_listen)?;
             Role::All(all)
         }
     };

@@ -6,12 +6,13 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::token::Bearer;
+use zeroshard_proto::{Token, token::Bearer};
 
 use crate::{
     config::{self, Address, Common, Listen},
     coordinator::leadership::Leadership,
     failure::Failure,
+    identity::random,
     roles::{self, Site},
     serve::Error,
 };
@@ -22,16 +23,17 @@ pub struct Options {
     /// The number of shard servers.
     pub shards: usize,
     /// The address of this machine on which all parts listen, and which other processes dial. With
-    /// an address other than loopback, other machines can connect: then set a token.
+    /// an address other than loopback, other machines can connect.
     pub host: IpAddr,
-    /// Limits, HTTP/2 settings and the token. The logging settings are ignored.
+    /// Limits, HTTP/2 settings and the token; if it is empty, the cluster gets a random one. The
+    /// logging settings are ignored.
     pub common: Common,
     /// The budget of each shard server for early gradients, in bytes.
     pub parked_bytes: u64,
 }
 
 impl Options {
-    /// Options for `shards` servers with default settings, on loopback, without a token.
+    /// Options for `shards` servers with default settings, on loopback, with a random token.
     pub fn new(shards: usize) -> Self {
         Self {
             shards,
@@ -48,6 +50,7 @@ impl Options {
 #[derive(Debug)]
 pub struct Cluster {
     address: Address,
+    token: Token,
     shutdown: CancellationToken,
     failure: Failure,
     tasks: JoinSet<Result<(), Error>>,
@@ -61,11 +64,14 @@ impl Cluster {
     /// [`Error`] of the first part that cannot start; [`Error::Invalid`] for a host that other
     /// processes cannot dial, such as 0.0.0.0, and for a token that no call can carry.
     pub async fn start(options: Options) -> Result<Self, Error> {
-        let Options { shards, host, common, parked_bytes } = options;
+        let Options { shards, host, mut common, parked_bytes } = options;
         if host.is_unspecified() {
             let expected =
                 "an address of this machine that other machines can dial, such as 10.0.0.5";
             return Err(zeroshard_proto::Error::invalid("host", host, expected).into());
+        }
+        if common.token.reveal().is_none() {
+            common.token = new_token()?;
         }
         Bearer::new(&common.token)?;
         let listen = Listen(SocketAddr::new(host, 0));
@@ -96,12 +102,17 @@ impl Cluster {
             }
         }
         stop.disarm();
-        Ok(Self { address, shutdown, failure, tasks })
+        Ok(Self { address, token: common.token, shutdown, failure, tasks })
     }
 
     /// `host:port` of the coordinator.
     pub fn address(&self) -> String {
         self.address.to_string()
+    }
+
+    /// The token that calls to the cluster carry.
+    pub fn token(&self) -> &Token {
+        &self.token
     }
 
     /// Stops all servers. Open calls may finish within the drain time.
@@ -115,6 +126,15 @@ impl Cluster {
         }
         Ok(())
     }
+}
+
+/// A random token of 128 bits.
+///
+/// # Errors
+/// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
+pub fn new_token() -> zeroshard_proto::Result<Token> {
+    let halves = [random()?, random()?];
+    Ok(halves.map(|half| format!("{half:016x}")).concat().into())
 }
 
 impl Drop for Cluster {
@@ -168,7 +188,11 @@ mod tests {
     #[tokio::test]
     async fn a_cluster_starts_answers_and_stops() {
         let cluster = Cluster::start(Options::new(0)).await.unwrap();
-        assert_eq!(status(&cluster.address(), "").await, Ok(pb::StatusResponse::default()));
+        let token = cluster.token().reveal().expect("a random token").to_owned();
+        assert_eq!(token.len(), 32);
+        assert_eq!(status(&cluster.address(), &token).await, Ok(pb::StatusResponse::default()));
+        let refused = status(&cluster.address(), "").await;
+        assert!(matches!(refused, Err(ClusterError::Unauthenticated { .. })), "{refused:?}");
         cluster.shutdown().await.unwrap();
     }
 
@@ -243,13 +267,14 @@ mod tests {
         let background = Box::pin(async move { shutdown.cancelled().await });
         let parts = Parts { routes: tonic::service::Routes::new(Panics), background };
         let (cluster, address) = with_server(parts).await;
-        assert!(status(&cluster.address(), "").await.is_ok());
+        let token = cluster.token().reveal().unwrap().to_owned();
+        assert!(status(&cluster.address(), &token).await.is_ok());
         let channel = endpoint(&address).unwrap().connect().await.unwrap();
         let answer = ShardServiceClient::new(channel).steps(pb::StepsRequest::default()).await;
         assert_names_the_panic(
             answer.map_err(|status| ClusterError::from_status(&status, "shard")),
         );
-        assert_names_the_panic(status(&cluster.address(), "").await);
+        assert_names_the_panic(status(&cluster.address(), &token).await);
         let ended = cluster.shutdown().await;
         assert!(
             matches!(&ended, Err(Error::Panicked(cause)) if cause.contains("the slice is torn")),
@@ -263,7 +288,7 @@ mod tests {
         let (cluster, _) =
             with_server(Parts { routes: tonic::service::Routes::default(), background }).await;
         tokio::time::timeout(Duration::from_secs(30), cluster.failure.failed()).await.unwrap();
-        assert_names_the_panic(status(&cluster.address(), "").await);
+        assert_names_the_panic(status(&cluster.address(), cluster.token().reveal().unwrap()).await);
         let ended = cluster.shutdown().await;
         assert!(
             matches!(&ended, Err(Error::Panicked(cause)) if cause.contains("the slice is torn")),

@@ -8,8 +8,8 @@ use tonic_health::{
 };
 
 /// The health services under the names that Kubernetes' gRPC probes use.
-const LIVENESS: &str = "liveness";
-const READINESS: &str = "readiness";
+pub(crate) const LIVENESS: &str = "liveness";
+pub(crate) const READINESS: &str = "readiness";
 
 /// The readiness of a role, which the role sets and the probes read. Clones share the state.
 #[derive(Clone, Debug)]

@@ -21,6 +21,7 @@ mod listing;
 pub mod logging;
 pub mod metrics;
 pub mod optim;
+pub mod probe;
 pub mod roles;
 pub mod serve;
 pub mod shard;

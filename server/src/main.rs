@@ -2,10 +2,10 @@
 
 use std::{process::ExitCode, time::Duration};
 
-use tokio::runtime::Runtime;
+use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
 use zeroshard_server::{
-    config::{self, Config},
+    config::{self, Command, Config, Probe},
     failure, logging, roles,
     serve::stop_on_signals,
 };
@@ -20,7 +20,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     let config = match config::load(std::env::args_os()) {
-        Ok(config) => config,
+        Ok(Command::Serve(config)) => config,
+        Ok(Command::Probe(probe)) => return end(ask(&probe), |error| eprintln!("{error}")),
         Err(config::Error::CommandLine(error)) => error.exit(),
         Err(error) => {
             eprintln!("zeroshard-server: {error}");
@@ -29,16 +30,28 @@ fn main() -> ExitCode {
     };
     logging::start(&config.common);
     failure::abort_on_panic();
-    match run(config) {
+    end(run(*config), |error| tracing::error!("{error}"))
+}
+
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+/// The exit code of the process. Reports an error.
+fn end(outcome: Outcome, report: impl FnOnce(Box<dyn std::error::Error>)) -> ExitCode {
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!("{error}");
+            report(error);
             ExitCode::FAILURE
         }
     }
 }
 
-fn run(config: Config) -> Result<(), Box<dyn std::error::Error>> {
+fn ask(probe: &Probe) -> Outcome {
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    Ok(runtime.block_on(probe.ask())?)
+}
+
+fn run(config: Config) -> Outcome {
     let runtime = Runtime::new()?;
     let result = runtime.block_on(async {
         let shutdown = CancellationToken::new();

@@ -14,6 +14,7 @@ import sys
 from types import TracebackType
 
 from ._connection import Connection
+from ._credentials import token_of
 from ._native import Cluster
 from ._rendezvous import Rendezvous, reachable_host, world_group
 from ._status import Status
@@ -80,7 +81,8 @@ def init(
             the leader, separated by commas; ``ZEROSHARD_ADDRESS`` by default. If neither is
             given, a cluster starts inside this process. With several ranks (``torchrun``,
             ``torch.multiprocessing.spawn``) rank 0 hosts it and the others connect to it.
-        token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
+        token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default, or the content of the file
+            ``ZEROSHARD_TOKEN_FILE``. A cluster that is started has a random one by default.
         shards: the number of shard servers of a cluster that is started.
         name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
             checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.
@@ -115,7 +117,7 @@ def init(
     world = world_group()
     number = next(_inits)
     address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
-    token = token or os.environ.get("ZEROSHARD_TOKEN") or None
+    token = token_of(token)
 
     def connect(address: str, token: str | None) -> Cluster:
         return Cluster.connect(
@@ -150,8 +152,7 @@ def init(
                 raise
         else:
             host = "127.0.0.1" if rendezvous is None else reachable_host()
-            if host != "127.0.0.1" and token is None:
-                token = secrets.token_hex(16)
+            token = token or secrets.token_hex(16)
             cluster = Cluster.embedded(
                 shards,
                 host=host,

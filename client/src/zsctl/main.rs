@@ -8,8 +8,7 @@ use std::{process::ExitCode, time::Duration};
 
 use clap::{Parser, Subcommand};
 use serde_json::json;
-use zeroshard_client::{Cluster, Options, Result};
-use zeroshard_proto::Token;
+use zeroshard_client::{Cluster, CredentialFlags, Options, Result};
 
 /// Inspect a ZeroShard cluster and manage its jobs
 #[derive(Debug, Parser)]
@@ -25,18 +24,8 @@ struct Arguments {
         global = true
     )]
     address: String,
-    /// The token of the cluster. Prefer the environment variable, since other users of the machine
-    /// can see flags
-    #[arg(
-        long,
-        env = "ZEROSHARD_TOKEN",
-        hide_env_values = true,
-        value_name = "TOKEN",
-        default_value = "",
-        hide_default_value = true,
-        global = true
-    )]
-    token: Token,
+    #[command(flatten)]
+    credentials: CredentialFlags,
     /// Number of seconds after which to give up
     #[arg(long, value_name = "SECONDS", default_value_t = 10, global = true)]
     timeout: u64,
@@ -87,7 +76,7 @@ async fn run(arguments: &Arguments) -> Result<()> {
     {
         return result;
     }
-    let options = Options::default().timeout(timeout).token(arguments.token.clone());
+    let options = Options::default().timeout(timeout).token(arguments.credentials.token()?);
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
         Command::Status => status::print(&cluster.status().await?, arguments.json),

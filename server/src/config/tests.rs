@@ -2,6 +2,13 @@ use std::io::Write;
 
 use super::*;
 
+fn load(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Config, Error> {
+    match super::load(arguments)? {
+        Command::Serve(config) => Ok(*config),
+        Command::Probe(probe) => panic!("{probe:?}"),
+    }
+}
+
 fn shard(arguments: &[&str]) -> Result<Config, Error> {
     load(["zeroshard-server", "shard", "--coordinator", "c:7400"].iter().chain(arguments).copied())
 }
@@ -66,8 +73,9 @@ fn jobs_without_workers_are_kept_for_an_hour_or_for_the_time_of_the_flag() {
 
 #[test]
 fn the_file_alone_can_name_the_coordinator() {
-    let file =
-        file("[shard]\ncoordinator = \"c:1\"\nlisten = \"0.0.0.0:0\"\nadvertise = \"me:0\"\n");
+    let file = file(
+        "[common]\ninsecure = true\n[shard]\ncoordinator = \"c:1\"\nlisten = \"0.0.0.0:0\"\nadvertise = \"me:0\"\n",
+    );
     let path = file.path().to_str().unwrap();
     let config = load(["zeroshard-server", "shard", "--config", path]).unwrap();
     let Role::Shard(shard) = config.role else { panic!("role") };
@@ -163,7 +171,7 @@ fn a_token_that_is_refused_is_not_shown() {
 #[test]
 fn a_wildcard_address_needs_an_advertised_address() {
     assert_eq!(wrong_key(shard(&["--listen", "0.0.0.0:7401"])), "advertise");
-    assert!(shard(&["--listen", "[::]:7401", "--advertise", "node-1:0"]).is_ok());
+    assert!(shard(&["--listen", "[::]:7401", "--advertise", "node-1:0", "--insecure"]).is_ok());
 }
 
 #[test]
@@ -196,5 +204,37 @@ fn the_budgets_of_tiers_are_complete_and_match_the_device() {
         "--device cuda:0 --device-memory 1GiB --disk /d --disk-bytes 1GiB",
     ] {
         shard(&arguments.split(' ').collect::<Vec<_>>()).unwrap();
+    }
+}
+
+#[test]
+fn other_machines_can_connect_only_with_a_token_or_if_the_operator_says_so() {
+    let open = ["--listen", "0.0.0.0:7401", "--advertise", "me:0"];
+    assert_eq!(wrong_key(shard(&open)), "token");
+    for more in [&["--token", "s3cret"][..], &["--insecure"]] {
+        shard(&[&open, more].concat()).unwrap();
+    }
+    for arguments in [
+        &["coordinator", "--listen", "[::]:7400"][..],
+        &["all", "--listen", "10.0.0.1:0"],
+        &["all", "--shard-listen", "0.0.0.0:0", "--advertise", "me:0"],
+    ] {
+        let started = ["zeroshard-server"].iter().chain(arguments).copied();
+        assert_eq!(wrong_key(load(started)), "token", "{arguments:?}");
+    }
+    shard(&["--listen", "[::1]:0"]).unwrap();
+}
+
+#[test]
+fn the_token_may_be_in_a_file() {
+    let secret = file("s3cret\n");
+    let path = secret.path().to_str().unwrap();
+    assert_eq!(shard(&["--token-file", path]).unwrap().common.token.reveal(), Some("s3cret"));
+    let named = format!("[common]\ntoken_file = \"{path}\"\n");
+    assert_eq!(with_file(&named, &[]).unwrap().common.token.reveal(), Some("s3cret"));
+    for wrong in [&["--token-file", path, "--token", "other"][..], &["--token-file", "/missing"]] {
+        let error = shard(wrong).unwrap_err();
+        assert!(!error.to_string().contains("s3cret"), "{error}");
+        assert_eq!(wrong_key(Err(error)), "token_file");
     }
 }

@@ -7,7 +7,7 @@ use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
 use zeroshard_proto::transport::endpoint;
-use zeroshard_tests::{Cluster, Process, Training, run, synthetic};
+use zeroshard_tests::{Cluster, Process, Training, binary, run, synthetic};
 
 use crate::{adamw, connect, job, sgd, start, until};
 
@@ -155,4 +155,26 @@ async fn a_server_is_configured_by_file_and_environment_and_flags_take_precedenc
     let process = Process::start(command);
     assert!(process.address().starts_with("127.0.0.1:"));
     assert_eq!(process.get("/healthz"), "ok\n");
+}
+
+#[tokio::test]
+async fn a_probe_succeeds_when_the_server_is_ready_also_without_the_token() {
+    let cluster = Cluster::start_guarded(1, "s3cret");
+    let probe = |arguments: &[&str]| run("zeroshard-server", &[&["probe"], arguments].concat());
+    let lonely = Cluster::shard("127.0.0.1:9", &[]);
+    for server in [&cluster.coordinator, &cluster.shards[0]] {
+        until("it is ready", || probe(&[server.address()]).status.success()).await;
+    }
+    let output = probe(&[lonely.address(), "--service", "readiness"]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("not ready"), "{said}");
+    assert!(probe(&[lonely.address(), "--service", "liveness"]).status.success());
+    let output = probe(&["127.0.0.1:9"]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("127.0.0.1:9"), "{said}");
+    // In a container, the environment says where the server listens.
+    let mut command = std::process::Command::new(binary("zeroshard-server"));
+    let port = cluster.coordinator.address().rsplit(':').next().unwrap();
+    command.arg("probe").env("ZEROSHARD_LISTEN", format!("0.0.0.0:{port}"));
+    assert!(command.status().unwrap().success());
 }

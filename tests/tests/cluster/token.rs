@@ -120,6 +120,41 @@ fn zsctl_accepts_the_token_and_reports_a_missing_one() {
 }
 
 #[test]
+fn a_server_that_other_machines_can_reach_needs_a_token_or_the_flag_insecure() {
+    let open = ["coordinator", "--listen", "0.0.0.0:0", "--admin-listen", "off"];
+    let output = run("zeroshard-server", &open);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("--insecure"), "{said}");
+    for allowed in [["--insecure", "--json"], ["--json", "--token=s3cret"]] {
+        let mut command = std::process::Command::new(binary("zeroshard-server"));
+        command.args(open).args(allowed);
+        assert!(Process::start(command).address().starts_with("0.0.0.0:"));
+    }
+}
+
+#[test]
+fn every_program_reads_the_token_from_a_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("token");
+    std::fs::write(&file, format!("{TOKEN}\n")).unwrap();
+    let file = file.to_str().unwrap();
+    let coordinator = Cluster::coordinator_with(&["--token-file", file]);
+    let shard = Cluster::shard(coordinator.address(), &["--token-file", file]);
+    let status = |flags: &[&str]| {
+        run("zsctl", &[&["--address", coordinator.address(), "status"], flags].concat())
+    };
+    assert!(!status(&[]).status.success());
+    let output = status(&["--token-file", file]);
+    assert!(output.status.success(), "{output:?}");
+    let worker = ["train", "--address", coordinator.address(), "--shards", "1", "--steps", "1"];
+    let out = directory.path().to_str().unwrap();
+    let small = ["--context", "16", "--width", "32", "--token-file", file, "--out", out];
+    let output = run("zeroshard-worker", &[&worker[..], &small].concat());
+    assert!(output.status.success(), "{output:?}");
+    drop(shard);
+}
+
+#[test]
 fn no_program_shows_a_token() {
     for arguments in [&["zeroshard-server", "coordinator", "--help"][..], &["zsctl", "--help"]] {
         let mut command = std::process::Command::new(binary(arguments[0]));

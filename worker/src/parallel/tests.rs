@@ -57,7 +57,7 @@ fn with_job<T: Send>(
             name: "demo".to_owned(),
             min_servers: servers as u32,
             idle_timeout: None,
-            options: Options::default(),
+            options: Options::default().token(cluster.token().clone()),
         };
         run(world, job, runtime.handle())
     });

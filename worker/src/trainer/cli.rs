@@ -6,7 +6,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use zeroshard_proto::{CheckpointPolicy, DType, OnLoss, OnMemoryShortage, Optimizer, Token};
+use zeroshard_client::CredentialFlags;
+use zeroshard_proto::{CheckpointPolicy, DType, OnLoss, OnMemoryShortage, Optimizer};
 
 use super::batches::Sharding;
 use super::error::{Error, Result};
@@ -245,18 +246,9 @@ pub struct Train {
         help_heading = "Cluster"
     )]
     pub address: Option<String>,
-    /// Token of the cluster, also for servers that this command starts. Prefer the environment
-    /// variable, since other users of the machine can see flags
-    #[arg(
-        long,
-        value_name = "TOKEN",
-        env = "ZEROSHARD_TOKEN",
-        hide_env_values = true,
-        default_value = "",
-        hide_default_value = true,
-        help_heading = "Cluster"
-    )]
-    pub token: Token,
+    /// The credentials, also for servers that this command starts.
+    #[command(flatten, next_help_heading = "Cluster")]
+    pub credentials: CredentialFlags,
     /// Run only the worker of this rank; the others must be started separately [default: run all]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,
@@ -381,7 +373,7 @@ impl Train {
             chunk_bytes: self.chunk_bytes as usize,
             deadline: Duration::from_secs(self.timeout),
             connect_timeout: Duration::from_secs(self.connect_timeout),
-            token: self.token.clone(),
+            token: self.credentials.token()?,
             listen: self.listen,
             seed: self.seed,
             sample_chars: self.sample_chars as usize,

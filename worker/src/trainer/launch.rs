@@ -26,7 +26,11 @@ const IO_THREADS: usize = 2;
 /// [`Error::Flag`] for flags that contradict each other, [`Error::Text`] for a folder without text,
 /// and all errors of the run.
 pub fn run(flags: &Train) -> Result<()> {
-    let plan = flags.plan()?;
+    let mut plan = flags.plan()?;
+    if flags.address.is_none() && plan.token.reveal().is_none() {
+        // Other users of this machine cannot use the servers that are started.
+        plan.token = embedded::new_token()?;
+    }
     // The text is read here even if other processes will train, so that a wrong folder is reported
     // before they are started.
     let corpus = Corpus::read(&flags.data, plan.context())?;
@@ -37,7 +41,7 @@ pub fn run(flags: &Train) -> Result<()> {
         .build()
         .map_err(|cause| Error::System { doing: "start the runtime", cause })?;
     let result = if flags.makes_processes() {
-        runtime.block_on(processes::run(flags, plan.parallelism.workers()))
+        runtime.block_on(processes::run(flags, plan.parallelism.workers(), &plan.token))
     } else {
         run_in_process(flags, plan, corpus, &runtime)
     };

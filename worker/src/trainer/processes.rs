@@ -11,7 +11,9 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
-use zeroshard_proto::{Token, token::TOKEN_VARIABLE};
+use zeroshard_client::CredentialFlags;
+use zeroshard_proto::Token;
+use zeroshard_proto::token::{TOKEN_FILE_VARIABLE, TOKEN_VARIABLE};
 
 use super::cli::Train;
 use super::error::{Error, Result};
@@ -24,7 +26,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 ///
 /// # Errors
 /// [`Error::NoProgram`], and [`Error::Process`] for a program that does not start or fails.
-pub async fn run(flags: &Train, count: u32) -> Result<()> {
+pub async fn run(flags: &Train, count: u32, token: &Token) -> Result<()> {
     let program = std::env::current_exe()
         .map_err(|cause| Error::System { doing: "find this program", cause })?;
     let server =
@@ -33,15 +35,19 @@ pub async fn run(flags: &Train, count: u32) -> Result<()> {
         return Err(Error::NoProgram { program: server });
     }
     let coordinator =
-        Server::start(&server, &["coordinator", "--admin-listen", "off"], &flags.token).await?;
+        Server::start(&server, &["coordinator", "--admin-listen", "off"], token).await?;
     let mut servers = vec![];
     for _ in 0..flags.shards {
         let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
-        servers.push(Server::start(&server, &arguments, &flags.token).await?);
+        servers.push(Server::start(&server, &arguments, token).await?);
     }
     let mut workers = JoinSet::new();
     for rank in 0..count {
-        let worker = worker(&program, &coordinator.address, rank)?;
+        let mut worker = worker(&program, &coordinator.address, rank);
+        if flags.credentials == CredentialFlags::default() {
+            worker.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
+        }
+        let worker = spawn(worker, rank)?;
         workers.spawn(wait(worker, rank));
     }
     servers.push(coordinator);
@@ -93,6 +99,7 @@ impl Server {
         }
         // The token is not passed as a flag, because other users can see flags.
         command.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
+        command.env_remove(TOKEN_FILE_VARIABLE);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true);
         let failed = |did: String| Error::Process { program: name.clone(), did };
         let mut child =
@@ -112,8 +119,8 @@ impl Server {
     }
 }
 
-/// Starts this program as the worker of one rank, with the same flags.
-fn worker(program: &PathBuf, address: &str, rank: u32) -> Result<Child> {
+/// This program as the worker of one rank, with the same flags.
+fn worker(program: &PathBuf, address: &str, rank: u32) -> Command {
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1).filter(|argument| argument != "--processes"));
     command.args(["--address", address, "--rank", &rank.to_string()]);
@@ -121,7 +128,11 @@ fn worker(program: &PathBuf, address: &str, rank: u32) -> Result<Child> {
     if rank != 0 {
         command.stdout(Stdio::null());
     }
-    command.spawn().map_err(|cause| Error::Process {
+    command
+}
+
+fn spawn(mut worker: Command, rank: u32) -> Result<Child> {
+    worker.spawn().map_err(|cause| Error::Process {
         program: format!("worker {rank}"),
         did: format!("did not start: {cause}"),
     })

@@ -81,11 +81,11 @@ def group_sharded_parallel(
             gradients in a fixed order, and each of them sends a part of the sums and receives a
             part of the parameters, so the traffic of the servers is divided by the size. In a
             model on a mesh, the ranks of a group that hold the same part of a parameter do this.
-            They exchange values over gloo, in a process group of their own. With several groups, sums
-            are rounded in another order than without. When a rank is lost, all ranks of its group
-            must be started again. At ``p_g_os``, all ranks of a group must use the same modules
-            when they train; parameters that are used without recording gradients (``no_grad``)
-            are received by each rank as a whole, so one rank may evaluate alone.
+            They exchange values over gloo, in a process group of their own. With several groups,
+            sums are rounded in another order than without. When a rank is lost, all ranks of its
+            group must be started again. At ``p_g_os``, all ranks of a group must use the same
+            modules when they train; parameters that are used without recording gradients
+            (``no_grad``) are received by each rank as a whole, so one rank may evaluate alone.
         grad_clip: a :class:`ClipGradByGlobalNorm` that clips every step.
         param_init_fn: initialises the parameters and buffers of the module that it is called with,
             without those of its children. It is called for each module that has some on the meta
