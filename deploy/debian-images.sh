@@ -17,7 +17,7 @@ build() {
     local tag=$1 package=$2 data=$3 entry=$4 root=$work/$2/root
     shift 3
     mkdir -p "$work/$package/unpacked" "$root/etc" "$root/tmp" "$root$data"
-    (cd "$work/$package" && apt-get download -qq "$package")
+    (cd "$work/$package" && apt-get -o APT::Sandbox::User="$(id -un)" download -qq "$package")
     dpkg-deb -x "$work/$package"/*.deb "$work/$package/unpacked"
     local program path
     for program in "$@"; do

@@ -107,12 +107,20 @@ def test_prometheus_scrapes_the_servers_of_the_compose_file() -> None:
     if not path.exists():
         pytest.skip(f"{path.relative_to(ROOT)} does not exist")
     configuration = yaml.safe_load(path.read_text())
-    targets = {
-        target
+    groups = [
+        group
         for job in configuration["scrape_configs"]
-        for static in job.get("static_configs", [])
-        for target in static["targets"]
-    }
+        for group in [
+            *job.get("static_configs", []),
+            *(
+                group
+                for files in job.get("file_sd_configs", [])
+                for name in files["files"]
+                for group in yaml.safe_load((path.parent / name).read_text())
+            ),
+        ]
+    ]
+    targets = {target for group in groups for target in group["targets"]}
     ports = {
         name: SERVICES[name]["environment"]["ZEROSHARD_ADMIN_LISTEN"].rpartition(":")[2]
         for name in SERVERS
