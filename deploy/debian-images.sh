@@ -4,8 +4,8 @@
 #
 #     deploy/debian-images.sh
 #
-# Needs apt with Debian's package lists (apt-get update), and Docker. Nothing is installed. The images
-# are FROM scratch, with the binaries of the packages and the libraries that they need.
+# Needs apt with Debian's package lists (apt-get update), and Docker. Nothing is installed. The
+# images are FROM scratch, with the binaries of the packages and the libraries that they need.
 set -euo pipefail
 
 work=$(mktemp -d)

@@ -3,8 +3,8 @@
 #
 #     cargo build --release && deploy/image.sh [TAG [BINARIES]]
 #
-# TAG is zeroshard by default, and BINARIES is target/release. The instructions are those of the last
-# stage of the Dockerfile, so that both images differ only in the origin of the binaries.
+# TAG is zeroshard by default, and BINARIES is target/release. The instructions are those of the
+# last stage of the Dockerfile, so that both images differ only in the origin of the binaries.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 

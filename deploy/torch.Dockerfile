@@ -1,5 +1,5 @@
-# An image of PyTorch workers: torch, Ray, the Python package of ZeroShard and its examples. From the
-# root of the repository:
+# An image of PyTorch workers: torch, Ray, the Python package of ZeroShard and its examples. From
+# the root of the repository:
 #
 #     docker build -f deploy/torch.Dockerfile -t zeroshard-torch .
 #
