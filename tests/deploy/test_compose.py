@@ -21,8 +21,10 @@ IMAGE = "zeroshard-test"
 SHARDS = ["shard-1", "shard-2", "shard-3"]
 SERVERS = ["coordinator", *SHARDS]
 WORKERS = ["worker-0", "worker-1"]
-#: Steps of a run that nothing happens to, and of one in which servers are restarted and killed.
+#: Steps of a run that nothing happens to, and the least of one in which servers are restarted.
 SHORT, LONG = 60, 400
+#: Seconds for which workers should train at least, so that all servers can be restarted meanwhile.
+TRAINING = 35.0
 #: Seconds for the start of all containers, for a run, and until an alert fires.
 START, RUN, ALERT = 90.0, 240.0, 60.0
 
@@ -87,12 +89,18 @@ def project(image: str, text: Path, tmp_path: Path) -> Iterator[Callable[[int, b
         each.run("down", "--volumes", "--timeout", "1")
 
 
-def reference(text: Path, steps: int, out: Path) -> str:
-    """The hash of the state after a run in one process, without replicas."""
+def reference(text: Path, steps: int, out: Path) -> dict[str, Any]:
+    """The summary of a run in one process, without replicas."""
     command = [RELEASE / "zeroshard-worker", "train", "--steps", str(steps), "--json"]
     command += ["--data", text, "--out", out]
     process = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(process.stdout.splitlines()[-1])["state_hash"]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def short(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of the short run without containers."""
+    return reference(text, SHORT, tmp_path_factory.mktemp("out"))
 
 
 def zsctl(project: Project, *arguments: str) -> list[dict[str, Any]]:
@@ -138,7 +146,7 @@ def limit_and_peak(container: str) -> tuple[int, int]:
 
 
 def test_workers_train_to_the_bits_of_a_run_without_containers(
-    project: Callable[[int, bool], Project], text: Path, tmp_path: Path
+    project: Callable[[int, bool], Project], short: dict[str, Any]
 ) -> None:
     services = project(SHORT, False)
     services.run("up", "--detach")
@@ -148,7 +156,7 @@ def test_workers_train_to_the_bits_of_a_run_without_containers(
         assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"]
         assert host["SecurityOpt"] == ["no-new-privileges:true"]
         assert services.inspect(name, ".Config.User") == '"65532:65532"'
-    assert finish(services) == reference(text, SHORT, tmp_path / "out")
+    assert finish(services) == short["state_hash"]
     for name in SERVERS:
         limit, peak = limit_and_peak(services.container(name))
         assert limit == json.loads(services.inspect(name, ".HostConfig.Memory")) > 0
@@ -167,10 +175,11 @@ def test_workers_train_to_the_bits_of_a_run_without_containers(
 
 
 def test_servers_restart_and_die_under_training(
-    project: Callable[[int, bool], Project], text: Path, tmp_path: Path
+    project: Callable[[int, bool], Project], text: Path, tmp_path: Path, short: dict[str, Any]
 ) -> None:
     observe = observed_by_debian()
-    services = project(LONG, observe)
+    steps = max(LONG, int(TRAINING * SHORT / short["seconds"]))
+    services = project(steps, observe)
     services.run("up", "--detach")
     if observe:
         assert not services.container("grafana"), "Debian has no Grafana"
@@ -183,13 +192,13 @@ def test_servers_restart_and_die_under_training(
         services.run("restart", name)
         state(services, [name])
     wait_for("every slice has two replicas", lambda: replicas(services) == 2.0, START)
-    assert version(services) < LONG, "the job has ended before the last server died"
+    assert version(services) < steps, "the job has ended before the last server died"
     docker("kill", services.container("shard-2"))
     killed = time.monotonic()
     if observe:
         fired = wait_for("an alert names shard-2", lambda: alerts(services, "shard-2"), ALERT)
         print(f"{time.monotonic() - killed:.0f} s after the kill: {', '.join(sorted(fired))}")
-    assert finish(services) == reference(text, LONG, tmp_path / "out")
+    assert finish(services) == reference(text, steps, tmp_path / "out")["state_hash"]
     assert services.inspect("shard-2", ".State.Running") == "false"
 
 
