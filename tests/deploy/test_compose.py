@@ -203,9 +203,9 @@ def test_servers_restart_and_die_under_training(
 
 
 def version(project: Project) -> int:
-    """The version of the job; 0 before it exists."""
+    """The version of the job; 0 before it exists and has parameters."""
     jobs = [line for line in zsctl(project, "status") if line["event"] == "job"]
-    return jobs[0]["version"] if jobs else 0
+    return (jobs[0]["version"] or 0) if jobs else 0
 
 
 def replicas(project: Project) -> float:
