@@ -1,0 +1,80 @@
+"""The manifests of deploy/k8s, as kubectl renders them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from programs import DEPLOY
+
+KUBERNETES = DEPLOY / "k8s"
+#: Programs that are installed beside this interpreter.
+BIN = Path(sys.executable).parent
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+COMPONENTS = sorted(path.name for path in (KUBERNETES / "components").iterdir())
+Manifest = dict[str, Any]
+
+
+def _kustomize(directory: Path) -> str:
+    command = [BIN / "kubectl", "kustomize", directory]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "deprecated" not in process.stderr, process.stderr
+    return process.stdout
+
+
+@functools.cache
+def rendered(name: str) -> str:
+    """The text of an overlay, of a component together with the base, or of the workers."""
+    if name in OVERLAYS:
+        return _kustomize(KUBERNETES / "overlays" / name)
+    if name in COMPONENTS:
+        with tempfile.TemporaryDirectory() as folder:
+            base, component = (
+                os.path.relpath(KUBERNETES / part, Path(folder).resolve())
+                for part in ("base", f"components/{name}")
+            )
+            content = {"resources": [base], "components": [component]}
+            (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(content))
+            return _kustomize(Path(folder))
+    return _kustomize(KUBERNETES / name)
+
+
+def manifests(name: str) -> list[Manifest]:
+    """The objects of :func:`rendered`."""
+    return [manifest for manifest in yaml.safe_load_all(rendered(name)) if manifest]
+
+
+def of_kind(name: str, kind: str) -> dict[str, Manifest]:
+    """The objects of a kind, by name."""
+    return {
+        manifest["metadata"]["name"]: manifest
+        for manifest in manifests(name)
+        if manifest["kind"] == kind
+    }
+
+
+def pods(value: Any) -> Iterator[tuple[Manifest, Manifest]]:
+    """The pod templates within an object: their metadata and specification."""
+    if isinstance(value, dict):
+        specification = value.get("spec")
+        if isinstance(specification, dict) and "containers" in specification:
+            yield value.get("metadata", {}), specification
+        else:
+            for inner in value.values():
+                yield from pods(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from pods(inner)
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    """The environment of a container; a value from elsewhere is empty."""
+    return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}

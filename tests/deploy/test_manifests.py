@@ -1,0 +1,247 @@
+"""The manifests for Kubernetes fit the schemas, the binaries, and the Pod Security Standard
+"restricted"."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import kubeflow_trainer_api.models as trainer
+import pytest
+from manifests import BIN, COMPONENTS, OVERLAYS, environment, manifests, of_kind, pods, rendered
+from programs import ROOT, check_command, check_variables, help_of
+
+EVERYTHING = [*OVERLAYS, *COMPONENTS, "workers"]
+CLUSTERS = [*OVERLAYS, *COMPONENTS]
+#: Kinds without a schema in Kubernetes; the tests below check their fields.
+CUSTOM = {"JobSet", "RayJob", "ServiceMonitor", "TrainJob", "TrainingRuntime"}
+#: Models of custom resources in the package of Kubeflow Trainer.
+MODELS = {
+    "JobSet": trainer.JobsetV1alpha2JobSet,
+    "TrainJob": trainer.TrainerV1alpha1TrainJob,
+    "TrainingRuntime": trainer.TrainerV1alpha1TrainingRuntime,
+}
+POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "runAsGroup": 65532,
+    "fsGroup": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+#: Seconds between the end of --drain-seconds and the end of the process.
+LAST_TASKS = 5
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_manifests_fit_the_schemas_of_kubernetes(name: str) -> None:
+    command = [BIN / "kubernetes-validate", "--strict", "-"]
+    process = subprocess.run(command, input=rendered(name), capture_output=True, text=True)
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, output
+    unknown = set(re.findall(r"Couldn't find schema for kind (\w+)", output))
+    assert unknown <= CUSTOM, output
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_custom_resources_of_workers_fit_their_models(kind: str) -> None:
+    found = of_kind("workers", kind)
+    assert found
+    for manifest in found.values():
+        # A model ignores fields that it does not know: they are missing when it is written again.
+        assert_within(manifest, MODELS[kind].from_dict(manifest).to_dict())
+
+
+def assert_within(given: Any, written: Any, path: str = "") -> None:
+    """Checks that everything in ``given`` is in ``written``."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            assert key in (written or {}), f"{path}/{key} is not a field"
+            assert_within(value, written[key], f"{path}/{key}")
+    elif isinstance(given, list):
+        for index, (value, other) in enumerate(zip(given, written, strict=True)):
+            assert_within(value, other, f"{path}/{index}")
+    else:
+        assert given == written, path
+
+
+def test_the_ray_job_has_only_fields_of_its_version() -> None:
+    (job,) = of_kind("workers", "RayJob").values()
+    assert job["apiVersion"] == "ray.io/v1"
+    specification = job["spec"]
+    assert specification.keys() <= {
+        "entrypoint",
+        "submissionMode",
+        "shutdownAfterJobFinishes",
+        "ttlSecondsAfterFinished",
+        "rayClusterSpec",
+    }
+    assert specification["submissionMode"] in {"K8sJobMode", "HTTPMode"}
+    cluster = specification["rayClusterSpec"]
+    assert cluster.keys() == {"headGroupSpec", "workerGroupSpecs"}
+    assert cluster["headGroupSpec"].keys() == {"rayStartParams", "template"}
+    (group,) = cluster["workerGroupSpecs"]
+    assert group.keys() == {
+        "groupName",
+        "replicas",
+        "minReplicas",
+        "maxReplicas",
+        "rayStartParams",
+        "template",
+    }
+    example = re.fullmatch(r"python /examples/(\w+\.py)", specification["entrypoint"])
+    assert example and (ROOT / "client/python/examples" / example[1]).exists()
+
+
+def test_the_service_monitor_selects_the_services_and_their_port() -> None:
+    (monitor,) = of_kind("service-monitor", "ServiceMonitor").values()
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    specification = monitor["spec"]
+    assert specification.keys() == {"selector", "namespaceSelector", "targetLabels", "endpoints"}
+    (endpoint,) = specification["endpoints"]
+    assert endpoint.keys() == {"port", "path", "interval", "scrapeTimeout"}
+    wanted = specification["selector"]["matchLabels"].items()
+    services = of_kind("service-monitor", "Service")
+    assert len(services) == 2
+    for service in services.values():
+        assert wanted <= service["metadata"]["labels"].items()
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_pods_are_restricted(name: str) -> None:
+    found = [pod for manifest in manifests(name) for pod in pods(manifest)]
+    assert found
+    for _, specification in found:
+        assert specification["securityContext"] == POD_SECURITY
+        assert specification["automountServiceAccountToken"] is False
+        assert specification["enableServiceLinks"] is False
+        for field in ("hostNetwork", "hostPID", "hostIPC"):
+            assert field not in specification
+        for volume in specification["volumes"]:
+            assert volume.keys() <= {"name", "secret", "configMap", "emptyDir"}
+        for container in specification["containers"]:
+            assert container["securityContext"] == CONTAINER_SECURITY
+            resources = container["resources"]
+            assert resources["requests"]["memory"] == resources["limits"]["memory"]
+            assert all("hostPort" not in port for port in container.get("ports", []))
+            # Environment variables are visible to others of the node; the token is a file.
+            assert "ZEROSHARD_TOKEN" not in environment(container)
+            token = environment(container)["ZEROSHARD_TOKEN_FILE"]
+            mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+            assert mounts[token.rpartition("/")[0]]["readOnly"] is True
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_namespace_enforces_the_standard(name: str) -> None:
+    (namespace,) = of_kind(name, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_flags_and_variables_exist_in_the_binaries(name: str) -> None:
+    for manifest in manifests(name):
+        for _, specification in pods(manifest):
+            for container in specification["containers"]:
+                if container["image"].partition(":")[0] == "zeroshard":
+                    documented = check_command(container["command"])
+                    check_variables(documented, list(environment(container)))
+                else:
+                    # The Python package reads the variables of the Rust worker.
+                    documented = help_of("zeroshard-worker", "train")
+                    check_variables(documented, list(environment(container)))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_ports_are_those_of_the_servers(name: str) -> None:
+    services = of_kind(name, "Service")
+    for stateful in of_kind(name, "StatefulSet").values():
+        (container,) = stateful["spec"]["template"]["spec"]["containers"]
+        variables = environment(container)
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        defaults = help_of(*container["command"]).listens
+        for port, variable, flag in (
+            ("grpc", "ZEROSHARD_LISTEN", "--listen"),
+            ("admin", "ZEROSHARD_ADMIN_LISTEN", "--admin-listen"),
+        ):
+            assert variables[variable] == f"0.0.0.0:{ports[port]}"
+            assert defaults[flag].rpartition(":")[2] == str(ports[port])
+        service = services[stateful["spec"]["serviceName"]]["spec"]
+        # A name of its own for each pod.
+        assert service["clusterIP"] == "None"
+        assert {port["name"]: port["port"] for port in service["ports"]} == ports
+        assert all(port["targetPort"] == port["name"] for port in service["ports"])
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_probes_ask_services_of_the_servers(name: str) -> None:
+    health = (ROOT / "server/src/health.rs").read_text()
+    services = set(re.findall(r'const \w+: &str = "(\w+)"', health))
+    assert services == {"liveness", "readiness"}
+    for stateful in of_kind(name, "StatefulSet").values():
+        (container,) = stateful["spec"]["template"]["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            asked = container[probe]
+            assert ("grpc" in asked) != ("httpGet" in asked)
+            if "grpc" in asked:
+                expected = "readiness" if probe == "readinessProbe" else "liveness"
+                assert asked["grpc"] == {"port": ports["grpc"], "service": expected}
+            else:
+                assert asked["httpGet"] == {"path": "/healthz", "port": "admin"}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_servers_have_time_to_drain(name: str) -> None:
+    for stateful in of_kind(name, "StatefulSet").values():
+        specification = stateful["spec"]["template"]["spec"]
+        (container,) = specification["containers"]
+        before = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        drain = int(environment(container)["ZEROSHARD_DRAIN_SECONDS"])
+        grace = specification["terminationGracePeriodSeconds"]
+        assert grace >= before + drain + LAST_TASKS
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_policies_and_budgets_select_the_pods(name: str) -> None:
+    budgets = of_kind(name, "PodDisruptionBudget").values()
+    policies = of_kind(name, "NetworkPolicy").values()
+    stateful = of_kind(name, "StatefulSet")
+    ports = set()
+    for selector, what in [
+        *((budget["spec"]["selector"], budget) for budget in budgets),
+        *((policy["spec"]["podSelector"], policy) for policy in policies),
+    ]:
+        selected = [
+            server
+            for server in stateful.values()
+            if matches(selector, server["spec"]["template"]["metadata"]["labels"])
+        ]
+        assert selected, what["metadata"]["name"]
+    for server in stateful.values():
+        labels = server["spec"]["template"]["metadata"]["labels"]
+        assert matches(server["spec"]["selector"], labels)
+        covering = [
+            policy["spec"] for policy in policies if matches(policy["spec"]["podSelector"], labels)
+        ]
+        types = {kind for policy in covering for kind in policy["policyTypes"]}
+        assert types == {"Ingress", "Egress"}
+        for policy in covering:
+            for rule in policy.get("ingress", []):
+                assert rule["from"], "every rule names its sources"
+                ports |= {port["port"] for port in rule["ports"]}
+    assert ports == {7400, 7401, 9400, 9401}
+
+
+def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a label selector selects these labels. Its expressions have the operator In."""
+    if not selector.get("matchLabels", {}).items() <= labels.items():
+        return False
+    expressions = selector.get("matchExpressions", [])
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return all(labels.get(part["key"]) in part["values"] for part in expressions)
