@@ -20,9 +20,9 @@ pub enum Role {
     Server,
     /// Create, train, read and delete all jobs.
     Admin,
-    /// Use the job of this name, and those whose names continue with `/` or `.`: the parts of a run,
-    /// and the jobs that take over from it. The names of runs of the SDK for Python continue with
-    /// `-` and eight hexadecimal digits.
+    /// Use the job of this name, and those whose names continue with `/` or `.`: the parts of a
+    /// run, and the jobs that take over from it. The names of runs of the SDK for Python continue
+    /// with `-` and eight hexadecimal digits.
     Job {
         /// The name.
         name: String,
@@ -113,8 +113,8 @@ impl Tokens {
         format!("{role} {HASH}{}", hash.to_hex())
     }
 
-    /// Parses the lines of a file: a role, a hash, and perhaps a comment, separated by spaces. Empty
-    /// lines and lines that begin with `#` are ignored.
+    /// Parses the lines of a file: a role, a hash, and perhaps a comment, separated by spaces.
+    /// Empty lines and lines that begin with `#` are ignored.
     ///
     /// # Errors
     /// [`Error::Invalid`] with the number of a line that is none of these.

@@ -7,8 +7,8 @@ use zeroshard_proto::{Error, Role, Token, Tokens};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Make a token, and the line for the file that servers read with --tokens. The line has a hash,
-    /// so the token is not kept anywhere but at its user
+    /// Make a token, and the line for the file that servers read with --tokens. The line has a
+    /// hash, so only the user of the token has the token itself
     New {
         /// Role of the token: server (register a shard server), admin (all jobs), job:NAME (create,
         /// train and delete this job) or job:NAME:read
