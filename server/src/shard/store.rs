@@ -143,7 +143,8 @@ impl<B: Backend> Store<B> {
         stats
     }
 
-    fn show(&self, stats: &pb::Stats) {
+    /// Shows the memory and the jobs in the metrics.
+    pub(super) fn show(&self, stats: &pb::Stats) {
         let metrics = &self.metrics.shard;
         for (kind, bytes) in [
             ("master", stats.master_bytes),

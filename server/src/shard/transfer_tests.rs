@@ -397,3 +397,16 @@ async fn an_open_pull_of_a_deleted_job_fails() {
     let ended = pull.next().await.unwrap();
     assert!(matches!(ended, Err(Error::JobFailed { .. })), "{ended:?}");
 }
+
+#[tokio::test]
+async fn an_update_does_not_bring_back_the_series_of_a_closed_job() {
+    let subject = small(SLICES.into()).await;
+    let stats = subject.store.stats();
+    let text = || subject.store.metrics.text();
+    assert!(text().contains("zeroshard_job_version{job=\"job\",role=\"shard\"} 0"));
+    let open = subject.store.job("job", JOB_ID).unwrap();
+    subject.store.close("job", JOB_ID);
+    subject.store.show(&stats);
+    open.count(|series| series.sent(1));
+    assert!(!text().contains("job=\"job\""), "{}", text());
+}

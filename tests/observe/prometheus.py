@@ -1,0 +1,110 @@
+"""A Prometheus server with the configuration of `deploy/prometheus`, and its HTTP API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+#: Seconds that Prometheus may take to start and to answer.
+TIMEOUT = 20
+
+
+def get(url: str) -> str:
+    """The text at a URL."""
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+        return str(response.read().decode())
+
+
+class Prometheus:
+    """A running server."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def api(self, path: str, **parameters: str) -> Any:
+        """The data of an answer.
+
+        Raises:
+            AssertionError: with the message of Prometheus, if it refuses the request.
+        """
+        query = urllib.parse.urlencode(parameters)
+        try:
+            answer = json.loads(get(f"http://{self.address}/api/v1/{path}?{query}"))
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+        return answer["data"]
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """The series of an expression at this moment."""
+        result = self.api("query", query=expr)
+        assert result["resultType"] == "vector", result
+        return list(result["result"])
+
+    def rules(self) -> list[dict[str, Any]]:
+        """All alert rules, with their health and their alerts."""
+        return [rule for group in self.api("rules")["groups"] for rule in group["rules"]]
+
+    def alerts(self, state: str) -> set[str]:
+        """The names of the alerts in this state."""
+        alerts = self.api("alerts")["alerts"]
+        return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == state}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _configure(directory: Path, targets: Mapping[str, Sequence[str]]) -> Path:
+    """Copies the configuration, with these targets and with intervals of a second."""
+    shutil.copytree(DEPLOY / "prometheus", directory)
+    for role, addresses in targets.items():
+        # JSON is YAML.
+        listed = json.dumps([{"targets": list(addresses)}])
+        (directory / "targets" / f"{role}.yml").write_text(listed)
+    path = directory / "prometheus.yml"
+    text = path.read_text()
+    for setting, value in [
+        ("scrape_interval", 5),
+        ("scrape_timeout", 4),
+        ("evaluation_interval", 5),
+    ]:
+        changed = text.replace(f"{setting}: {value}s", f"{setting}: 1s")
+        assert changed != text, setting
+        text = changed
+    path.write_text(text)
+    return path
+
+
+@contextlib.contextmanager
+def prometheus(directory: Path, targets: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
+    """Runs Prometheus with the files in `directory`, which must not exist. `targets`: the admin
+    addresses, by the name of the file in `deploy/prometheus/targets`."""
+    config, address = _configure(directory, targets), f"127.0.0.1:{_free_port()}"
+    command = ["prometheus", f"--config.file={config}", f"--web.listen-address={address}"]
+    command += [f"--storage.tsdb.path={directory / 'data'}", "--log.level=warn"]
+    process = subprocess.Popen(command)
+    try:
+        end = time.monotonic() + TIMEOUT
+        while True:
+            with contextlib.suppress(OSError):
+                get(f"http://{address}/-/ready")
+                break
+            assert process.poll() is None and time.monotonic() < end, "Prometheus has not started"
+            time.sleep(0.1)
+        yield Prometheus(address)
+    finally:
+        process.terminate()
+        process.wait(TIMEOUT)
