@@ -71,7 +71,7 @@ CLUSTER = Dashboard(
                     unit="ops",
                 ),
                 Panel(
-                    "Degraded slices",
+                    "Degraded slices by job",
                     "Slices with fewer replicas than the job asks for. They must fall to 0.",
                     [Query("max by (job) (zeroshard_job_degraded_slices)", "{{job}}")],
                 ),

@@ -67,10 +67,10 @@ impl Metrics {
         let gauges = JobGauges {
             version: f.gauges(
                 "job_version",
-                "Version of the job's parameters, which is the number of its steps.",
+                "Version of the parameters of the job.",
                 both,
             ),
-            epoch: f.gauges("job_epoch", "Epoch of the job: the number of its memberships.", both),
+            epoch: f.gauges("job_epoch", "Epoch (membership generation) of the job.", both),
         };
         let metrics = Self {
             methods: known_methods(),

@@ -170,7 +170,7 @@ impl Coordinator {
             ),
             checkpoint_seconds: f.real_gauges(
                 "job_last_checkpoint_duration_seconds",
-                "Seconds from the begin of the last completed save to its end.",
+                "Seconds from the start of the last completed save to its end.",
                 job,
             ),
             checkpoint_time: f.real_gauges(
