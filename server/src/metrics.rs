@@ -65,11 +65,7 @@ impl Metrics {
         let f = families;
         let both = &["job", "role"];
         let gauges = JobGauges {
-            version: f.gauges(
-                "job_version",
-                "Version of the parameters of the job.",
-                both,
-            ),
+            version: f.gauges("job_version", "Version of the parameters of the job.", both),
             epoch: f.gauges("job_epoch", "Epoch (membership generation) of the job.", both),
         };
         let metrics = Self {

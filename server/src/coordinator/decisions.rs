@@ -216,8 +216,8 @@ impl Cluster {
         open.send(&Command::Decide { job, decision: decision.clone() }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         open.lateness.add(&open.round.lateness());
-        let (name_of_job, waits) = (name.to_owned(), open.round.waits(now));
-        out.push(Action::Decided { job: name_of_job, applied: report.applied, waits });
+        let (applied, waits) = (report.applied, open.round.waits(now));
+        out.push(Action::Decided { job: name.to_owned(), applied, waits });
         if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
             out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
         }

@@ -16,6 +16,7 @@ const WEIGHT: f64 = 0.1;
 pub(crate) struct Lateness {
     /// In seconds, of the ranks that took part in the last step.
     mean: BTreeMap<u32, f64>,
+    slowest: Option<(u32, f64)>,
 }
 
 impl Lateness {
@@ -27,14 +28,15 @@ impl Lateness {
             (rank, mean)
         };
         self.mean = step.iter().map(mean).collect();
+        let ranks = self.mean.iter().filter(|_| step.len() > 1);
+        let slowest = ranks.max_by(|(_, a), (_, b)| a.total_cmp(b));
+        self.slowest = slowest.map(|(&rank, &mean)| (rank, mean));
     }
 
     /// The rank with the highest average, and that average in seconds; `None` in a job with one
     /// rank, and before the first step.
     pub(crate) fn slowest(&self) -> Option<(u32, f64)> {
-        let ranks = self.mean.iter().filter(|_| self.mean.len() > 1);
-        let slowest = ranks.max_by(|(_, a), (_, b)| a.total_cmp(b));
-        slowest.map(|(&rank, &mean)| (rank, mean))
+        self.slowest
     }
 }
 

@@ -227,6 +227,7 @@ impl Coordinator {
             job: job.to_owned(),
             states: JobState::ALL.map(|of| self.state.with_label_values(&[job, of.label()])),
             epoch: self.gauges.epoch.with_label_values(&[job, ROLE]),
+            version: None,
             workers: self.workers.with_label_values(&[job]),
             degraded: self.degraded_slices.with_label_values(&[job]),
             applied,
@@ -283,24 +284,34 @@ impl Coordinator {
         series.epoch.set(figures.epoch as i64);
         series.workers.set(figures.workers as i64);
         series.degraded.set(figures.degraded as i64);
+        self.show_version(series, figures.version);
+        self.show_slowest(series, figures.slowest);
+    }
+
+    fn show_version(&self, series: &mut JobSeries, version: Option<u64>) {
+        let (labels, gauges) = ([series.job.as_str(), ROLE], &self.gauges.version);
+        match version {
+            Some(version) => series
+                .version
+                .get_or_insert_with(|| gauges.with_label_values(&labels))
+                .set(version as i64),
+            // A job that returns to a checkpoint has no version meanwhile.
+            None if series.version.take().is_some() => {
+                let _ = gauges.remove_label_values(&labels);
+            }
+            None => {}
+        }
+    }
+
+    fn show_slowest(&self, series: &mut JobSeries, slowest: Option<(u32, f64)>) {
         let job = series.job.as_str();
-        match figures.version {
-            Some(version) => {
-                self.gauges.version.with_label_values(&[job, ROLE]).set(version as i64)
-            }
-            None => {
-                let _ = self.gauges.version.remove_label_values(&[job, ROLE]);
-            }
-        }
         let shown = series.slowest.as_ref().map(|(rank, _)| *rank);
-        if shown != figures.slowest.map(|(rank, _)| rank) {
+        if shown != slowest.map(|(rank, _)| rank) {
             self.forget_slowest(job, series.slowest.take());
-            series.slowest = figures
-                .slowest
-                .map(|(rank, _)| (rank, self.slowest.with_label_values(&[job, &rank.to_string()])));
         }
-        if let (Some((_, gauge)), Some((_, seconds))) = (&series.slowest, figures.slowest) {
-            gauge.set(seconds);
+        if let Some((rank, seconds)) = slowest {
+            let gauge = || (rank, self.slowest.with_label_values(&[job, &rank.to_string()]));
+            series.slowest.get_or_insert_with(gauge).1.set(seconds);
         }
     }
 
@@ -322,6 +333,7 @@ pub(crate) struct JobSeries {
     /// In the order of [`JobState::ALL`].
     states: [IntGauge; 6],
     epoch: IntGauge,
+    version: Option<IntGauge>,
     workers: IntGauge,
     degraded: IntGauge,
     applied: Counted,

@@ -208,8 +208,14 @@ impl Shard {
     /// Shows the current figures of a job.
     pub(crate) fn show_job(&self, job: &str, epoch: u64, version: Option<u64>) {
         self.gauges.epoch.with_label_values(&[job, ROLE]).set(epoch as i64);
-        if let Some(version) = version {
-            self.gauges.version.with_label_values(&[job, ROLE]).set(version as i64);
+        match version {
+            Some(version) => {
+                self.gauges.version.with_label_values(&[job, ROLE]).set(version as i64);
+            }
+            // An earlier job of this name may have had one. An error means that it had none.
+            None => {
+                let _ = self.gauges.version.remove_label_values(&[job, ROLE]);
+            }
         }
     }
 
