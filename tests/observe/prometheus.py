@@ -27,10 +27,11 @@ def get(url: str) -> str:
 
 
 class Prometheus:
-    """A running server."""
+    """A running server, and its Alertmanager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, alertmanager: str) -> None:
         self.address = address
+        self.alertmanager = alertmanager
 
     def api(self, path: str, **parameters: str) -> Any:
         """The data of an answer.
@@ -60,6 +61,11 @@ class Prometheus:
         alerts = self.api("alerts")["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == state}
 
+    def received(self) -> set[str]:
+        """The names of the alerts that Alertmanager has received."""
+        alerts = json.loads(get(f"http://{self.alertmanager}/api/v2/alerts"))
+        return {alert["labels"]["alertname"] for alert in alerts}
+
 
 def _free_port() -> int:
     with socket.socket() as listener:
@@ -67,7 +73,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _configure(directory: Path, targets: Mapping[str, Sequence[str]]) -> Path:
+def _configure(directory: Path, targets: Mapping[str, Sequence[str]], alertmanager: str) -> Path:
     """Copies the configuration, with these targets and with intervals of a second."""
     shutil.copytree(DEPLOY / "prometheus", directory)
     for role, addresses in targets.items():
@@ -76,35 +82,45 @@ def _configure(directory: Path, targets: Mapping[str, Sequence[str]]) -> Path:
         (directory / "targets" / f"{role}.yml").write_text(listed)
     path = directory / "prometheus.yml"
     text = path.read_text()
-    for setting, value in [
-        ("scrape_interval", 5),
-        ("scrape_timeout", 4),
-        ("evaluation_interval", 5),
+    for found, replacement in [
+        ("scrape_interval: 5s", "scrape_interval: 1s"),
+        ("scrape_timeout: 4s", "scrape_timeout: 1s"),
+        ("evaluation_interval: 5s", "evaluation_interval: 1s"),
+        ("alertmanager:9093", alertmanager),
     ]:
-        changed = text.replace(f"{setting}: {value}s", f"{setting}: 1s")
-        assert changed != text, setting
-        text = changed
+        assert found in text, found
+        text = text.replace(found, replacement)
     path.write_text(text)
     return path
 
 
 @contextlib.contextmanager
-def prometheus(directory: Path, targets: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
-    """Runs Prometheus with the files in `directory`, which must not exist. `targets`: the admin
-    addresses, by the name of the file in `deploy/prometheus/targets`."""
-    config, address = _configure(directory, targets), f"127.0.0.1:{_free_port()}"
-    command = ["prometheus", f"--config.file={config}", f"--web.listen-address={address}"]
-    command += [f"--storage.tsdb.path={directory / 'data'}", "--log.level=warn"]
-    process = subprocess.Popen(command)
+def _running(command: Sequence[str], address: str) -> Iterator[None]:
+    """Runs a server until it is not needed any more. Returns when it is ready."""
+    process = subprocess.Popen([*command, f"--web.listen-address={address}", "--log.level=warn"])
     try:
         end = time.monotonic() + TIMEOUT
         while True:
             with contextlib.suppress(OSError):
                 get(f"http://{address}/-/ready")
                 break
-            assert process.poll() is None and time.monotonic() < end, "Prometheus has not started"
+            assert process.poll() is None and time.monotonic() < end, f"{command} has not started"
             time.sleep(0.1)
-        yield Prometheus(address)
+        yield
     finally:
         process.terminate()
         process.wait(TIMEOUT)
+
+
+@contextlib.contextmanager
+def prometheus(directory: Path, targets: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
+    """Runs Prometheus and Alertmanager with the files in `directory`, which must not exist.
+    `targets`: the admin addresses, by the name of the file in `deploy/prometheus/targets`."""
+    address, alertmanager = (f"127.0.0.1:{_free_port()}" for _ in range(2))
+    config = _configure(directory, targets, alertmanager)
+    receiver = ["prometheus-alertmanager", f"--config.file={directory / 'alertmanager.yml'}"]
+    receiver += [f"--storage.path={directory / 'alertmanager'}", "--cluster.listen-address="]
+    server = ["prometheus", f"--config.file={config}"]
+    server += [f"--storage.tsdb.path={directory / 'data'}"]
+    with _running(receiver, alertmanager), _running(server, address):
+        yield Prometheus(address, alertmanager)

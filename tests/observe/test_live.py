@@ -163,6 +163,7 @@ class Live(unittest.TestCase):
         """The alerts of a lost server fire, the job gets its replicas back and continues."""
         expected = {"ZeroShardServerLost", "ZeroShardTargetDown"}
         until("firing alerts", LOSS, lambda: expected - found.alerts("firing"))
+        until("alerts in Alertmanager", LOSS, lambda: expected - found.received())
         wanted = expressions(lambda title: title in AFTER_A_LOSS)
         until(
             "panels with data after the loss",
