@@ -129,7 +129,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let health = Health::new().await;
         let metrics = Metrics::new();
-        metrics.version.with_label_values(&["<b>"]).set(3);
+        metrics.shard.show_job("<b>", 1, Some(3));
         let admin = Admin {
             role: "shard",
             address,
@@ -144,7 +144,11 @@ mod tests {
         assert!(fetch(address, "/readyz").await.starts_with("HTTP/1.1 503"));
         health.set_ready(true).await;
         assert!(fetch(address, "/readyz").await.starts_with("HTTP/1.1 200"));
-        assert!(fetch(address, "/metrics").await.contains("zeroshard_job_version{job=\"<b>\"} 3"));
+        assert!(
+            fetch(address, "/metrics")
+                .await
+                .contains("zeroshard_job_version{job=\"<b>\",role=\"shard\"} 3")
+        );
         assert!(fetch(address, "/").await.contains("job=&lt;b&gt;"));
 
         shutdown.cancel();

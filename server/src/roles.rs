@@ -214,6 +214,7 @@ impl AdminSite {
         let AdminListen::On(listen) = listen else { return Ok(None) };
         let (listener, address) = bind(listen).await?;
         let Context { metrics, health, .. } = context.clone();
+        metrics.show_role(role);
         let admin = Admin { role, address: serves, started: Instant::now(), metrics, health };
         Ok(Some(Self { listener, address, admin }))
     }

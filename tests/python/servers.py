@@ -78,6 +78,26 @@ def observed(*arguments: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def observed_servers(
+    flags: Sequence[Sequence[str]],
+) -> Iterator[tuple[str, list[str], list[subprocess.Popen[str]]]]:
+    """Runs a coordinator, and a shard server for each list of flags, which a test may kill. Returns
+    the coordinator's address, the addresses of the metrics (the coordinator's first), and the
+    processes of the shard servers."""
+    with contextlib.ExitStack() as stack:
+        process, listening = _launch(["coordinator"], "127.0.0.1:0", "127.0.0.1:0")
+        stack.enter_context(_ended(process))
+        address, metrics, running = listening["address"], [listening["admin"]], []
+        for of_shard in flags:
+            arguments = ["shard", "--coordinator", address, *of_shard]
+            process, listening = _launch(arguments, "127.0.0.1:0", "127.0.0.1:0")
+            stack.enter_context(_ended(process))
+            metrics.append(listening["admin"])
+            running.append(process)
+        yield address, metrics, running
+
+
+@contextlib.contextmanager
 def servers(shards: int, flags: Sequence[str] = ()) -> Iterator[str]:
     """Runs a coordinator and this number of shard servers. Returns the coordinator's address."""
     with contextlib.ExitStack() as stack:

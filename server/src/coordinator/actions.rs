@@ -6,13 +6,13 @@ use std::task::Waker;
 use zeroshard_proto::Result;
 
 use super::{
-    cluster::Gauges,
     driver::{Driver, Inner, MemberStream},
     events::{Action, Command, Event, Link, Placed, Placing, ServerId},
     jobs::Plan,
     save::Completion,
     storage,
 };
+use crate::metrics::CoordinatedJob;
 
 impl Driver {
     pub(super) fn act(&self, inner: &mut Inner, actions: Vec<Action>) {
@@ -43,27 +43,21 @@ impl Driver {
                 }
                 Action::Dismiss(link) => inner.dismiss(link),
                 Action::Probe(server) => self.probe(inner, server),
-                Action::Decided { applied, commit_spread, ready_wait } => {
-                    let steps = &self.metrics.steps;
-                    if applied {
-                        steps.applied.inc()
-                    } else {
-                        steps.skipped.inc()
-                    }
-                    steps.commit_spread.observe(commit_spread.as_secs_f64());
-                    steps.ready_wait.observe(ready_wait.as_secs_f64());
+                Action::Decided { job, applied, waits } => {
+                    inner.count(&job, |series| series.decided(applied, &waits));
                 }
                 Action::Tick(due) => self.arm(inner, due),
                 Action::Complete(completion) => self.complete(completion),
-                Action::SaveEnded { succeeded } => {
-                    let saves = &self.metrics.saves;
-                    if succeeded { saves.succeeded.inc() } else { saves.failed.inc() }
+                Action::SaveEnded { job, complete } => inner.count(&job, |of| match complete {
+                    Some((version, took)) => self.metrics.coordinator.saved(of, version, took),
+                    None => of.not_saved(),
+                }),
+                Action::Redundant { after } => self.metrics.coordinator.redundant(after),
+                Action::Aborted { job } => inner.count(&job, CoordinatedJob::aborted),
+                Action::Forgotten { job } => {
+                    let series = inner.series.remove(&job);
+                    series.into_iter().for_each(|series| self.metrics.coordinator.forget(series));
                 }
-                Action::Redundant { after } => {
-                    self.metrics.degraded.observe(after.as_secs_f64());
-                }
-                Action::Aborted => self.metrics.steps.aborted.inc(),
-                Action::Forgotten { job } => self.metrics.forget_job(&job),
                 Action::Note(note) => tracing::info!("{note}"),
             }
         }
@@ -106,22 +100,30 @@ impl Driver {
         });
     }
 
-    pub(super) fn show(&self, inner: &Inner) {
-        let (servers, jobs) = inner.cluster.gauges();
-        self.metrics.servers.set(servers as i64);
-        for Gauges { job, epoch, version, workers, degraded } in jobs {
-            let slices = self.metrics.degraded_slices.with_label_values(&[job]);
-            slices.set(degraded as i64);
-            self.metrics.epoch.with_label_values(&[job]).set(epoch as i64);
-            self.metrics.workers.with_label_values(&[job]).set(workers as i64);
-            if let Some(version) = version {
-                self.metrics.version.with_label_values(&[job]).set(version as i64);
-            }
+    /// Shows the current state in the metrics.
+    pub(super) fn show(&self, inner: &mut Inner) {
+        let Inner { cluster, series, .. } = inner;
+        let metrics = &self.metrics.coordinator;
+        let (servers, jobs) = cluster.figures();
+        metrics.show_servers(servers);
+        for (job, figures) in jobs {
+            let series = match series.get_mut(job) {
+                Some(series) => series,
+                None => series.entry(job.to_owned()).or_insert_with(|| metrics.job(job)),
+            };
+            metrics.show(series, &figures);
         }
     }
 }
 
 impl Inner {
+    /// Counts something in the metrics of a job, which has none before it is shown.
+    fn count(&self, job: &str, count: impl FnOnce(&CoordinatedJob)) {
+        if let Some(series) = self.series.get(job) {
+            count(series);
+        }
+    }
+
     /// Sends a command. A server that does not read its commands is dismissed, and the end of its
     /// control stream is then an ordinary event.
     fn send(&mut self, server: ServerId, command: Command) {

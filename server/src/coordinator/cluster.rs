@@ -52,18 +52,6 @@ pub(crate) struct Description {
     pub(crate) job_id: u64,
 }
 
-/// The figures of a job for its metrics.
-#[derive(Debug)]
-pub(crate) struct Gauges<'a> {
-    pub(crate) job: &'a str,
-    pub(crate) epoch: u64,
-    pub(crate) version: Option<u64>,
-    /// The number of ranks with a worker.
-    pub(crate) workers: usize,
-    /// The number of slices with too few replicas.
-    pub(crate) degraded: usize,
-}
-
 impl Cluster {
     /// The state of a coordinator that has just started, and that learns jobs from their servers.
     pub(crate) fn starting() -> Self {
@@ -299,21 +287,6 @@ impl Cluster {
             Phase::Failed { reason, .. } => Some(reason),
             _ => None,
         }
-    }
-
-    /// The number of servers, and the figures of each job.
-    pub(crate) fn gauges(&self) -> (usize, impl Iterator<Item = Gauges<'_>>) {
-        let jobs = self.jobs.iter().map(|(name, job)| {
-            let open = job.phase.open(name).ok();
-            Gauges {
-                job: name,
-                epoch: job.epoch,
-                version: open.and_then(|open| open.version),
-                workers: open.map_or(0, |open| open.members.len()),
-                degraded: open.map_or(0, |open| open.degraded_slices(&job.spec)),
-            }
-        });
-        (self.servers.len(), jobs)
     }
 }
 

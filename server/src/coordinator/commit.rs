@@ -4,7 +4,7 @@
 //! reported that its gradients are complete. Votes and reports belong to one (epoch, step,
 //! attempt): the round is dropped when one of these changes.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use bytes::Bytes;
 use zeroshard_proto::{Error, JobSpec, Result};
@@ -19,7 +19,7 @@ use super::{
     terms::{Difference, Terms},
     user_data::UserData,
 };
-use crate::{attempt::Attempt, listing::some_of};
+use crate::{attempt::Attempt, listing::some_of, metrics::Waits};
 
 /// A rank's commit.
 #[derive(Debug)]
@@ -30,6 +30,8 @@ struct Vote {
     user_data_follows: bool,
     /// More than one if the rank has repeated its call.
     waiters: Vec<Waiter>,
+    /// The time of its first call.
+    since: Now,
 }
 
 /// The state of the open attempt at the open step.
@@ -134,10 +136,11 @@ impl Round {
             self.first_vote = waiter.since;
         }
         let vote = self.votes.entry(*rank).or_insert_with(|| {
-            self.last_vote = waiter.since;
+            let since = waiter.since;
+            self.last_vote = since;
             let &Commit { loss, ref user_data, user_data_follows, .. } = commit;
             let user_data = user_data.clone();
-            Vote { terms, loss, user_data, user_data_follows, waiters: Vec::new() }
+            Vote { terms, loss, user_data, user_data_follows, waiters: Vec::new(), since }
         });
         vote.waiters.push(waiter);
         Ok(())
@@ -150,6 +153,25 @@ impl Round {
             expired.extend(vote.waiters.extract_if(.., |waiter| waiter.deadline <= now));
         }
         expired
+    }
+
+    /// How much later than the first rank each rank has committed.
+    pub(super) fn lateness(&self) -> Vec<(u32, Duration)> {
+        let late = |vote: &Vote| vote.since.saturating_sub(self.first_vote);
+        self.votes.iter().map(|(&rank, vote)| (rank, late(vote))).collect()
+    }
+
+    /// The time for which a step waited that is decided `now`.
+    pub(super) fn waits(&self, now: Now) -> Waits {
+        let mut lateness: Vec<_> = self.lateness().into_iter().map(|(_, late)| late).collect();
+        // The first rank is not late.
+        lateness.sort_unstable();
+        lateness.drain(..lateness.len().min(1));
+        Waits {
+            lateness,
+            ranks: self.last_vote.saturating_sub(self.first_vote),
+            servers: now.saturating_sub(self.last_vote),
+        }
     }
 
     /// The data of the ranks for a checkpoint.

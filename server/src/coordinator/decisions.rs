@@ -215,11 +215,9 @@ impl Cluster {
         let job = JobRef { name: name.to_owned(), id: *id };
         open.send(&Command::Decide { job, decision: decision.clone() }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
-        out.push(Action::Decided {
-            applied: report.applied,
-            commit_spread: open.round.last_vote - open.round.first_vote,
-            ready_wait: now.saturating_sub(open.round.last_vote),
-        });
+        open.lateness.add(&open.round.lateness());
+        let (applied, waits) = (report.applied, open.round.waits(now));
+        out.push(Action::Decided { job: name.to_owned(), applied, waits });
         if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
             out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
         }

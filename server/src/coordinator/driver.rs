@@ -27,7 +27,10 @@ use super::{
     feed::Change,
     leadership::Leadership,
 };
-use crate::{failure::Failure, metrics::Metrics};
+use crate::{
+    failure::Failure,
+    metrics::{CoordinatedJob, Metrics},
+};
 
 /// The maximum number of commands that may wait for one server; beyond it the server is dismissed.
 /// 1,000 workers that join, leave and join again while the server reads nothing need 3,000.
@@ -57,6 +60,8 @@ pub(super) struct Inner {
     pub(super) members: HashMap<Lease, MemberStream>,
     /// The servers that are being dialled.
     pub(super) probed: HashSet<ServerId>,
+    /// The metrics of each job.
+    pub(super) series: HashMap<String, CoordinatedJob>,
     last_caller: u64,
     last_stream: u64,
     /// The time at which the timer is set to fire.
@@ -96,12 +101,14 @@ impl Driver {
         leadership: Leadership,
     ) -> Arc<Self> {
         let cluster = cluster.of_term(leadership.term());
+        metrics.coordinator.lead();
         let inner = Inner {
             cluster,
             calls: HashMap::new(),
             servers: HashMap::new(),
             members: HashMap::new(),
             probed: HashSet::new(),
+            series: HashMap::new(),
             last_caller: 0,
             last_stream: 0,
             armed: Now::MAX,
@@ -272,9 +279,10 @@ impl Driver {
     /// Ends every call and stream.
     fn stop(&self, inner: &mut Inner) {
         inner.stopped = true;
-        let cluster = std::mem::take(&mut inner.cluster);
-        // A standby shows no jobs.
-        cluster.jobs.keys().for_each(|job| self.metrics.forget_job(job));
+        inner.cluster = Cluster::default();
+        let metrics = &self.metrics.coordinator;
+        inner.series.drain().for_each(|(_, series)| metrics.forget(series));
+        metrics.stand_by();
         for call in std::mem::take(&mut inner.calls).into_values() {
             // Sending fails if the caller has disconnected.
             let _ = call.send(Err(self.stopped()));
@@ -283,7 +291,6 @@ impl Driver {
             member.ended.get_or_insert_with(|| Some(self.stopped()));
             member.waker.take().into_iter().for_each(Waker::wake);
         }
-        self.show(inner);
         for server in std::mem::take(&mut inner.servers).into_values() {
             server.dismissed.cancel();
         }

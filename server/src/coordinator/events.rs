@@ -20,7 +20,7 @@ use super::{
     succession::Source,
     user_data::{RankData, UserData},
 };
-use crate::attempt::Attempt;
+use crate::{attempt::Attempt, metrics::Waits};
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
@@ -443,15 +443,15 @@ pub(crate) enum Action {
     /// Find out whether a server without a control stream still runs: [`Event::Refused`].
     Probe(Server),
     /// Count a decided step.
-    Decided { applied: bool, commit_spread: Duration, ready_wait: Duration },
+    Decided { job: String, applied: bool, waits: Waits },
     /// Complete a checkpoint, then send [`Event::Completed`].
     Complete(Completion),
     /// Count the time without all replicas of a job.
     Redundant { after: Duration },
-    /// Count a save.
-    SaveEnded { succeeded: bool },
+    /// Count a save. `complete`: its version and its duration, unless it was given up.
+    SaveEnded { job: String, complete: Option<(u64, Duration)> },
     /// Count an aborted step.
-    Aborted,
+    Aborted { job: String },
     /// Send [`Event::Tick`] at this time, or earlier.
     Tick(Now),
     /// Release the resources of a deleted job.

@@ -354,7 +354,7 @@ impl Cluster {
         }
         announce(spec, open, new, out);
         if !open.round.is_empty() {
-            out.push(Action::Aborted);
+            out.push(Action::Aborted { job: job.name.clone() });
         }
         waiters.extend(open.round.drop_all());
         let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error(step, new)));

@@ -4,7 +4,7 @@
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
 //! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `replicas`,
 //! `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
-//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`.
+//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
 //! for which the coordinator decides. `service`, `requests`,
@@ -27,6 +27,7 @@ mod disposal;
 mod driver;
 pub(crate) mod events;
 pub(crate) mod feed;
+mod figures;
 pub(crate) mod held;
 pub(crate) mod jobs;
 pub mod leadership;

@@ -249,7 +249,7 @@ impl Cluster {
         *phase = Phase::Waiting { creators, placing: false, interrupted: Some(interrupted) };
         let error = being_restored(name);
         out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error.clone()))));
-        out.push(Action::Aborted);
+        out.push(Action::Aborted { job: name.to_owned() });
         out.push(Action::Note(format!(
             "{gone}; job {name:?} is restored from its last checkpoint"
         )));

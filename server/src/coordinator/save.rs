@@ -60,6 +60,7 @@ pub(crate) struct Saves {
 #[derive(Debug)]
 struct Saving {
     plan: SavePlan,
+    since: Now,
     deadline: Now,
     /// The servers that have not written their slices yet. If it is empty, and no data of a rank is
     /// awaited, the manifest is being written.
@@ -259,6 +260,7 @@ impl Cluster {
         open.saves.began = Some(now);
         open.saves.current = Some(Saving {
             plan,
+            since: now,
             deadline: now + SAVE_LIMIT,
             pending: open.servers().collect(),
             files: Vec::new(),
@@ -398,7 +400,8 @@ impl Cluster {
                 )));
             }
         }
-        out.push(Action::SaveEnded { succeeded: outcome.is_ok() });
+        let complete = outcome.is_ok().then(|| (version, now.saturating_sub(saving.since)));
+        out.push(Action::SaveEnded { job: name.clone(), complete });
         let reply = outcome.map(|bytes| Reply::Saved(Saved { version, bytes }));
         let answers = saving.waiters.into_iter();
         out.extend(answers.map(|waiter| Action::Answer(waiter.caller, reply.clone())));

@@ -14,6 +14,7 @@ use super::{
     decisions::Decided,
     events::{Action, Command, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
+    figures::Lateness,
     held::Age,
     jobs::Plan,
     members::{Members, Queue},
@@ -124,6 +125,7 @@ pub(crate) struct Open {
     pub(crate) away: BTreeMap<ServerId, Away>,
     pub(crate) replicas: Replicas,
     pub(crate) comparison: Comparison,
+    pub(crate) lateness: Lateness,
 }
 
 impl Open {
@@ -149,6 +151,7 @@ impl Open {
             away: BTreeMap::new(),
             replicas,
             comparison: Comparison::default(),
+            lateness: Lateness::default(),
         }
     }
 

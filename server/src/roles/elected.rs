@@ -29,6 +29,7 @@ pub(super) async fn run(
 ) -> Result<(), Error> {
     let (mut socket, address) = reserve(config.listen.0)?;
     let context = context(common).await;
+    context.metrics.coordinator.stand_by();
     let admin = AdminSite::bind(config.admin_listen, "coordinator", address, &context).await?;
     announce(json, "coordinator", address, admin.as_ref());
     let candidate = Candidate::new(election, config.election_duration(), address.to_string())?;

@@ -180,7 +180,6 @@ impl<B: Backend> Task<B> {
                 closed,
                 devices: store.devices.clone(),
                 budget: store.budget.clone(),
-                metrics: store.metrics.clone(),
                 events,
             })
         };

@@ -126,7 +126,7 @@ pub(super) async fn session<B: Backend>(
         Ok(opened) => opened,
         Err(error) => return error,
     };
-    store.metrics.coordinator_connected.set(1);
+    store.metrics.shard.show_connected(true);
     health.set_ready(true).await;
     session.run(&mut commands).await
 }

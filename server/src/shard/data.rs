@@ -132,7 +132,7 @@ async fn answer_pull<B: Backend>(
     let (metrics, limit) = (store.metrics.clone(), store.limits.wait);
     let pb::PullRequest { job, version, .. } = request;
     let body = store.readers.watch(body, move || {
-        metrics.stalled_reads.inc();
+        metrics.shard.stalled_read();
         let seconds = limit.as_secs_f64();
         tracing::warn!(
             job,

@@ -74,7 +74,7 @@ fn devices_have_budgets_of_their_own_and_share_the_disk() {
     let disk = Some((directory.path().to_owned(), 3 * 4096));
     let limits = Limits { memory: 8_192, host: Some(0), disk, fastest_of_state: Tier::Memory };
     let backends = [Arc::new(Cpu::new()), Arc::new(Cpu::new())];
-    let traffic = crate::metrics::Metrics::new().tier_traffic.clone();
+    let traffic = crate::metrics::Metrics::new().shard.tier_traffic();
     let tiers = Tiers::new(&backends, &limits, traffic).unwrap();
     let devices = backends.into_iter().zip(tiers);
     let devices: Vec<_> = devices.map(|(on, tiers)| Device::new(on, Some(tiers))).collect();

@@ -19,7 +19,11 @@ use super::{
 };
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
+use crate::{
+    attempt::Attempt,
+    backend::Backend,
+    metrics::{self, HeldJob},
+};
 use allocation::{Allocation, check_placement};
 pub(crate) use held::being_restored;
 use progress::Progress;
@@ -51,7 +55,6 @@ pub(crate) struct Opening<B: Backend> {
     pub(crate) closed: CancellationToken,
     pub(crate) devices: Arc<[Device<B>]>,
     pub(crate) budget: Arc<Budget>,
-    pub(crate) metrics: Arc<Metrics>,
     /// The events to the coordinator.
     pub(crate) events: Events,
 }
@@ -80,7 +83,7 @@ pub(crate) struct Job<B: Backend> {
     spaces: Mutex<Vec<Space>>,
     /// The budget for the memory of early gradients.
     budget: Arc<Budget>,
-    metrics: Arc<Metrics>,
+    series: OnceLock<HeldJob>,
     events: Events,
     /// The slices by number, empty where this server is neither primary nor backup. With another
     /// placement the server may get more slices.
@@ -135,7 +138,7 @@ impl<B: Backend> Job<B> {
             devices,
             spaces: Mutex::new(spaces),
             budget: opening.budget,
-            metrics: opening.metrics,
+            series: OnceLock::new(),
             events: opening.events,
             slices,
             progress: Mutex::new(progress),
@@ -369,13 +372,27 @@ impl<B: Backend> Job<B> {
         let ready = progress.add(slice, reduced, is_primary);
         let is_ready = ready.is_some();
         if let Some(reduced) = ready {
-            progress.end_phase(&self.metrics.phases.reduce);
+            let took = progress.end_phase();
+            self.count(|series| series.reduce.observe(took.as_secs_f64()));
             self.tell(JobEvent::Ready { attempt, reduced });
         }
         drop(progress);
         if is_ready || is_primary && self.spec.replicas > 1 {
             // Readers of the gradient and backups wait for it.
             self.changed.send_replace(());
+        }
+    }
+
+    /// Shows the job in the metrics.
+    pub(super) fn show_in(&self, metrics: &metrics::Shard) {
+        self.series.get_or_init(|| metrics.job(&self.spec.name));
+        metrics.show_job(&self.spec.name, self.epoch(), self.version());
+    }
+
+    /// Counts something in the metrics of the job, if it is shown there.
+    pub(super) fn count(&self, count: impl FnOnce(&HeldJob)) {
+        if let Some(series) = self.series.get() {
+            count(series);
         }
     }
 

@@ -80,7 +80,6 @@ impl Subject {
             closed: CancellationToken::new(),
             devices: Arc::new([Device::new(Arc::new(Cpu::new()), tiers)]),
             budget: Budget::new(1 << 20),
-            metrics: Metrics::new(),
             events,
         };
         Ok(Self { job: Job::open(opening)?, said })
@@ -383,7 +382,6 @@ fn opening_stops_when_the_job_is_closed() {
         closed,
         devices: Arc::new([Device::new(Arc::new(Cpu::new()), None)]),
         budget: Budget::new(0),
-        metrics: Metrics::new(),
         events: Events::default(),
     });
     assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));

@@ -86,7 +86,7 @@ impl<B: Backend> Shard<B> {
         };
         let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
         let tiers = match tier::Limits::of(config) {
-            Some(limits) => Tiers::new(&backends, &limits, metrics.tier_traffic.clone())?,
+            Some(limits) => Tiers::new(&backends, &limits, metrics.shard.tier_traffic())?,
             None => Vec::new(),
         };
         let tiers = tiers.into_iter().map(Some).chain(std::iter::repeat(None));
@@ -152,6 +152,6 @@ impl<B: Backend> Shard<B> {
 
     async fn disconnected(&self) {
         self.health.set_ready(false).await;
-        self.store.metrics.coordinator_connected.set(0);
+        self.store.metrics.shard.show_connected(false);
     }
 }

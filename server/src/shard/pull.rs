@@ -310,7 +310,7 @@ impl<B: Backend> Pull<B> {
                 self.dtype,
             );
             let payload = self.job.note(wanted.slice, payload)?;
-            self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
+            self.job.count(|series| series.sent(payload.len() as u64));
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);
             if wanted.rest.is_empty() {

@@ -305,7 +305,7 @@ impl<'a, B: Backend> Push<'a, B> {
     async fn take(&mut self, bytes: Bytes) -> Result<()> {
         let Extent { slice, offset, dtype } = self.next;
         let elements = (bytes.len() / dtype.size()) as u64;
-        self.store.metrics.push_received_bytes.inc_by(bytes.len() as u64);
+        self.job.count(|series| series.received(bytes.len() as u64));
         let chunk = Chunk { rank: self.rank, offset: offset as usize, dtype, bytes };
         let new = match self.what {
             What::Start(upload) => self.job.upload(self.attempt, slice, upload, &chunk)?,
@@ -321,7 +321,8 @@ impl<'a, B: Backend> Push<'a, B> {
         self.next.offset += elements;
         self.counted.added += new;
         self.counted.duplicates += elements - new;
-        self.store.metrics.push_duplicate_bytes.inc_by((elements - new) * dtype.size() as u64);
+        let duplicate = (elements - new) * dtype.size() as u64;
+        self.job.count(|series| series.skipped(duplicate));
         Ok(())
     }
 }

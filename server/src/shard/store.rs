@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use dashmap::DashMap;
+use dashmap::{DashMap, Entry};
 
 use zeroshard_proto::{Deadline, Error, Result, pb};
 
@@ -53,7 +53,7 @@ impl<B: Backend> Store<B> {
         metrics: Arc<Metrics>,
         failure: Failure,
     ) -> Self {
-        Self {
+        let store = Self {
             devices: devices.into(),
             budget: Budget::new(limits.parked_bytes),
             held: Budget::new(HELD_BYTES),
@@ -64,7 +64,10 @@ impl<B: Backend> Store<B> {
             metrics,
             failure,
             jobs: DashMap::new(),
-        }
+        };
+        store.metrics.shard.begin();
+        store.show_limits();
+        store
     }
 
     /// The job with this name and id. A reader may pass 0 for any job with this name.
@@ -88,7 +91,10 @@ impl<B: Backend> Store<B> {
 
     /// Registers an opened job, which may have been closed meanwhile.
     pub(crate) fn insert(&self, job: Arc<Job<B>>) {
-        self.jobs.insert(job.spec.name.clone(), job.clone());
+        // The entry keeps an earlier job of this name from removing the series of this one.
+        let entry = self.jobs.entry(job.spec.name.clone());
+        job.show_in(&self.metrics.shard);
+        entry.insert(job.clone());
         if job.closed().is_cancelled() {
             self.close(&job.spec.name, job.id);
         }
@@ -96,9 +102,11 @@ impl<B: Backend> Store<B> {
 
     /// Ends the calls of a job; its memory is freed when the last call has released it.
     pub(crate) fn close(&self, name: &str, id: u64) {
-        if let Some((_, job)) = self.jobs.remove_if(name, |_, job| job.id == id) {
-            job.close();
-            self.metrics.forget_job(name);
+        if let Entry::Occupied(entry) = self.jobs.entry(name.to_owned())
+            && entry.get().id == id
+        {
+            self.metrics.shard.forget(name);
+            entry.remove().close();
         }
     }
 
@@ -135,34 +143,61 @@ impl<B: Backend> Store<B> {
         stats
     }
 
-    fn show(&self, stats: &pb::Stats) {
-        let metrics = &self.metrics;
-        metrics.memory.master.set(stats.master_bytes as i64);
-        metrics.memory.state.set(stats.state_bytes as i64);
-        metrics.memory.accumulator.set(stats.accumulator_bytes as i64);
-        metrics.memory.published.set(stats.published_bytes as i64);
-        metrics.memory.parked.set(stats.parked_bytes as i64);
-        metrics.memory.pinned.set(self.pinned.used() as i64);
-        metrics.memory.snapshot.set(self.snapshots.used() as i64);
+    /// Shows the memory and the jobs in the metrics.
+    pub(super) fn show(&self, stats: &pb::Stats) {
+        let metrics = &self.metrics.shard;
+        for (kind, bytes) in [
+            ("master", stats.master_bytes),
+            ("state", stats.state_bytes),
+            ("accumulator", stats.accumulator_bytes),
+            ("published", stats.published_bytes),
+            ("parked", stats.parked_bytes),
+            ("pinned", self.pinned.used()),
+            ("snapshot", self.snapshots.used()),
+        ] {
+            metrics.show_memory(kind, bytes);
+        }
         for backend in self.devices.iter().map(|device| &device.backend) {
             if let Some(usage) = backend.usage() {
-                metrics.devices.show(backend.device(), &usage);
+                metrics.show_device(backend.device(), &usage);
             }
         }
-        let tiers = self.devices.iter().filter_map(|device| device.tiers.as_ref());
-        let used: Vec<_> = tiers.map(|tiers| tiers.used()).collect();
-        // Devices share host memory and the disk.
-        if let Some([_, host, disk]) = used.first() {
-            metrics.tiers.device.set(used.iter().map(|[device, ..]| *device as i64).sum());
-            metrics.tiers.host.set(*host as i64);
-            metrics.tiers.disk.set(*disk as i64);
+        for (tier, used, _) in self.tiers() {
+            metrics.show_tier(tier, used);
         }
         for job in &stats.jobs {
-            metrics.epoch.with_label_values(&[&job.job]).set(job.epoch as i64);
-            if let Some(version) = job.version {
-                metrics.version.with_label_values(&[&job.job]).set(version as i64);
+            // The reference keeps the job from being closed meanwhile.
+            if let Some(job) = self.jobs.get(&job.job) {
+                job.show_in(metrics);
             }
         }
+    }
+
+    /// Shows the limits of the budgets, which do not change.
+    fn show_limits(&self) {
+        let metrics = &self.metrics.shard;
+        for (kind, budget) in
+            [("parked", &self.budget), ("pinned", &self.pinned), ("snapshot", &self.snapshots)]
+        {
+            metrics.show_limit(kind, budget.limit());
+        }
+        for (tier, _, limit) in self.tiers() {
+            metrics.show_limit(tier, limit);
+        }
+    }
+
+    /// The tiers that have a budget: name, used bytes and limit.
+    fn tiers(&self) -> impl Iterator<Item = (&'static str, u64, u64)> {
+        let tiers: Vec<_> =
+            self.devices.iter().filter_map(|device| device.tiers.as_ref()).collect();
+        // Devices share host memory and the disk.
+        let on_devices = tiers.iter().map(|tiers| tiers.used()[0]).sum();
+        let of_devices = tiers.iter().map(|tiers| tiers.limits()[0]).sum();
+        let shared = tiers.first().map(|tiers| (tiers.used(), tiers.limits()));
+        let all = shared.map(|([_, host, disk], [_, of_host, of_disk])| {
+            [("device", on_devices, of_devices), ("host", host, of_host), ("disk", disk, of_disk)]
+        });
+        all.into_iter().flatten().filter(|(_, _, limit)| *limit > 0)
     }
 
     fn jobs(&self) -> Vec<Arc<Job<B>>> {

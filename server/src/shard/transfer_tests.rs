@@ -81,7 +81,6 @@ impl Subject {
             closed: CancellationToken::new(),
             devices: store.devices.clone(),
             budget: store.budget.clone(),
-            metrics: store.metrics.clone(),
             events,
         };
         let job = Arc::new(Job::open(opening).unwrap());
@@ -209,10 +208,19 @@ async fn a_box_is_pulled_as_its_elements_with_positions_in_the_box() {
     for tensor in [0, 1] {
         let boxes = vec![boxed(tensor, &[3, 10], &[60, 50])];
         let request = pb::PullRequest { boxes, chunk_bytes: 4096, ..Default::default() };
-        let before = subject.store.metrics.pull_sent_bytes.get();
+        let sent = || {
+            let mut sent = 0;
+            subject
+                .store
+                .job("job", 0)
+                .unwrap()
+                .count(|series| [sent, _] = series.sent_and_skipped());
+            sent
+        };
+        let before = sent();
         let all = pb::PullRequest { extents: vec![extent(0, 0)], ..request.clone() };
         assert_eq!(subject.pull(all).await.unwrap(), (expected.clone(), vec![0, 1024, 2048]));
-        assert_eq!(subject.store.metrics.pull_sent_bytes.get() - before, 4 * 60 * 50);
+        assert_eq!(sent() - before, 4 * 60 * 50);
         let some = pb::PullRequest { extents: vec![extent(2990, 0), extent(49, 2)], ..request };
         let parts = [&expected[2990..], &expected[49..51]].concat();
         assert_eq!(subject.pull(some).await.unwrap(), (parts, vec![2990, 49]));
@@ -303,7 +311,8 @@ async fn elements_that_a_rank_does_not_hold_are_refused_and_change_nothing() {
     assert!(matches!(refused(&subject, 3, Some(0), u64::MAX).await, Error::Invalid { .. }));
     let whole = pb::PullRequest { extents: vec![extent(0, 0)], ..Default::default() };
     assert_eq!(subject.pull(whole).await.unwrap().0, [0.5; 16]);
-    assert_eq!(subject.store.metrics.push_duplicate_bytes.get(), 0);
+    let job = subject.store.job("job", 0).unwrap();
+    job.count(|series| assert_eq!(series.sent_and_skipped()[1], 0));
 }
 
 const SLICES: u32 = 4;
@@ -389,4 +398,17 @@ async fn an_open_pull_of_a_deleted_job_fails() {
     subject.store.close("job", JOB_ID);
     let ended = pull.next().await.unwrap();
     assert!(matches!(ended, Err(Error::JobFailed { .. })), "{ended:?}");
+}
+
+#[tokio::test]
+async fn an_update_does_not_bring_back_the_series_of_a_closed_job() {
+    let subject = small(SLICES.into()).await;
+    let stats = subject.store.stats();
+    let text = || subject.store.metrics.text();
+    assert!(text().contains("zeroshard_job_version{job=\"job\",role=\"shard\"} 0"));
+    let open = subject.store.job("job", JOB_ID).unwrap();
+    subject.store.close("job", JOB_ID);
+    subject.store.show(&stats);
+    open.count(|series| series.sent(1));
+    assert!(!text().contains("job=\"job\""), "{}", text());
 }

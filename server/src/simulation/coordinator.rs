@@ -270,7 +270,7 @@ impl World {
             Action::Probe(server) => self.later(Happening::Probe { life, server }),
             Action::Complete(completion) => self.begin_manifest(completion),
             Action::Decided { .. }
-            | Action::Aborted
+            | Action::Aborted { .. }
             | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }

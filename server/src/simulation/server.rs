@@ -26,7 +26,6 @@ use crate::{
         events::{Event, Now},
         held::Held,
     },
-    metrics::Metrics,
     shard::{
         budget::Budget,
         commands::{Command, execute},
@@ -174,7 +173,6 @@ impl ShardServer {
             closed: CancellationToken::new(),
             devices: Arc::new([Device::new(Arc::new(Cpu::new()), None)]),
             budget: Budget::new(1 << 20),
-            metrics: Metrics::new(),
             events: self.events.clone(),
         })?;
         let is_waited_for = !leases.is_empty();

@@ -192,6 +192,15 @@ impl<B: Backend> Tiers<B> {
         }
     }
 
+    /// The budgets of the tiers, in the order of [`Self::used`].
+    pub(crate) fn limits(&self) -> [u64; 3] {
+        let [memory, host, disk] = self.budgets.each_ref().map(|budget| budget.limit());
+        match self.has_gpu {
+            true => [memory, host, disk],
+            false => [0, memory, disk],
+        }
+    }
+
     /// Distributes the arrays of slices of a job over the tiers.
     ///
     /// # Errors

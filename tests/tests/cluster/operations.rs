@@ -1,6 +1,6 @@
 //! Information for operators: metrics, probes, `zsctl`.
 
-use std::io::Write;
+use std::{collections::BTreeSet, io::Write};
 
 use serde_json::Value;
 use tonic_health::pb::{
@@ -31,7 +31,7 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
         zeroshard_tests::training::pull(job, 1).await.unwrap();
     }
     // Gauges are updated once a second.
-    let version = "zeroshard_job_version{job=\"metrics\"} 1\n";
+    let version = "zeroshard_job_version{job=\"metrics\",role=\"shard\"} 1\n";
     until("the version is shown", || cluster.shards[0].get("/metrics").contains(version)).await;
     let shard = cluster.shards[0].get("/metrics");
     let bytes = 4 * 1003;
@@ -54,7 +54,12 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
     }
     for phase in ["reduce", "decide", "apply"] {
         assert_eq!(
-            series(&shard, &format!("zeroshard_step_phase_seconds_count{{phase=\"{phase}\"}}")),
+            series(
+                &shard,
+                &format!(
+                    "zeroshard_job_step_phase_seconds_count{{job=\"metrics\",phase=\"{phase}\"}}"
+                )
+            ),
             1.0
         );
     }
@@ -70,7 +75,53 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
     assert_eq!(series(&coordinator, "zeroshard_steps_total{outcome=\"aborted\"}"), 0.0);
     assert_eq!(series(&coordinator, "zeroshard_servers"), 1.0);
     assert_eq!(series(&coordinator, "zeroshard_job_workers{job=\"metrics\"}"), 2.0);
-    assert_eq!(series(&coordinator, "zeroshard_step_wait_seconds_count{for=\"ranks\"}"), 1.0);
+    let of_job = |name: &str| series(&coordinator, &format!("zeroshard_job_{name}"));
+    assert_eq!(of_job("steps_total{job=\"metrics\",outcome=\"applied\"}"), 1.0);
+    assert_eq!(of_job("step_wait_seconds_count{for=\"ranks\",job=\"metrics\"}"), 1.0);
+    // One of the two ranks commits after the other.
+    assert_eq!(of_job("rank_lateness_seconds_count{job=\"metrics\"}"), 1.0);
+    assert_eq!(of_job("state{job=\"metrics\",state=\"open\"}"), 1.0);
+    assert_eq!(of_job("state{job=\"metrics\",state=\"failed\"}"), 0.0);
+}
+
+/// The names of all series of ZeroShard, without labels.
+fn names(metrics: &str) -> BTreeSet<&str> {
+    let series = metrics.lines().filter(|line| line.starts_with("zeroshard_"));
+    series.map(|line| &line[..line.find(['{', ' ']).expect("a value")]).collect()
+}
+
+#[tokio::test]
+async fn each_role_shows_its_own_series_and_those_of_a_deleted_job_vanish() {
+    let cluster = Cluster::start(1);
+    let directory = tempfile::tempdir().unwrap();
+    let spec = job("deleted", 1, adamw(), synthetic::small());
+    let jobs = start(cluster.address(), &spec).await;
+    zeroshard_tests::training::step(&jobs[0], 0).await.unwrap();
+    let url = directory.path().display().to_string();
+    connect(cluster.address()).await.save_checkpoint("deleted", Some(&url)).await.unwrap();
+    let (coordinator, shard) = (&cluster.coordinator, &cluster.shards[0]);
+    let version = "zeroshard_job_version{job=\"deleted\",role=\"shard\"} 1\n";
+    until("the version is shown", || shard.get("/metrics").contains(version)).await;
+    let texts = [coordinator.get("/metrics"), shard.get("/metrics")];
+    let [of_coordinator, of_shard] = texts.each_ref().map(|text| names(text));
+    let common = ["build_info", "job_epoch", "job_version", "requests_in_flight", "requests_total"]
+        .map(|name| format!("zeroshard_{name}"));
+    for name in of_coordinator.intersection(&of_shard) {
+        let is_common = common.iter().any(|of| of == name) || name.contains("request_seconds");
+        assert!(is_common, "{name} is shown by both roles");
+    }
+    let saved = "zeroshard_job_last_checkpoint_version{job=\"deleted\"}";
+    assert_eq!(series(&texts[0], saved), 1.0);
+    assert!(series(&texts[1], "zeroshard_memory_limit_bytes{kind=\"parked\"}") > 0.0);
+    assert!(!texts[1].contains("tier_bytes"), "a server without budgets has no tiers");
+
+    connect(cluster.address()).await.delete_job("deleted").await.unwrap();
+    let empty = "zeroshard_memory_bytes{kind=\"master\"} 0\n";
+    until("its memory is free", || shard.get("/metrics").contains(empty)).await;
+    for process in [coordinator, shard] {
+        let text = process.get("/metrics");
+        assert!(!text.contains("job=\"deleted\""), "{text}");
+    }
 }
 
 pub(crate) async fn health(process: &Process) -> ServingStatus {

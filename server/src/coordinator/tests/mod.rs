@@ -180,7 +180,7 @@ impl Script {
             Action::Dismiss(link) => self.dismissed.push(link.server),
             Action::Probe(server) => self.probed.push(server),
             Action::Decided { .. }
-            | Action::Aborted
+            | Action::Aborted { .. }
             | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }

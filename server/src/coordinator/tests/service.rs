@@ -234,8 +234,8 @@ async fn a_job_trains_a_step_over_the_wire() {
 
     let metrics = fixture.context.metrics.text();
     for line in [
-        "zeroshard_job_version{job=\"job\"} 1",
-        "zeroshard_steps_total{outcome=\"applied\"} 1",
+        "zeroshard_job_version{job=\"job\",role=\"coordinator\"} 1",
+        "zeroshard_job_steps_total{job=\"job\",outcome=\"applied\"} 1",
         "zeroshard_requests_total{code=\"Ok\",method=\"/zeroshard.v1.CoordinatorService/Commit\"} 1",
     ] {
         assert!(metrics.contains(line), "{line}");

@@ -1,8 +1,10 @@
 //! The progress of the upload or of the open attempt, over all of a job's slices on this server.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use prometheus::Histogram;
 use zeroshard_proto::pb;
 
 use crate::{attempt::Attempt, shard::slice::Reduced};
@@ -100,9 +102,9 @@ impl Progress {
         self.phase_began.get_or_insert_with(Instant::now);
     }
 
-    /// Observes the duration of a phase of the step, and begins the next phase.
-    pub(super) fn end_phase(&mut self, phase: &Histogram) {
+    /// Begins the next phase of the step, and returns the duration of the one before.
+    pub(super) fn end_phase(&mut self) -> Duration {
         let began = self.phase_began.replace(Instant::now());
-        phase.observe(began.map_or(0.0, |began| began.elapsed().as_secs_f64()));
+        began.map_or(Duration::ZERO, |began| began.elapsed())
     }
 }

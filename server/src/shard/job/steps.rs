@@ -177,11 +177,10 @@ impl<B: Backend> Job<B> {
         if let Some(apply) = &apply {
             self.spec.validate_step(apply.groups)?;
         }
-        let phases = &self.metrics.phases;
         let next = self.begin_step(decision, attempt)?;
         let began = Instant::now();
         self.apply(&Step { apply, next, absent: &decision.absent })?;
-        phases.apply.observe(began.elapsed().as_secs_f64());
+        self.count(|series| series.apply.observe(began.elapsed().as_secs_f64()));
         self.progress().version = Some(next.step);
         self.changed.send_replace(());
         if self.spec.compares_at(next.step) {
@@ -208,7 +207,8 @@ impl<B: Backend> Job<B> {
     fn begin_step(&self, decision: &Arc<pb::Decision>, attempt: Attempt) -> Result<Attempt> {
         let Attempt { epoch, step, .. } = attempt;
         let mut progress = self.progress();
-        progress.end_phase(&self.metrics.phases.decide);
+        let took = progress.end_phase();
+        self.count(|series| series.decide.observe(took.as_secs_f64()));
         if progress.attempt != attempt || progress.version != Some(step) || progress.waiting > 0 {
             let cause = format!(
                 "{attempt:?} was decided; this server is at {:?} and version {:?} with {} slices incomplete",

@@ -1,0 +1,389 @@
+//! The metrics of a coordinator. A standby shows no jobs and no servers.
+
+use std::time::{Duration, SystemTime};
+
+use prometheus::{
+    Gauge, GaugeVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
+};
+
+use super::{JobGauges, families::Families};
+
+/// The value of the label `role`.
+const ROLE: &str = "coordinator";
+const OUTCOMES: [&str; 3] = ["applied", "skipped", "aborted"];
+const SAVES: [&str; 2] = ["succeeded", "failed"];
+
+/// What a coordinator knows of servers and jobs.
+#[derive(Debug)]
+pub struct Coordinator {
+    leader: IntGaugeVec,
+    servers: IntGaugeVec,
+    degraded: HistogramVec,
+    gauges: JobGauges,
+    state: IntGaugeVec,
+    workers: IntGaugeVec,
+    degraded_slices: IntGaugeVec,
+    steps: IntCounterVec,
+    job_steps: IntCounterVec,
+    wait: HistogramVec,
+    lateness: HistogramVec,
+    slowest: GaugeVec,
+    checkpoints: IntCounterVec,
+    job_checkpoints: IntCounterVec,
+    checkpoint_version: IntGaugeVec,
+    checkpoint_seconds: GaugeVec,
+    checkpoint_time: GaugeVec,
+}
+
+/// The state of a job, as operators see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JobState {
+    /// The job waits for shard servers, or for its placement.
+    Waiting,
+    /// Its servers allocate memory.
+    Opening,
+    /// Workers can join and train.
+    Open,
+    /// Its servers read its last checkpoint, because a server without a replica was lost.
+    Restoring,
+    /// The coordinator was restarted, and learns the job from its servers.
+    Recovering,
+    /// The job has ended with an error.
+    Failed,
+}
+
+impl JobState {
+    const ALL: [Self; 6] =
+        [Self::Waiting, Self::Opening, Self::Open, Self::Restoring, Self::Recovering, Self::Failed];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::Opening => "opening",
+            Self::Open => "open",
+            Self::Restoring => "restoring",
+            Self::Recovering => "recovering",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// The current figures of a job.
+#[derive(Debug)]
+pub struct JobFigures {
+    /// Its state.
+    pub state: JobState,
+    /// Its epoch.
+    pub epoch: u64,
+    /// Its version; `None` before it has one.
+    pub version: Option<u64>,
+    /// The number of ranks with a worker.
+    pub workers: usize,
+    /// The number of slices with too few replicas.
+    pub degraded: usize,
+    /// The rank that has lately committed last, and by how many seconds on average.
+    pub slowest: Option<(u32, f64)>,
+}
+
+/// The duration of a decided step's waits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Waits {
+    /// Of each rank after the first one that committed: the time between the two commits.
+    pub lateness: Vec<Duration>,
+    /// From the first to the last rank's commit.
+    pub ranks: Duration,
+    /// From the last rank's commit to the decision.
+    pub servers: Duration,
+}
+
+impl Coordinator {
+    pub(super) fn new(families: &mut Families, gauges: JobGauges) -> Self {
+        let f = families;
+        let job = &["job"];
+        Self {
+            leader: f.gauges(
+                "leader",
+                "1 if this coordinator is the leader, 0 if it is a standby.",
+                &[],
+            ),
+            servers: f.gauges("servers", "Number of connected shard servers.", &[]),
+            degraded: f.histograms(
+                "degraded_seconds",
+                "Seconds from the loss of a server until a job has all its replicas again.",
+                &[],
+            ),
+            gauges,
+            state: f.gauges(
+                "job_state",
+                "1 for the current state of the job, 0 for the other states.",
+                &["job", "state"],
+            ),
+            workers: f.gauges("job_workers", "Number of workers with a lease.", job),
+            degraded_slices: f.gauges(
+                "job_degraded_slices",
+                "Number of slices with fewer replicas than the job asks for.",
+                job,
+            ),
+            steps: f.counters(
+                "steps_total",
+                "Number of steps of all jobs, also of deleted ones, that were applied, skipped \
+                 (overflow) or aborted (a rank or a server was lost).",
+                &["outcome"],
+            ),
+            job_steps: f.counters(
+                "job_steps_total",
+                "Number of steps that were applied, skipped (overflow) or aborted (a rank or a \
+                 server was lost).",
+                &["job", "outcome"],
+            ),
+            wait: f.histograms(
+                "job_step_wait_seconds",
+                "Seconds of each step in which the coordinator waited for ranks (from the first \
+                 to the last commit) and then for servers (until the decision).",
+                &["job", "for"],
+            ),
+            lateness: f.histograms(
+                "job_rank_lateness_seconds",
+                "Seconds from the first rank's commit of a step to that of each other rank.",
+                job,
+            ),
+            slowest: f.real_gauges(
+                "job_slowest_rank_seconds",
+                "Lateness in seconds of the slowest rank, which the label names: the average \
+                 over about the last 10 steps.",
+                &["job", "rank"],
+            ),
+            checkpoints: f.counters(
+                "checkpoints_total",
+                "Number of saves of all jobs, also of deleted ones, that succeeded or failed.",
+                &["outcome"],
+            ),
+            job_checkpoints: f.counters(
+                "job_checkpoints_total",
+                "Number of saves that succeeded or failed.",
+                &["job", "outcome"],
+            ),
+            checkpoint_version: f.gauges(
+                "job_last_checkpoint_version",
+                "Version of the last checkpoint that this coordinator has completed.",
+                job,
+            ),
+            checkpoint_seconds: f.real_gauges(
+                "job_last_checkpoint_duration_seconds",
+                "Seconds from the start of the last completed save to its end.",
+                job,
+            ),
+            checkpoint_time: f.real_gauges(
+                "job_last_checkpoint_timestamp_seconds",
+                "Time at which the last save was completed, in seconds since 1970.",
+                job,
+            ),
+        }
+    }
+
+    /// This process is a coordinator. Until [`Self::lead`] it is a standby.
+    pub(crate) fn stand_by(&self) {
+        let Self { leader, servers, degraded, steps, checkpoints, .. } = self;
+        servers.reset();
+        degraded.reset();
+        steps.reset();
+        checkpoints.reset();
+        leader.with_label_values::<&str>(&[]).set(0);
+    }
+
+    /// This coordinator decides.
+    pub(crate) fn lead(&self) {
+        self.leader.with_label_values::<&str>(&[]).set(1);
+        self.show_servers(0);
+        // A counter that begins at 0 shows its first increase.
+        OUTCOMES.iter().for_each(|outcome| drop(self.steps.with_label_values(&[outcome])));
+        SAVES.iter().for_each(|outcome| drop(self.checkpoints.with_label_values(&[outcome])));
+        self.degraded.with_label_values::<&str>(&[]);
+    }
+
+    /// Shows the number of connected servers.
+    pub(crate) fn show_servers(&self, connected: usize) {
+        self.servers.with_label_values::<&str>(&[]).set(connected as i64);
+    }
+
+    /// Counts the time for which a job had too few replicas.
+    pub(crate) fn redundant(&self, after: Duration) {
+        self.degraded.with_label_values::<&str>(&[]).observe(after.as_secs_f64());
+    }
+
+    /// The series of a job.
+    pub(crate) fn job(&self, job: &str) -> JobSeries {
+        let steps = |outcome| Counted {
+            all: self.steps.with_label_values(&[outcome]),
+            of_job: self.job_steps.with_label_values(&[job, outcome]),
+        };
+        let saves = |outcome| Counted {
+            all: self.checkpoints.with_label_values(&[outcome]),
+            of_job: self.job_checkpoints.with_label_values(&[job, outcome]),
+        };
+        let ([applied, skipped, aborted], [saved, not_saved]) =
+            (OUTCOMES.map(steps), SAVES.map(saves));
+        JobSeries {
+            job: job.to_owned(),
+            states: JobState::ALL.map(|of| self.state.with_label_values(&[job, of.label()])),
+            epoch: self.gauges.epoch.with_label_values(&[job, ROLE]),
+            version: None,
+            workers: self.workers.with_label_values(&[job]),
+            degraded: self.degraded_slices.with_label_values(&[job]),
+            applied,
+            skipped,
+            aborted,
+            ranks: self.wait.with_label_values(&[job, "ranks"]),
+            servers: self.wait.with_label_values(&[job, "servers"]),
+            lateness: self.lateness.with_label_values(&[job]),
+            slowest: None,
+            saved,
+            not_saved,
+        }
+    }
+
+    /// Removes the series of a job.
+    pub(crate) fn forget(&self, series: JobSeries) {
+        let JobSeries { job, slowest, .. } = series;
+        let job = job.as_str();
+        self.gauges.forget(job, ROLE);
+        // An error means that the job never had this series.
+        for state in JobState::ALL {
+            let _ = self.state.remove_label_values(&[job, state.label()]);
+        }
+        for outcome in OUTCOMES {
+            let _ = self.job_steps.remove_label_values(&[job, outcome]);
+        }
+        for waited_for in ["ranks", "servers"] {
+            let _ = self.wait.remove_label_values(&[job, waited_for]);
+        }
+        for outcome in SAVES {
+            let _ = self.job_checkpoints.remove_label_values(&[job, outcome]);
+        }
+        for gauges in [&self.workers, &self.degraded_slices, &self.checkpoint_version] {
+            let _ = gauges.remove_label_values(&[job]);
+        }
+        for gauges in [&self.checkpoint_seconds, &self.checkpoint_time] {
+            let _ = gauges.remove_label_values(&[job]);
+        }
+        let _ = self.lateness.remove_label_values(&[job]);
+        self.forget_slowest(job, slowest);
+    }
+
+    fn forget_slowest(&self, job: &str, slowest: Option<(u32, Gauge)>) {
+        if let Some((rank, _)) = slowest {
+            let _ = self.slowest.remove_label_values(&[job, &rank.to_string()]);
+        }
+    }
+
+    /// Shows the current figures of a job.
+    pub(crate) fn show(&self, series: &mut JobSeries, figures: &JobFigures) {
+        for (state, gauge) in JobState::ALL.iter().zip(&series.states) {
+            gauge.set((*state == figures.state).into());
+        }
+        series.epoch.set(figures.epoch as i64);
+        series.workers.set(figures.workers as i64);
+        series.degraded.set(figures.degraded as i64);
+        self.show_version(series, figures.version);
+        self.show_slowest(series, figures.slowest);
+    }
+
+    fn show_version(&self, series: &mut JobSeries, version: Option<u64>) {
+        let (labels, gauges) = ([series.job.as_str(), ROLE], &self.gauges.version);
+        match version {
+            Some(version) => series
+                .version
+                .get_or_insert_with(|| gauges.with_label_values(&labels))
+                .set(version as i64),
+            // A job that returns to a checkpoint has no version meanwhile.
+            None if series.version.take().is_some() => {
+                let _ = gauges.remove_label_values(&labels);
+            }
+            None => {}
+        }
+    }
+
+    fn show_slowest(&self, series: &mut JobSeries, slowest: Option<(u32, f64)>) {
+        let job = series.job.as_str();
+        let shown = series.slowest.as_ref().map(|(rank, _)| *rank);
+        if shown != slowest.map(|(rank, _)| rank) {
+            self.forget_slowest(job, series.slowest.take());
+        }
+        if let Some((rank, seconds)) = slowest {
+            let gauge = || (rank, self.slowest.with_label_values(&[job, &rank.to_string()]));
+            series.slowest.get_or_insert_with(gauge).1.set(seconds);
+        }
+    }
+
+    /// A checkpoint of `version` was completed, `took` after its begin.
+    pub(crate) fn saved(&self, series: &JobSeries, version: u64, took: Duration) {
+        series.saved.inc();
+        let job = &[series.job.as_str()];
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.checkpoint_version.with_label_values(job).set(version as i64);
+        self.checkpoint_seconds.with_label_values(job).set(took.as_secs_f64());
+        self.checkpoint_time.with_label_values(job).set(now.as_secs_f64());
+    }
+}
+
+/// The series of one job.
+#[derive(Debug)]
+pub(crate) struct JobSeries {
+    job: String,
+    /// In the order of [`JobState::ALL`].
+    states: [IntGauge; 6],
+    epoch: IntGauge,
+    version: Option<IntGauge>,
+    workers: IntGauge,
+    degraded: IntGauge,
+    applied: Counted,
+    skipped: Counted,
+    aborted: Counted,
+    ranks: Histogram,
+    servers: Histogram,
+    lateness: Histogram,
+    /// The slowest rank.
+    slowest: Option<(u32, Gauge)>,
+    saved: Counted,
+    not_saved: Counted,
+}
+
+/// A counter of a job, and the same one of all jobs.
+#[derive(Debug)]
+struct Counted {
+    all: IntCounter,
+    of_job: IntCounter,
+}
+
+impl Counted {
+    fn inc(&self) {
+        self.all.inc();
+        self.of_job.inc();
+    }
+}
+
+impl JobSeries {
+    /// Counts a step that was applied or skipped.
+    pub(crate) fn decided(&self, applied: bool, waits: &Waits) {
+        if applied {
+            self.applied.inc()
+        } else {
+            self.skipped.inc()
+        }
+        self.ranks.observe(waits.ranks.as_secs_f64());
+        self.servers.observe(waits.servers.as_secs_f64());
+        for late in &waits.lateness {
+            self.lateness.observe(late.as_secs_f64());
+        }
+    }
+
+    /// Counts a step that was aborted.
+    pub(crate) fn aborted(&self) {
+        self.aborted.inc();
+    }
+
+    /// Counts a save that was given up.
+    pub(crate) fn not_saved(&self) {
+        self.not_saved.inc();
+    }
+}

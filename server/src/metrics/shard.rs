@@ -1,0 +1,258 @@
+//! The metrics of a shard server.
+
+use prometheus::{CounterVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec};
+
+use super::{JobGauges, families::Families};
+use crate::backend::{DeviceName, Usage};
+
+/// The value of the label `role`.
+const ROLE: &str = "shard";
+const PHASES: [&str; 3] = ["reduce", "decide", "apply"];
+const OPERATIONS: [&str; 2] = ["pull", "push"];
+/// Operation and direction of the payload.
+const PAYLOAD: [[&str; 2]; 3] = [["pull", "sent"], ["push", "received"], ["push", "duplicate"]];
+
+/// What a shard server holds, receives and sends.
+#[derive(Debug)]
+pub struct Shard {
+    gauges: JobGauges,
+    payload: IntCounterVec,
+    job_payload: IntCounterVec,
+    phase: HistogramVec,
+    stalled_reads: IntCounterVec,
+    memory: IntGaugeVec,
+    limits: IntGaugeVec,
+    tiers: IntGaugeVec,
+    tier_traffic: IntCounterVec,
+    device_memory: IntGaugeVec,
+    device_copied: IntCounterVec,
+    device_seconds: CounterVec,
+    connected: IntGaugeVec,
+}
+
+/// The bytes that were read from and written to a tier.
+#[derive(Debug, Clone)]
+pub struct Traffic {
+    /// Bytes read.
+    pub read: IntCounter,
+    /// Bytes written.
+    pub written: IntCounter,
+}
+
+/// The series of one job.
+#[derive(Debug)]
+pub(crate) struct JobSeries {
+    pull_sent: IntCounter,
+    push_received: IntCounter,
+    push_duplicate: IntCounter,
+    job_pull_sent: IntCounter,
+    job_push_received: IntCounter,
+    /// From the first gradient to the last completed sum of a slice, once per step, in seconds.
+    pub(crate) reduce: Histogram,
+    /// From the report to the coordinator to its decision, in seconds.
+    pub(crate) decide: Histogram,
+    /// The optimizer and the conversion to the published dtype, in seconds. Each slice can be
+    /// pulled as soon as it is done.
+    pub(crate) apply: Histogram,
+}
+
+impl Shard {
+    pub(super) fn new(families: &mut Families, gauges: JobGauges) -> Self {
+        let f = families;
+        Self {
+            gauges,
+            payload: f.counters(
+                "payload_bytes_total",
+                "Payload bytes of all jobs, also of deleted ones: of pulls (sent) and pushes \
+                 (received, of which duplicate bytes were skipped).",
+                &["operation", "direction"],
+            ),
+            job_payload: f.counters(
+                "job_payload_bytes_total",
+                "Payload bytes of the job's pulls (sent) and pushes (received).",
+                &["job", "operation"],
+            ),
+            phase: f.histograms(
+                "job_step_phase_seconds",
+                "Seconds of the phases of each step on this server: reduce (first gradient to \
+                 last sum), decide (report to decision), apply (optimizer).",
+                &["job", "phase"],
+            ),
+            stalled_reads: f.counters(
+                "stalled_reads_total",
+                "Number of pulls that were ended because their client read nothing.",
+                &[],
+            ),
+            memory: f.gauges("memory_bytes", "Memory of all jobs in bytes, by content.", &["kind"]),
+            limits: f.gauges(
+                "memory_limit_bytes",
+                "Budgets of this server in bytes: parked, pinned and snapshot limit the kinds of \
+                 zeroshard_memory_bytes; device, host and disk limit the tiers of \
+                 zeroshard_tier_bytes. A budget without a limit has no series.",
+                &["kind"],
+            ),
+            tiers: f.gauges(
+                "tier_bytes",
+                "Arrays of slices in bytes, by the tier in which they are, on a server with \
+                 budgets for tiers.",
+                &["tier"],
+            ),
+            tier_traffic: f.counters(
+                "tier_transferred_bytes_total",
+                "Bytes read from and written to a tier.",
+                &["tier", "direction"],
+            ),
+            device_memory: f.gauges(
+                "device_memory_bytes",
+                "Memory of a GPU in bytes that is in use by any process, and all of it.",
+                &["device", "kind"],
+            ),
+            device_copied: f.counters(
+                "device_copied_bytes_total",
+                "Bytes copied to a GPU (upload) and from it (download).",
+                &["device", "direction"],
+            ),
+            device_seconds: f.seconds(
+                "device_kernel_seconds_total",
+                "Seconds in kernels of a GPU.",
+                &["device"],
+            ),
+            connected: f.gauges(
+                "coordinator_connected",
+                "1 if this shard server is connected to the coordinator, else 0.",
+                &[],
+            ),
+        }
+    }
+
+    /// This process is a shard server.
+    pub(crate) fn begin(&self) {
+        self.show_connected(false);
+        self.stalled_reads.with_label_values::<&str>(&[]);
+        // A counter that begins at 0 shows its first increase.
+        PAYLOAD.iter().for_each(|labels| drop(self.payload.with_label_values(labels)));
+    }
+
+    /// Shows whether the server is connected to the coordinator.
+    pub(crate) fn show_connected(&self, connected: bool) {
+        self.connected.with_label_values::<&str>(&[]).set(connected.into());
+    }
+
+    /// Counts a pull that was ended because its client read nothing.
+    pub(crate) fn stalled_read(&self) {
+        self.stalled_reads.with_label_values::<&str>(&[]).inc();
+    }
+
+    /// Shows the memory of one kind.
+    pub(crate) fn show_memory(&self, kind: &str, bytes: u64) {
+        self.memory.with_label_values(&[kind]).set(bytes as i64);
+    }
+
+    /// Shows the limit of a kind of memory or of a tier; [`u64::MAX`]: there is none.
+    pub(crate) fn show_limit(&self, kind: &str, bytes: u64) {
+        if let Ok(bytes) = i64::try_from(bytes) {
+            self.limits.with_label_values(&[kind]).set(bytes);
+        }
+    }
+
+    /// Shows the bytes in a tier.
+    pub(crate) fn show_tier(&self, tier: &str, bytes: u64) {
+        self.tiers.with_label_values(&[tier]).set(bytes as i64);
+    }
+
+    /// The counters of what slices move to and from host memory (on a server with a GPU), and the
+    /// disk.
+    pub(crate) fn tier_traffic(&self) -> [Traffic; 2] {
+        ["host", "disk"].map(|tier| Traffic {
+            read: self.tier_traffic.with_label_values(&[tier, "read"]),
+            written: self.tier_traffic.with_label_values(&[tier, "written"]),
+        })
+    }
+
+    /// Shows what a GPU has done until now.
+    pub(crate) fn show_device(&self, device: DeviceName, usage: &Usage) {
+        let device = &*device.to_string();
+        for (kind, bytes) in
+            usage.memory.into_iter().flat_map(|(used, all)| [("used", used), ("total", all)])
+        {
+            self.device_memory.with_label_values(&[device, kind]).set(bytes as i64);
+        }
+        for (direction, bytes) in [("upload", usage.uploaded), ("download", usage.downloaded)] {
+            let copied = self.device_copied.with_label_values(&[device, direction]);
+            copied.inc_by(bytes.saturating_sub(copied.get()));
+        }
+        let seconds = self.device_seconds.with_label_values(&[device]);
+        seconds.inc_by((usage.kernels.as_secs_f64() - seconds.get()).max(0.0));
+    }
+
+    /// The series of a job.
+    pub(crate) fn job(&self, job: &str) -> JobSeries {
+        let [pull_sent, push_received, push_duplicate] =
+            PAYLOAD.map(|labels| self.payload.with_label_values(&labels));
+        let [job_pull_sent, job_push_received] =
+            OPERATIONS.map(|operation| self.job_payload.with_label_values(&[job, operation]));
+        let [reduce, decide, apply] =
+            PHASES.map(|phase| self.phase.with_label_values(&[job, phase]));
+        JobSeries {
+            pull_sent,
+            push_received,
+            push_duplicate,
+            job_pull_sent,
+            job_push_received,
+            reduce,
+            decide,
+            apply,
+        }
+    }
+
+    /// Shows the current figures of a job.
+    pub(crate) fn show_job(&self, job: &str, epoch: u64, version: Option<u64>) {
+        self.gauges.epoch.with_label_values(&[job, ROLE]).set(epoch as i64);
+        match version {
+            Some(version) => {
+                self.gauges.version.with_label_values(&[job, ROLE]).set(version as i64);
+            }
+            // An earlier job of this name may have had one. An error means that it had none.
+            None => {
+                let _ = self.gauges.version.remove_label_values(&[job, ROLE]);
+            }
+        }
+    }
+
+    /// Removes the series of a job.
+    pub(crate) fn forget(&self, job: &str) {
+        self.gauges.forget(job, ROLE);
+        // An error means that the job never had this series.
+        for operation in OPERATIONS {
+            let _ = self.job_payload.remove_label_values(&[job, operation]);
+        }
+        for phase in PHASES {
+            let _ = self.phase.remove_label_values(&[job, phase]);
+        }
+    }
+}
+
+impl JobSeries {
+    /// Counts bytes of parameters that were sent.
+    pub(crate) fn sent(&self, bytes: u64) {
+        self.pull_sent.inc_by(bytes);
+        self.job_pull_sent.inc_by(bytes);
+    }
+
+    /// Counts bytes of gradients and initial parameters that were received, including duplicates.
+    pub(crate) fn received(&self, bytes: u64) {
+        self.push_received.inc_by(bytes);
+        self.job_push_received.inc_by(bytes);
+    }
+
+    /// Counts bytes that were received again and skipped.
+    pub(crate) fn skipped(&self, bytes: u64) {
+        self.push_duplicate.inc_by(bytes);
+    }
+
+    /// The bytes of parameters sent, and the bytes received again and skipped, of all jobs.
+    #[cfg(test)]
+    pub(crate) fn sent_and_skipped(&self) -> [u64; 2] {
+        [self.pull_sent.get(), self.push_duplicate.get()]
+    }
+}

@@ -1,0 +1,46 @@
+"""The files of `deploy/` that describe metrics, as data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+RUNBOOK = DEPLOY / "RUNBOOK.md"
+METRICS = DEPLOY / "METRICS.md"
+
+sys.path.insert(0, str(DEPLOY / "grafana"))
+import dashboards  # noqa: E402
+
+__all__ = ["ALERTS", "DEPLOY", "METRICS", "RUNBOOK", "Metric", "dashboards", "metrics"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of the table in METRICS.md."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+    def series(self) -> Iterator[str]:
+        """The names of its series."""
+        yield self.name
+        if self.kind == "histogram":
+            yield from (self.name + end for end in ("_bucket", "_sum", "_count"))
+
+
+def metrics() -> list[Metric]:
+    """The rows of the table in METRICS.md."""
+    rows = [line for line in METRICS.read_text().splitlines() if line.startswith("| `")]
+    found = []
+    for row in rows:
+        name, kind, labels, _, meaning = (cell.strip() for cell in row.strip("|").split("|"))
+        names = tuple(label.strip("` ") for label in labels.split(",") if label)
+        found.append(Metric(name.strip("`"), kind, names, meaning))
+    assert found, "the table is missing"
+    return found

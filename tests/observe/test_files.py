@@ -1,0 +1,96 @@
+"""The files of `deploy/`: dashboards, alerts, runbook, and the table of the metrics."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import unittest
+from pathlib import Path
+
+import documents
+
+
+def run(*command: str) -> None:
+    """Runs a checker in the directory of Prometheus' files."""
+    ran = subprocess.run(
+        command, cwd=documents.DEPLOY / "prometheus", capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+class Files(unittest.TestCase):
+    def test_dashboards_are_the_output_of_their_generator(self) -> None:
+        written = set((documents.DEPLOY / "grafana" / "dashboards").glob("*.json"))
+        expected = {documents.dashboards.path(of) for of in documents.dashboards.DASHBOARDS}
+        self.assertEqual(written, expected)
+        for dashboard in documents.dashboards.DASHBOARDS:
+            with self.subTest(dashboard.title):
+                text = documents.dashboards.path(dashboard).read_text()
+                self.assertEqual(
+                    text,
+                    documents.dashboards.text(dashboard),
+                    "run: python3 deploy/grafana/dashboards.py",
+                )
+
+    def test_panels_have_places_of_their_own_and_say_what_they_show(self) -> None:
+        for dashboard in documents.dashboards.DASHBOARDS:
+            titles = [panel.title for panel in dashboard.panels()]
+            self.assertTrue(all(panel.description for panel in dashboard.panels()))
+            self.assertEqual(len(titles), len(set(titles)), f"{dashboard.title}: {titles}")
+            taken: set[tuple[int, int]] = set()
+            for panel in dashboard.json()["panels"]:
+                place = panel["gridPos"]
+                self.assertLessEqual(place["x"] + place["w"], 24)
+                columns = range(place["x"], place["x"] + place["w"])
+                rows = range(place["y"], place["y"] + place["h"])
+                cells = {(x, y) for x in columns for y in rows}
+                self.assertFalse(taken & cells, f"{dashboard.title}: {panel['title']}")
+                taken |= cells
+
+    def test_dashboards_and_alerts_use_metrics_that_exist(self) -> None:
+        known = {name for of in documents.metrics() for name in of.series()}
+        texts = [documents.ALERTS.read_text(), documents.RUNBOOK.read_text()]
+        texts += [documents.dashboards.text(of) for of in documents.dashboards.DASHBOARDS]
+        for text in texts:
+            used = set(re.findall(r"\bzeroshard_\w+", text))
+            self.assertLessEqual(used, known)
+
+    def test_each_alert_has_an_entry_in_the_runbook(self) -> None:
+        alerts = re.findall(r"- alert: (\w+)", documents.ALERTS.read_text())
+        headings = re.findall(r"^## (\w+)$", documents.RUNBOOK.read_text(), re.MULTILINE)
+        self.assertEqual(sorted(alerts), sorted(headings))
+        links = re.findall(
+            r"runbook_url: \S+/deploy/RUNBOOK.md#(\w+)", documents.ALERTS.read_text()
+        )
+        self.assertEqual(links, [alert.lower() for alert in alerts])
+
+    def test_each_alert_has_a_test(self) -> None:
+        alerts = re.findall(r"- alert: (\w+)", documents.ALERTS.read_text())
+        tests = (documents.DEPLOY / "prometheus" / "alerts_test.yml").read_text()
+        self.assertEqual([alert for alert in alerts if alert not in tests], [])
+
+    def test_the_links_of_the_documents_lead_somewhere(self) -> None:
+        for document in [documents.RUNBOOK, documents.METRICS]:
+            text = document.read_text()
+            anchors = {of.lower() for of in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+            for link in re.findall(r"\]\(([^)]+)\)", text):
+                file, _, anchor = link.partition("#")
+                self.assertTrue(
+                    (document.parent / file).exists() if file else anchor in anchors, link
+                )
+
+    def test_the_tools_of_prometheus_accept_the_files(self) -> None:
+        run("promtool", "check", "config", "prometheus.yml")
+        run("promtool", "check", "rules", "alerts.yml")
+        run("promtool", "test", "rules", "alerts_test.yml")
+        run("amtool", "check-config", "alertmanager.yml")
+
+    def test_grafana_reads_the_dashboards_where_compose_puts_them(self) -> None:
+        provider = documents.DEPLOY / "grafana/provisioning/dashboards/zeroshard.yaml"
+        directory = re.search(r"path: (\S+)", provider.read_text())
+        assert directory is not None
+        self.assertEqual(Path(directory[1]), Path("/var/lib/grafana/dashboards"))
+
+
+if __name__ == "__main__":
+    unittest.main()
