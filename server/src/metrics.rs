@@ -268,7 +268,7 @@ mod tests {
         metrics.shard.show_limit("parked", 7);
         let text = metrics.text();
         assert!(text.contains("zeroshard_memory_limit_bytes{kind=\"parked\"} 7"));
-        assert!(!text.contains("snapshot"));
+        assert!(!text.contains("kind=\"snapshot\""));
     }
 
     fn metrics_names(metrics: &Metrics) -> HashSet<String> {
