@@ -4,6 +4,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
+        mpsc,
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -22,28 +23,35 @@ pub struct Bystander {
 }
 
 impl Bystander {
-    /// Starts to call the coordinator at `address`.
+    /// Starts to call the coordinator at `address`, and returns when it is connected.
     ///
     /// # Panics
-    /// The thread panics if it cannot connect, or a call fails.
+    /// If it cannot connect; the thread panics if a call fails.
     pub fn start(address: &str) -> Self {
         let (address, stop) = (address.to_owned(), Arc::new(AtomicBool::new(false)));
         let stopped = stop.clone();
+        let (connected, is_connected) = mpsc::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.expect("the system has threads and sockets");
         let work = async move {
             let options = Options::default().timeout(crate::timeout());
             let cluster = Cluster::connect(&address, options).await.expect("it can connect");
+            // Nobody waits for the signal if the caller has panicked.
+            let _ = connected.send(());
             let mut durations = Vec::new();
-            while !stopped.load(Ordering::Relaxed) {
+            loop {
                 let began = Instant::now();
                 cluster.status().await.expect("the status is answered");
                 durations.push(began.elapsed());
+                if stopped.load(Ordering::Relaxed) {
+                    return durations;
+                }
                 tokio::time::sleep(PAUSE).await;
             }
-            durations
         };
-        Self { stop, thread: thread::spawn(move || runtime.block_on(work)) }
+        let thread = thread::spawn(move || runtime.block_on(work));
+        is_connected.recv().expect("it can connect");
+        Self { stop, thread }
     }
 
     /// Stops. Returns the duration that 99 % of the calls did not exceed, and prints it as that of
@@ -51,14 +59,13 @@ impl Bystander {
     ///
     /// # Panics
     /// If a call has failed, or none was answered.
-    #[expect(clippy::print_stdout, reason = "the output of a test")]
     pub fn finish(self, what: &str) -> Duration {
         self.stop.store(true, Ordering::Relaxed);
         let mut durations = self.thread.join().expect("every call was answered");
         durations.sort_unstable();
         let most = durations[(durations.len() - 1) * 99 / 100];
         let (calls, last) = (durations.len(), durations[durations.len() - 1]);
-        println!("{what}: {calls} status calls, p99 {most:?}, maximum {last:?}");
+        eprintln!("{what}: {calls} status calls, p99 {most:?}, maximum {last:?}");
         most
     }
 }

@@ -42,6 +42,9 @@ async fn memory_is_counted_until_a_job_is_deleted_and_is_free_at_once() {
     let flags = [&budgets[..], &["--memory", "160MiB"]].concat();
     let cluster = Cluster::start_with(1, &flags);
     let client = connect(cluster.address()).await;
+    // It waits until the server has registered.
+    client.create_job(&sized("first", 1)).await.unwrap();
+    client.delete_job("first").await.unwrap();
     let status = client.status().await.unwrap();
     assert_eq!(status.servers[0].capacity_bytes, Some(140 << 20));
     let (large, small) = (sized("large", 7 << 20), sized("small", 3 << 20));
