@@ -207,7 +207,7 @@ mod tests {
         #[test]
         fn the_memory_of_a_job_is_that_of_its_slices(
             sizes in prop::collection::vec((0u64..40, 0u64..3 * SLICE as u64 / 20), 1..6),
-            optimizer in prop::sample::select(&Optimizer::NAMES[..]),
+            optimizer in prop::sample::select(Optimizer::NAMES),
             half: bool,
         ) {
             let mut tensors: Vec<_> = sizes.iter().enumerate().map(|(index, &(rows, columns))| {

@@ -15,7 +15,8 @@ fn sized(name: &str, numel: u64) -> JobSpec {
 async fn a_job_of_2_to_the_44_elements_is_refused_with_the_numbers_and_costs_no_memory() {
     let cluster = Cluster::start(2);
     let client = connect(cluster.address()).await;
-    let rank = start(cluster.address(), &job("small", 1, sgd(1.0), synthetic::small())).await;
+    let small = job("small", 1, sgd(1.0), synthetic::small());
+    let rank = start(cluster.address(), &JobSpec { min_servers: 2, ..small }).await;
     let before = cluster.shards[0].memory();
     let bystander = Bystander::start(cluster.address());
     for numel in [1 << 44, 1 << 40] {
