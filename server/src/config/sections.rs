@@ -113,8 +113,8 @@ pub struct Shard {
     #[arg(long, env = "ZEROSHARD_ZONE", value_name = "NAME")]
     pub zone: Option<String>,
     /// Memory that the server may use, such as 48GiB; by default what its cgroup or the machine
-    /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it is
-    /// for slices, and a job that does not fit is refused when it is created. On a machine with
+    /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it
+    /// is for slices, and a job that does not fit is refused when it is created. On a machine with
     /// several servers, give each its part
     #[arg(long, env = "ZEROSHARD_MEMORY", value_name = "SIZE")]
     pub memory: Option<Size>,
@@ -194,8 +194,8 @@ pub struct All {
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
     /// Memory that the server may use, such as 48GiB; by default what its cgroup or the machine
-    /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it is
-    /// for slices, and a job that does not fit is refused when it is created. On a machine with
+    /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it
+    /// is for slices, and a job that does not fit is refused when it is created. On a machine with
     /// several servers, give each its part
     #[arg(long, env = "ZEROSHARD_MEMORY", value_name = "SIZE")]
     pub memory: Option<Size>,
