@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // For the reflection service.
     fs::write(out.join("zeroshard.bin"), prost::Message::encode_to_vec(&descriptors))?;
     // `bytes` fields as `Bytes`: a payload that is decoded by generated code is not copied.
-    let mut build = tonic_prost_build::configure().bytes(".");
+    let mut build = tonic_prost_build::configure().bytes(".").codec_path("crate::codec::Codec");
     // Checkpoints contain the specification of their job as JSON. A field that an earlier version
     // did not have is absent there.
     build = build.btree_map("zeroshard.v1.Optimizer");

@@ -31,6 +31,10 @@ pub struct ServerStatus {
     pub published_bytes: u64,
     /// Bytes of gradients that wait for those of other ranks.
     pub parked_bytes: u64,
+    /// Bytes that the server has for the arrays of slices; `None` if it has no limit.
+    pub capacity_bytes: Option<u64>,
+    /// Bytes that the jobs need of it.
+    pub assigned_bytes: u64,
 }
 
 /// A job.
@@ -86,6 +90,8 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
             accumulator_bytes: stats.accumulator_bytes,
             published_bytes: stats.published_bytes,
             parked_bytes: stats.parked_bytes,
+            capacity_bytes: message.capacity.map(|capacity| capacity.bytes),
+            assigned_bytes: message.assigned_bytes,
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{ops::RangeInclusive, time::Duration};
 
-use crate::{Error, Result, manifest::check_name, pb};
+use crate::{Error, Result, limits::MAX_JOB_NAME, manifest::check_name, pb};
 
 /// The allowed intervals between checkpoints that are taken by time.
 pub const INTERVALS: RangeInclusive<Duration> =
@@ -181,7 +181,7 @@ impl TryFrom<pb::Restore> for Restore {
 
     fn try_from(pb::Restore { url, job, version, if_any }: pb::Restore) -> Result<Self> {
         check_url(&url)?;
-        check_name("name of the job that was saved", &job)?;
+        check_name("name of the job that was saved", &job, MAX_JOB_NAME)?;
         let version = match (version, if_any) {
             (Some(u64::MAX), _) => {
                 return Err(Error::invalid("version of the checkpoint", u64::MAX, "lower"));

@@ -314,6 +314,32 @@ pub enum Error {
         /// The number of bytes.
         bytes: u64,
     },
+    /// The shard servers have no room for the job.
+    #[error(
+        "job {job:?} needs {bytes} bytes on the shard servers, which have {free} bytes free \
+         ({servers}); add shard servers, give them more memory (--memory), delete other jobs, or \
+         use fewer replicas"
+    )]
+    InsufficientMemory {
+        /// The job.
+        job: String,
+        /// The bytes that the job needs on all servers together, with its replicas.
+        bytes: u64,
+        /// The bytes that are free on all servers together.
+        free: u64,
+        /// What each server has, and what does not fit.
+        servers: String,
+    },
+    /// A limit of the cluster or of a server is reached.
+    #[error("the limit of {what}, {limit}, is reached; {remedy}")]
+    LimitExceeded {
+        /// What is limited, such as "jobs of the cluster (--max-jobs)".
+        what: String,
+        /// The limit.
+        limit: u64,
+        /// What the caller or the operator can do.
+        remedy: String,
+    },
     /// A device of the server has failed.
     #[error("{}{cause}", of_slice(*slice))]
     Device {
@@ -397,6 +423,8 @@ impl Error {
             | Self::LeaseLost { .. }
             | Self::Disagreement { .. }
             | Self::OutOfMemory { .. }
+            | Self::InsufficientMemory { .. }
+            | Self::LimitExceeded { .. }
             | Self::Device { .. }
             | Self::Internal { .. } => Remedy::GiveUp,
         }
@@ -425,7 +453,10 @@ impl Error {
             Self::Storage { .. } => Code::FailedPrecondition,
             Self::VersionGone { .. } => Code::OutOfRange,
             Self::Timeout { .. } => Code::DeadlineExceeded,
-            Self::ParkingFull { .. } | Self::OutOfMemory { .. } => Code::ResourceExhausted,
+            Self::ParkingFull { .. }
+            | Self::OutOfMemory { .. }
+            | Self::InsufficientMemory { .. }
+            | Self::LimitExceeded { .. } => Code::ResourceExhausted,
             Self::Unavailable { .. } => Code::Unavailable,
             Self::Device { .. } | Self::Internal { .. } => Code::Internal,
         }

@@ -1,38 +1,23 @@
 //! The specification of a job.
 
-use std::{
-    collections::BTreeMap,
-    ops::{Range, RangeInclusive},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
+use prost::Message;
 use serde_json::Value;
 
 use crate::{
     CheckpointPolicy, DimPlacement, Error, Layout, Manifest, OnLoss, Optimizer, Policy,
     ProcessMesh, Reduction, Result, TensorBox, TensorLayout, TensorSpec,
     geometry::Contributions,
+    limits::{MAX_JOB_NAME, MAX_MESH_RANKS, MAX_SPEC_BYTES},
     manifest::{check_name, check_number_of_tensors},
     pb,
 };
 
-/// The maximum number of workers of a job.
-pub const MAX_WORLD: u32 = 65_536;
-/// The maximum number of meshes of a job.
-pub const MAX_MESHES: usize = 1024;
-/// The maximum number of parameter groups of a job.
-pub const MAX_GROUPS: usize = 1024;
-/// The maximum number of ranks that add their gradients. Each push lists them.
-pub const MAX_GROUP_SIZE: u32 = 256;
-/// The maximum number of servers that hold a slice.
-pub const MAX_REPLICAS: u32 = 64;
-/// The maximum number of contributions to a step of a job. Each rank's part of each slice counts as
-/// one.
-pub const MAX_CONTRIBUTIONS: u64 = 1 << 27;
-/// The allowed idle timeouts. The minimum leaves enough time to join a job after its creation.
-pub const IDLE_TIMEOUTS: RangeInclusive<Duration> =
-    Duration::from_secs(1)..=Duration::from_secs(86_400 * 365);
+pub use crate::limits::{
+    IDLE_TIMEOUTS, MAX_CONTRIBUTIONS, MAX_GROUP_SIZE, MAX_GROUPS, MAX_MESHES, MAX_REPLICAS,
+    MAX_WORLD,
+};
 
 /// A job: its tensors, optimizer, number of workers and replicas.
 #[derive(Debug, Clone, PartialEq)]
@@ -120,7 +105,7 @@ impl JobSpec {
     /// optimizer needs it whole; a layout that does not fit its tensor or mesh; a world size,
     /// number of servers or idle timeout out of range; or more of anything than its limit.
     pub fn validate(&self) -> Result<()> {
-        check_name("name of the job", &self.name)?;
+        check_name("name of the job", &self.name, MAX_JOB_NAME)?;
         check_number("meshes", self.meshes.len(), MAX_MESHES)?;
         check_groups(&self.groups, self.groups.first())?;
         for (index, mesh) in self.meshes.iter().enumerate() {
@@ -397,9 +382,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
     type Error = Error;
 
     fn try_from(message: pb::JobSpec) -> Result<Self> {
-        // These checks precede any conversion.
-        check_number_of_tensors(message.tensors.len())?;
-        check_number("meshes", message.meshes.len(), MAX_MESHES)?;
+        check_message(&message)?;
         let tensors = message.tensors.into_iter().map(TensorSpec::try_from);
         let replicas = message.replicas.max(1);
         let meshes =
@@ -428,6 +411,23 @@ impl TryFrom<pb::JobSpec> for JobSpec {
         spec.validate()?;
         Ok(spec)
     }
+}
+
+/// Checks the limits that are known before anything is converted.
+///
+/// # Errors
+/// [`Error::Invalid`] for more of anything than its limit.
+fn check_message(message: &pb::JobSpec) -> Result<()> {
+    check_number_of_tensors(message.tensors.len())?;
+    check_number("meshes", message.meshes.len(), MAX_MESHES)?;
+    let ranks = message.meshes.iter().map(|mesh| mesh.ranks.len()).sum();
+    check_number("ranks in all meshes", ranks, MAX_MESH_RANKS)?;
+    let bytes = message.encoded_len();
+    if bytes > MAX_SPEC_BYTES {
+        let expected = format!("at most {MAX_SPEC_BYTES} bytes");
+        return Err(Error::invalid("size of the specification of the job", bytes, expected));
+    }
+    Ok(())
 }
 
 /// Converts the parameter groups of a message.

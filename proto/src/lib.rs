@@ -4,13 +4,16 @@
 //! are always valid.
 
 pub mod checkpoint;
+pub mod codec;
 pub mod deadline;
 pub mod dtype;
 pub mod error;
 pub mod frame;
 pub mod geometry;
 pub mod job;
+pub mod limits;
 pub mod manifest;
+pub mod memory;
 pub mod optimizer;
 pub mod placement;
 pub mod role;

@@ -5,21 +5,11 @@
 
 use std::{collections::HashMap, ops::Range, sync::OnceLock};
 
-use crate::{DType, Error, Result, TensorLayout, geometry::blocks::SLICE, pb};
+use crate::{
+    DType, Error, Result, TensorLayout, geometry::blocks::SLICE, limits::MAX_ELEMENTS, pb,
+};
 
-/// The maximum number of elements of a job, so that no product or sum of sizes overflows.
-const MAX_ELEMENTS: u64 = 1 << 44;
-/// The maximum length of the name of a job or tensor, in bytes.
-pub const MAX_NAME: usize = 1024;
-/// The maximum number of tensors of a job.
-pub const MAX_TENSORS: usize = 1 << 20;
-/// The maximum number of dimensions of a tensor.
-pub const MAX_TENSOR_DIMS: usize = 64;
-/// The maximum number of slices of a job.
-pub const MAX_SLICES: usize = 1 << 24;
-
-// Each tensor has at most one slice that is not full.
-const _: () = assert!(MAX_ELEMENTS as usize / SLICE + MAX_TENSORS <= MAX_SLICES);
+pub use crate::limits::{MAX_NAME, MAX_SLICES, MAX_TENSOR_DIMS, MAX_TENSORS};
 
 /// How a tensor is split into slices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -123,6 +113,8 @@ pub struct Manifest {
     /// INVARIANT: `slices[first[t]..first[t + 1]]` are the slices of tensor t; tied and empty
     /// tensors have none.
     first: Vec<usize>,
+    /// The number of parameters.
+    parameters: u64,
     /// Computed on first use. A message of a few bytes can describe millions of slices, and may be
     /// refused for another reason.
     slices: OnceLock<Vec<SliceSpec>>,
@@ -151,7 +143,7 @@ impl Manifest {
         let mut owners = Vec::with_capacity(tensors.len());
         let mut total = 0u64;
         for (index, tensor) in tensors.iter().enumerate() {
-            check_name(&format!("name of tensor {index}"), &tensor.name)?;
+            check_name(&format!("name of tensor {index}"), &tensor.name, MAX_NAME)?;
             total = checked_total(total, tensor)?;
             owners.push(match &tensor.alias_of {
                 None => index,
@@ -171,7 +163,9 @@ impl Manifest {
             *slices += number_of_slices(tensor);
             Some(*slices)
         }));
-        Ok(Self { tensors, owners, first, slices: OnceLock::new() })
+        let owned = tensors.iter().filter(|t| t.alias_of.is_none() && !t.buffer);
+        let parameters = owned.map(TensorSpec::numel).sum();
+        Ok(Self { tensors, owners, first, parameters, slices: OnceLock::new() })
     }
 
     /// The tensor with this name. The search takes time proportional to the number of tensors, so
@@ -232,14 +226,17 @@ impl Manifest {
 
     /// The number of parameters. Tied parameters count once, and buffers do not count.
     pub fn parameters(&self) -> u64 {
-        let owned = self.tensors.iter().filter(|t| t.alias_of.is_none() && !t.buffer);
-        owned.map(TensorSpec::numel).sum()
+        self.parameters
     }
 }
 
-pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
-    if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
-        let expected = format!("1 to {MAX_NAME} bytes without control characters");
+/// Checks a name of at most `longest` bytes.
+///
+/// # Errors
+/// [`Error::Invalid`], which names it as `what`.
+pub(crate) fn check_name(what: &str, name: &str, longest: usize) -> Result<()> {
+    if name.is_empty() || name.len() > longest || name.chars().any(char::is_control) {
+        let expected = format!("1 to {longest} bytes without control characters");
         return Err(Error::invalid(
             what,
             format_args!("{name:?} ({} bytes)", name.len()),
@@ -308,14 +305,15 @@ fn owner_of(
 }
 
 /// The number of elements of each slice of a tensor, except a shorter last slice.
-fn slice_numel(tensor: &TensorSpec) -> usize {
+pub(crate) fn slice_numel(tensor: &TensorSpec) -> usize {
     match tensor.policy {
         Policy::Elementwise => SLICE,
         Policy::Whole => (tensor.numel() as usize).max(1),
     }
 }
 
-fn number_of_slices(tensor: &TensorSpec) -> usize {
+/// The number of slices of a tensor: none if it is tied or empty.
+pub(crate) fn number_of_slices(tensor: &TensorSpec) -> usize {
     match tensor.alias_of {
         Some(_) => 0,
         None => (tensor.numel() as usize).div_ceil(slice_numel(tensor)),

@@ -1,4 +1,4 @@
-//! A limit on the number of bytes that a server uses for one purpose, over all of its jobs.
+//! A limit on the number of bytes, connections or calls that a server uses for one purpose.
 
 use std::sync::{
     Arc,
@@ -10,11 +10,18 @@ use std::sync::{
 pub(crate) struct Budget {
     limit: u64,
     used: AtomicU64,
+    /// The budget of which this is a part.
+    whole: Option<Arc<Budget>>,
 }
 
 impl Budget {
     pub(crate) fn new(limit: u64) -> Arc<Self> {
-        Arc::new(Self { limit, used: AtomicU64::new(0) })
+        Arc::new(Self { limit, used: AtomicU64::new(0), whole: None })
+    }
+
+    /// A budget whose space also counts in this one.
+    pub(crate) fn part(self: &Arc<Self>, limit: u64) -> Arc<Self> {
+        Arc::new(Self { limit, used: AtomicU64::new(0), whole: Some(self.clone()) })
     }
 
     pub(crate) fn limit(&self) -> u64 {
@@ -27,9 +34,24 @@ impl Budget {
 
     /// Reserves this number of bytes, if the budget allows.
     pub(crate) fn take(self: &Arc<Self>, bytes: u64) -> Option<Space> {
+        self.reserve(bytes).then(|| Space { budget: self.clone(), bytes })
+    }
+
+    fn reserve(&self, bytes: u64) -> bool {
         let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.limit);
-        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
-        Some(Space { budget: self.clone(), bytes })
+        if self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_err() {
+            return false;
+        }
+        let is_reserved = self.whole.as_ref().is_none_or(|whole| whole.reserve(bytes));
+        if !is_reserved {
+            self.used.fetch_sub(bytes, Ordering::Relaxed);
+        }
+        is_reserved
+    }
+
+    fn release(&self, bytes: u64) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.whole.iter().for_each(|whole| whole.release(bytes));
     }
 }
 
@@ -40,9 +62,18 @@ pub(crate) struct Space {
     bytes: u64,
 }
 
+impl Space {
+    /// Reserves this number of bytes in addition, if the budget allows.
+    pub(crate) fn grow(&mut self, bytes: u64) -> bool {
+        let is_reserved = self.budget.reserve(bytes);
+        self.bytes += if is_reserved { bytes } else { 0 };
+        is_reserved
+    }
+}
+
 impl Drop for Space {
     fn drop(&mut self) {
-        self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.budget.release(self.bytes);
     }
 }
 
@@ -58,8 +89,27 @@ mod tests {
         let four = budget.take(4).unwrap();
         assert_eq!(budget.used(), budget.limit());
         drop(six);
+        let mut four = four;
+        assert!(!four.grow(7) && four.grow(6));
+        assert_eq!(budget.used(), 10);
+        drop(four);
+        assert_eq!(budget.used(), 0);
+        let four = budget.take(4).unwrap();
         assert_eq!(budget.used(), 4);
         drop(four);
         assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn the_space_of_a_part_counts_in_the_whole() {
+        let whole = Budget::new(10);
+        let (one, other) = (whole.part(7), whole.part(7));
+        let mut space = one.take(5).unwrap();
+        assert!(one.take(3).is_none() && other.take(6).is_none());
+        assert!(!space.grow(3) && space.grow(2));
+        assert_eq!((one.used(), other.used(), whole.used()), (7, 0, 7));
+        let _rest = other.take(3).unwrap();
+        drop(space);
+        assert_eq!((one.used(), whole.used()), (0, 3));
     }
 }

@@ -1,4 +1,4 @@
-//! Accepted connections that the server can close at any time.
+//! Accepted connections: their number is limited, and the server can close them at any time.
 //!
 //! HTTP/2 cannot reset a stream whose body is not polled. A peer that reads nothing therefore keeps
 //! the memory of the body occupied for as long as its connection lives.
@@ -6,40 +6,107 @@
 use std::{
     io,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::Sleep,
+};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-/// Closes the connection on which a request arrived. It is an extension of every request.
-#[derive(Debug, Clone)]
-pub(crate) struct Hangup(CancellationToken);
+use crate::budget::{Budget, Space};
 
-impl Hangup {
-    /// Closes the connection, with all calls on it.
-    pub(crate) fn now(&self) {
-        self.0.cancel();
+/// The time in which a peer must begin to speak HTTP/2.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+
+/// The number of bytes with which every client begins (RFC 9113, section 3.4).
+const PREFACE: usize = 24;
+
+/// The number of connections beyond the limit whose calls are answered with an error. Further ones
+/// are closed at once.
+const REFUSED: u64 = 64;
+
+/// The time after which a connection beyond the limit is closed.
+const REFUSED_LIMIT: Duration = Duration::from_secs(1);
+
+/// Counts the connections to a server.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    open: Arc<Budget>,
+    refused: Arc<Budget>,
+}
+
+impl Connections {
+    /// At most `limit` connections.
+    pub(crate) fn new(limit: usize) -> Self {
+        Self { open: Budget::new(limit as u64), refused: Budget::new(REFUSED) }
+    }
+
+    /// Accepts a connection; `None` if there are far too many.
+    pub(crate) fn accept<Io>(&self, io: Io) -> Option<Connection<Io>> {
+        if let Some(space) = self.open.take(1) {
+            return Some(Connection::new(io, space, None));
+        }
+        Some(Connection::new(io, self.refused.take(1)?, Some(self.open.limit())))
     }
 }
 
-/// A connection that can be closed through its [`Hangup`].
+/// The connection on which a request arrived. It is an extension of every request.
+#[derive(Debug, Clone)]
+pub(crate) struct Peer {
+    hangup: CancellationToken,
+    refused: Option<u64>,
+}
+
+impl Peer {
+    /// Closes the connection, with all calls on it.
+    pub(crate) fn hang_up(&self) {
+        self.hangup.cancel();
+    }
+
+    /// The limit on the number of connections, if the connection exceeds it.
+    pub(crate) fn refused(&self) -> Option<u64> {
+        self.refused
+    }
+}
+
+/// A connection that can be closed through its [`Peer`].
 #[derive(Debug)]
 pub(crate) struct Connection<Io> {
     io: Io,
-    token: CancellationToken,
+    peer: Peer,
     ended: Pin<Box<WaitForCancellationFutureOwned>>,
+    /// The time until which the peer must have sent [`PREFACE`] bytes or, if the connection is
+    /// refused, at which it is closed.
+    limit: Option<Pin<Box<Sleep>>>,
+    received: usize,
+    _space: Space,
 }
 
 impl<Io> Connection<Io> {
-    pub(crate) fn new(io: Io) -> Self {
-        let token = CancellationToken::new();
-        Self { io, ended: Box::pin(token.clone().cancelled_owned()), token }
+    fn new(io: Io, space: Space, refused: Option<u64>) -> Self {
+        let hangup = CancellationToken::new();
+        let limit = if refused.is_some() { REFUSED_LIMIT } else { HANDSHAKE_LIMIT };
+        Self {
+            io,
+            ended: Box::pin(hangup.clone().cancelled_owned()),
+            peer: Peer { hangup, refused },
+            limit: Some(Box::pin(tokio::time::sleep(limit))),
+            received: 0,
+            _space: space,
+        }
     }
 
     /// Returns an error after the hang-up; before it, registers the task to be woken.
     fn poll_ended(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        if self.limit.as_mut().is_some_and(|limit| limit.as_mut().poll(cx).is_ready()) {
+            self.limit = None;
+            self.peer.hang_up();
+        }
         match self.ended.as_mut().poll(cx) {
             Poll::Pending => Ok(()),
             Poll::Ready(()) => {
@@ -50,10 +117,10 @@ impl<Io> Connection<Io> {
 }
 
 impl<Io> Connected for Connection<Io> {
-    type ConnectInfo = Hangup;
+    type ConnectInfo = Peer;
 
-    fn connect_info(&self) -> Hangup {
-        Hangup(self.token.clone())
+    fn connect_info(&self) -> Peer {
+        self.peer.clone()
     }
 }
 
@@ -64,7 +131,15 @@ impl<Io: AsyncRead + Unpin> AsyncRead for Connection<Io> {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.poll_ended(cx)?;
-        Pin::new(&mut self.io).poll_read(cx, buffer)
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.io).poll_read(cx, buffer);
+        if self.received < PREFACE {
+            self.received += buffer.filled().len() - before;
+            if self.received >= PREFACE && self.peer.refused.is_none() {
+                self.limit = None;
+            }
+        }
+        read
     }
 }
 
@@ -108,15 +183,56 @@ mod tests {
     use super::*;
 
     #[tokio::test]
+    async fn connections_beyond_the_limit_are_refused_then_closed_and_places_become_free() {
+        let connections = Connections::new(1);
+        let accept = || connections.accept(duplex(4).0);
+        let first = accept().unwrap();
+        assert_eq!(first.connect_info().refused(), None);
+        let refused: Vec<_> = (0..REFUSED).map(|_| accept().unwrap()).collect();
+        assert!(refused.iter().all(|connection| connection.connect_info().refused() == Some(1)));
+        assert!(accept().is_none());
+        drop((first, refused));
+        assert_eq!(accept().unwrap().connect_info().refused(), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_peer_that_sends_no_preface_is_hung_up_on_and_a_refused_one_soon() {
+        let connections = Connections::new(1);
+        let aborted = async |sent: usize| {
+            let (mut peer, io) = duplex(100);
+            let mut connection = connections.accept(io).unwrap();
+            peer.write_all(&vec![1; sent]).await.unwrap();
+            let began = tokio::time::Instant::now();
+            let read = async {
+                loop {
+                    connection.read_u8().await?;
+                }
+            };
+            let ended: io::Result<()> = tokio::select! {
+                ended = read => ended,
+                () = tokio::time::sleep(HANDSHAKE_LIMIT * 10) => return None,
+            };
+            assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+            Some(began.elapsed())
+        };
+        let about = |limit: Duration| limit..limit + Duration::from_millis(100);
+        assert!(about(HANDSHAKE_LIMIT).contains(&aborted(PREFACE - 1).await.unwrap()));
+        assert_eq!(aborted(PREFACE).await, None);
+        let _first = connections.accept(duplex(4).0).unwrap();
+        assert!(about(REFUSED_LIMIT).contains(&aborted(PREFACE).await.unwrap()));
+    }
+
+    #[tokio::test]
     async fn a_hangup_wakes_readers_and_writers() {
         let (mut peer, io) = duplex(4);
-        let mut connection = Connection::new(io);
+        let connections = Connections::new(2);
+        let mut connection = connections.accept(io).unwrap();
         connection.write_all(b"1").await.unwrap();
         assert_eq!(peer.read_u8().await.unwrap(), b'1');
         let hangup = connection.connect_info();
         let hang_up = async {
             tokio::task::yield_now().await;
-            hangup.now();
+            hangup.hang_up();
         };
         // More than the peer reads.
         let (written, ()) = tokio::join!(connection.write_all(&[0; 100]), hang_up);
@@ -126,13 +242,13 @@ mod tests {
             io::ErrorKind::ConnectionAborted
         );
 
-        let mut connection = Connection::new(duplex(4).0);
+        let mut connection = connections.accept(duplex(4).0).unwrap();
         let hangup = connection.connect_info();
         let (_peer, io) = duplex(4);
         connection.io = io;
         let hang_up = async {
             tokio::task::yield_now().await;
-            hangup.now();
+            hangup.hang_up();
         };
         let (read, ()) = tokio::join!(connection.read_u8(), hang_up);
         assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);

@@ -6,11 +6,15 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Token, token::Bearer};
+use zeroshard_proto::{
+    Token,
+    limits::{MAX_CONNECTIONS, MAX_JOBS},
+    token::Bearer,
+};
 
 use crate::{
-    config::{self, Address, Common, Listen},
-    coordinator::leadership::Leadership,
+    config::{self, Address, Common, Listen, Size},
+    coordinator::{JobLimits, leadership::Leadership},
     failure::Failure,
     identity::random,
     roles::{self, Site},
@@ -77,17 +81,19 @@ impl Cluster {
         let listen = Listen(SocketAddr::new(host, 0));
         let shutdown = CancellationToken::new();
         let stop = shutdown.clone().drop_guard();
-        let site = Site::bind(listen, &common).await?;
+        let site = Site::bind(listen, &common, MAX_CONNECTIONS).await?;
         let address = Address::from(site.address);
         let failure = site.context.failure.clone();
-        let parts = roles::coordinator(&site, Leadership::alone(), None, &shutdown);
+        let jobs = JobLimits { timeout: None, number: MAX_JOBS };
+        let parts = roles::coordinator(&site, Leadership::alone(), jobs, &shutdown);
         let mut tasks = JoinSet::new();
         tasks.spawn(site.run(parts, shutdown.clone()));
+        let memory = crate::memory::available().map(|all| Size(all / shards.max(1) as u64));
         let mut healths = Vec::with_capacity(shards);
         for _ in 0..shards {
-            let mut site = Site::bind(listen, &common).await?;
+            let mut site = Site::bind(listen, &common, MAX_CONNECTIONS).await?;
             site.context.failure = failure.clone();
-            let config = config::Shard { parked_bytes, ..config::Shard::default() };
+            let config = config::Shard { memory, parked_bytes, ..config::Shard::default() };
             let parts = roles::shard(&config, address.clone().into(), &site, &shutdown)?;
             healths.push(site.context.health.clone());
             tasks.spawn(site.run(parts, shutdown.clone()));
@@ -245,7 +251,7 @@ mod tests {
     async fn with_server(parts: Parts) -> (Cluster, String) {
         let mut cluster = Cluster::start(Options::new(1)).await.unwrap();
         let listen = Listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0));
-        let mut site = Site::bind(listen, &Common::default()).await.unwrap();
+        let mut site = Site::bind(listen, &Common::default(), MAX_CONNECTIONS).await.unwrap();
         site.context.failure = cluster.failure.clone();
         let address = Address::from(site.address).to_string();
         cluster.tasks.spawn(site.run(parts, cluster.shutdown.clone()));

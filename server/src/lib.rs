@@ -20,6 +20,7 @@ mod identity;
 pub mod layers;
 mod listing;
 pub mod logging;
+mod memory;
 pub mod metrics;
 pub mod optim;
 pub mod probe;

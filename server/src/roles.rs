@@ -6,7 +6,7 @@ use std::{
     io::{self, Write as _},
     net::SocketAddr,
     pin::Pin,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ use crate::{
     admin::{self, Admin},
     backend::{Backend, devices::Devices},
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
-    coordinator::{Coordinator, leadership::Leadership},
+    coordinator::{Coordinator, JobLimits, leadership::Leadership},
     failure::Failure,
     health::Health,
     metrics::Metrics,
@@ -34,9 +34,10 @@ pub struct Parts {
     pub background: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-async fn context(common: &Common) -> Context {
+async fn context(common: &Common, max_connections: usize) -> Context {
     Context {
         common: common.clone(),
+        max_connections,
         metrics: Metrics::new(),
         health: Health::new().await,
         failure: Failure::default(),
@@ -53,9 +54,13 @@ pub(crate) struct Site {
 }
 
 impl Site {
-    pub(crate) async fn bind(listen: Listen, common: &Common) -> Result<Self, Error> {
+    pub(crate) async fn bind(
+        listen: Listen,
+        common: &Common,
+        max_connections: usize,
+    ) -> Result<Self, Error> {
         let (listener, address) = bind(listen).await?;
-        let context = context(common).await;
+        let context = context(common, max_connections).await;
         Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
     }
 
@@ -89,17 +94,17 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             if let Some(election) = config.election.clone() {
                 return elected::run(config, election, &common, json, shutdown).await;
             }
-            let site = Site::bind(config.listen, &common).await?;
+            let site = Site::bind(config.listen, &common, config.max_connections).await?;
             let admin =
                 AdminSite::bind(config.admin_listen, "coordinator", site.address, &site.context)
                     .await?;
             announce(json, "coordinator", site.address, admin.as_ref());
             let leadership = Leadership::alone();
-            let parts = coordinator(&site, leadership, config.job_timeout(), &shutdown);
+            let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
             tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
         }
         Role::Shard(config) => {
-            let site = Site::bind(config.listen, &common).await?;
+            let site = Site::bind(config.listen, &common, config.max_connections).await?;
             let admin =
                 AdminSite::bind(config.admin_listen, "shard", site.address, &site.context).await?;
             let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
@@ -108,8 +113,9 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
         }
         Role::All(config) => {
-            let site = Site::bind(config.listen, &common).await?;
-            let mut shard_site = Site::bind(config.shard_listen, &common).await?;
+            let site = Site::bind(config.listen, &common, config.max_connections).await?;
+            let mut shard_site =
+                Site::bind(config.shard_listen, &common, config.max_connections).await?;
             // One process has one set of metrics, and is ready when its shard server is ready.
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
@@ -121,7 +127,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             )
             .await?;
             let leadership = Leadership::alone();
-            let parts = coordinator(&site, leadership, config.job_timeout(), &shutdown);
+            let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
             let dial = dial_self(site.address).into();
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
@@ -136,15 +142,15 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
     Ok(())
 }
 
-/// The coordinator's parts. `job_timeout`: the idle timeout of jobs that have none of their own.
+/// The coordinator's parts.
 pub(crate) fn coordinator(
     site: &Site,
     leadership: Leadership,
-    job_timeout: Option<Duration>,
+    jobs: JobLimits,
     shutdown: &CancellationToken,
 ) -> Parts {
     let is_first = site.has_new_address;
-    let coordinator = Coordinator::new(site.context.clone(), leadership, is_first, job_timeout);
+    let coordinator = Coordinator::new(site.context.clone(), leadership, is_first, jobs);
     let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
     Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
 }

@@ -6,7 +6,7 @@
 
 use std::{io, net::SocketAddr, sync::Arc};
 
-use futures_util::TryStreamExt;
+use futures_util::{TryStreamExt, future::ready};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::{
@@ -17,10 +17,13 @@ use zeroshard_proto::pb;
 
 use crate::{
     config::{Common, Listen},
-    connection::Connection,
+    connection::Connections,
     failure::Failure,
     health::Health,
-    layers::{panic::PanicLayer, request_metrics::RequestMetricsLayer, token::TokenLayer},
+    layers::{
+        panic::PanicLayer, request_limits::RequestLimitsLayer,
+        request_metrics::RequestMetricsLayer, token::TokenLayer,
+    },
     metrics::Metrics,
 };
 
@@ -77,6 +80,8 @@ pub async fn bind(listen: Listen) -> Result<(TcpListener, SocketAddr), Error> {
 pub struct Context {
     /// Limits and HTTP/2 settings.
     pub common: Common,
+    /// The maximum number of connections.
+    pub max_connections: usize,
     /// The metrics of requests.
     pub metrics: Arc<Metrics>,
     /// The state that probes report.
@@ -96,18 +101,19 @@ pub async fn serve(
     context: &Context,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
-    let Context { common, metrics, health, failure } = context;
+    let Context { common, max_connections, metrics, health, failure } = context;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(pb::FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()?;
     let routes = routes.add_service(health.service()).add_service(reflection).prepare();
     let (interval, timeout) = common.keepalive();
+    let connections = Connections::new(*max_connections);
     let incoming = TcpIncoming::from(listener)
         // A commit is a small message for which a worker waits.
         .with_nodelay(Some(true))
         .with_keepalive(Some(interval))
-        .map_ok(Connection::new);
+        .try_filter_map(move |io| ready(Ok(connections.accept(io))));
     let server = Server::builder()
         .max_frame_size(common.frame_bytes)
         .initial_stream_window_size(common.window_bytes)
@@ -119,6 +125,7 @@ pub async fn serve(
         .layer(RequestMetricsLayer(metrics.clone()))
         .layer(PanicLayer(failure.clone()))
         .layer(TokenLayer::new(&common.token, common.tokens.as_deref())?)
+        .layer(RequestLimitsLayer::default())
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming, shutdown.cancelled());
     let drained = async {

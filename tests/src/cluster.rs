@@ -111,6 +111,19 @@ impl Cluster {
         Process::start(shard(address, flags))
     }
 
+    /// Starts a shard server whose address space is limited to this number of bytes.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn limited_shard(address: &str, flags: &[&str], bytes: u64) -> Process {
+        let server = shard(address, flags);
+        let mut command = Command::new("sh");
+        let script = format!("ulimit -v {} && exec \"$@\"", bytes / 1024);
+        command.args(["-c", &script, "sh"]).arg(server.get_program()).args(server.get_args());
+        command.env_remove(TOKEN_VARIABLE);
+        Process::start(command)
+    }
+
     /// Starts a shard server with these flags on a GPU of the fake driver, whose environment
     /// `settings` choose. It registers with the coordinator at `address`.
     ///

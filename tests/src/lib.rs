@@ -4,6 +4,7 @@
 
 #![expect(clippy::panic, reason = "helpers of tests and benchmarks panic if they cannot continue")]
 
+mod bystander;
 mod cluster;
 mod etcd;
 pub mod gpu;
@@ -17,6 +18,7 @@ pub mod training;
 
 use std::time::Duration;
 
+pub use bystander::Bystander;
 pub use cluster::Cluster;
 pub use etcd::Etcd;
 pub use process::{Process, binary, run};

@@ -232,6 +232,8 @@ fn server(status: &client::ServerStatus) -> serde_json::Value {
         "accumulator_bytes": status.accumulator_bytes,
         "published_bytes": status.published_bytes,
         "parked_bytes": status.parked_bytes,
+        "capacity_bytes": status.capacity_bytes,
+        "assigned_bytes": status.assigned_bytes,
     })
 }
 

@@ -130,6 +130,14 @@ class OutOfMemoryError(Error, MemoryError):
     """A server does not have enough memory for the job."""
 
 
+class InsufficientMemoryError(OutOfMemoryError):
+    """The shard servers have no room for the job; the message has the bytes of each server."""
+
+
+class LimitExceededError(Error):
+    """A limit of the cluster or of a server is reached, such as its number of jobs."""
+
+
 class DeviceError(Error):
     """A device of a server has failed. The message names it, and the slice if that is known."""
 

@@ -27,6 +27,7 @@ fn servers(servers: &[ServerStatus]) -> Table {
         "GRADIENTS",
         "PUBLISHED",
         "PARKED",
+        "FREE",
         "ZONE",
     ]);
     for status in servers {
@@ -40,7 +41,9 @@ fn servers(servers: &[ServerStatus]) -> Table {
         let server = &status.server;
         let head = [server.id.to_string(), server.address.clone(), status.slices.to_string()];
         let zone = if status.zone.is_empty() { "-".to_owned() } else { status.zone.clone() };
-        table.add_row(head.into_iter().chain(bytes.map(human)).chain([zone]));
+        let left = |capacity: u64| human(capacity.saturating_sub(status.assigned_bytes));
+        let free = status.capacity_bytes.map_or("no limit".to_owned(), left);
+        table.add_row(head.into_iter().chain(bytes.map(human)).chain([free, zone]));
     }
     table
 }
@@ -74,7 +77,8 @@ fn server_json(status: &ServerStatus) -> serde_json::Value {
         "zone": status.zone, "slices": status.slices,
         "master_bytes": status.master_bytes, "state_bytes": status.state_bytes,
         "accumulator_bytes": status.accumulator_bytes, "published_bytes": status.published_bytes,
-        "parked_bytes": status.parked_bytes,
+        "parked_bytes": status.parked_bytes, "capacity_bytes": status.capacity_bytes,
+        "assigned_bytes": status.assigned_bytes,
     })
 }
 

@@ -4,11 +4,17 @@ use std::fmt::{self, Display, Write as _};
 
 use serde_json::Value;
 
+use super::MAX_QUOTED;
+
 /// The maximum number of bytes of an error field on the wire. The fields, as JSON, and the message
 /// must fit into the headers that HTTP/2 peers accept, 16 KiB in total.
 const MAX_FIELD: usize = 512;
 /// The maximum number of bytes of the message.
 pub(super) const MAX_MESSAGE: usize = 1024;
+
+/// The fields of errors that repeat input of a caller, of which at most [`MAX_QUOTED`] characters
+/// are sent.
+const INPUT: [&str; 6] = ["job", "what", "found", "value", "other_value", "difference"];
 
 /// A writer that accepts at most `left` characters; formatting stops there.
 struct Quote {
@@ -52,8 +58,11 @@ pub(super) fn cut(text: &mut String, bytes: usize) {
 /// Truncates all texts of an error in JSON form, and replaces the characters that JSON expands, so
 /// that they fit into a header.
 pub(super) fn bound(detail: &mut Value) {
-    for field in detail.as_object_mut().into_iter().flat_map(|fields| fields.values_mut()) {
+    for (name, field) in detail.as_object_mut().into_iter().flatten() {
         if let Value::String(text) = field {
+            if INPUT.contains(&name.as_str()) && text.chars().nth(MAX_QUOTED).is_some() {
+                *text = quote(MAX_QUOTED, &text);
+            }
             cut(text, MAX_FIELD);
             // JSON encodes each of the other control characters with six bytes.
             if text.contains(is_unprintable) {

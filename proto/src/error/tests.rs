@@ -57,6 +57,8 @@ fn every_variant(text: &str) -> Vec<Error> {
         },
         Error::ParkingFull { slice: 1, rank: 2, offset: 3, waiting_for: 4, budget: 5 },
         Error::OutOfMemory { what: t(), bytes: 1 },
+        Error::InsufficientMemory { job: t(), bytes: 1, free: 2, servers: t() },
+        Error::LimitExceeded { what: t(), limit: 1, remedy: t() },
         Error::Device { slice: Some(1), cause: t() },
         Error::Unavailable { peer: t(), cause: t() },
         Error::Internal { cause: t() },

@@ -1,9 +1,12 @@
 //! Ranks in a multi-dimensional array with named dimensions.
 
-use crate::{Error, JobSpec, Result, job::MAX_WORLD, manifest::check_name, pb};
-
-/// The maximum number of dimensions of a mesh.
-pub const MAX_MESH_DIMS: usize = 32;
+pub use crate::limits::MAX_MESH_DIMS;
+use crate::{
+    Error, JobSpec, Result,
+    limits::{MAX_NAME, MAX_WORLD},
+    manifest::check_name,
+    pb,
+};
 
 /// Ranks in a row-major array whose dimensions have names ("dp", "tp", ...).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -234,7 +237,7 @@ fn check_names(names: &[String], dims: usize) -> Result<()> {
         ));
     }
     for (index, name) in names.iter().enumerate() {
-        check_name("a dimension name of a mesh", name)?;
+        check_name("a dimension name of a mesh", name, MAX_NAME)?;
         if names[..index].contains(name) {
             let found = format!("a list that repeats {name:?}");
             return Err(Error::invalid("dimension names of a mesh", found, "distinct names"));

@@ -20,6 +20,15 @@ unsafe impl Zeroable for Line {}
 // SAFETY: as above.
 unsafe impl Pod for Line {}
 
+/// The address space that must be left after an allocation, for the connections and calls of all
+/// jobs: where these find no memory, the process ends.
+const HEADROOM: usize = 64 << 20;
+
+/// Whether the process can still allocate [`HEADROOM`].
+pub(crate) fn has_headroom() -> bool {
+    MmapOptions::new().len(HEADROOM).map_anon().is_ok()
+}
+
 /// A zeroed array of bytes, aligned to at least 64.
 pub(crate) struct Memory {
     storage: Storage,

@@ -36,7 +36,7 @@ mod conformance;
 pub use cpu::Cpu;
 pub use cuda::driver::lane::Lane;
 pub use failure::{DeviceName, Failure, Result};
-pub(crate) use memory::Memory;
+pub(crate) use memory::{Memory, has_headroom};
 
 /// The number of GPUs of this machine.
 ///

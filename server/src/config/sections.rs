@@ -4,6 +4,9 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
+use zeroshard_proto::limits::{MAX_CONNECTIONS, MAX_JOBS};
+
+use crate::coordinator::JobLimits;
 
 use super::{
     Address, Addresses, AdminListen, DeviceChoice, Error, Etcd, Listen, Size, StateTier, defaults,
@@ -40,6 +43,12 @@ pub struct Coordinator {
     /// etcd. A leader that is stopped with SIGTERM is replaced at once
     #[arg(long, env = "ZEROSHARD_ELECTION_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub election_seconds: u64,
+    /// Maximum number of jobs of the cluster; the creation of further jobs is refused
+    #[arg(long, env = "ZEROSHARD_MAX_JOBS", value_name = "N", default_value_t = MAX_JOBS)]
+    pub max_jobs: usize,
+    /// Maximum number of connections to the server; calls on further connections are refused
+    #[arg(long, env = "ZEROSHARD_MAX_CONNECTIONS", value_name = "N", default_value_t = MAX_CONNECTIONS)]
+    pub max_connections: usize,
 }
 
 impl Default for Coordinator {
@@ -49,9 +58,9 @@ impl Default for Coordinator {
 }
 
 impl Coordinator {
-    /// [`Self::job_timeout`]; `None`: never.
-    pub fn job_timeout(&self) -> Option<Duration> {
-        optional_seconds(self.job_timeout)
+    /// [`Self::job_timeout`] and [`Self::max_jobs`].
+    pub fn job_limits(&self) -> JobLimits {
+        JobLimits { timeout: optional_seconds(self.job_timeout), number: self.max_jobs }
     }
 
     /// [`Self::election_seconds`].
@@ -103,15 +112,22 @@ pub struct Shard {
     /// memory
     #[arg(long, env = "ZEROSHARD_ZONE", value_name = "NAME")]
     pub zone: Option<String>,
+    /// Memory that the server may use, such as 48GiB; by default what its cgroup or the machine
+    /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it
+    /// is for slices, and a job that does not fit is refused when it is created. On a machine with
+    /// several servers, give each its part
+    #[arg(long, env = "ZEROSHARD_MEMORY", value_name = "SIZE")]
+    pub memory: Option<Size>,
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
-    /// Maximum number of bytes of versions that readers have pinned; further pins are refused
-    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
-    pub pinned_bytes: u64,
+    /// Maximum number of bytes of versions that readers have pinned; further pins are refused. By
+    /// default a sixteenth of --memory, and at most 1 GiB
+    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES")]
+    pub pinned_bytes: Option<u64>,
     /// Maximum number of bytes of second copies of slices, which the steps of all jobs need during
     /// saves. Where they are exhausted, the step waits or the save is given up, as the policy of
-    /// the job says; by default there is no limit
+    /// the job says; by default an eighth of --memory
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
     /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, several GPUs
@@ -130,8 +146,8 @@ pub struct Shard {
     #[arg(long, env = "ZEROSHARD_STATE_TIER", value_name = "TIER", default_value_t = StateTier::Device)]
     pub state_tier: StateTier,
     /// Maximum host memory for the master weights, optimizer state and gradients of slices, such
-    /// as 48GiB; by default there is no limit, and with a GPU nothing is there. Buffers, early
-    /// gradients and versions that readers hold come in addition
+    /// as 48GiB; by default what the other budgets leave of --memory, and with a GPU nothing is
+    /// there. Buffers, early gradients and versions that readers hold come in addition
     #[arg(long, env = "ZEROSHARD_HOST_MEMORY", value_name = "SIZE")]
     pub host_memory: Option<Size>,
     /// Directory, on a fast disk, for slices that do not fit in --host-memory, or with a GPU in
@@ -142,6 +158,9 @@ pub struct Shard {
     /// Maximum size of the slices in --disk, such as 400GiB
     #[arg(long, env = "ZEROSHARD_DISK_BYTES", value_name = "SIZE")]
     pub disk_bytes: Option<Size>,
+    /// Maximum number of connections to the server; calls on further connections are refused
+    #[arg(long, env = "ZEROSHARD_MAX_CONNECTIONS", value_name = "N", default_value_t = MAX_CONNECTIONS)]
+    pub max_connections: usize,
 }
 
 impl Default for Shard {
@@ -174,15 +193,22 @@ pub struct All {
     /// it listens. Port 0 stands for the port on which it listens
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
+    /// Memory that the server may use, such as 48GiB; by default what its cgroup or the machine
+    /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it
+    /// is for slices, and a job that does not fit is refused when it is created. On a machine with
+    /// several servers, give each its part
+    #[arg(long, env = "ZEROSHARD_MEMORY", value_name = "SIZE")]
+    pub memory: Option<Size>,
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
-    /// Maximum number of bytes of versions that readers have pinned; further pins are refused
-    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES", default_value_t = 1 << 30)]
-    pub pinned_bytes: u64,
+    /// Maximum number of bytes of versions that readers have pinned; further pins are refused. By
+    /// default a sixteenth of --memory, and at most 1 GiB
+    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES")]
+    pub pinned_bytes: Option<u64>,
     /// Maximum number of bytes of second copies of slices, which the steps of all jobs need during
     /// saves. Where they are exhausted, the step waits or the save is given up, as the policy of
-    /// the job says; by default there is no limit
+    /// the job says; by default an eighth of --memory
     #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
     pub snapshot_bytes: Option<u64>,
     /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, several GPUs
@@ -201,8 +227,8 @@ pub struct All {
     #[arg(long, env = "ZEROSHARD_STATE_TIER", value_name = "TIER", default_value_t = StateTier::Device)]
     pub state_tier: StateTier,
     /// Maximum host memory for the master weights, optimizer state and gradients of slices, such
-    /// as 48GiB; by default there is no limit, and with a GPU nothing is there. Buffers, early
-    /// gradients and versions that readers hold come in addition
+    /// as 48GiB; by default what the other budgets leave of --memory, and with a GPU nothing is
+    /// there. Buffers, early gradients and versions that readers hold come in addition
     #[arg(long, env = "ZEROSHARD_HOST_MEMORY", value_name = "SIZE")]
     pub host_memory: Option<Size>,
     /// Directory, on a fast disk, for slices that do not fit in --host-memory, or with a GPU in
@@ -217,12 +243,18 @@ pub struct All {
     /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
     #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
     pub job_timeout: u64,
+    /// Maximum number of jobs of the cluster; the creation of further jobs is refused
+    #[arg(long, env = "ZEROSHARD_MAX_JOBS", value_name = "N", default_value_t = MAX_JOBS)]
+    pub max_jobs: usize,
+    /// Maximum number of connections to the server; calls on further connections are refused
+    #[arg(long, env = "ZEROSHARD_MAX_CONNECTIONS", value_name = "N", default_value_t = MAX_CONNECTIONS)]
+    pub max_connections: usize,
 }
 
 impl All {
-    /// [`Self::job_timeout`]; `None`: never.
-    pub fn job_timeout(&self) -> Option<Duration> {
-        optional_seconds(self.job_timeout)
+    /// [`Self::job_timeout`] and [`Self::max_jobs`].
+    pub fn job_limits(&self) -> JobLimits {
+        JobLimits { timeout: optional_seconds(self.job_timeout), number: self.max_jobs }
     }
 
     /// The configuration of the shard server; its coordinator is the one in this process.
@@ -234,6 +266,7 @@ impl All {
             advertise: self.advertise.clone(),
             id: None,
             zone: None,
+            memory: self.memory,
             parked_bytes: self.parked_bytes,
             pinned_bytes: self.pinned_bytes,
             snapshot_bytes: self.snapshot_bytes,
@@ -243,6 +276,7 @@ impl All {
             host_memory: self.host_memory,
             disk: self.disk.clone(),
             disk_bytes: self.disk_bytes,
+            max_connections: self.max_connections,
         }
     }
 }
@@ -273,8 +307,8 @@ impl Shard {
             (DeviceChoice::Cpu, Some(size), _) => {
                 refused("device_memory", &size, "no value with --device cpu: use --host-memory")
             }
-            (DeviceChoice::Cpu, None, None) if self.disk.is_some() => {
-                missing("host_memory", "a size such as 48GiB, because of --disk")
+            (DeviceChoice::Cpu, None, None) if self.disk.is_some() && self.memory.is_none() => {
+                missing("host_memory", "a size such as 48GiB, or --memory, because of --disk")
             }
             (DeviceChoice::Cuda(_), None, _) if on_host => {
                 missing("device_memory", "a size such as 64GiB, because of --host-memory or --disk")

@@ -59,8 +59,8 @@ fn jobs_without_workers_are_kept_for_an_hour_or_for_the_time_of_the_flag() {
     let timeout = |role: &str, arguments: &[&str]| {
         let all = ["zeroshard-server", role].into_iter().chain(arguments.iter().copied());
         match load(all).unwrap().role {
-            Role::Coordinator(coordinator) => coordinator.job_timeout(),
-            Role::All(all) => all.job_timeout(),
+            Role::Coordinator(coordinator) => coordinator.job_limits().timeout,
+            Role::All(all) => all.job_limits().timeout,
             Role::Shard(_) => panic!("role"),
         }
     };

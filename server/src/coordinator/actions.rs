@@ -75,8 +75,8 @@ impl Driver {
 
     async fn plan(&self, placing: Placing) -> Result<Placed> {
         let (checkpoint, user_data) = storage::find(&placing).await?;
-        let Placing { spec, live, zones, .. } = placing;
-        let plan = move || Plan::new(&spec, &live, &zones);
+        let Placing { spec, live, zones, rooms, .. } = placing;
+        let plan = move || Plan::within(&spec, &live, &zones, &rooms);
         let plan = self.failure.blocking("place a job", plan).await?;
         Ok(Placed { plan, checkpoint, user_data })
     }

@@ -3,9 +3,10 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, limits::MAX_JOBS};
 
 use super::{
+    JobLimits,
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
     jobs::Failed,
@@ -15,7 +16,7 @@ use super::{
 };
 
 /// The state of the coordinator, initially empty.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Cluster {
     pub(super) servers: BTreeMap<ServerId, ServerState>,
     /// The zones of servers that have one, also while they are away.
@@ -40,6 +41,28 @@ pub(crate) struct Cluster {
     pub(super) confirmations: Confirmations,
     /// The idle timeout of jobs that have none of their own; `None`: they are kept.
     pub(super) job_timeout: Option<Duration>,
+    /// The maximum number of jobs.
+    pub(super) max_jobs: usize,
+}
+
+impl Default for Cluster {
+    fn default() -> Self {
+        Self {
+            servers: BTreeMap::new(),
+            zones: Zones::new(),
+            jobs: BTreeMap::new(),
+            epoch: 0,
+            saves: 0,
+            completing: BTreeMap::new(),
+            learns_until: None,
+            members_wait_until: None,
+            settles_until: None,
+            has_returning: None,
+            confirmations: Confirmations::default(),
+            job_timeout: None,
+            max_jobs: MAX_JOBS,
+        }
+    }
 }
 
 /// The content of a DescribeJob response, which the service converts without the driver's lock.
@@ -63,9 +86,9 @@ impl Cluster {
         }
     }
 
-    /// Sets the idle timeout of jobs that have none of their own; `None`: they are kept.
-    pub(crate) fn with_job_timeout(self, job_timeout: Option<Duration>) -> Self {
-        Self { job_timeout, ..self }
+    /// Sets the operator's limits on jobs.
+    pub(crate) fn with_limits(self, jobs: JobLimits) -> Self {
+        Self { job_timeout: jobs.timeout, max_jobs: jobs.number, ..self }
     }
 
     /// Numbers saves differently from coordinators of other terms.
@@ -77,10 +100,10 @@ impl Cluster {
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::ServerJoined { stream, server, zone, held, failed, is_new } => {
+            Event::ServerJoined { stream, server, zone, capacity, held, failed, is_new } => {
                 let id = server.id;
                 self.has_returning = Some(is_new || self.has_returning == Some(true));
-                self.server_joined(stream, (server, zone), failed, now, &mut out);
+                self.server_joined(stream, (server, zone, capacity), failed, now, &mut out);
                 self.take_over(id, held, is_new, now, &mut out);
             }
             Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),

@@ -8,6 +8,7 @@ use tonic::{Status, Streaming};
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
     job::optimizers,
+    memory::Capacity,
     pb::{self, serve_request, serve_response},
 };
 
@@ -65,6 +66,8 @@ pub(crate) struct Registration {
     pub(crate) server: Server,
     /// Its zone; empty: a zone of its own.
     pub(crate) zone: String,
+    /// Its room for the arrays of slices; `None` if it has no known limit.
+    pub(crate) capacity: Option<Capacity>,
     /// The term of the coordinator that it has followed before; 0 for none.
     pub(crate) term: u64,
     /// The jobs that it holds.
@@ -113,7 +116,8 @@ async fn read_registration(
         }
     }
     let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.reason));
-    Ok(Registration { server, zone, term: hello.term, held, failed: failed.collect() })
+    let capacity = hello.capacity.map(Capacity::from);
+    Ok(Registration { server, zone, capacity, term: hello.term, held, failed: failed.collect() })
 }
 
 fn unexpected(what: &str, found: &str, expected: &str) -> Error {

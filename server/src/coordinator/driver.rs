@@ -181,7 +181,7 @@ impl Driver {
 
     /// Registers a shard server.
     pub(crate) fn add_server(&self, registration: Registration) -> Result<Control> {
-        let Registration { server, zone, term: before, held, failed } = registration;
+        let Registration { server, zone, capacity, term: before, held, failed } = registration;
         let term = self.term();
         if before > term {
             // It refuses the commands of this coordinator.
@@ -201,7 +201,15 @@ impl Driver {
         let is_new = before != 0 && before != term;
         self.handle(
             &mut inner,
-            Event::ServerJoined { stream: link.stream, server, zone, held, failed, is_new },
+            Event::ServerJoined {
+                stream: link.stream,
+                server,
+                zone,
+                capacity,
+                held,
+                failed,
+                is_new,
+            },
         );
         Ok(Control { link, commands, dismissed })
     }

@@ -6,9 +6,12 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Restore, Result, Server, Succession};
+use zeroshard_proto::{
+    Error, JobSpec, Optimizer, Placement, Restore, Result, Server, Succession, memory::Capacity,
+};
 
 use super::{
+    admission::Rooms,
     decisions::{Decision, Report},
     held::Held,
     jobs::Plan,
@@ -82,6 +85,8 @@ pub(crate) enum Event {
         server: Server,
         /// Empty: a zone of its own.
         zone: String,
+        /// Its room for the arrays of slices; `None` if it has no known limit.
+        capacity: Option<Capacity>,
         held: Vec<Held>,
         failed: BTreeMap<u64, String>,
         is_new: bool,
@@ -334,6 +339,7 @@ pub(crate) struct Placing {
     pub(crate) spec: Arc<JobSpec>,
     pub(crate) live: Vec<Server>,
     pub(crate) zones: Zones,
+    pub(crate) rooms: Rooms,
     /// The checkpoint from which the job starts, if it does.
     pub(crate) restore: Option<Arc<Restore>>,
 }

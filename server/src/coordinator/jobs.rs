@@ -11,9 +11,10 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{DType, Error, JobSpec, Placement, Result, Server, SliceSpec};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, Server};
 
 use super::{
+    admission::{Loads, Rooms},
     cluster::Cluster,
     events::{
         Action, Command, Create, JobRef, Now, OpenJob, Placed, Placing, Reply, ServerId, Waiter,
@@ -27,21 +28,7 @@ use super::{
 
 /// The memory that a server needs for each slice, in bytes.
 pub(crate) fn weights(spec: &JobSpec) -> Vec<u64> {
-    (0..spec.manifest.slices().len()).map(|slice| weight(spec, slice)).collect()
-}
-
-/// The memory that a server needs for slice number `slice`, in bytes: f32 master weights; for a
-/// trained slice, f32 optimizer state and a gradient accumulator; and a copy in the published dtype
-/// if it is not f32.
-pub(super) fn weight(spec: &JobSpec, slice: usize) -> u64 {
-    let SliceSpec { tensor, numel, .. } = spec.manifest.slices()[slice];
-    let tensor = &spec.manifest.tensors()[tensor];
-    let group = spec.groups.get(tensor.group as usize).filter(|_| tensor.trains());
-    let shapes = group.map_or_else(Vec::new, |group| group.state_shapes(&tensor.shape));
-    let state: usize = shapes.into_iter().map(|shape| 4 * shape.numel(numel)).sum();
-    let accumulator = if tensor.trains() { 4 } else { 0 };
-    let published = if tensor.dtype == DType::F32 { 0 } else { tensor.dtype.size() };
-    ((4 + accumulator + published) * numel + state) as u64
+    spec.required_by_slice().into_iter().map(|required| required.bytes).collect()
 }
 
 /// The placement of a job's slices, with derived data.
@@ -50,11 +37,13 @@ pub(crate) struct Plan {
     pub(crate) placement: Arc<Placement>,
     /// The trained slices of each server that has any, ascending.
     pub(crate) trainable: BTreeMap<ServerId, Vec<u32>>,
+    /// The bytes that the job needs of each server.
+    pub(crate) loads: Loads,
 }
 
 impl Plan {
-    /// Places the slices of `spec` on `live`, which are in these zones. This can take a second, and
-    /// needs no state.
+    /// Places the slices of `spec` on `live`, which are in these zones, whatever room they have.
+    /// This can take a second, and needs no state.
     ///
     /// # Errors
     /// Those of [`place`].
@@ -69,7 +58,13 @@ impl Plan {
             let server = placement.servers()[placement.primary(slice)].id;
             trainable.entry(server).or_default().push(slice as u32);
         }
-        Self { placement: Arc::new(placement), trainable }
+        let mut loads = Loads::new();
+        for (slice, required) in spec.required_by_slice().into_iter().enumerate() {
+            for &owner in placement.owners(slice) {
+                *loads.entry(placement.servers()[owner as usize].id).or_default() += required;
+            }
+        }
+        Self { placement: Arc::new(placement), trainable, loads }
     }
 }
 
@@ -94,7 +89,11 @@ impl Cluster {
         let Create { spec, succession, restore } = create;
         let name = spec.name.clone();
         self.make_way_for_restored(&name, restore.as_ref(), out);
+        let room = self.check_number_of_jobs();
         let Some(job) = self.jobs.get_mut(&name) else {
+            if let Err(error) = room {
+                return out.push(Action::Answer(waiter.caller, Err(error)));
+            }
             let succession = succession.map(Arc::new);
             if let Some(Err(error)) = succession.as_ref().map(|succession| self.source(succession))
             {
@@ -161,18 +160,16 @@ impl Cluster {
             return;
         }
         *placing = true;
+        // A job that returns to a checkpoint has memory on its servers already.
+        let is_new = interrupted.is_none();
         let restore = match interrupted {
             Some(interrupted) => Some(interrupted.checkpoint.clone()),
             None => restore.clone(),
         };
         let (job, spec) = (JobRef { name: name.to_owned(), id: *id }, spec.clone());
-        out.push(Action::Place(Placing {
-            job,
-            spec,
-            live: self.live(),
-            zones: self.zones.clone(),
-            restore,
-        }));
+        let rooms = if is_new { self.rooms() } else { Rooms::default() };
+        let (live, zones) = (self.live(), self.zones.clone());
+        out.push(Action::Place(Placing { job, spec, live, zones, rooms, restore }));
     }
 
     /// Waiting -> Opening.
@@ -194,6 +191,7 @@ impl Cluster {
         {
             interrupted.return_to(found.version);
         }
+        let is_new = interrupted.is_none();
         let ranks = interrupted.as_ref().map(|interrupted| interrupted.ranks());
         let (leases, done, left) = ranks.unwrap_or_default();
         let requested = restore.clone();
@@ -206,8 +204,9 @@ impl Cluster {
             (Err(error), _) | (_, Err(error)) => return self.cannot_open(name, &error, now, out),
             (Ok(placed), Ok(source)) => (placed, source),
         };
-        if !plan.placement.servers().iter().all(|server| live.contains(server)) {
-            // A server has been lost meanwhile.
+        let is_live = plan.placement.servers().iter().all(|server| live.contains(server));
+        if !is_live || is_new && !self.has_room_for(&plan) {
+            // A server has been lost, or another job been placed meanwhile.
             return self.try_place(name, now, out);
         }
         let epoch = self.next_epoch();

@@ -1,7 +1,8 @@
 //! Membership, placement and the decision about each step.
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
-//! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
+//! function of state, event and time (`state`, `events`). Jobs: `jobs`, `admission`, `placement`,
+//! `disposal`.
 //! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `replicas`,
 //! `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
 //! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`.
@@ -14,6 +15,7 @@
 
 mod absence;
 mod actions;
+mod admission;
 mod attempts;
 mod catch_up;
 pub(crate) mod cluster;
@@ -66,6 +68,15 @@ use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
 
+/// The operator's limits on jobs.
+#[derive(Debug, Clone, Copy)]
+pub struct JobLimits {
+    /// The idle timeout of jobs that have none of their own; `None`: they are kept.
+    pub timeout: Option<Duration>,
+    /// The maximum number of jobs.
+    pub number: usize,
+}
+
 /// The coordinator role: [`Self::routes`] are its services, and [`Self::run`] runs beside them.
 #[derive(Debug)]
 pub struct Coordinator {
@@ -75,16 +86,10 @@ pub struct Coordinator {
 
 impl Coordinator {
     /// A coordinator without servers and jobs. `is_first`: no other coordinator has used its
-    /// address, so no server has jobs. `job_timeout`: the idle timeout of jobs that have none of
-    /// their own.
-    pub fn new(
-        context: Context,
-        leadership: Leadership,
-        is_first: bool,
-        job_timeout: Option<Duration>,
-    ) -> Self {
+    /// address, so no server has jobs.
+    pub fn new(context: Context, leadership: Leadership, is_first: bool, jobs: JobLimits) -> Self {
         let cluster = if is_first { Cluster::default() } else { Cluster::starting() };
-        let cluster = cluster.with_job_timeout(job_timeout);
+        let cluster = cluster.with_limits(jobs);
         let (metrics, failure) = (context.metrics.clone(), context.failure.clone());
         let driver = Driver::new(cluster, metrics, failure, leadership);
         Self { context, driver }

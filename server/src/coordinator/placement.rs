@@ -13,7 +13,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use zeroshard_proto::{Error, Placement, Result, Server};
+use zeroshard_proto::{
+    Error, Placement, Result, Server,
+    memory::{Capacity, Required},
+};
 
 /// The zones of servers, by id: what fails together, such as a rack. A server that is not listed is
 /// a zone of its own.
@@ -61,6 +64,33 @@ pub fn place(
     plan.finish(&servers)
 }
 
+/// Places slices like [`place`], each on servers where `free` has room for it, which balances them
+/// less. The room of a server for which `free` returns `None` is not limited.
+///
+/// # Errors
+/// The number of a slice for which too few servers have room.
+pub fn place_within(
+    live: &[Server],
+    zones: &Zones,
+    free: impl Fn(u64) -> Option<Capacity>,
+    slices: &[Required],
+    replicas: usize,
+) -> std::result::Result<Result<Placement>, usize> {
+    let mut servers = live.to_vec();
+    servers.sort_by_key(|server| server.id);
+    servers.dedup_by_key(|server| server.id);
+    let weights: Vec<u64> = slices.iter().map(|required| required.bytes).collect();
+    let mut plan = Plan::new(&servers, zones, &weights, replicas);
+    let unlimited = Capacity { bytes: u64::MAX, memory: u64::MAX };
+    let rooms = servers.iter().map(|server| free(server.id).unwrap_or(unlimited)).collect();
+    plan.within = Some((rooms, slices));
+    plan.fill();
+    match plan.owners.iter().position(|owners| owners.len() < replicas) {
+        Some(slice) => Err(slice),
+        None => Ok(plan.finish(&servers)),
+    }
+}
+
 /// Keeps each slice on the servers `kept`, the first of which is the primary, and adds servers
 /// where these are fewer than `replicas`, as far as there are any: none of those in `full` if there
 /// is a choice, and of other zones first. No slice moves.
@@ -101,6 +131,8 @@ struct Plan<'a> {
     zones: Vec<Option<&'a str>>,
     /// Whether each live server has no memory for further slices.
     full: Vec<bool>,
+    /// What is left on each live server, and what each slice needs; `None` if that does not matter.
+    within: Option<(Vec<Capacity>, &'a [Required])>,
     /// Positions in the list of live servers, primary first, of each slice; at most `replicas`.
     owners: Vec<Vec<u32>>,
     loads: Vec<u64>,
@@ -116,6 +148,7 @@ impl<'a> Plan<'a> {
             replicas,
             zones: servers.iter().map(zone).collect(),
             full: vec![false; servers.len()],
+            within: None,
             owners: vec![Vec::with_capacity(replicas); weights.len()],
             loads: vec![0; servers.len()],
             order: (0..servers.len() as u32).map(|server| (0, server)).collect(),
@@ -170,10 +203,15 @@ impl<'a> Plan<'a> {
 
     /// The least loaded server that does not hold the slice: one with memory, and of another zone,
     /// if there is one.
-    fn free(&self, owners: &[u32]) -> Option<u32> {
+    fn free(&self, slice: usize) -> Option<u32> {
+        let owners = &self.owners[slice];
+        let has_room = |&server: &u32| {
+            let within = self.within.as_ref();
+            within.is_none_or(|(rooms, needs)| needs[slice].fits(rooms[server as usize]))
+        };
         let free = || {
             let servers = self.order.iter().map(|&(_, server)| server);
-            servers.filter(|server| !owners.contains(server))
+            servers.filter(|server| !owners.contains(server)).filter(has_room)
         };
         let with_memory = || free().filter(|&server| !self.full[server as usize]);
         let elsewhere = with_memory().find(|&server| !self.shares_zone(owners, server));
@@ -188,9 +226,13 @@ impl<'a> Plan<'a> {
         lacking.sort_by_key(|&slice| (std::cmp::Reverse(self.weights[slice]), slice));
         for slice in lacking {
             while self.owners[slice].len() < self.replicas {
-                let Some(server) = self.free(&self.owners[slice]) else { break };
+                let Some(server) = self.free(slice) else { break };
                 self.owners[slice].push(server);
                 self.add(server, self.weights[slice]);
+                if let Some((rooms, needs)) = &mut self.within {
+                    let room = &mut rooms[server as usize];
+                    *room = room.without(needs[slice]);
+                }
             }
         }
     }

@@ -313,7 +313,7 @@ impl Cluster {
             let held = held.get(server).is_some_and(|held| held.contains(&slice));
             is_full || held && open.replicas.has(server.id, slice)
         });
-        let Plan { placement, trainable } = Plan::of(&spec, placement);
+        let Plan { placement, trainable, loads } = Plan::of(&spec, placement);
         let Open { replicas, .. } = &mut **open;
         let is_whole = empty.is_empty() && placement.replicas() >= spec.replicas as usize;
         *replicas = Replicas {
@@ -325,7 +325,7 @@ impl Cluster {
             degraded: replicas.degraded.or((!is_whole).then_some(now)),
             ..Replicas::default()
         };
-        (open.placement, open.trainable) = (placement, trainable);
+        (open.placement, open.trainable, open.loads) = (placement, trainable, loads);
         if let Some(lost) = lost {
             open.away.remove(&lost);
             if open.servers().all(|server| server != lost) {

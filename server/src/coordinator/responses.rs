@@ -104,7 +104,10 @@ impl Stats {
 
 impl From<&Cluster> for pb::StatusResponse {
     fn from(cluster: &Cluster) -> Self {
+        let assigned = cluster.assigned();
         let status = |(server, known): (Server, &ServerState)| pb::ServerStatus {
+            capacity: known.capacity.map(Into::into),
+            assigned_bytes: assigned.get(&server.id).map_or(0, |load| load.bytes),
             zone: cluster.zones.get(&server.id).cloned().unwrap_or_default(),
             server: Some(server.into()),
             stats: known.stats.clone().map(|Stats(stats)| stats),
@@ -135,7 +138,7 @@ impl From<&Job> for pb::JobStatus {
             version: open.and_then(|open| open.version),
             parameters: manifest.parameters(),
             tensors: manifest.tensors().len() as u32,
-            slices: manifest.slices().len() as u32,
+            slices: manifest.number_of_slices() as u32,
             failure,
             job_id: job.id,
             resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),

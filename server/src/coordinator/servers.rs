@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_proto::Server;
+use zeroshard_proto::{Server, memory::Capacity};
 
 use super::{
     absence::patience,
@@ -18,7 +18,7 @@ impl Cluster {
     pub(super) fn server_joined(
         &mut self,
         stream: u64,
-        (server, zone): (Server, String),
+        (server, zone, capacity): (Server, String, Option<Capacity>),
         failed: BTreeMap<u64, String>,
         now: Now,
         out: &mut Vec<Action>,
@@ -42,7 +42,7 @@ impl Cluster {
             true => self.zones.remove(&id),
             false => self.zones.insert(id, zone),
         };
-        let state = ServerState { stream, incarnation, address, stats: None, failed };
+        let state = ServerState { stream, incarnation, address, capacity, stats: None, failed };
         self.servers.insert(id, state);
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();

@@ -5,10 +5,11 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Restore, Result, Succession};
+use zeroshard_proto::{Error, JobSpec, Placement, Restore, Result, Succession, memory::Capacity};
 
 use super::{
     absence::Away,
+    admission::Loads,
     commit::Round,
     compare::Comparison,
     decisions::Decided,
@@ -35,6 +36,8 @@ pub(crate) struct ServerState {
     pub(crate) stream: u64,
     pub(crate) incarnation: u64,
     pub(crate) address: String,
+    /// Its room for the arrays of slices; `None` if it has no known limit.
+    pub(crate) capacity: Option<Capacity>,
     /// Its last report.
     pub(crate) stats: Option<Stats>,
     /// Why jobs had failed on it when it connected, by the id of the job.
@@ -100,6 +103,8 @@ pub(crate) struct Open {
     pub(crate) placement: Arc<Placement>,
     /// The trained slices of each server that has any, ascending.
     pub(crate) trainable: BTreeMap<ServerId, Vec<u32>>,
+    /// The bytes that the job needs of each server.
+    pub(crate) loads: Loads,
     /// The servers that do not have all of their initial parameters.
     pub(crate) uninitialised: BTreeSet<ServerId>,
     /// INVARIANT: Some when `uninitialised` is empty.
@@ -130,13 +135,14 @@ pub(crate) struct Open {
 
 impl Open {
     pub(crate) fn new(plan: Plan, replicas: Replicas) -> Self {
-        let Plan { placement, trainable } = plan;
+        let Plan { placement, trainable, loads } = plan;
         let uninitialised: BTreeSet<_> =
             placement.servers().iter().map(|server| server.id).collect();
         Self {
             version: uninitialised.is_empty().then_some(0),
             placement,
             trainable,
+            loads,
             uninitialised,
             members: Members::default(),
             queue: Queue::default(),
@@ -250,6 +256,16 @@ impl Phase {
             Self::Opening { plan, .. } => Some(&plan.placement),
             Self::Recovering(recovery) => Some(&recovery.plan.placement),
             Self::Open(open) => Some(&open.placement),
+        }
+    }
+
+    /// The bytes that the job needs of each server, once it is placed.
+    pub(crate) fn loads(&self) -> Option<&Loads> {
+        match self {
+            Self::Waiting { .. } | Self::Failed { .. } => None,
+            Self::Opening { plan, .. } => Some(&plan.loads),
+            Self::Recovering(recovery) => Some(&recovery.plan.loads),
+            Self::Open(open) => Some(&open.loads),
         }
     }
 

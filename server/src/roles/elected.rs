@@ -28,7 +28,7 @@ pub(super) async fn run(
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let (mut socket, address) = reserve(config.listen.0)?;
-    let context = context(common).await;
+    let context = context(common, config.max_connections).await;
     context.metrics.coordinator.stand_by();
     let admin = AdminSite::bind(config.admin_listen, "coordinator", address, &context).await?;
     announce(json, "coordinator", address, admin.as_ref());
@@ -62,7 +62,7 @@ async fn lead(
 ) -> Result<(), Error> {
     let stop = shutdown.child_token();
     let leadership = leader.leadership.clone();
-    let parts = coordinator(&site, leadership, config.job_timeout(), &stop);
+    let parts = coordinator(&site, leadership, config.job_limits(), &stop);
     let holding = async {
         if let Some(error) = leader.hold(&stop).await {
             tracing::warn!(%error, "the leadership is lost; this coordinator is a standby now");

@@ -1,9 +1,12 @@
 //! The task of a job on this server: opens the job, and carries out the coordinator's commands in
 //! order until it is closed.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
 
@@ -18,6 +21,10 @@ use super::{
     store::Store,
 };
 use crate::{attempt::Attempt, backend::Backend};
+
+/// How long a job that does not fit waits for the memory of jobs that were closed before.
+const RELEASE_LIMIT: Duration = Duration::from_secs(5);
+const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A command of the coordinator for an open job.
 #[derive(Debug)]
@@ -163,11 +170,31 @@ impl<B: Backend> Task<B> {
         self.obey(&job).await
     }
 
+    /// Opens the job. Jobs that were closed before may not have returned their memory yet.
     async fn open(&self, open: pb::OpenJob, origin: Origin, is_restored: bool) -> Result<Job<B>> {
+        let (open, deadline) = (Arc::new(open), Instant::now() + RELEASE_LIMIT);
+        loop {
+            let opened = self.try_open(open.clone(), origin.clone(), is_restored).await;
+            let is_full = matches!(opened, Err(Error::OutOfMemory { .. }));
+            if !is_full || !self.store.is_releasing() || Instant::now() > deadline {
+                return opened;
+            }
+            tokio::time::sleep(RELEASE_INTERVAL).await;
+        }
+    }
+
+    async fn try_open(
+        &self,
+        open: Arc<pb::OpenJob>,
+        origin: Origin,
+        is_restored: bool,
+    ) -> Result<Job<B>> {
         let (store, events, closed) =
             (self.store.clone(), self.events.clone(), self.closed.clone());
         let server = self.server;
         let open = move || {
+            // The specification may be large.
+            let open = pb::OpenJob::clone(&open);
             Job::open(Opening {
                 origin,
                 id: open.job_id,
@@ -179,7 +206,7 @@ impl<B: Backend> Task<B> {
                 is_restored,
                 closed,
                 devices: store.devices.clone(),
-                budget: store.budget.clone(),
+                budget: store.budget.part(store.budget.limit() / 4 * 3),
                 events,
             })
         };

@@ -17,6 +17,7 @@ use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use zeroshard_proto::{
     Deadline, Error, Result, Token,
+    memory::Capacity,
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event,
         serve_response::Command as Wire,
@@ -52,6 +53,8 @@ pub(super) struct Contact<'a> {
     pub(super) advertised: &'a str,
     /// The zone of this server; empty: a zone of its own.
     pub(super) zone: &'a str,
+    /// The room for the arrays of slices; `None` if there is no limit.
+    pub(super) capacity: Option<Capacity>,
     pub(super) server_id: u64,
     pub(super) incarnation: u64,
     /// The highest term of a coordinator so far.
@@ -171,8 +174,7 @@ impl<'a, B: Backend> Session<'a, B> {
         contact: Contact<'a>,
         tasks: &'a mut Tasks,
     ) -> Result<(Self, Commands)> {
-        let Contact { coordinator, advertised, zone, token, server_id, incarnation, term } =
-            contact;
+        let Contact { coordinator, advertised, token, server_id, incarnation, term, .. } = contact;
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let addresses = Addresses::parse(coordinator)?;
@@ -185,7 +187,8 @@ impl<'a, B: Backend> Session<'a, B> {
         let held = tasks.describe(store).await?;
         let hello = pb::Hello {
             address: advertised.to_owned(),
-            zone: zone.to_owned(),
+            zone: contact.zone.to_owned(),
+            capacity: contact.capacity.map(Into::into),
             server_id,
             incarnation,
             term: term.load(Ordering::Acquire),

@@ -23,7 +23,7 @@ use zeroshard_proto::{
 };
 
 use super::{pull, push, store::Store};
-use crate::{access::Caller, backend::Backend, connection::Hangup};
+use crate::{access::Caller, backend::Backend, connection::Peer};
 
 /// The maximum size of a `PullRequest` with its prefix, in bytes: about 100,000 extents.
 const MAX_PULL_REQUEST: usize = 4 << 20;
@@ -107,7 +107,7 @@ async fn answer_pull<B: Backend>(
     request: Request<Body>,
     shutdown: CancellationToken,
 ) -> Result<Response<Body>> {
-    let hangup = request.extensions().get::<Hangup>().cloned();
+    let peer = request.extensions().get::<Peer>().cloned();
     let caller = Caller::of(request.extensions())?;
     let deadline = Deadline::of_call(request.headers());
     let request = read_request(request.into_body()).await?;
@@ -140,8 +140,8 @@ async fn answer_pull<B: Backend>(
             seconds,
             "a reader has read nothing for this time; its connection is closed"
         );
-        if let Some(hangup) = &hangup {
-            hangup.now();
+        if let Some(peer) = &peer {
+            peer.hang_up();
         }
     });
     Ok(grpc(Body::new(StreamBody::new(body))))

@@ -72,7 +72,13 @@ fn a_job_with_offload_is_refused_by_a_gpu_without_other_memory_and_is_like_any_o
 fn devices_have_budgets_of_their_own_and_share_the_disk() {
     let directory = tempfile::tempdir().unwrap();
     let disk = Some((directory.path().to_owned(), 3 * 4096));
-    let limits = Limits { memory: 8_192, host: Some(0), disk, fastest_of_state: Tier::Memory };
+    let limits = Limits {
+        memory: 8_192,
+        host: Some(0),
+        option: "--host-memory",
+        disk,
+        fastest_of_state: Tier::Memory,
+    };
     let backends = [Arc::new(Cpu::new()), Arc::new(Cpu::new())];
     let traffic = crate::metrics::Metrics::new().shard.tier_traffic();
     let tiers = Tiers::new(&backends, &limits, traffic).unwrap();

@@ -1,10 +1,17 @@
 //! One job on this server: its slices, the open step, and the epoch.
 
-use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64,
+use std::{
+    mem,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
+        atomic::AtomicU64,
+    },
 };
 
-use tokio::sync::{Notify, watch};
+use tokio::{
+    runtime::{Handle, RuntimeFlavor},
+    sync::{Notify, watch},
+};
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{AppliedSteps, Error, JobSpec, Placement, Result, pb};
 
@@ -60,7 +67,7 @@ pub(crate) struct Opening<B: Backend> {
 }
 
 /// What a job takes over from, as its creator has requested it.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Origin {
     /// A version of another job.
     pub(crate) from: Option<pb::JobVersion>,
@@ -101,6 +108,30 @@ pub(crate) struct Job<B: Backend> {
     pub(crate) pins: Pins<B>,
     /// Notified when gradients arrive, after which parked ones may have their turn.
     contributed: Notify,
+    /// Dropped when the memory of the job has been freed.
+    memory_in_use: Arc<()>,
+}
+
+/// The system takes a second for some gigabytes of memory, so it is freed on a thread that may
+/// block.
+impl<B: Backend> Drop for Job<B> {
+    fn drop(&mut self) {
+        let slices = mem::take(&mut self.slices);
+        let spaces = mem::take(&mut *self.spaces.lock().expect("no holder of the lock panics"));
+        let memory_in_use = mem::take(&mut self.memory_in_use);
+        let free = move || {
+            drop(slices);
+            // Only now another job may have it.
+            drop(spaces);
+            drop(memory_in_use);
+        };
+        match Handle::try_current() {
+            Ok(runtime) if runtime.runtime_flavor() == RuntimeFlavor::MultiThread => {
+                drop(runtime.spawn_blocking(free));
+            }
+            _ => free(),
+        }
+    }
 }
 
 impl<B: Backend> Job<B> {
@@ -148,6 +179,7 @@ impl<B: Backend> Job<B> {
             restored: OnceLock::new(),
             pins: Pins::default(),
             contributed: Notify::new(),
+            memory_in_use: Arc::default(),
         })
     }
 
@@ -399,6 +431,11 @@ impl<B: Backend> Job<B> {
     /// Ends all waits and transfers, because the job is being dropped.
     pub(crate) fn close(&self) {
         self.closed.cancel();
+    }
+
+    /// Dropped when the memory of the job has been freed.
+    pub(crate) fn memory_in_use(&self) -> Weak<()> {
+        Arc::downgrade(&self.memory_in_use)
     }
 
     /// Cancelled when the job is dropped.

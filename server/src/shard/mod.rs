@@ -39,14 +39,16 @@ use std::{
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use zeroshard_proto::{
-    Result, Token, pb::shard_service_server::ShardServiceServer, transport::MAX_CONTROL_MESSAGE,
+    Result, Token, memory::Capacity, pb::shard_service_server::ShardServiceServer,
+    transport::MAX_CONTROL_MESSAGE,
 };
 
 pub(crate) use crate::budget;
 use crate::{
-    backend::Backend,
-    config,
+    backend::{Backend, DeviceName},
+    config::{self, Size},
     health::Health,
+    memory::{self, Budgets},
     serve::Context,
     tier::{self, Tiers},
 };
@@ -65,6 +67,8 @@ pub struct Shard<B: Backend> {
     id: Option<String>,
     /// The zone of this server, if the operator gave it one.
     zone: Option<String>,
+    /// The room for the arrays of slices; `None` if there is no limit.
+    capacity: Option<Capacity>,
     /// The incarnation of this process.
     incarnation: u64,
 }
@@ -76,16 +80,16 @@ impl<B: Backend> Shard<B> {
     /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers;
     /// [`zeroshard_proto::Error::Storage`] if the scratch file cannot be created.
     pub fn new(backends: Vec<B>, config: &config::Shard, context: Context) -> Result<Self> {
-        let Context { common, metrics, health, failure } = context;
-        let limits = Limits {
-            wait: common.wait(),
-            max_message: common.max_message_bytes,
-            parked_bytes: config.parked_bytes,
-            pinned_bytes: config.pinned_bytes,
-            snapshot_bytes: config.snapshot_bytes.unwrap_or(u64::MAX),
-        };
+        let Context { common, metrics, health, failure, .. } = context;
+        let budgets = Budgets::new(config, memory::available());
+        let limits = Limits { wait: common.wait(), max_message: common.max_message_bytes, budgets };
         let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
-        let tiers = match tier::Limits::of(config) {
+        let is_on_cpu = backends.iter().all(|backend| backend.device() == DeviceName::Cpu);
+        let arrays = Some(budgets.arrays).filter(|&bytes| is_on_cpu && bytes < u64::MAX);
+        let tiers = tier::Limits::of(config, arrays);
+        let capacity = tiers.as_ref().map(|limits| limits.capacity(backends.len()));
+        tell(&budgets, capacity);
+        let tiers = match tiers {
             Some(limits) => Tiers::new(&backends, &limits, metrics.shard.tier_traffic())?,
             None => Vec::new(),
         };
@@ -97,6 +101,7 @@ impl<B: Backend> Shard<B> {
             token: common.token,
             id: config.id.clone(),
             zone: config.zone.clone(),
+            capacity,
             incarnation: crate::identity::random()?,
         })
     }
@@ -127,6 +132,7 @@ impl<B: Backend> Shard<B> {
             token: &self.token,
             advertised,
             zone: self.zone.as_deref().unwrap_or_default(),
+            capacity: self.capacity,
             server_id: crate::identity::of_server(id),
             incarnation: self.incarnation,
             term: &AtomicU64::new(0),
@@ -154,4 +160,20 @@ impl<B: Backend> Shard<B> {
         self.health.set_ready(false).await;
         self.store.metrics.shard.show_connected(false);
     }
+}
+
+/// Reports the memory of the server in the log.
+fn tell(budgets: &Budgets, capacity: Option<Capacity>) {
+    let size = |bytes: u64| match bytes {
+        u64::MAX => "no limit".to_owned(),
+        bytes => Size(bytes).to_string(),
+    };
+    tracing::info!(
+        memory = size(budgets.memory),
+        slices = capacity.map_or("no limit".to_owned(), |room| size(room.bytes)),
+        pinned = size(budgets.pinned),
+        snapshots = size(budgets.snapshots),
+        parked = size(budgets.parked),
+        "memory of this server, in bytes"
+    );
 }

@@ -1,17 +1,18 @@
 //! The jobs of which a server holds slices.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Mutex, Weak},
+    time::Duration,
+};
 
 use dashmap::{DashMap, Entry};
 
 use zeroshard_proto::{Deadline, Error, Result, pb};
 
 use super::{budget::Budget, device::Device, job::Job, stall::Readers};
-use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
-
-/// The maximum memory that pulls hold of slices that they do not send yet. A step needs the same
-/// amount of memory in addition.
-const HELD_BYTES: u64 = 256 << 20;
+use crate::{
+    backend::Backend, config::MAX_WAIT, failure::Failure, memory::Budgets, metrics::Metrics,
+};
 
 /// The limits on the resources of a caller.
 #[derive(Debug, Clone, Copy)]
@@ -20,12 +21,8 @@ pub(crate) struct Limits {
     pub(crate) wait: Duration,
     /// The longest data-plane message, in bytes.
     pub(crate) max_message: usize,
-    /// The maximum memory for early gradients, in bytes.
-    pub(crate) parked_bytes: u64,
-    /// The maximum memory for versions that readers have pinned, in bytes.
-    pub(crate) pinned_bytes: u64,
-    /// The maximum memory for second copies of slices that are being saved, in bytes.
-    pub(crate) snapshot_bytes: u64,
+    /// The memory for each purpose.
+    pub(crate) budgets: Budgets,
 }
 
 /// All jobs of one server.
@@ -44,6 +41,8 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) readers: Readers,
     /// The jobs, by name.
     jobs: DashMap<String, Arc<Job<B>>>,
+    /// The memory of closed jobs that has not been freed when the last one was closed.
+    closing: Mutex<Vec<Weak<()>>>,
 }
 
 impl<B: Backend> Store<B> {
@@ -55,15 +54,16 @@ impl<B: Backend> Store<B> {
     ) -> Self {
         let store = Self {
             devices: devices.into(),
-            budget: Budget::new(limits.parked_bytes),
-            held: Budget::new(HELD_BYTES),
-            pinned: Budget::new(limits.pinned_bytes),
-            snapshots: Budget::new(limits.snapshot_bytes),
+            budget: Budget::new(limits.budgets.parked),
+            held: Budget::new(limits.budgets.held),
+            pinned: Budget::new(limits.budgets.pinned),
+            snapshots: Budget::new(limits.budgets.snapshots),
             readers: Readers::default(),
             limits,
             metrics,
             failure,
             jobs: DashMap::new(),
+            closing: Mutex::default(),
         };
         store.metrics.shard.begin();
         store.show_limits();
@@ -106,8 +106,18 @@ impl<B: Backend> Store<B> {
             && entry.get().id == id
         {
             self.metrics.shard.forget(name);
-            entry.remove().close();
+            let job = entry.remove();
+            job.close();
+            let mut closing = self.closing.lock().expect("no holder of the lock panics");
+            closing.retain(|memory| memory.strong_count() > 0);
+            closing.push(job.memory_in_use());
         }
+    }
+
+    /// Whether the memory of closed jobs is still being freed.
+    pub(crate) fn is_releasing(&self) -> bool {
+        let closing = self.closing.lock().expect("no holder of the lock panics");
+        closing.iter().any(|memory| memory.strong_count() > 0)
     }
 
     pub(crate) fn close_all(&self) {

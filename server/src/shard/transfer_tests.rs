@@ -26,7 +26,10 @@ use super::{
     store::{Limits, Store},
     test_jobs::job,
 };
-use crate::{access::Caller, attempt::Attempt, backend::Cpu, failure::Failure, metrics::Metrics};
+use crate::{
+    access::Caller, attempt::Attempt, backend::Cpu, failure::Failure, memory::Budgets,
+    metrics::Metrics,
+};
 
 const EPOCH: u64 = 1;
 const JOB_ID: u64 = 77;
@@ -52,9 +55,14 @@ impl Subject {
         let limits = Limits {
             wait: std::time::Duration::from_secs(60),
             max_message: 1 << 20,
-            parked_bytes: 0,
-            pinned_bytes: 0,
-            snapshot_bytes: 0,
+            budgets: Budgets {
+                memory: u64::MAX,
+                arrays: u64::MAX,
+                parked: 0,
+                pinned: 0,
+                held: u64::MAX,
+                snapshots: 0,
+            },
         };
         let mut store = Store::new(
             vec![Device::new(Arc::new(Cpu::new()), None)],

@@ -293,6 +293,7 @@ impl World {
             stream,
             server: of.server(),
             zone: String::new(),
+            capacity: None,
             held: held.collect(),
             failed: failed.collect(),
             is_new: term != 0 && term != coordinator,

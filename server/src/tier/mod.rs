@@ -23,7 +23,7 @@ use std::{
 };
 
 use tokio::runtime::{Handle, RuntimeFlavor};
-use zeroshard_proto::{Error, JobSpec, Result};
+use zeroshard_proto::{Error, JobSpec, Result, memory::Capacity};
 
 use crate::{
     backend::Backend,
@@ -50,6 +50,8 @@ pub(crate) struct Limits {
     pub(crate) memory: u64,
     /// On a server with a GPU: the maximum number of bytes in host memory.
     pub(crate) host: Option<u64>,
+    /// The flag that limits host memory.
+    pub(crate) option: &'static str,
     /// The directory of the scratch file, and the maximum number of bytes in it.
     pub(crate) disk: Option<(PathBuf, u64)>,
     /// The fastest tier for the state of optimizers.
@@ -57,19 +59,29 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// The budgets in a configuration, if there are any.
-    pub(crate) fn of(config: &config::Shard) -> Option<Self> {
+    /// The budgets in a configuration, if there are any. `arrays`: the host memory for arrays on a
+    /// server without `--host-memory`; `None` if there is no limit.
+    pub(crate) fn of(config: &config::Shard, arrays: Option<u64>) -> Option<Self> {
         let host = config.host_memory.map(|size| size.0);
+        let option = if host.is_some() { "--host-memory" } else { "--memory" };
         let (memory, host) = match config.device_memory {
             Some(memory) => (memory.0, Some(host.unwrap_or_default())),
-            None => (host?, None),
+            None => (host.or(arrays)?, None),
         };
         let disk = config.disk.clone().zip(config.disk_bytes.map(|bytes| bytes.0));
         let fastest_of_state = match config.state_tier {
             StateTier::Device => Tier::Memory,
             StateTier::Host => Tier::Host,
         };
-        Some(Self { memory, host, disk, fastest_of_state })
+        Some(Self { memory, host, option, disk, fastest_of_state })
+    }
+
+    /// The room for the arrays of slices on a server with this number of devices.
+    pub(crate) fn capacity(&self, devices: usize) -> Capacity {
+        let memory = self.memory.saturating_mul(devices as u64);
+        let disk = self.disk.as_ref().map_or(0, |(_, bytes)| *bytes);
+        let outside = self.host.unwrap_or_default().saturating_add(disk);
+        Capacity { bytes: memory.saturating_add(outside), memory }
     }
 }
 
@@ -80,6 +92,8 @@ pub(crate) struct Tiers<B: Backend> {
     outside: Option<Outside<B>>,
     /// Whether the memory of the backend is that of a GPU.
     has_gpu: bool,
+    /// The flag that limits host memory.
+    option: &'static str,
     fastest_of_state: Tier,
     working: Working<B>,
     /// Held while the arrays of a job are distributed.
@@ -148,6 +162,7 @@ impl<B: Backend> Tiers<B> {
                 budgets: [Budget::new(limits.memory), of_host, of_disk],
                 outside,
                 has_gpu: limits.host.is_some(),
+                option: limits.option,
                 fastest_of_state: limits.fastest_of_state,
                 working: Working::new(working),
                 placing: placing.clone(),
@@ -246,7 +261,7 @@ impl<B: Backend> Tiers<B> {
         let [memory, host, disk] = &self.budgets;
         let budgets = match self.has_gpu {
             true => format!("{}, {}", has("--device-memory", memory), has("--host-memory", host)),
-            false => has("--host-memory", memory),
+            false => has(self.option, memory),
         };
         let on_disk = match disk.limit() {
             0 => "there is no --disk".to_owned(),

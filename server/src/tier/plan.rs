@@ -6,7 +6,7 @@
 //! the others are read and written in each step.
 
 use zeroshard_checkpoint::direct::PAGE;
-use zeroshard_proto::{DType, JobSpec};
+use zeroshard_proto::JobSpec;
 
 use super::steps::MAX_STATE;
 
@@ -96,29 +96,16 @@ impl Sizes {
 
     /// The sizes of slice number `index` of a job.
     pub(crate) fn of(job: &JobSpec, index: usize) -> Self {
-        let (slice, tensor) = (job.manifest.slices()[index], job.manifest.tensor_of(index));
-        let bytes = |dtype: DType| (slice.numel * dtype.size()) as u64;
-        if !tensor.trains() {
-            return match tensor.dtype {
-                DType::F32 => Self { fixed: 0, arrays: vec![(Kind::Master, bytes(DType::F32))] },
-                dtype => Self { fixed: bytes(dtype), arrays: Vec::new() },
-            };
+        let all = job.arrays(index);
+        let fixed = all.required().fixed;
+        if all.is_whole {
+            return Self { fixed, arrays: Vec::new() };
         }
-        let optimizer = &job.groups[tensor.group as usize];
-        let state = optimizer.state_shapes(&tensor.shape).into_iter().enumerate();
-        let state = state.map(|(position, shape)| {
-            (Kind::State(position), (shape.numel(slice.numel) * DType::F32.size()) as u64)
-        });
-        let both = [(Kind::Master, bytes(DType::F32)), (Kind::Sum, bytes(DType::F32))];
-        let arrays: Vec<_> = both.into_iter().chain(state).collect();
-        let published = if tensor.dtype == DType::F32 { 0 } else { bytes(tensor.dtype) };
-        match optimizer.needs_whole_tensors() {
-            true => Self {
-                fixed: published + arrays.iter().map(|(_, bytes)| bytes).sum::<u64>(),
-                arrays: Vec::new(),
-            },
-            false => Self { fixed: published, arrays },
-        }
+        let state = all.state.into_iter().enumerate();
+        let state = state.map(|(position, bytes)| (Kind::State(position), bytes));
+        let both = [(Kind::Master, all.master), (Kind::Sum, all.sum)];
+        let both = both.into_iter().filter(|&(_, bytes)| bytes > 0);
+        Self { fixed, arrays: both.chain(state).collect() }
     }
 }
 
@@ -198,7 +185,7 @@ fn room(tier: Tier, bytes: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use zeroshard_proto::{Manifest, TensorSpec};
+    use zeroshard_proto::{DType, Manifest, TensorSpec};
 
     use super::*;
 

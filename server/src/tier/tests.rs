@@ -49,7 +49,13 @@ fn on<B: Backend>(
 }
 
 fn limits(memory: u64) -> Limits {
-    Limits { memory, host: None, disk: None, fastest_of_state: Tier::Memory }
+    Limits {
+        memory,
+        host: None,
+        option: "--host-memory",
+        disk: None,
+        fastest_of_state: Tier::Memory,
+    }
 }
 
 /// Tiers whose disk does not fail.

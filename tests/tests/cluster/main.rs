@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod absent;
+mod admission;
+mod attacks;
 mod attempts;
 mod boxes;
 mod checkpoints;

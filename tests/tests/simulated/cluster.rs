@@ -24,11 +24,14 @@ use turmoil::{
     Builder, Sim,
     net::{TcpListener, TcpStream},
 };
-use zeroshard_proto::transport::network::{self, Connecting, Stream};
+use zeroshard_proto::{
+    limits::{MAX_CONNECTIONS, MAX_JOBS},
+    transport::network::{self, Connecting, Stream},
+};
 use zeroshard_server::{
     backend::Cpu,
     config::{self, Common},
-    coordinator::{Coordinator, leadership::Leadership},
+    coordinator::{Coordinator, JobLimits, leadership::Leadership},
     failure::Failure,
     health::Health,
     metrics::Metrics,
@@ -130,6 +133,7 @@ fn connect(address: String) -> Connecting {
 
 async fn context() -> Context {
     Context {
+        max_connections: MAX_CONNECTIONS,
         common: Common::default(),
         metrics: Metrics::new(),
         health: Health::new().await,
@@ -158,7 +162,8 @@ async fn coordinator(term: u64) -> turmoil::Result {
     let context = context().await;
     let leadership = Leadership::elected(term, Instant::now() + Duration::from_secs(3600));
     let common = context.common.clone();
-    let coordinator = Coordinator::new(context, leadership, false, None);
+    let jobs = JobLimits { timeout: None, number: MAX_JOBS };
+    let coordinator = Coordinator::new(context, leadership, false, jobs);
     let routes = coordinator.routes();
     tokio::select! {
         served = serve(routes, &common) => served?,

@@ -7,7 +7,6 @@ use super::{Copying, Replicas};
 use crate::coordinator::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Now, ServerId},
-    jobs::weight,
     state::{Job, Open, Phase},
 };
 
@@ -157,7 +156,7 @@ impl Open {
         let mut bytes = 0;
         let fits = |slice: &u32| {
             let is_first = bytes == 0;
-            bytes += weight(spec, *slice as usize).max(1);
+            bytes += spec.arrays(*slice as usize).required().bytes.max(1);
             is_first || bytes <= PART_BYTES
         };
         let part: Vec<u32> = slices.iter().copied().take_while(fits).collect();

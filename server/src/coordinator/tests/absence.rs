@@ -221,7 +221,15 @@ fn returns(script: &mut Script, id: u64, held: Vec<Held>, is_new: bool) {
     let stream = script.next();
     script.links.insert(id, Link { server: id, stream });
     let failed = BTreeMap::new();
-    script.event(Event::ServerJoined { stream, server, zone: String::new(), held, failed, is_new });
+    script.event(Event::ServerJoined {
+        stream,
+        server,
+        zone: String::new(),
+        capacity: None,
+        held,
+        failed,
+        is_new,
+    });
 }
 
 /// Tells a server what the script has sent to it, or the first `limit` commands of that.

@@ -123,6 +123,7 @@ fn servers_of_an_earlier_coordinator_have_time_to_return_after_a_new_one() {
             stream,
             server,
             zone: String::new(),
+            capacity: None,
             held,
             failed,
             is_new: false,

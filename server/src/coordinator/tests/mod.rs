@@ -1,6 +1,7 @@
 //! Scenarios: sequences of events and their expected results. Time is a number.
 
 mod absence;
+mod admission;
 mod attempts;
 mod callers;
 mod commits;
@@ -32,14 +33,16 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec};
+use zeroshard_proto::{
+    DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec, memory::Capacity,
+};
 
 use super::{
     cluster::Cluster,
     decisions::{Decision, Figures, Report, Update},
     events::{
         Action, Caller, Checkpoint, Command, Commit, Create, Discard, Event, JobRef, Join, Lease,
-        Leave, Link, Now, Placed, Reduce, Reply, Rest, Said, Turn,
+        Leave, Link, Now, Placed, Placing, Reduce, Reply, Rest, Said, Turn,
     },
     feed::Change,
     jobs::Plan,
@@ -168,7 +171,8 @@ impl Script {
                 return said.map(|said| Event::Said { from: self.links[&server], said });
             }
             Action::Place(placing) => {
-                let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
+                let Placing { ref spec, ref live, ref zones, ref rooms, .. } = placing;
+                let plan = Plan::within(spec, live, zones, rooms);
                 let found = placing.restore.and(self.found.clone());
                 let user_data = self.found_data.clone();
                 let placed = plan.map(|plan| Placed { plan, checkpoint: found, user_data });
@@ -213,6 +217,11 @@ impl Script {
     }
 
     fn server_as(&mut self, server: Server) {
+        self.server_with(server, None);
+    }
+
+    /// A server with this room registers.
+    fn server_with(&mut self, server: Server, capacity: Option<Capacity>) {
         let stream = self.next();
         self.links.insert(server.id, Link { server: server.id, stream });
         let (held, failed) = (Vec::new(), BTreeMap::new());
@@ -220,6 +229,7 @@ impl Script {
             stream,
             server,
             zone: String::new(),
+            capacity,
             held,
             failed,
             is_new: true,

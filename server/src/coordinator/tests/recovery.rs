@@ -110,6 +110,7 @@ impl Script {
             stream,
             server,
             zone: String::new(),
+            capacity: None,
             held,
             failed,
             is_new: true,

@@ -15,7 +15,7 @@ use super::*;
 use crate::{
     config::{Common, MAX_WAIT},
     coordinator::{
-        Coordinator,
+        Coordinator, JobLimits,
         control::Registration,
         driver::{Driver, MAX_COMMANDS},
         leadership::Leadership,
@@ -48,11 +48,13 @@ impl Fixture {
         let address = listener.local_addr().unwrap();
         let context = Context {
             common,
+            max_connections: 100,
             metrics: Metrics::new(),
             health: Health::new().await,
             failure: Failure::default(),
         };
-        let coordinator = Coordinator::new(context.clone(), leadership, true, None);
+        let jobs = JobLimits { timeout: None, number: 100 };
+        let coordinator = Coordinator::new(context.clone(), leadership, true, jobs);
         let shutdown = CancellationToken::new();
         let (token, used) = (shutdown.clone(), context.clone());
         let server = tokio::spawn(async move {
@@ -385,7 +387,8 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
         Driver::new(Cluster::default(), Metrics::new(), Failure::default(), Leadership::alone());
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let (held, failed) = (Vec::new(), BTreeMap::new());
-    let registration = Registration { server, zone: String::new(), term: 0, held, failed };
+    let registration =
+        Registration { server, zone: String::new(), capacity: None, term: 0, held, failed };
     let mut control = driver.add_server(registration).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });
     let create =

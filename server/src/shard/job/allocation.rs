@@ -8,13 +8,16 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions
 use super::closed_error;
 use crate::{
     attempt::Attempt,
-    backend::Backend,
+    backend::{Backend, has_headroom},
     shard::{
         budget::Space,
         device::{self, Device},
         slice::{Role, Slice},
     },
 };
+
+/// The bytes of slices after which the memory that is left is checked.
+const UNCHECKED: u64 = 16 << 20;
 
 /// Slices to be allocated.
 pub(super) struct Allocation<'a, B: Backend> {
@@ -46,6 +49,7 @@ impl<B: Backend> Allocation<'_, B> {
         wanted.sort_unstable();
         let numbers: Vec<usize> = wanted.iter().map(|(index, _)| *index).collect();
         let (homes, spaces) = device::place(self.devices, spec, &numbers)?;
+        let mut unchecked = 0;
         let mut last: Option<(usize, Contributions)> = None;
         let mut allocated = Vec::with_capacity(wanted.len());
         for ((index, is_primary), home) in wanted.into_iter().zip(homes) {
@@ -59,6 +63,11 @@ impl<B: Backend> Allocation<'_, B> {
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
             let role = if is_primary { Role::Primary } else { Role::Backup };
             let slice = Slice::allocate(home, spec, index, contributions, attempt, role)?;
+            unchecked += spec.arrays(index).required().bytes;
+            if unchecked >= UNCHECKED {
+                check_headroom(spec, unchecked)?;
+                unchecked = 0;
+            }
             if self.populates {
                 slice.populate();
                 slice.populate_sum();
@@ -73,6 +82,20 @@ impl<B: Backend> Allocation<'_, B> {
         }
         Ok(spaces)
     }
+}
+
+/// Checks that the other jobs can still allocate what they need for their calls.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+fn check_headroom(spec: &JobSpec, bytes: u64) -> Result<()> {
+    if has_headroom() {
+        return Ok(());
+    }
+    Err(Error::OutOfMemory {
+        what: format!("slices of job {:?}, because nothing would be left for calls", spec.name),
+        bytes,
+    })
 }
 
 /// # Errors

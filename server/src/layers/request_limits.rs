@@ -1,0 +1,315 @@
+//! Limits the open calls of a server, and the bytes of requests that it is receiving.
+//!
+//! A client may send many large requests, or stop in the middle of them. What a server has received
+//! of all of them together is bounded, except for the data plane and for control streams, whose
+//! messages are used as they arrive.
+
+use std::{
+    pin::Pin,
+    sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::{Frame, SizeHint};
+use tokio::time::Sleep;
+use tonic::{Status, body::Body};
+use tower::{Layer, Service};
+use zeroshard_proto::{
+    Error,
+    limits::{MAX_CALLS, MAX_REQUEST_BYTES},
+};
+
+use crate::{
+    budget::{Budget, Space},
+    connection::Peer,
+};
+
+/// The bytes of each request that do not count, so that calls with small requests are answered
+/// while a client has used up the others.
+const SMALL: u64 = 16 << 10;
+
+/// The time limit for receiving a request.
+const RECEIVE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Creates [`LimitRequests`].
+#[derive(Clone, Debug)]
+pub struct RequestLimitsLayer {
+    calls: Arc<Budget>,
+    bytes: Arc<Budget>,
+}
+
+impl Default for RequestLimitsLayer {
+    fn default() -> Self {
+        Self { calls: Budget::new(MAX_CALLS as u64), bytes: Budget::new(MAX_REQUEST_BYTES) }
+    }
+}
+
+impl<S> Layer<S> for RequestLimitsLayer {
+    type Service = LimitRequests<S>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        LimitRequests { inner, limits: self.clone() }
+    }
+}
+
+/// The wrapped service.
+#[derive(Clone, Debug)]
+pub struct LimitRequests<S> {
+    inner: S,
+    limits: RequestLimitsLayer,
+}
+
+impl<S, Out> Service<Request<Body>> for LimitRequests<S>
+where
+    S: Service<Request<Body>, Response = Response<Out>>,
+    S::Future: Send + 'static,
+    S::Error: 'static,
+    Out: Default + 'static,
+{
+    type Response = Response<Counted<Out>>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let call = match self.enter(&request) {
+            Ok(call) => call,
+            Err(error) => {
+                return Box::pin(async move {
+                    let refusal = Status::from(error).into_http::<Out>();
+                    Ok(refusal.map(|body| Counted { body: Box::pin(body), _call: None }))
+                });
+            }
+        };
+        // What has been received is released when the call has been answered, and not when it has
+        // been received: until then, the message that was decoded from it is in memory.
+        let received = Arc::new(Mutex::new(None));
+        let request = match is_streamed(request.uri().path()) {
+            true => request,
+            false => request.map(|body| Body::new(Metered::new(body, &self.limits, &received))),
+        };
+        let answer = self.inner.call(request);
+        Box::pin(async move {
+            let answer = answer.await;
+            drop(received);
+            Ok(answer?.map(|body| Counted { body: Box::pin(body), _call: call }))
+        })
+    }
+}
+
+impl<S> LimitRequests<S> {
+    /// Counts a call. Probes of the health of the server are not counted.
+    ///
+    /// # Errors
+    /// [`Error::LimitExceeded`] if there are too many open calls, or connections.
+    fn enter(&self, request: &Request<Body>) -> Result<Option<Space>, Error> {
+        if let Some(limit) = request.extensions().get::<Peer>().and_then(Peer::refused) {
+            return Err(Error::LimitExceeded {
+                what: "connections to this server (--max-connections)".to_owned(),
+                limit,
+                remedy: "close connections that are not used, or increase the limit".to_owned(),
+            });
+        }
+        if request.uri().path().starts_with("/grpc.health.") {
+            return Ok(None);
+        }
+        let call = self.limits.calls.take(1).ok_or_else(|| Error::LimitExceeded {
+            what: "open calls of this server".to_owned(),
+            limit: self.limits.calls.limit(),
+            remedy: "try again when other calls have ended".to_owned(),
+        })?;
+        Ok(Some(call))
+    }
+}
+
+/// Whether the messages of the method are used as they arrive.
+fn is_streamed(path: &str) -> bool {
+    path.starts_with("/zeroshard.v1.DataService/") || path.ends_with("/Serve")
+}
+
+/// The bytes that have been received of a request.
+type Received = Arc<Mutex<Option<Space>>>;
+
+/// The body of a request whose bytes are counted.
+struct Metered {
+    body: Body,
+    bytes: Arc<Budget>,
+    /// The bytes that still do not count.
+    small: u64,
+    received: Received,
+    limit: Pin<Box<Sleep>>,
+}
+
+impl Metered {
+    fn new(body: Body, limits: &RequestLimitsLayer, received: &Received) -> Self {
+        let limit = Box::pin(tokio::time::sleep(RECEIVE_LIMIT));
+        let (bytes, received) = (limits.bytes.clone(), received.clone());
+        Self { body, bytes, small: SMALL, received, limit }
+    }
+
+    fn count(&mut self, bytes: u64) -> Result<(), Status> {
+        let uncounted = self.small.min(bytes);
+        self.small -= uncounted;
+        let counted = bytes - uncounted;
+        let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_counted = match &mut *received {
+            _ if counted == 0 => true,
+            Some(space) => space.grow(counted),
+            none => {
+                *none = self.bytes.take(counted);
+                none.is_some()
+            }
+        };
+        let error = || Error::LimitExceeded {
+            what: "bytes of requests that this server is receiving".to_owned(),
+            limit: self.bytes.limit(),
+            remedy: "try again when other requests have been answered".to_owned(),
+        };
+        if is_counted { Ok(()) } else { Err(error().into()) }
+    }
+}
+
+impl http_body::Body for Metered {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let frame = match Pin::new(&mut self.body).poll_frame(cx) {
+            Poll::Pending => {
+                ready!(self.limit.as_mut().poll(cx));
+                let waited_ms = RECEIVE_LIMIT.as_millis() as u64;
+                let waiting_for = "the rest of the request".to_owned();
+                return Poll::Ready(Some(Err(Error::Timeout { waiting_for, waited_ms }.into())));
+            }
+            Poll::Ready(frame) => frame,
+        };
+        Poll::Ready(match frame {
+            Some(Ok(frame)) => {
+                let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
+                Some(self.count(bytes).map(|()| frame))
+            }
+            Some(Err(status)) => Some(Err(status)),
+            None => None,
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// The body of an answer. Its call is open until it is dropped.
+#[derive(Debug)]
+pub struct Counted<B> {
+    body: Pin<Box<B>>,
+    _call: Option<Space>,
+}
+
+impl<B: Default> Default for Counted<B> {
+    fn default() -> Self {
+        Self { body: Box::pin(B::default()), _call: None }
+    }
+}
+
+impl<B: http_body::Body> http_body::Body for Counted<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        self.body.as_mut().poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use http_body_util::{BodyExt, Full};
+    use tower::service_fn;
+
+    use super::*;
+
+    fn limits(calls: u64, bytes: u64) -> RequestLimitsLayer {
+        RequestLimitsLayer { calls: Budget::new(calls), bytes: Budget::new(bytes) }
+    }
+
+    fn request(path: &str, bytes: u64) -> Request<Body> {
+        let body = Body::new(Full::new(Bytes::from(vec![0; bytes as usize])));
+        Request::builder().uri(path).body(body).unwrap()
+    }
+
+    /// Receives a request, and answers with the code of the error in it.
+    async fn receive(request: Request<Body>) -> Result<Response<String>, Infallible> {
+        let code = match request.into_body().collect().await {
+            Ok(_) => tonic::Code::Ok,
+            Err(status) => status.code(),
+        };
+        Ok(Response::new(format!("{code:?}")))
+    }
+
+    async fn answer(
+        limits: &RequestLimitsLayer,
+        request: Request<Body>,
+    ) -> Response<Counted<String>> {
+        limits.layer(service_fn(receive)).call(request).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_call_counts_until_its_answer_is_dropped_and_probes_do_not_count() {
+        let limits = limits(1, 0);
+        let is_refused = |answer: &Response<_>| answer.headers().contains_key("grpc-status");
+        let first = answer(&limits, request("/a", 0)).await;
+        let second = answer(&limits, request("/a", 0)).await;
+        assert!(!is_refused(&first) && is_refused(&second));
+        assert!(!is_refused(&answer(&limits, request("/grpc.health.v1.Health/Check", 0)).await));
+        drop(first);
+        assert!(!is_refused(&answer(&limits, request("/a", 0)).await));
+        assert_eq!(limits.calls.used(), 0);
+    }
+
+    #[tokio::test]
+    async fn the_bytes_of_large_requests_count_until_they_are_answered() {
+        let limits = limits(10, 100);
+        let text = async |request| answer(&limits, request).await.into_body().body.clone();
+        assert_eq!(*text(request("/a", SMALL + 100)).await, "Ok");
+        assert_eq!(*text(request("/a", SMALL + 101)).await, "ResourceExhausted");
+        assert_eq!(limits.bytes.used(), 0);
+        let _others = limits.bytes.take(100).unwrap();
+        assert_eq!(*text(request("/a", SMALL)).await, "Ok");
+        assert_eq!(*text(request("/a", SMALL + 1)).await, "ResourceExhausted");
+        assert_eq!(*text(request("/zeroshard.v1.DataService/Push", SMALL + 1)).await, "Ok");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_does_not_arrive_ends_with_an_error() {
+        let body = Body::new(http_body_util::StreamBody::new(futures_util::stream::pending::<
+            Result<Frame<Bytes>, Infallible>,
+        >()));
+        let request = Request::builder().uri("/a").body(body).unwrap();
+        assert_eq!(*answer(&limits(1, 1), request).await.into_body().body, "DeadlineExceeded");
+    }
+}
