@@ -97,7 +97,7 @@ async fn each_role_shows_its_own_series_and_those_of_a_deleted_job_vanish() {
     let spec = job("deleted", 1, adamw(), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
     zeroshard_tests::training::step(&jobs[0], 0).await.unwrap();
-    let url = directory.path().display().to_string();
+    let url = format!("file://{}", directory.path().display());
     connect(cluster.address()).await.save_checkpoint("deleted", Some(&url)).await.unwrap();
     let (coordinator, shard) = (&cluster.coordinator, &cluster.shards[0]);
     let version = "zeroshard_job_version{job=\"deleted\",role=\"shard\"} 1\n";
