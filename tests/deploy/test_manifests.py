@@ -102,14 +102,19 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
     (monitor,) = of_kind("service-monitor", "ServiceMonitor").values()
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     specification = monitor["spec"]
-    assert specification.keys() == {"selector", "namespaceSelector", "targetLabels", "endpoints"}
+    keys = {"jobLabel", "selector", "namespaceSelector", "targetLabels", "endpoints"}
+    assert specification.keys() == keys
     (endpoint,) = specification["endpoints"]
-    assert endpoint.keys() == {"port", "path", "interval", "scrapeTimeout"}
+    assert endpoint.keys() == {"port", "path", "honorLabels", "interval", "scrapeTimeout"}
+    # The series have a label job, which is the name of a training job.
+    assert endpoint["honorLabels"] is True
     wanted = specification["selector"]["matchLabels"].items()
     services = of_kind("service-monitor", "Service")
     assert len(services) == 2
     for service in services.values():
         assert wanted <= service["metadata"]["labels"].items()
+        # The name of Prometheus' job, for which the alerts look.
+        assert service["metadata"]["labels"][specification["jobLabel"]].startswith("zeroshard")
         assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 

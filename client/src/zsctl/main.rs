@@ -1,6 +1,8 @@
 //! `zsctl`, the tool for operators. It calls a cluster's coordinator and prints tables or JSON.
 
 mod checkpoint;
+mod plan;
+mod shapes;
 mod status;
 mod table;
 mod token;
@@ -50,6 +52,9 @@ enum Command {
     /// Save jobs, and inspect, verify, export and remove their checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Compute the memory and the traffic of a job before it is created
+    #[command(name = "plan")]
+    Estimate(plan::Estimate),
     /// Make tokens with roles
     #[command(subcommand)]
     Token(token::Command),
@@ -80,8 +85,10 @@ async fn run(arguments: &Arguments) -> Result<()> {
     {
         return result;
     }
-    if let Command::Token(command) = &arguments.command {
-        return token::run(command, arguments.json);
+    match &arguments.command {
+        Command::Token(command) => return token::run(command, arguments.json),
+        Command::Estimate(plan) => return plan::run(plan, arguments.json),
+        _ => {}
     }
     let options = Options::default().timeout(timeout).token(arguments.credentials.token()?);
     let cluster = Cluster::connect(&arguments.address, options).await?;
@@ -94,8 +101,8 @@ async fn run(arguments: &Arguments) -> Result<()> {
                 false => println!("{hash}"),
             }
         }
-        // It has been run above, without a cluster.
-        Command::Token(_) => {}
+        // They have been run above, without a cluster.
+        Command::Token(_) | Command::Estimate(_) => {}
         Command::Checkpoint(command) => {
             checkpoint::online(command, &cluster, arguments.json).await?;
         }

@@ -86,8 +86,8 @@ impl Shard {
             memory: f.gauges("memory_bytes", "Memory of all jobs in bytes, by content.", &["kind"]),
             limits: f.gauges(
                 "memory_limit_bytes",
-                "Budgets of this server in bytes: parked, pinned and snapshot limit the kinds of \
-                 zeroshard_memory_bytes; device, host and disk limit the tiers of \
+                "Budgets of this server in bytes: memory is the whole of it (--memory); parked, \
+                 pinned and snapshot limit the kinds of zeroshard_memory_bytes; device, host and disk limit the tiers of \
                  zeroshard_tier_bytes. A budget without a limit has no series.",
                 &["kind"],
             ),

@@ -186,6 +186,7 @@ impl<B: Backend> Store<B> {
     /// Shows the limits of the budgets, which do not change.
     fn show_limits(&self) {
         let metrics = &self.metrics.shard;
+        metrics.show_limit("memory", self.limits.budgets.memory);
         for (kind, budget) in
             [("parked", &self.budget), ("pinned", &self.pinned), ("snapshot", &self.snapshots)]
         {

@@ -22,6 +22,7 @@ mod membership;
 mod norms;
 mod operations;
 mod phases;
+mod plan;
 mod reads;
 mod refusals;
 mod replicas;

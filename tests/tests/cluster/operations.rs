@@ -113,7 +113,8 @@ async fn each_role_shows_its_own_series_and_those_of_a_deleted_job_vanish() {
     let saved = "zeroshard_job_last_checkpoint_version{job=\"deleted\"}";
     assert_eq!(series(&texts[0], saved), 1.0);
     assert!(series(&texts[1], "zeroshard_memory_limit_bytes{kind=\"parked\"}") > 0.0);
-    assert!(!texts[1].contains("tier_bytes"), "a server without budgets has no tiers");
+    assert!(texts[1].contains("tier_bytes{tier=\"host\"}"), "a part of --memory");
+    assert!(!texts[1].contains("tier=\"device\"") && !texts[1].contains("tier_bytes{tier=\"disk"));
 
     connect(cluster.address()).await.delete_job("deleted").await.unwrap();
     let empty = "zeroshard_memory_bytes{kind=\"master\"} 0\n";
