@@ -1,4 +1,4 @@
-//! Accepts only calls that carry a token of the cluster, and adds their [`Caller`] to them.
+//! Accepts only calls that carry a token of the cluster, and adds their caller to them.
 //!
 //! A call without a token is answered at once, and its body is not read. Probes are accepted:
 //! they carry no secret, and the health service reveals none.
