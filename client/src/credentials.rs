@@ -1,9 +1,12 @@
 //! The flags with which every program names its credentials.
 
-use std::path::PathBuf;
+use std::{env, ffi::OsStr, path::PathBuf};
 
 use clap::Args;
-use zeroshard_proto::{Result, Token};
+use zeroshard_proto::{
+    Result, Token,
+    token::{TOKEN_FILE_VARIABLE, TOKEN_VARIABLE},
+};
 
 /// The credentials of a program, from flags and environment variables.
 #[derive(Debug, Clone, Default, PartialEq, Args)]
@@ -28,9 +31,20 @@ pub struct CredentialFlags {
 impl CredentialFlags {
     /// The token; empty if there is none.
     ///
+    /// A flag takes precedence over both environment variables.
+    ///
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] for a file that cannot be read, or a token and a file.
     pub fn token(&self) -> Result<Token> {
-        Token::of(&self.token, self.token_file.as_deref())
+        let (token, file) = (&self.token, self.token_file.as_deref());
+        let is_flag =
+            |variable: &str, value: &OsStr| env::var_os(variable).as_deref() != Some(value);
+        let has_flag = token.reveal().is_some_and(|text| is_flag(TOKEN_VARIABLE, text.as_ref()));
+        let has_file_flag = file.is_some_and(|file| is_flag(TOKEN_FILE_VARIABLE, file.as_ref()));
+        match (has_flag, has_file_flag) {
+            (true, false) => Ok(token.clone()),
+            (false, true) => Token::of(&Token::default(), file),
+            _ => Token::of(token, file),
+        }
     }
 }

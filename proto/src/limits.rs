@@ -49,7 +49,8 @@ pub const MAX_CONNECTIONS: usize = 4096;
 /// The maximum number of open calls of a server, on all of its connections.
 pub const MAX_CALLS: usize = 65_536;
 /// The maximum size of all requests that a server is receiving at the same time, in bytes, except
-/// those of the data plane and of control streams, of which no whole stream is in memory.
+/// pushes and control streams, of which no whole stream is in memory. A server with little memory
+/// has a lower limit.
 pub const MAX_REQUEST_BYTES: u64 = 256 << 20;
 
 // Each tensor has at most one slice that is not full.

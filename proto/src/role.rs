@@ -15,8 +15,7 @@ const READ: &str = ":read";
 /// What the holder of a token may do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
-    /// Run a shard server: register with the coordinator, and read and write the slices of all
-    /// jobs.
+    /// Run a shard server: register with the coordinator, and read the slices of all jobs.
     Server,
     /// Create, train, read and delete all jobs.
     Admin,
@@ -45,8 +44,8 @@ impl Role {
 
     /// Whether the holder may create, train, save and delete a job.
     pub fn may_train(&self, job: &str) -> bool {
-        let is_reader = matches!(self, Self::Job { is_reader: true, .. });
-        !is_reader && self.may_read(job)
+        let only_reads = matches!(self, Self::Server | Self::Job { is_reader: true, .. });
+        !only_reads && self.may_read(job)
     }
 }
 
@@ -192,6 +191,7 @@ mod tests {
             assert!(!trainer.may_read(other) && !reader.may_read(other), "{other}");
         }
         assert!(role("admin").may_train("other") && role("server").may_read("other"));
+        assert!(!role("server").may_train("other"));
     }
 
     #[test]

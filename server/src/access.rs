@@ -160,7 +160,11 @@ impl State {
                 tracing::info!(file = %path.display(), "the file of tokens has changed");
                 (self.tokens, self.version) = (tokens, version);
             }
-            Err(error) => tracing::warn!(%error, "the tokens before remain valid"),
+            Err(error) => {
+                tracing::warn!(%error, "the tokens before remain valid");
+                // Until the file changes once more.
+                self.version = fs::metadata(path).map_or((None, 0), |found| version(&found));
+            }
         }
     }
 }

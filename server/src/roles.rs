@@ -20,8 +20,6 @@ use crate::{
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
     coordinator::{Coordinator, JobLimits, leadership::Leadership},
     failure::Failure,
-    health::Health,
-    metrics::Metrics,
     serve::{Context, Error, bind, serve},
     shard::Shard,
 };
@@ -34,14 +32,8 @@ pub struct Parts {
     pub background: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-async fn context(common: &Common, max_connections: usize) -> Context {
-    Context {
-        common: common.clone(),
-        max_connections,
-        metrics: Metrics::new(),
-        health: Health::new().await,
-        failure: Failure::default(),
-    }
+async fn context(common: &Common, max_connections: usize) -> Result<Context, Error> {
+    Context::new(common.clone(), max_connections, Failure::default()).await
 }
 
 /// A bound listener and its context.
@@ -60,7 +52,7 @@ impl Site {
         max_connections: usize,
     ) -> Result<Self, Error> {
         let (listener, address) = bind(listen).await?;
-        let context = context(common, max_connections).await;
+        let context = context(common, max_connections).await?;
         Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
     }
 

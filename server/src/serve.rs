@@ -16,6 +16,7 @@ use tonic::{
 use zeroshard_proto::pb;
 
 use crate::{
+    access::Accepted,
     config::{Common, Listen},
     connection::Connections,
     failure::Failure,
@@ -24,6 +25,7 @@ use crate::{
         panic::PanicLayer, request_limits::RequestLimitsLayer,
         request_metrics::RequestMetricsLayer, token::TokenLayer,
     },
+    memory,
     metrics::Metrics,
 };
 
@@ -80,6 +82,8 @@ pub async fn bind(listen: Listen) -> Result<(TcpListener, SocketAddr), Error> {
 pub struct Context {
     /// Limits and HTTP/2 settings.
     pub common: Common,
+    /// The credentials that calls may carry.
+    pub(crate) accepted: Accepted,
     /// The maximum number of connections.
     pub max_connections: usize,
     /// The metrics of requests.
@@ -90,18 +94,39 @@ pub struct Context {
     pub failure: Failure,
 }
 
+impl Context {
+    /// The context of a process that is not ready yet.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a token that no call can carry, or an invalid file of tokens.
+    pub async fn new(
+        common: Common,
+        max_connections: usize,
+        failure: Failure,
+    ) -> Result<Self, Error> {
+        Ok(Self {
+            accepted: Accepted::new(&common.token, common.tokens.as_deref())?,
+            common,
+            max_connections,
+            metrics: Metrics::new(),
+            health: Health::new().await,
+            failure,
+        })
+    }
+}
+
 /// Serves `routes`, health and reflection on `listener` until `shutdown`. Open calls then have
 /// `drain_seconds` to finish. The role must end its endless streams with the same token.
 ///
 /// # Errors
-/// Those of the transport; [`Error::Invalid`] for a token that no call can carry.
+/// Those of the transport.
 pub async fn serve(
     listener: TcpListener,
     routes: Routes,
     context: &Context,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
-    let Context { common, max_connections, metrics, health, failure } = context;
+    let Context { common, accepted, max_connections, metrics, health, failure } = context;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(pb::FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
@@ -124,8 +149,8 @@ pub async fn serve(
         // This layer comes first, so that refused calls are counted.
         .layer(RequestMetricsLayer(metrics.clone()))
         .layer(PanicLayer(failure.clone()))
-        .layer(TokenLayer::new(&common.token, common.tokens.as_deref())?)
-        .layer(RequestLimitsLayer::default())
+        .layer(TokenLayer(accepted.clone()))
+        .layer(RequestLimitsLayer::new(memory::available()))
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming, shutdown.cancelled());
     let drained = async {

@@ -1,6 +1,6 @@
 //! `zsctl plan`: the memory and the traffic of a job that does not exist yet.
 
-use std::path::PathBuf;
+use std::{cmp::Reverse, collections::BinaryHeap, path::PathBuf};
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -124,7 +124,7 @@ impl Estimate {
         let group = u64::from(self.group);
         Ok(Figures {
             parameters,
-            servers: self.spread(&spec),
+            servers: self.spread(&spec, self.servers),
             worker,
             pushed: pushed / group,
             pulled: passes * wire * parameters / group,
@@ -156,17 +156,29 @@ impl Estimate {
     }
 
     /// The bytes on each server, if each slice is on the servers that have the fewest bytes.
-    fn spread(&self, spec: &JobSpec) -> Vec<u64> {
-        let mut servers = vec![0; self.servers as usize];
+    fn spread(&self, spec: &JobSpec, servers: u32) -> Vec<u64> {
         let mut slices: Vec<u64> =
             spec.required_by_slice().into_iter().map(|required| required.bytes).collect();
         slices.sort_unstable_by(|a, b| b.cmp(a));
+        let mut least: BinaryHeap<Reverse<u64>> =
+            std::iter::repeat_n(Reverse(0), servers as usize).collect();
         for slice in slices {
-            servers.sort_unstable();
-            servers[..self.replicas as usize].iter_mut().for_each(|server| *server += slice);
+            let owners: Vec<_> = (0..self.replicas).filter_map(|_| least.pop()).collect();
+            least.extend(owners.into_iter().map(|Reverse(bytes)| Reverse(bytes + slice)));
         }
+        let mut servers: Vec<u64> = least.into_iter().map(|Reverse(bytes)| bytes).collect();
         servers.sort_unstable_by(|a, b| b.cmp(a));
         servers
+    }
+
+    /// The smallest number of servers with `free` bytes each that have room for the job; `None` if
+    /// a slice is larger.
+    fn servers_needed(&self, figures: &Figures, free: u64) -> Option<u32> {
+        let spec = self.spec().ok()?;
+        let all = figures.servers.iter().sum::<u64>().div_ceil(free.max(1));
+        let lowest = u32::try_from(all).ok()?.max(self.replicas);
+        // Slices do not fill servers completely.
+        (lowest..lowest.checked_mul(2)?).find(|&servers| self.spread(&spec, servers)[0] <= free)
     }
 
     /// What a server receives from all workers in a step, and what it sends to them.
@@ -199,15 +211,15 @@ impl Estimate {
     /// Whether the job fits, and what would make it fit.
     fn verdict(&self, figures: &Figures) -> Option<String> {
         let free = (self.memory? * GIB) as u64;
-        let (largest, all) = (figures.servers[0], figures.servers.iter().sum::<u64>());
+        let largest = figures.servers[0];
         if largest <= free {
             return Some(format!("fits: the largest server has {} left", human(free - largest)));
         }
-        let servers = all.div_ceil(free.max(1));
-        let mut remedies = vec![
-            format!("{servers} or more servers"),
-            format!("{} for each of {} servers", human(largest), self.servers),
-        ];
+        let mut remedies = Vec::new();
+        if let Some(servers) = self.servers_needed(figures, free) {
+            remedies.push(format!("{servers} servers"));
+        }
+        remedies.push(format!("{} for each of {} servers", human(largest), self.servers));
         if self.replicas > 1 {
             remedies.push("fewer replicas".to_owned());
         }
@@ -279,9 +291,20 @@ mod tests {
     fn a_job_that_does_not_fit_gets_the_numbers_with_which_it_would() {
         let plan = plan("--parameters 1000000000 --servers 2 --memory 4");
         let verdict = plan.verdict(&plan.figures().unwrap()).unwrap();
-        assert!(verdict.contains("does not fit") && verdict.contains("4 or more"), "{verdict}");
+        assert!(
+            verdict.contains("does not fit") && verdict.contains("with 4 servers"),
+            "{verdict}"
+        );
         let larger = self::plan("--parameters 1000000000 --servers 2 --memory 8");
         assert!(larger.verdict(&larger.figures().unwrap()).unwrap().starts_with("fits"));
+    }
+
+    #[test]
+    fn the_size_of_a_slice_limits_what_fits() {
+        // LAMB has a slice for each tensor: 16 GB of a billion parameters fit on no smaller server.
+        let plan = plan("--parameters 1000000000 --optimizer lamb --servers 4 --memory 8");
+        let verdict = plan.verdict(&plan.figures().unwrap()).unwrap();
+        assert!(!verdict.contains("with 5 servers") && verdict.contains("14.9 GiB"), "{verdict}");
     }
 
     #[test]

@@ -107,11 +107,17 @@ impl Config<'_> {
     fn size(&self, key: &str) -> Result<u64> {
         let missing =
             || invalid(self.path, format!("without a valid {key}"), "a size of at most 2^31");
-        self.optional(key).filter(|&size| size <= 1 << 31).ok_or_else(missing)
+        self.optional(key).ok_or_else(missing)
     }
 
     fn optional(&self, key: &str) -> Option<u64> {
-        self.values[key].as_u64()
+        self.values[key].as_u64().filter(|&size| size <= 1 << 31)
+    }
+
+    fn layers(&self, key: &str) -> Result<u64> {
+        let layers = self.size(key)?;
+        let many = || invalid(self.path, format!("of {layers} layers"), "at most 10,000 of them");
+        (layers <= 10_000).then_some(layers).ok_or_else(many)
     }
 
     fn is(&self, key: &str) -> bool {
@@ -120,7 +126,7 @@ impl Config<'_> {
 
     /// Radford et al. 2019. The output layer is tied to the embedding.
     fn gpt2(&self) -> Result<Vec<Shape>> {
-        let (width, layers) = (self.size("n_embd")?, self.size("n_layer")?);
+        let (width, layers) = (self.size("n_embd")?, self.layers("n_layer")?);
         let hidden = self.optional("n_inner").unwrap_or(4 * width);
         let mut tensors = vec![
             ("wte.weight".to_owned(), vec![self.size("vocab_size")?, width]),
@@ -156,7 +162,7 @@ impl Config<'_> {
         let (has_bias, has_output_bias) =
             (is_qwen || self.is("attention_bias"), self.is("attention_bias"));
         let mut tensors = vec![("model.embed_tokens.weight".to_owned(), vec![vocabulary, width])];
-        for layer in 0..self.size("num_hidden_layers")? {
+        for layer in 0..self.layers("num_hidden_layers")? {
             let linear = [
                 ("self_attn.q_proj", queries, width, has_bias),
                 ("self_attn.k_proj", keys, width, has_bias),

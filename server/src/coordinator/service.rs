@@ -187,6 +187,9 @@ impl coordinator_service_server::CoordinatorService for Service {
         let caller = Caller::of(request.extensions())?;
         let mut status: pb::StatusResponse = self.driver.read(|cluster| cluster.into())?;
         status.jobs.retain(|job| caller.sees(&job.name));
+        for stats in status.servers.iter_mut().filter_map(|server| server.stats.as_mut()) {
+            stats.jobs.retain(|job| caller.sees(&job.job));
+        }
         Ok(Response::new(status))
     }
 

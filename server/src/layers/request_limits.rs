@@ -1,8 +1,8 @@
 //! Limits the open calls of a server, and the bytes of requests that it is receiving.
 //!
 //! A client may send many large requests, or stop in the middle of them. What a server has received
-//! of all of them together is bounded, except for the data plane and for control streams, whose
-//! messages are used as they arrive.
+//! of all of them together is bounded, except for pushes and for control streams, whose messages
+//! are used as they arrive.
 
 use std::{
     pin::Pin,
@@ -14,6 +14,7 @@ use std::{
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body::{Frame, SizeHint};
+use http_body_util::Limited;
 use tokio::time::Sleep;
 use tonic::{Status, body::Body};
 use tower::{Layer, Service};
@@ -22,10 +23,14 @@ use zeroshard_proto::{
     limits::{MAX_CALLS, MAX_REQUEST_BYTES},
 };
 
+use super::is_probe;
 use crate::{
     budget::{Budget, Space},
     connection::Peer,
 };
+
+/// The size of a probe, at most.
+const MAX_PROBE: usize = 1024;
 
 /// The bytes of each request that do not count, so that calls with small requests are answered
 /// while a client has used up the others.
@@ -41,9 +46,11 @@ pub struct RequestLimitsLayer {
     bytes: Arc<Budget>,
 }
 
-impl Default for RequestLimitsLayer {
-    fn default() -> Self {
-        Self { calls: Budget::new(MAX_CALLS as u64), bytes: Budget::new(MAX_REQUEST_BYTES) }
+impl RequestLimitsLayer {
+    /// The limits of a server with this memory; `None` if it is not known.
+    pub fn new(memory: Option<u64>) -> Self {
+        let bytes = memory.map_or(MAX_REQUEST_BYTES, |memory| (memory / 8).min(MAX_REQUEST_BYTES));
+        Self { calls: Budget::new(MAX_CALLS as u64), bytes: Budget::new(bytes) }
     }
 }
 
@@ -87,12 +94,16 @@ where
                 });
             }
         };
-        // What has been received is released when the call has been answered, and not when it has
-        // been received: until then, the message that was decoded from it is in memory.
         let received = Arc::new(Mutex::new(None));
-        let request = match is_streamed(request.uri().path()) {
+        let path = request.uri().path();
+        let (is_streamed, is_held) = (is_streamed(path), path.ends_with("/CreateJob"));
+        let largest = if call.is_none() { MAX_PROBE } else { usize::MAX };
+        let request = match is_streamed {
             true => request,
-            false => request.map(|body| Body::new(Metered::new(body, &self.limits, &received))),
+            false => request.map(|body| {
+                let body = Body::new(Limited::new(body, largest));
+                Body::new(Metered::new(body, &self.limits, &received, is_held))
+            }),
         };
         let answer = self.inner.call(request);
         Box::pin(async move {
@@ -104,11 +115,14 @@ where
 }
 
 impl<S> LimitRequests<S> {
-    /// Counts a call. Probes of the health of the server are not counted.
+    /// Counts a call; `None` for a probe of the health of the server, which is always answered.
     ///
     /// # Errors
     /// [`Error::LimitExceeded`] if there are too many open calls, or connections.
     fn enter(&self, request: &Request<Body>) -> Result<Option<Space>, Error> {
+        if is_probe(request.uri().path()) {
+            return Ok(None);
+        }
         if let Some(limit) = request.extensions().get::<Peer>().and_then(Peer::refused) {
             return Err(Error::LimitExceeded {
                 what: "connections to this server (--max-connections)".to_owned(),
@@ -116,21 +130,20 @@ impl<S> LimitRequests<S> {
                 remedy: "close connections that are not used, or increase the limit".to_owned(),
             });
         }
-        if request.uri().path().starts_with("/grpc.health.") {
-            return Ok(None);
-        }
-        let call = self.limits.calls.take(1).ok_or_else(|| Error::LimitExceeded {
-            what: "open calls of this server".to_owned(),
-            limit: self.limits.calls.limit(),
-            remedy: "try again when other calls have ended".to_owned(),
-        })?;
-        Ok(Some(call))
+        let call = self.limits.calls.take(1);
+        call.map(Some).ok_or_else(|| busy("open calls", self.limits.calls.limit()))
     }
 }
 
 /// Whether the messages of the method are used as they arrive.
 fn is_streamed(path: &str) -> bool {
-    path.starts_with("/zeroshard.v1.DataService/") || path.ends_with("/Serve")
+    path == "/zeroshard.v1.DataService/Push" || path.ends_with("/Serve")
+}
+
+/// The error of a call that can be repeated when other calls have ended.
+fn busy(what: &str, limit: u64) -> Error {
+    let cause = format!("the limit of {what} of this server, {limit}, is reached");
+    Error::Unavailable { peer: "this server".to_owned(), cause }
 }
 
 /// The bytes that have been received of a request.
@@ -143,14 +156,17 @@ struct Metered {
     /// The bytes that still do not count.
     small: u64,
     received: Received,
+    /// Whether the bytes count until the call is answered, because the message that was decoded
+    /// from them is as large and is kept.
+    is_held: bool,
     limit: Pin<Box<Sleep>>,
 }
 
 impl Metered {
-    fn new(body: Body, limits: &RequestLimitsLayer, received: &Received) -> Self {
+    fn new(body: Body, limits: &RequestLimitsLayer, received: &Received, is_held: bool) -> Self {
         let limit = Box::pin(tokio::time::sleep(RECEIVE_LIMIT));
         let (bytes, received) = (limits.bytes.clone(), received.clone());
-        Self { body, bytes, small: SMALL, received, limit }
+        Self { body, bytes, small: SMALL, received, is_held, limit }
     }
 
     fn count(&mut self, bytes: u64) -> Result<(), Status> {
@@ -166,12 +182,19 @@ impl Metered {
                 none.is_some()
             }
         };
-        let error = || Error::LimitExceeded {
-            what: "bytes of requests that this server is receiving".to_owned(),
-            limit: self.bytes.limit(),
-            remedy: "try again when other requests have been answered".to_owned(),
-        };
-        if is_counted { Ok(()) } else { Err(error().into()) }
+        match is_counted {
+            true => Ok(()),
+            false => {
+                Err(busy("bytes of requests that are being received", self.bytes.limit()).into())
+            }
+        }
+    }
+
+    /// The request is complete.
+    fn end(&self) {
+        if !self.is_held {
+            *self.received.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
     }
 }
 
@@ -198,7 +221,10 @@ impl http_body::Body for Metered {
                 Some(self.count(bytes).map(|()| frame))
             }
             Some(Err(status)) => Some(Err(status)),
-            None => None,
+            None => {
+                self.end();
+                None
+            }
         })
     }
 
@@ -296,12 +322,45 @@ mod tests {
         let limits = limits(10, 100);
         let text = async |request| answer(&limits, request).await.into_body().body.clone();
         assert_eq!(*text(request("/a", SMALL + 100)).await, "Ok");
-        assert_eq!(*text(request("/a", SMALL + 101)).await, "ResourceExhausted");
+        assert_eq!(*text(request("/a", SMALL + 101)).await, "Unavailable");
         assert_eq!(limits.bytes.used(), 0);
         let _others = limits.bytes.take(100).unwrap();
         assert_eq!(*text(request("/a", SMALL)).await, "Ok");
-        assert_eq!(*text(request("/a", SMALL + 1)).await, "ResourceExhausted");
+        assert_eq!(*text(request("/a", SMALL + 1)).await, "Unavailable");
+        assert_eq!(
+            *text(request("/zeroshard.v1.DataService/Pull", SMALL + 1)).await,
+            "Unavailable"
+        );
         assert_eq!(*text(request("/zeroshard.v1.DataService/Push", SMALL + 1)).await, "Ok");
+    }
+
+    #[tokio::test]
+    async fn the_bytes_of_a_job_count_until_it_is_created_and_others_until_they_have_arrived() {
+        let limits = limits(10, 100);
+        for (path, expected) in [("/a", 0), ("/zeroshard.v1.CoordinatorService/CreateJob", 7)] {
+            let bytes = limits.bytes.clone();
+            let receive = service_fn(move |request: Request<Body>| {
+                let bytes = bytes.clone();
+                async move {
+                    request.into_body().collect().await.unwrap();
+                    Ok::<_, Infallible>(Response::new(bytes.used().to_string()))
+                }
+            });
+            let answer = limits.layer(receive).call(request(path, SMALL + 7)).await.unwrap();
+            assert_eq!(*answer.into_body().body, expected.to_string(), "{path}");
+        }
+        assert_eq!(limits.bytes.used(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_probe_is_answered_also_on_a_refused_connection_and_is_small() {
+        let limits = limits(0, 0);
+        let check = "/grpc.health.v1.Health/Check";
+        let text = async |request| answer(&limits, request).await.into_body().body.clone();
+        assert_eq!(*text(request(check, MAX_PROBE as u64)).await, "Ok");
+        assert_ne!(*text(request(check, MAX_PROBE as u64 + 1)).await, "Ok");
+        let watch = answer(&limits, request("/grpc.health.v1.Health/Watch", 0)).await;
+        assert!(watch.headers().contains_key("grpc-status"), "a stream counts");
     }
 
     #[tokio::test(start_paused = true)]

@@ -5,32 +5,24 @@
 
 use std::{
     future::{Ready, ready},
-    path::Path,
     task::{Context, Poll},
 };
 
+use super::is_probe;
+use crate::access::{Accepted, Caller};
 use futures_util::future::Either;
 use http::{Request, Response};
 use tonic::Status;
-use tonic_health::pb::health_server;
 use tower::{Layer, Service};
-use zeroshard_proto::{Result, Token};
-
-use crate::access::{Accepted, Caller};
 
 /// Creates [`CheckToken`].
 #[derive(Clone, Debug)]
-pub struct TokenLayer(Accepted);
+pub struct TokenLayer(pub(crate) Accepted);
 
 impl TokenLayer {
-    /// A layer for a cluster with the tokens in `file`, or else with `token`. If the token is empty
-    /// as well, every call is accepted.
-    ///
-    /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for a token that no header can carry, or an invalid
-    /// file.
-    pub fn new(token: &Token, file: Option<&Path>) -> Result<Self> {
-        Accepted::new(token, file).map(Self)
+    /// A layer that accepts every call.
+    pub fn everyone() -> Self {
+        Self(Accepted::Everyone)
     }
 }
 
@@ -76,19 +68,12 @@ where
     }
 }
 
-/// Whether `path`, `/SERVICE/METHOD`, is a method of the health service.
-fn is_probe(path: &str) -> bool {
-    let service =
-        path.strip_prefix('/').and_then(|path| path.split_once('/')).map(|(service, _)| service);
-    service == Some(health_server::SERVICE_NAME)
-}
-
 #[cfg(test)]
 mod tests {
     use std::{convert::Infallible, sync::Mutex};
 
     use tower::{ServiceExt, service_fn};
-    use zeroshard_proto::Error;
+    use zeroshard_proto::{Error, Result, Token};
 
     use super::*;
 
@@ -106,7 +91,7 @@ mod tests {
         if let Some(value) = authorization {
             request = request.header("authorization", value);
         }
-        let layer = TokenLayer::new(&Token::from(token.to_owned()), None)?;
+        let layer = TokenLayer(Accepted::new(&Token::from(token.to_owned()), None)?);
         let answer = layer.layer(inner).oneshot(request.body(()).unwrap()).await.unwrap();
         match Status::from_header_map(answer.headers()) {
             None => {
@@ -134,6 +119,7 @@ mod tests {
             "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
             "/grpc.health.v1.HealthX/Check",
             "/grpc.health.v1.Health",
+            "/grpc.health.v1.Health/Watch",
             "/x/grpc.health.v1.Health/Check",
             "/",
         ] {
@@ -150,7 +136,7 @@ mod tests {
     #[tokio::test]
     async fn a_probe_is_accepted_without_the_token() {
         assert_eq!(call("s3cret", "/grpc.health.v1.Health/Check", None).await, Ok(()));
-        assert_eq!(call("s3cret", "/grpc.health.v1.Health/Watch", Some("Bearer x")).await, Ok(()));
+        assert_eq!(call("s3cret", "/grpc.health.v1.Health/Check", Some("Bearer x")).await, Ok(()));
     }
 
     #[tokio::test]

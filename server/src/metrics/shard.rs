@@ -87,8 +87,8 @@ impl Shard {
             limits: f.gauges(
                 "memory_limit_bytes",
                 "Budgets of this server in bytes: memory is the whole of it (--memory); parked, \
-                 pinned and snapshot limit the kinds of zeroshard_memory_bytes; device, host and disk limit the tiers of \
-                 zeroshard_tier_bytes. A budget without a limit has no series.",
+                 pinned and snapshot limit the kinds of zeroshard_memory_bytes; device, host and \
+                 disk limit the tiers of zeroshard_tier_bytes. A budget without a limit has no series.",
                 &["kind"],
             ),
             tiers: f.gauges(

@@ -28,7 +28,7 @@ pub(super) async fn run(
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let (mut socket, address) = reserve(config.listen.0)?;
-    let context = context(common, config.max_connections).await;
+    let context = context(common, config.max_connections).await?;
     context.metrics.coordinator.stand_by();
     let admin = AdminSite::bind(config.admin_listen, "coordinator", address, &context).await?;
     announce(json, "coordinator", address, admin.as_ref());

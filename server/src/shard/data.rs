@@ -169,13 +169,13 @@ async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
     let bytes = body
         .collect()
         .await
-        .map_err(|e| {
-            let found = format!("invalid ({e})");
-            Error::invalid(
+        .map_err(|cause| match cause.downcast::<Status>() {
+            Ok(status) => Error::from_status(&status, "caller"),
+            Err(cause) => Error::invalid(
                 "body of a pull",
-                found,
+                format!("invalid ({cause})"),
                 format!("a PullRequest of at most {MAX_PULL_REQUEST} bytes"),
-            )
+            ),
         })?
         .to_bytes();
     decode_message(&bytes)

@@ -41,7 +41,12 @@ where
     S::Error: std::fmt::Display,
 {
     let mut reader = Reader::new(body, store.limits.max_message);
-    let Some(Event::Begin(begin)) = reader.next().await? else {
+    let first = tokio::time::timeout(store.limits.wait, reader.next()).await;
+    let first = first.map_err(|_| Error::Timeout {
+        waiting_for: "the first message of a push".to_owned(),
+        waited_ms: store.limits.wait.as_millis() as u64,
+    })?;
+    let Some(Event::Begin(begin)) = first? else {
         let what = "first message of a push";
         return Err(Error::invalid(what, "without `begin`", "a message with `begin`"));
     };

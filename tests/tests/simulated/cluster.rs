@@ -33,8 +33,7 @@ use zeroshard_server::{
     config::{self, Common},
     coordinator::{Coordinator, JobLimits, leadership::Leadership},
     failure::Failure,
-    health::Health,
-    metrics::Metrics,
+    layers::token::TokenLayer,
     serve::Context,
     shard::Shard,
 };
@@ -132,13 +131,7 @@ fn connect(address: String) -> Connecting {
 }
 
 async fn context() -> Context {
-    Context {
-        max_connections: MAX_CONNECTIONS,
-        common: Common::default(),
-        metrics: Metrics::new(),
-        health: Health::new().await,
-        failure: Failure::inline(),
-    }
+    Context::new(Common::default(), MAX_CONNECTIONS, Failure::inline()).await.unwrap()
 }
 
 /// Serves calls as `serve` does, without the layers that need a real connection.
@@ -153,6 +146,7 @@ async fn serve(routes: Routes, common: &Common) -> Result<(), tonic::transport::
         .max_frame_size(common.frame_bytes)
         .http2_keepalive_interval(Some(interval))
         .http2_keepalive_timeout(Some(timeout))
+        .layer(TokenLayer::everyone())
         .add_routes(routes)
         .serve_with_incoming(incoming)
         .await

@@ -22,7 +22,6 @@ use crate::{
         requests::Waits,
     },
     failure::Failure,
-    health::Health,
     metrics::Metrics,
     serve::{Context, serve},
 };
@@ -46,13 +45,7 @@ impl Fixture {
     async fn start_as(leadership: Leadership, common: Common) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let context = Context {
-            common,
-            max_connections: 100,
-            metrics: Metrics::new(),
-            health: Health::new().await,
-            failure: Failure::default(),
-        };
+        let context = Context::new(common, 100, Failure::default()).await.unwrap();
         let jobs = JobLimits { timeout: None, number: 100 };
         let coordinator = Coordinator::new(context.clone(), leadership, true, jobs);
         let shutdown = CancellationToken::new();
