@@ -64,7 +64,8 @@ pub fn with_fake_driver(command: &mut Command) {
 /// # Panics
 /// If the variable has another value.
 pub(crate) fn choose_device(command: &mut Command, flags: &[&str]) {
-    let is_for_cpu = flags.iter().any(|flag| ["--host-memory", "--device"].contains(flag));
+    let for_cpu = ["--memory", "--host-memory", "--device"];
+    let is_for_cpu = flags.iter().any(|flag| for_cpu.contains(flag));
     let Some(kind) = env::var_os(VARIABLE).filter(|_| !is_for_cpu) else {
         return;
     };

@@ -13,7 +13,8 @@ fn sized(name: &str, numel: u64) -> JobSpec {
 
 #[tokio::test]
 async fn a_job_of_2_to_the_44_elements_is_refused_with_the_numbers_and_costs_no_memory() {
-    let cluster = Cluster::start(2);
+    // A server with a GPU has no limit by default.
+    let cluster = Cluster::start_with(2, &["--device", "cpu"]);
     let client = connect(cluster.address()).await;
     let small = job("small", 1, sgd(1.0), synthetic::small());
     let rank = start(cluster.address(), &JobSpec { min_servers: 2, ..small }).await;

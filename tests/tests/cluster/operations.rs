@@ -92,7 +92,7 @@ fn names(metrics: &str) -> BTreeSet<&str> {
 
 #[tokio::test]
 async fn each_role_shows_its_own_series_and_those_of_a_deleted_job_vanish() {
-    let cluster = Cluster::start(1);
+    let cluster = Cluster::start_with(1, &["--device", "cpu"]);
     let directory = tempfile::tempdir().unwrap();
     let spec = job("deleted", 1, adamw(), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
