@@ -12,7 +12,8 @@ from ._native import Cluster
 @dataclass(frozen=True)
 class ServerStatus:
     """A shard server, and the bytes that it holds. ``zone`` is empty unless it was started with
-    ``--zone``."""
+    ``--zone``. ``capacity_bytes`` are those that it has for slices (None: no limit), of which jobs
+    need ``assigned_bytes``."""
 
     id: int
     address: str
@@ -22,6 +23,8 @@ class ServerStatus:
     accumulator_bytes: int
     published_bytes: int
     parked_bytes: int
+    capacity_bytes: int | None
+    assigned_bytes: int
 
 
 @dataclass(frozen=True)

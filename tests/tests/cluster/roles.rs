@@ -7,11 +7,14 @@ use serde_json::Value;
 use tempfile::TempDir;
 use zeroshard_client::{Cluster as Client, CreateJob, Error, Options, Result};
 use zeroshard_proto::{
-    JobVersion, Token,
-    pb::{self, data_service_client::DataServiceClient},
+    JobSpec, JobVersion, Token,
+    pb::{
+        self, coordinator_service_client::CoordinatorServiceClient,
+        data_service_client::DataServiceClient,
+    },
     transport::{Connection, endpoint},
 };
-use zeroshard_tests::{Cluster, Process, Training, run, stock, synthetic};
+use zeroshard_tests::{Cluster, Process, Training, run, stock, synthetic, training};
 
 use crate::{adamw, job, options, until};
 
@@ -118,6 +121,12 @@ async fn a_token_opens_the_jobs_of_its_role_only() {
     assert_eq!(names("job:a:read").await, ["a"]);
     assert_eq!(names("job:b").await, ["b/part"]);
     assert_eq!(names("admin").await, ["a", "b/part"]);
+    // Nor do the reports of the servers name jobs of others.
+    let channel = endpoint(guarded.cluster.address()).unwrap().connect().await.unwrap();
+    let token = Token::from(guarded.token("job:b").to_owned());
+    let mut raw = CoordinatorServiceClient::new(Connection::new(channel, &token).unwrap());
+    let status = raw.status(pb::StatusRequest {}).await.unwrap();
+    assert!(!format!("{status:?}").contains("\"a\""), "{status:?}");
     guarded.client("admin").await.delete_job("b/part").await.unwrap();
     assert_eq!(reader.state_hash("a").await.unwrap(), hash, "nothing has changed");
 }
@@ -167,6 +176,31 @@ async fn only_a_token_of_a_server_registers_a_shard_server() {
     until("the strangers are refused", || refusals().is_some_and(|refusals| refusals >= 4.0)).await;
     assert!(strangers.iter().all(|stranger| stranger.get("/readyz") == "not ready\n"));
     assert_eq!(guarded.client("admin").await.status().await.unwrap().servers.len(), 1);
+}
+
+#[tokio::test]
+async fn servers_with_their_own_tokens_build_backups_from_each_other() {
+    let mut guarded = Guarded::start(&["server", "job:a"]);
+    let own = guarded.token("server").to_owned();
+    guarded.cluster.shards.extend([guarded.shard(&own), guarded.shard(&own)]);
+    let spec =
+        JobSpec { replicas: 2, min_servers: 3, ..job("a", 1, adamw(), synthetic::kinds(&adamw())) };
+    let client = guarded.client("job:a").await;
+    client.create_job(&spec).await.unwrap();
+    let rank = client.join("a", 0).await.unwrap();
+    rank.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    until("the rank knows of version 0", || rank.version() == Some(0)).await;
+    assert!(training::step(&rank, 0).await.unwrap().applied);
+    let before = client.state_hash("a").await.unwrap();
+    guarded.cluster.shards.remove(0).kill();
+    // The lost slices are copied from one server to the other.
+    let is_redundant = || {
+        let metrics = guarded.cluster.coordinator.get("/metrics");
+        metrics.contains("zeroshard_job_degraded_slices{job=\"a\"} 0\n")
+            && metrics.contains("zeroshard_servers 2\n")
+    };
+    until("the job has all its backups", is_redundant).await;
+    assert_eq!(client.state_hash("a").await.unwrap(), before);
 }
 
 #[tokio::test]
