@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -36,13 +37,15 @@ def engine() -> Iterator[None]:
         raise Unavailable("dockerd is not installed")
     # The path of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="zeroshard-docker-"))
+    # The name of the folder may have characters that those of containerd may not have.
+    name = f"zeroshard-{secrets.token_hex(4)}"
     socket = f"unix://{folder}/docker.sock"
     command = ["dockerd", "--host", socket, "--data-root", folder / "data"]
     command += ["--exec-root", folder / "exec", "--pidfile", folder / "pid"]
     # The names keep it apart from another engine on this machine.
-    command += ["--containerd-namespace", folder.name, "--containerd-plugins-namespace"]
+    command += ["--containerd-namespace", name, "--containerd-plugins-namespace"]
     # Compose creates a network of its own.
-    command += [f"{folder.name}-plugins", "--bridge", "none"]
+    command += [f"{name}-plugins", "--bridge", "none"]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     previous = os.environ.get("DOCKER_HOST")

@@ -250,14 +250,18 @@ def alerts(project: Project, name: str) -> set[str]:
     return {one["alertname"] for one in labels if one.get("instance", "").startswith(f"{name}:")}
 
 
-def test_a_process_beyond_its_memory_limit_is_killed(image: str, text: Path) -> None:
+def test_a_job_beyond_the_memory_limit_is_refused_and_nothing_is_killed(
+    image: str, text: Path
+) -> None:
     command = ["run", "--detach", "--memory", "64m", "--memory-swap", "64m", "--network", "none"]
     command += ["--read-only", "--volume", f"{text}:/text:ro", image]
     # The parameters of this model alone are 400 MB.
     command += ["zeroshard-worker", "train", "--width", "1024", "--steps", "1", "--data", "/text"]
     container = docker(*command)
-    assert docker("wait", container) == "137"
-    assert docker("inspect", "--format", "{{.State.OOMKilled}}", container) == "true"
+    assert docker("wait", container) == "1"
+    assert docker("inspect", "--format", "{{.State.OOMKilled}}", container) == "false"
+    logs = subprocess.run(["docker", "logs", container], capture_output=True, text=True)
+    assert "give them more memory (--memory)" in logs.stdout + logs.stderr
 
 
 @pytest.mark.parametrize(
