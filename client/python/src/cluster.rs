@@ -95,13 +95,13 @@ impl Cluster {
             .parse()
             .map_err(|_| raise(Error::invalid("host", format!("{host:?}"), "an IP address")))?;
         let mut starting = embedded::Options { host, ..embedded::Options::new(shards) };
-        starting.common.token = token.clone().unwrap_or_default().into();
+        starting.common.token = token.unwrap_or_default().into();
         let embedded = wait(py, async move {
             let started = embedded::Cluster::start(starting).await;
             started
                 .map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
         })?;
-        let address = embedded.address();
+        let (address, token) = (embedded.address(), embedded.token().reveal().map(str::to_owned));
         let cluster =
             Self::connect(py, address, token, wire, chunk_bytes, timeout, timeout, replicas)?;
         *lock(&cluster.embedded) = Some(embedded);
