@@ -9,14 +9,12 @@ use crate::{
     CheckpointPolicy, DimPlacement, Error, Layout, Manifest, OnLoss, Optimizer, Policy,
     ProcessMesh, Reduction, Result, TensorBox, TensorLayout, TensorSpec,
     geometry::Contributions,
-    limits::{MAX_JOB_NAME, MAX_MESH_RANKS, MAX_SPEC_BYTES},
+    limits::{
+        IDLE_TIMEOUTS, MAX_CONTRIBUTIONS, MAX_GROUP_SIZE, MAX_GROUPS, MAX_JOB_NAME, MAX_MESH_RANKS,
+        MAX_MESHES, MAX_REPLICAS, MAX_SPEC_BYTES, MAX_WORLD,
+    },
     manifest::{check_name, check_number_of_tensors},
     pb,
-};
-
-pub use crate::limits::{
-    IDLE_TIMEOUTS, MAX_CONTRIBUTIONS, MAX_GROUP_SIZE, MAX_GROUPS, MAX_MESHES, MAX_REPLICAS,
-    MAX_WORLD,
 };
 
 /// A job: its tensors, optimizer, number of workers and replicas.

@@ -6,10 +6,11 @@
 use std::{collections::HashMap, ops::Range, sync::OnceLock};
 
 use crate::{
-    DType, Error, Result, TensorLayout, geometry::blocks::SLICE, limits::MAX_ELEMENTS, pb,
+    DType, Error, Result, TensorLayout,
+    geometry::blocks::SLICE,
+    limits::{MAX_ELEMENTS, MAX_NAME, MAX_TENSOR_DIMS, MAX_TENSORS},
+    pb,
 };
-
-pub use crate::limits::{MAX_NAME, MAX_SLICES, MAX_TENSOR_DIMS, MAX_TENSORS};
 
 /// How a tensor is split into slices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

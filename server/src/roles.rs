@@ -32,10 +32,6 @@ pub struct Parts {
     pub background: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-async fn context(common: &Common, max_connections: usize) -> Result<Context, Error> {
-    Context::new(common.clone(), max_connections, Failure::default()).await
-}
-
 /// A bound listener and its context.
 pub(crate) struct Site {
     pub(crate) listener: TcpListener,
@@ -52,7 +48,7 @@ impl Site {
         max_connections: usize,
     ) -> Result<Self, Error> {
         let (listener, address) = bind(listen).await?;
-        let context = context(common, max_connections).await?;
+        let context = Context::new(common.clone(), max_connections, Failure::default()).await?;
         Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
     }
 

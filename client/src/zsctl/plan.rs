@@ -69,6 +69,8 @@ struct Model {
 #[derive(Debug, PartialEq)]
 struct Figures {
     parameters: u64,
+    /// The bytes of each slice, the largest first.
+    slices: Vec<u64>,
     /// The bytes on each server, the largest first.
     servers: Vec<u64>,
     /// What a worker holds of parameters and gradients, without activations and buffers.
@@ -109,6 +111,9 @@ impl Estimate {
             return Err(Error::invalid("--replicas", self.replicas, expected));
         }
         let spec = self.spec()?;
+        let mut slices: Vec<u64> =
+            spec.required_by_slice().into_iter().map(|required| required.bytes).collect();
+        slices.sort_unstable_by(|a, b| b.cmp(a));
         let numels = spec.manifest.tensors().iter().map(TensorSpec::numel);
         let (parameters, wire) = (numels.clone().sum::<u64>(), self.dtype.size() as u64);
         let largest = numels.max().unwrap_or_default();
@@ -124,7 +129,8 @@ impl Estimate {
         let group = u64::from(self.group);
         Ok(Figures {
             parameters,
-            servers: self.spread(&spec, self.servers),
+            servers: self.spread(&slices, self.servers),
+            slices,
             worker,
             pushed: pushed / group,
             pulled: passes * wire * parameters / group,
@@ -156,10 +162,7 @@ impl Estimate {
     }
 
     /// The bytes on each server, if each slice is on the servers that have the fewest bytes.
-    fn spread(&self, spec: &JobSpec, servers: u32) -> Vec<u64> {
-        let mut slices: Vec<u64> =
-            spec.required_by_slice().into_iter().map(|required| required.bytes).collect();
-        slices.sort_unstable_by(|a, b| b.cmp(a));
+    fn spread(&self, slices: &[u64], servers: u32) -> Vec<u64> {
         let mut least: BinaryHeap<Reverse<u64>> =
             std::iter::repeat_n(Reverse(0), servers as usize).collect();
         for slice in slices {
@@ -174,11 +177,11 @@ impl Estimate {
     /// The smallest number of servers with `free` bytes each that have room for the job; `None` if
     /// a slice is larger.
     fn servers_needed(&self, figures: &Figures, free: u64) -> Option<u32> {
-        let spec = self.spec().ok()?;
         let all = figures.servers.iter().sum::<u64>().div_ceil(free.max(1));
         let lowest = u32::try_from(all).ok()?.max(self.replicas);
         // Slices do not fill servers completely.
-        (lowest..lowest.checked_mul(2)?).find(|&servers| self.spread(&spec, servers)[0] <= free)
+        (lowest..lowest.checked_mul(2)?)
+            .find(|&servers| self.spread(&figures.slices, servers)[0] <= free)
     }
 
     /// What a server receives from all workers in a step, and what it sends to them.

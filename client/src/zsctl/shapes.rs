@@ -204,8 +204,8 @@ mod tests {
         tensors.iter().map(|(_, shape)| shape.iter().product::<u64>()).sum()
     }
 
-    /// The numbers of parameters that the authors of the models give, and that
-    /// `sum(p.numel() for p in model.parameters())` returns for them.
+    /// The expected numbers are those of transformers 5.23:
+    /// `sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())`.
     #[test]
     fn the_number_of_parameters_is_that_of_the_model() {
         let gpt2 = json!({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12,

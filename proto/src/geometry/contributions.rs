@@ -157,6 +157,8 @@ pub struct LocalTensor {
     sharers: Option<Sharers>,
     /// The ranks of the group that hold the box.
     holders: Ranks,
+    /// The rank that pulls each part of the parameters for the holders.
+    pullers: Sharers,
 }
 
 impl LocalTensor {
@@ -170,15 +172,16 @@ impl LocalTensor {
                 group.clone().filter(|&other| job.local_box(tensor, other) == own).collect()
             }
         });
+        let pullers = Sharers::new(&holders, job.group_size);
         match job.contributions(tensor).of_rank(rank) {
             Some(Contributors { of, ranks, sharers }) => {
                 let (ranks, sharers) = (Some(ranks.clone()), Some(sharers.clone()));
-                Self { of: of.clone(), rank, group, ranks, sharers, holders }
+                Self { of: of.clone(), rank, group, ranks, sharers, holders, pullers }
             }
             None => {
                 let shape = &job.manifest.tensors()[tensor].shape;
                 let of = Arc::new(StridedBox::new(shape, job.local_box(tensor, rank)));
-                Self { of, rank, group, ranks: None, sharers: None, holders }
+                Self { of, rank, group, ranks: None, sharers: None, holders, pullers }
             }
         }
     }
@@ -195,6 +198,7 @@ impl LocalTensor {
             }
             if let Some(before) = locals.last().filter(|before| before.holders == local.holders) {
                 local.holders.clone_from(&before.holders);
+                local.pullers.clone_from(&before.pullers);
             }
             locals.push(local);
         }
@@ -248,8 +252,7 @@ impl LocalTensor {
     /// The rank that pulls each part of the parameters in slice number `slice` for the holders, of
     /// which this rank holds `numel` elements, and the elements, counted from 0.
     pub fn pulls(&self, slice: u32, numel: usize) -> Vec<(u32, Range<usize>)> {
-        let sharers = Sharers::new(&self.holders, self.group.len() as u32);
-        sharers.of(slice, numel).map(|(ranks, elements)| (ranks[0], elements)).collect()
+        self.pullers.of(slice, numel).map(|(ranks, elements)| (ranks[0], elements)).collect()
     }
 
     /// The ranks of the group that contribute to the box, in the order in which they are added for

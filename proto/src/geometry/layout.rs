@@ -6,8 +6,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use super::{Contributions, Contributors, MAX_MESH_DIMS, ProcessMesh, StridedBox, TensorBox};
-use crate::{Error, Result, pb};
+use super::{Contributions, Contributors, ProcessMesh, StridedBox, TensorBox};
+use crate::{Error, Result, limits::MAX_MESH_DIMS, pb};
 
 /// The placement of a tensor along one dimension of a mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

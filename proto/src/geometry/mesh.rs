@@ -1,9 +1,8 @@
 //! Ranks in a multi-dimensional array with named dimensions.
 
-pub use crate::limits::MAX_MESH_DIMS;
 use crate::{
     Error, JobSpec, Result,
-    limits::{MAX_NAME, MAX_WORLD},
+    limits::{MAX_MESH_DIMS, MAX_NAME, MAX_WORLD},
     manifest::check_name,
     pb,
 };

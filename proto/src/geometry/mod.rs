@@ -20,6 +20,6 @@ pub use contributions::{
 };
 pub use elements::Elements;
 pub use layout::{DimPlacement, Layout, Reduction, TensorLayout, list};
-pub use mesh::{MAX_MESH_DIMS, ProcessMesh};
+pub use mesh::ProcessMesh;
 pub use strided::StridedBox;
 pub use tensor_box::TensorBox;

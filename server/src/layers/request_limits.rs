@@ -29,12 +29,12 @@ use crate::{
     connection::Peer,
 };
 
-/// The size of a probe, at most.
-const MAX_PROBE: usize = 1024;
-
 /// The bytes of each request that do not count, so that calls with small requests are answered
 /// while a client has used up the others.
 const SMALL: u64 = 16 << 10;
+
+/// The maximum size of a probe.
+const MAX_PROBE: usize = 1024;
 
 /// The time limit for receiving a request.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(60);
@@ -118,7 +118,8 @@ impl<S> LimitRequests<S> {
     /// Counts a call; `None` for a probe of the health of the server, which is always answered.
     ///
     /// # Errors
-    /// [`Error::LimitExceeded`] if there are too many open calls, or connections.
+    /// [`Error::LimitExceeded`] if there are too many connections, and [`Error::Unavailable`] if
+    /// there are too many open calls.
     fn enter(&self, request: &Request<Body>) -> Result<Option<Space>, Error> {
         if is_probe(request.uri().path()) {
             return Ok(None);

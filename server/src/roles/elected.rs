@@ -7,7 +7,7 @@ use serde_json::json;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
 
-use super::{AdminSite, Error, Site, announce, context, coordinator, print, serve_admin};
+use super::{AdminSite, Context, Error, Failure, Site, announce, coordinator, print, serve_admin};
 use crate::{
     config::{Common, Coordinator, Etcd},
     election::{Candidate, Leader},
@@ -28,7 +28,7 @@ pub(super) async fn run(
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let (mut socket, address) = reserve(config.listen.0)?;
-    let context = context(common, config.max_connections).await?;
+    let context = Context::new(common.clone(), config.max_connections, Failure::default()).await?;
     context.metrics.coordinator.stand_by();
     let admin = AdminSite::bind(config.admin_listen, "coordinator", address, &context).await?;
     announce(json, "coordinator", address, admin.as_ref());

@@ -15,6 +15,14 @@ fn losses(lines: &[Value]) -> Vec<f64> {
     lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
 }
 
+/// Asserts that the losses differ only by the order of additions.
+fn assert_near(found: &[Value], alone: &[Value]) {
+    let pairs = losses(found).into_iter().zip(losses(alone));
+    let worst = pairs.map(|(found, alone)| (found / alone - 1.0).abs()).fold(0.0, f64::max);
+    println!("losses differ by {worst:.1e} at most");
+    assert!(worst <= 1e-6);
+}
+
 #[test]
 fn one_group_has_the_hash_and_the_losses_of_workers_that_push_alone() {
     for workers in [2, 4] {
@@ -35,10 +43,7 @@ fn two_groups_have_the_same_hash_on_any_number_of_servers_and_at_all_levels() {
     let found = CLUSTERS.map(|cluster| train(&format!("{flags} --group 2 {cluster}")));
     for lines in &found {
         assert_eq!(hash(lines), hash(&found[0]));
-        let pairs = losses(lines).into_iter().zip(losses(&alone));
-        let worst = pairs.map(|(found, alone)| (found / alone - 1.0).abs()).fold(0.0, f64::max);
-        println!("losses differ by {worst:.1e} at most");
-        assert!(worst <= 1e-6);
+        assert_near(lines, &alone);
     }
 }
 
@@ -57,10 +62,7 @@ fn tensor_parallel_workers_in_one_group_have_the_hash_of_those_that_push_alone()
         let pairs = CLUSTERS.map(|cluster| train(&format!("{flags} --group 2 {cluster}")));
         for found in &pairs {
             assert_eq!(hash(found), hash(&pairs[0]));
-            let pairs = losses(found).into_iter().zip(losses(&alone));
-            let worst = pairs.map(|(found, alone)| (found / alone - 1.0).abs()).fold(0.0, f64::max);
-            println!("losses differ by {worst:.1e} at most");
-            assert!(worst <= 1e-6);
+            assert_near(found, &alone);
         }
         assert_eq!(hash(&pairs[0]) == hash(&alone), sequence.is_empty());
     }
