@@ -11,7 +11,7 @@ use std::{
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
-    transport::{Addresses, CONNECT_TIMEOUT, Connection, MAX_CONTROL_MESSAGE},
+    transport::{Addresses, CONNECT_TIMEOUT, Connection, Credentials, MAX_CONTROL_MESSAGE},
 };
 
 use crate::{
@@ -85,15 +85,17 @@ impl Cluster {
     ///
     /// # Errors
     /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
-    /// token, [`Error::Unavailable`] if no coordinator answers at this address.
+    /// token, [`Error::Tls`] if one side does not trust the certificate of the other,
+    /// [`Error::Unavailable`] if no coordinator answers at this address.
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         let peer = format!("coordinator {address}");
         let limit = options.connect_timeout.min(options.timeout);
         // At least two tries, so that the cause is known if the host does not respond at all.
         let addresses = Addresses::parse(address)?;
         let addresses = addresses.connect_timeout(CONNECT_TIMEOUT.min(limit / 2));
-        let connection = Connection::new(addresses.connect_lazy(), &options.token)?;
-        let shards = Arc::new(Shards::new(options.token.clone()));
+        let credentials = Credentials::new(&options.token, options.tls.clone())?;
+        let connection = addresses.connect_lazy(&credentials);
+        let shards = Arc::new(Shards::new(credentials));
         let cluster = Self { connection, peer, options, shards };
         first_answer(&cluster, limit).await?;
         Ok(cluster)

@@ -18,7 +18,7 @@ const SILENT: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// [`Error::Unavailable`] with the last cause, if there is no answer, or one of another program;
-/// [`Error::Unauthenticated`].
+/// [`Error::Unauthenticated`] and [`Error::Tls`].
 pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<()> {
     let mut tries = Tries::until(Deadline::after(limit));
     let answered = {
@@ -55,7 +55,11 @@ async fn answer(cluster: &Cluster, tries: &mut Tries) -> Result<()> {
         let status = client.status(pb::StatusRequest {});
         match tries.limit(String::new, status).await? {
             Ok(_) => return Ok(()),
-            Err(status) => tries.next(Error::from_status(&status, &cluster.peer)).await?,
+            Err(status) => match Error::from_status(&status, &cluster.peer) {
+                // The certificates are those of files, and will hardly change meanwhile.
+                error @ Error::Tls { .. } => return Err(error),
+                error => tries.next(error).await?,
+            },
         };
     }
 }

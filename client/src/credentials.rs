@@ -6,6 +6,7 @@ use clap::Args;
 use zeroshard_proto::{
     Result, Token,
     token::{TOKEN_FILE_VARIABLE, TOKEN_VARIABLE},
+    transport::tls::{Tls, TlsFiles},
 };
 
 /// The credentials of a program, from flags and environment variables.
@@ -26,6 +27,17 @@ pub struct CredentialFlags {
     /// File with the token, instead of --token
     #[arg(long, env = "ZEROSHARD_TOKEN_FILE", value_name = "FILE", global = true)]
     token_file: Option<PathBuf>,
+    /// File with the certificates of the authorities of the cluster, in PEM format. All connections
+    /// are then encrypted
+    #[arg(long, env = "ZEROSHARD_TLS_CA", value_name = "FILE", global = true)]
+    tls_ca: Option<PathBuf>,
+    /// File with the certificate of this program, in PEM format, whose role opens the cluster
+    /// instead of a token
+    #[arg(long, env = "ZEROSHARD_TLS_CERT", value_name = "FILE", global = true)]
+    tls_cert: Option<PathBuf>,
+    /// File with the private key of --tls-cert, in PEM format
+    #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE", global = true)]
+    tls_key: Option<PathBuf>,
 }
 
 impl CredentialFlags {
@@ -46,5 +58,21 @@ impl CredentialFlags {
             (false, true) => Token::of(&Token::default(), file),
             _ => Token::of(token, file),
         }
+    }
+
+    /// The files of TLS; `None` without encryption.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] if some of them are missing.
+    pub fn tls_files(&self) -> Result<Option<TlsFiles>> {
+        TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
+    }
+
+    /// The TLS of the program; `None` without encryption.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] for files that are missing or invalid.
+    pub fn tls(&self) -> Result<Option<Tls>> {
+        self.tls_files()?.map(Tls::open).transpose()
     }
 }

@@ -61,7 +61,7 @@ pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};
 pub use zeroshard_proto::{Error, Result, TensorId};
 
-use zeroshard_proto::{DType, Token};
+use zeroshard_proto::{DType, Token, transport::tls::Tls};
 
 /// The options of a connection to a cluster.
 #[derive(Debug, Clone)]
@@ -78,6 +78,8 @@ pub struct Options {
     pub connect_timeout: Duration,
     /// The token of the cluster, which every call carries. `Debug` does not show it.
     pub token: Token,
+    /// The encryption of all connections, perhaps with a certificate.
+    pub tls: Option<Tls>,
 }
 
 impl Default for Options {
@@ -88,6 +90,7 @@ impl Default for Options {
             timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(10),
             token: Token::default(),
+            tls: None,
         }
     }
 }
@@ -121,5 +124,11 @@ impl Options {
     #[must_use]
     pub fn token(self, token: Token) -> Self {
         Self { token, ..self }
+    }
+
+    /// Sets [`Self::tls`]. By default connections are not encrypted.
+    #[must_use]
+    pub fn tls(self, tls: Option<Tls>) -> Self {
+        Self { tls, ..self }
     }
 }

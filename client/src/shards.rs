@@ -9,8 +9,8 @@ use std::{
 };
 
 use zeroshard_proto::{
-    Placement, Result, Server, Token,
-    transport::{Connection, endpoint, network},
+    Placement, Result, Server,
+    transport::{Connection, Credentials},
 };
 
 /// The number of payload bytes that have been transferred.
@@ -38,22 +38,21 @@ pub(crate) struct Shards {
     /// The servers by id and incarnation, because a connection to an earlier incarnation cannot be
     /// used.
     known: Mutex<HashMap<(u64, u64), Shard>>,
-    token: Token,
+    credentials: Credentials,
     pub(crate) pulled: AtomicU64,
     pub(crate) pushed: AtomicU64,
 }
 
 impl Shards {
-    /// The servers of a cluster with this token.
-    pub(crate) fn new(token: Token) -> Self {
-        Self { token, ..Self::default() }
+    /// The servers of a cluster.
+    pub(crate) fn new(credentials: Credentials) -> Self {
+        Self { credentials, ..Self::default() }
     }
 
     /// The connections to a server.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if the server advertises an invalid address, or for a
-    /// token that no header can carry.
+    /// [`zeroshard_proto::Error::Invalid`] if the server advertises an invalid address.
     pub(crate) fn get(&self, server: &Server) -> Result<Shard> {
         let mut known = self.known.lock().expect("no holder of the lock panics");
         if let Some(shard) = known.get(&key(server)) {
@@ -61,8 +60,8 @@ impl Shards {
         }
         let shard = Shard {
             peer: format!("shard server {} at {}", server.id, server.address),
-            pull: Connection::new(network::connect_lazy(&endpoint(&server.address)?), &self.token)?,
-            push: Connection::new(network::connect_lazy(&endpoint(&server.address)?), &self.token)?,
+            pull: Connection::lazy(&server.address, &self.credentials)?,
+            push: Connection::lazy(&server.address, &self.credentials)?,
         };
         known.insert(key(server), shard.clone());
         Ok(shard)

@@ -37,18 +37,30 @@ pub enum Error {
         /// A description of the valid values.
         expected: String,
     },
-    /// The call did not carry the token of the cluster.
-    #[error("the call carries {found}; set ZEROSHARD_TOKEN to the token of the cluster")]
+    /// The two sides of a connection do not trust each other, or only one of them uses TLS.
+    #[error("no secure connection to {peer}: {cause}")]
+    Tls {
+        /// The other side.
+        peer: String,
+        /// What is wrong, and what to do.
+        cause: String,
+    },
+    /// The call carried neither a token of the cluster nor a certificate with a role.
+    #[error(
+        "the call carries {found}; set ZEROSHARD_TOKEN to the token of the cluster, or \
+         ZEROSHARD_TLS_CERT to a certificate with a role"
+    )]
     Unauthenticated {
         /// A description of what the call carried; never the token itself.
         found: String,
     },
-    /// The token of the call does not permit it.
+    /// The role of the caller does not permit the call.
     #[error(
-        "a token of role {role} cannot {action}; use a token of another role (`zsctl token new`)"
+        "a caller of role {role} cannot {action}; use a token of another role (`zsctl token new`) \
+         or a certificate of another role"
     )]
     Forbidden {
-        /// The role of the token, as in the file of tokens.
+        /// The role of the token or certificate, as in the file of tokens.
         role: String,
         /// What the call would have done.
         action: String,
@@ -396,6 +408,8 @@ impl Error {
         match self {
             // The peer may return, or the ranks that come first may have pushed.
             Self::Unavailable { .. } | Self::ParkingFull { .. } => Remedy::Retry,
+            // A certificate may be replaced.
+            Self::Tls { .. } => Remedy::Retry,
             // The coordinator has informed the caller first; the server will learn of the change
             // shortly.
             Self::StaleEpoch { epoch, current, .. } if current < epoch => Remedy::Retry,
@@ -433,7 +447,7 @@ impl Error {
     fn code(&self) -> Code {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
-            Self::Unauthenticated { .. } => Code::Unauthenticated,
+            Self::Tls { .. } | Self::Unauthenticated { .. } => Code::Unauthenticated,
             Self::Forbidden { .. } => Code::PermissionDenied,
             Self::UnknownJob { .. } | Self::JobReplaced { .. } | Self::NoCheckpoint { .. } => {
                 Code::NotFound
@@ -487,6 +501,7 @@ impl Error {
         ours.unwrap_or_else(|| match status.code() {
             // The status comes from the transport and not from a ZeroShard server: the call may be
             // repeated.
+            Code::Unavailable if let Some(error) = tls_error(status) => error.clone(),
             Code::Unavailable | Code::Cancelled | Code::Unknown => {
                 Self::Unavailable { peer: peer.to_owned(), cause: transport_cause(status) }
             }
@@ -507,6 +522,13 @@ impl Error {
 /// The beginning of a message about a slice.
 fn of_slice(slice: Option<u32>) -> String {
     slice.map_or_else(String::new, |slice| format!("slice {slice}: "))
+}
+
+/// The error with which the connection of a call could not be encrypted.
+fn tls_error(status: &Status) -> Option<&Error> {
+    let mut sources = std::iter::successors(status.source(), |&error| error.source());
+    let error = sources.find_map(|error| error.downcast_ref::<Error>());
+    error.filter(|error| matches!(error, Error::Tls { .. }))
 }
 
 /// The message of a status that comes from the transport, and its root cause.

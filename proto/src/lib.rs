@@ -16,6 +16,7 @@ pub mod manifest;
 pub mod memory;
 pub mod optimizer;
 pub mod placement;
+pub mod reloaded;
 pub mod role;
 pub mod succession;
 pub mod token;

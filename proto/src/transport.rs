@@ -2,6 +2,7 @@
 
 mod addresses;
 pub mod network;
+pub mod tls;
 
 use std::{
     task::{Context, Poll},
@@ -19,6 +20,8 @@ use crate::{
     Error, Result, deadline,
     token::{Bearer, Token},
 };
+
+use tls::Tls;
 
 pub use addresses::Addresses;
 
@@ -64,6 +67,32 @@ pub fn endpoint(address: &str) -> Result<Endpoint> {
         .max_frame_size(FRAME_BYTES))
 }
 
+/// What a process shows to servers, and how it connects to them. Cheap to clone.
+#[derive(Debug, Clone, Default)]
+pub struct Credentials {
+    bearer: Option<Bearer>,
+    tls: Option<Tls>,
+}
+
+impl Credentials {
+    /// A token, which is not sent if it is empty, and encryption, perhaps with a certificate.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a token that no header can carry.
+    pub fn new(token: &Token, tls: Option<Tls>) -> Result<Self> {
+        Ok(Self { bearer: Bearer::new(token)?, tls })
+    }
+
+    fn tls(&self) -> Option<&Tls> {
+        self.tls.as_ref()
+    }
+
+    /// A connection on a channel.
+    fn connection(&self, channel: Channel) -> Connection {
+        Connection { channel, bearer: self.bearer.clone(), timeout: None }
+    }
+}
+
 /// A channel whose calls carry the token of the cluster. It works for generated and other clients,
 /// and is cheap to clone.
 #[derive(Debug, Clone)]
@@ -74,12 +103,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Creates a connection on `channel` to a cluster with `token`; an empty token is not sent.
+    /// A connection to `address`, `host:port`, that is opened before the first call, and again
+    /// after it has broken.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a token that no header can carry.
-    pub fn new(channel: Channel, token: &Token) -> Result<Self> {
-        Ok(Self { channel, bearer: Bearer::new(token)?, timeout: None })
+    /// [`Error::Invalid`] for an invalid address.
+    pub fn lazy(address: &str, credentials: &Credentials) -> Result<Self> {
+        Ok(Addresses::parse(address)?.connect_lazy(credentials))
     }
 
     /// The same channel for calls with the time limit `timeout`, which they carry as

@@ -1,17 +1,14 @@
 //! The credentials that a server accepts, and what their holders may do.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant, SystemTime},
-};
+use std::{fs, path::Path, sync::Arc};
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
-use zeroshard_proto::{Error, Result, Role, Token, Tokens, token::Bearer};
+use zeroshard_proto::{
+    Error, Result, Role, Tokens, reloaded::Reloaded, token::Bearer, transport::tls::Security,
+};
 
-/// The time after which a change of the file of tokens is noticed.
-const RELOAD_INTERVAL: Duration = Duration::from_secs(5);
+use crate::config::Common;
+
 /// The maximum size of the file of tokens.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
@@ -20,7 +17,7 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 pub(crate) enum Caller {
     /// May do everything: the cluster has one token, or none.
     Trusted,
-    /// Has a token with this role.
+    /// Has a token or a certificate with this role.
     Holder(Role),
 }
 
@@ -72,123 +69,103 @@ impl Caller {
 
 /// The credentials that a server accepts. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) enum Accepted {
+pub(crate) struct Accepted {
+    tokens: AcceptedTokens,
+    /// Whether calls must arrive on encrypted connections.
+    is_encrypted: bool,
+}
+
+#[derive(Debug, Clone)]
+enum AcceptedTokens {
     /// All calls, also those without a token.
     Everyone,
-    /// Calls with the token of the cluster.
+    /// No token: a call needs a certificate with a role.
+    None,
+    /// The token of the cluster.
     Shared(Bearer),
-    /// Calls with one of the tokens in a file.
-    Listed(Arc<TokenFile>),
+    /// One of the tokens in a file.
+    Listed(Arc<Reloaded<Tokens>>),
 }
 
 impl Accepted {
-    /// The tokens in `file`, or else `token`.
+    /// What the configuration of a server says.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a token that no header can carry, or an invalid file.
-    pub(crate) fn new(token: &Token, file: Option<&Path>) -> Result<Self> {
-        let bearer = Bearer::new(token)?;
-        Ok(match (file, bearer) {
-            (Some(file), _) => Self::Listed(Arc::new(TokenFile::open(file)?)),
-            (None, Some(bearer)) => Self::Shared(bearer),
-            (None, None) => Self::Everyone,
-        })
+    /// [`Error::Invalid`] for a token that no header can carry, or an invalid file of tokens.
+    pub(crate) fn new(common: &Common) -> Result<Self> {
+        let is_encrypted = common.tls_cert.is_some();
+        let tokens = match (common.tokens.clone(), Bearer::new(&common.token)?) {
+            (Some(file), _) => {
+                let load = {
+                    let file = file.clone();
+                    move || read(&file)
+                };
+                let listed = Reloaded::open("the tokens", vec![file], load)?;
+                AcceptedTokens::Listed(Arc::new(listed))
+            }
+            (None, Some(bearer)) => AcceptedTokens::Shared(bearer),
+            (None, None) if is_encrypted && !common.insecure => AcceptedTokens::None,
+            (None, None) => AcceptedTokens::Everyone,
+        };
+        Ok(Self { tokens, is_encrypted })
     }
 
-    /// The caller that sends these headers.
+    /// All calls.
+    pub(crate) fn everyone() -> Self {
+        Self { tokens: AcceptedTokens::Everyone, is_encrypted: false }
+    }
+
+    /// The caller that sends these headers on a connection. A role in its certificate takes
+    /// precedence over a token.
     ///
     /// # Errors
-    /// [`Error::Unauthenticated`].
-    pub(crate) fn caller(&self, headers: &HeaderMap) -> Result<Caller> {
-        match self {
-            Self::Everyone => Ok(Caller::Trusted),
-            Self::Shared(bearer) => bearer.check(headers).map(|()| Caller::Trusted),
-            Self::Listed(file) => {
-                let refuse = |found: &str| Error::Unauthenticated { found: found.to_owned() };
+    /// [`Error::Unauthenticated`], and [`Error::Tls`] for a connection that is not encrypted.
+    pub(crate) fn caller(&self, headers: &HeaderMap, security: Security) -> Result<Caller> {
+        match security {
+            Security::Encrypted { role: Some(role) } => return Ok(Caller::Holder(role)),
+            Security::Plain if self.is_encrypted => {
+                let cause = "it only accepts encrypted connections; set ZEROSHARD_TLS_CA to the \
+                             authority of the cluster";
+                return Err(Error::Tls { peer: "this server".to_owned(), cause: cause.to_owned() });
+            }
+            _ => {}
+        }
+        let refuse = |found: &str| Error::Unauthenticated { found: found.to_owned() };
+        match &self.tokens {
+            AcceptedTokens::Everyone => Ok(Caller::Trusted),
+            AcceptedTokens::None => Err(refuse("no certificate with a role")),
+            AcceptedTokens::Shared(bearer) => bearer.check(headers).map(|()| Caller::Trusted),
+            AcceptedTokens::Listed(tokens) => {
                 let value = headers.get(AUTHORIZATION).ok_or_else(|| refuse("no token"))?;
                 let token = value.as_bytes().strip_prefix(b"Bearer ").unwrap_or_default();
-                let role = file.role(token).ok_or_else(|| refuse("an unknown token"))?;
-                Ok(Caller::Holder(role))
+                let role = tokens.get().role(token).cloned();
+                Ok(Caller::Holder(role.ok_or_else(|| refuse("an unknown token"))?))
             }
         }
     }
 }
 
-/// The file of tokens, which is read again when it has changed.
-#[derive(Debug)]
-pub(crate) struct TokenFile {
-    path: PathBuf,
-    state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    tokens: Tokens,
-    version: Version,
-    checked: Instant,
-}
-
-/// Differs when the file has changed.
-type Version = (Option<SystemTime>, u64);
-
-impl TokenFile {
-    fn open(path: &Path) -> Result<Self> {
-        let (tokens, version) = read(path)?;
-        let state = State { tokens, version, checked: Instant::now() };
-        Ok(Self { path: path.to_owned(), state: Mutex::new(state) })
-    }
-
-    fn role(&self, token: &[u8]) -> Option<Role> {
-        // The state is consistent after a panic, because each change is a single assignment.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.checked.elapsed() >= RELOAD_INTERVAL {
-            state.checked = Instant::now();
-            state.reload(&self.path);
-        }
-        state.tokens.role(token).cloned()
-    }
-}
-
-impl State {
-    /// Reads a file that has changed. If it is invalid, the tokens before remain.
-    fn reload(&mut self, path: &Path) {
-        if fs::metadata(path).is_ok_and(|found| version(&found) == self.version) {
-            return;
-        }
-        match read(path) {
-            Ok((tokens, version)) => {
-                tracing::info!(file = %path.display(), "the file of tokens has changed");
-                (self.tokens, self.version) = (tokens, version);
-            }
-            Err(error) => {
-                tracing::warn!(%error, "the tokens before remain valid");
-                // Until the file changes once more.
-                self.version = fs::metadata(path).map_or((None, 0), |found| version(&found));
-            }
-        }
-    }
-}
-
-fn version(found: &fs::Metadata) -> Version {
-    (found.modified().ok(), found.len())
-}
-
-fn read(path: &Path) -> Result<(Tokens, Version)> {
+/// Reads a file of tokens.
+fn read(file: &Path) -> Result<Tokens> {
     let invalid = |found: String| {
-        let what = format!("file of tokens {}", path.display());
+        let what = format!("file of tokens {}", file.display());
         Error::invalid(what, found, "a readable file with lines of `zsctl token new`")
     };
-    let found = fs::metadata(path).map_err(|cause| invalid(cause.to_string()))?;
+    let found = fs::metadata(file).map_err(|cause| invalid(cause.to_string()))?;
     if found.len() > MAX_FILE_BYTES {
         return Err(invalid(format!("{} bytes large", found.len())));
     }
-    let text = fs::read_to_string(path).map_err(|cause| invalid(cause.to_string()))?;
-    Ok((Tokens::parse(&text)?, version(&found)))
+    let text = fs::read_to_string(file).map_err(|cause| invalid(cause.to_string()))?;
+    Tokens::parse(&text)
 }
 
 #[cfg(test)]
 mod tests {
+    use zeroshard_proto::Token;
+
     use super::*;
+
+    const PLAIN: Security = Security::Plain;
 
     fn headers(token: &str) -> HeaderMap {
         HeaderMap::from_iter([(AUTHORIZATION, format!("Bearer {token}").parse().unwrap())])
@@ -203,38 +180,42 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("tokens");
         fs::write(&path, format!("{}\n{}", line("server", "one"), line("job:a", "two"))).unwrap();
-        let accepted = Accepted::new(&Token::default(), Some(&path)).unwrap();
-        let server = accepted.caller(&headers("one")).unwrap();
+        let common = Common { tokens: Some(path), ..Common::default() };
+        let accepted = Accepted::new(&common).unwrap();
+        let server = accepted.caller(&headers("one"), PLAIN).unwrap();
         assert_eq!(server, Caller::Holder(Role::Server));
         assert_eq!(server.check_serve(), Ok(()));
-        let job = accepted.caller(&headers("two")).unwrap();
+        let job = accepted.caller(&headers("two"), PLAIN).unwrap();
         assert_eq!((job.check_train("a"), job.check_read("a/b")), (Ok(()), Ok(())));
         for refused in [job.check_train("b"), job.check_read("b"), job.check_serve()] {
             assert!(matches!(refused, Err(Error::Forbidden { .. })), "{refused:?}");
         }
         for wrong in [&headers("three"), &headers(""), &HeaderMap::new()] {
-            let refused = accepted.caller(wrong);
+            let refused = accepted.caller(wrong, PLAIN);
             assert!(matches!(refused, Err(Error::Unauthenticated { .. })), "{refused:?}");
         }
     }
 
     #[test]
-    fn a_changed_file_is_read_again_and_an_invalid_one_changes_nothing() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("tokens");
-        fs::write(&path, line("admin", "one")).unwrap();
-        let file = TokenFile::open(&path).unwrap();
-        let reload = || file.state.lock().unwrap().reload(&path);
-        fs::write(&path, format!("{}\n{}", line("admin", "two"), line("server", "three"))).unwrap();
-        reload();
-        assert_eq!((file.role(b"one"), file.role(b"two")), (None, Some(Role::Admin)));
-        for wrong in [Some("nonsense"), None] {
-            match wrong {
-                Some(text) => fs::write(&path, text).unwrap(),
-                None => fs::remove_file(&path).unwrap(),
-            }
-            reload();
-            assert_eq!(file.role(b"two"), Some(Role::Admin));
+    fn with_tls_a_call_needs_encryption_and_a_certificate_or_a_token() {
+        let role = |role: Option<&str>| Security::Encrypted {
+            role: role.map(|role| role.parse().unwrap()),
+        };
+        let with_tls = Common { tls_cert: Some("server.pem".into()), ..Common::default() };
+        let with_token = Common { token: "s3cret".to_owned().into(), ..with_tls.clone() };
+        for common in [&with_tls, &with_token] {
+            let accepted = Accepted::new(common).unwrap();
+            let plain = accepted.caller(&headers("s3cret"), PLAIN);
+            assert!(matches!(plain, Err(Error::Tls { .. })), "{plain:?}");
+            let certified = accepted.caller(&HeaderMap::new(), role(Some("job:a")));
+            assert_eq!(certified, Ok(Caller::Holder("job:a".parse().unwrap())));
+            let neither = accepted.caller(&HeaderMap::new(), role(None));
+            assert!(matches!(neither, Err(Error::Unauthenticated { .. })), "{neither:?}");
+            let token = accepted.caller(&headers("s3cret"), role(None));
+            assert_eq!(token.is_ok(), common == &with_token);
         }
+        let insecure = Common { insecure: true, ..with_tls };
+        let accepted = Accepted::new(&insecure).unwrap();
+        assert_eq!(accepted.caller(&HeaderMap::new(), role(None)), Ok(Caller::Trusted));
     }
 }

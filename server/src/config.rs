@@ -21,10 +21,10 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zeroshard_proto::{
     Token,
     token::Bearer,
-    transport::{FRAME_BYTES, WINDOW_BYTES},
+    transport::{FRAME_BYTES, WINDOW_BYTES, tls::TlsFiles},
 };
 
-pub use crate::probe::Probe;
+pub use crate::{dev_certs::DevCerts, probe::Probe};
 pub use sections::{All, Coordinator, Shard};
 pub use values::{
     Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size, StateTier,
@@ -149,8 +149,21 @@ pub struct Common {
     /// itself, and its role in the file must be `server`
     #[arg(long, env = "ZEROSHARD_TOKENS", value_name = "FILE")]
     pub tokens: Option<PathBuf>,
-    /// Accept connections from other machines without a token. Everyone who can connect can then
-    /// read, change and delete all jobs
+    /// File with the certificates of the authorities of the cluster, in PEM format. All connections
+    /// are then encrypted, and the other side needs a certificate of one of them; callers may have
+    /// a token instead. The role of a certificate is its URI, such as `zeroshard:server`,
+    /// `zeroshard:admin` or `zeroshard:job:NAME`
+    #[arg(long, env = "ZEROSHARD_TLS_CA", value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+    /// File with the certificate of this server, in PEM format, for the names and addresses that
+    /// others dial, and with the role `zeroshard:server`. It is read again when it changes
+    #[arg(long, env = "ZEROSHARD_TLS_CERT", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// File with the private key of --tls-cert, in PEM format
+    #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+    /// Accept connections from other machines without a token or certificate. Everyone who can
+    /// connect can then read, change and delete all jobs
     #[arg(long, env = "ZEROSHARD_INSECURE")]
     pub insecure: bool,
 }
@@ -187,15 +200,23 @@ impl Common {
         Ok(())
     }
 
-    /// Checks that other machines cannot connect to `listen` without a token.
+    /// The files of TLS; `None` without encryption.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] if some of them are missing.
+    pub fn tls_files(&self) -> zeroshard_proto::Result<Option<TlsFiles>> {
+        TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
+    }
+
+    /// Checks that other machines cannot connect to `listen` without a token or certificate.
     fn check_open(&self, listen: Listen) -> Result<(), Error> {
         let has_token = self.token.reveal().is_some() || self.tokens.is_some();
-        if listen.0.ip().is_loopback() || self.insecure || has_token {
+        if listen.0.ip().is_loopback() || self.insecure || has_token || self.tls_cert.is_some() {
             return Ok(());
         }
         let found = format!("missing, and other machines can connect to {listen}");
-        let expected = "a secret (also with --token-file or --tokens); or set --insecure to accept \
-                        every call";
+        let expected = "a secret (also with --token-file or --tokens); or set --tls-ca, --tls-cert \
+                        and --tls-key, or --insecure to accept every call";
         Err(Error::value("common", "token", found, expected))
     }
 
@@ -299,6 +320,10 @@ enum Roles {
     All(Flags<All>),
     /// Ask a server whether it is ready, for health checks. Succeeds if it is
     Probe(Probe),
+    /// Make a certificate authority, and certificates for servers, operators and jobs, for trying
+    /// TLS out. They are valid for localhost and the names of --host, and the key of the authority
+    /// is not kept. In production, use the authority of your organization
+    DevCerts(DevCerts),
 }
 
 /// The sections that the file may have.
@@ -333,6 +358,8 @@ pub enum Command {
     Serve(Box<Config>),
     /// To ask another process whether it is ready.
     Probe(Probe),
+    /// To make certificates.
+    DevCerts(DevCerts),
 }
 
 /// Reads the configuration of a process that was started with `arguments` (the first is its name).
@@ -346,6 +373,7 @@ pub fn load(
     let matches = command.try_get_matches_from_mut(arguments)?;
     match matches.subcommand().expect("clap requires a subcommand") {
         ("probe", matches) => Ok(Command::Probe(Probe::from_arg_matches(matches)?)),
+        ("dev-certs", matches) => Ok(Command::DevCerts(DevCerts::from_arg_matches(matches)?)),
         (section, matches) => Ok(Command::Serve(Box::new(serve(section, matches)?))),
     }
 }

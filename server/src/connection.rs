@@ -18,6 +18,8 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
+use zeroshard_proto::transport::tls::{PeerSecurity, Security};
+
 use crate::budget::{Budget, Space};
 
 /// The time in which a peer must begin to speak HTTP/2.
@@ -47,11 +49,13 @@ impl Connections {
     }
 
     /// Accepts a connection; `None` if there are far too many.
-    pub(crate) fn accept<Io>(&self, io: Io) -> Option<Connection<Io>> {
-        if let Some(space) = self.open.take(1) {
-            return Some(Connection::new(io, space, None));
-        }
-        Some(Connection::new(io, self.refused.take(1)?, Some(self.open.limit())))
+    pub(crate) fn accept<Io>(&self, io: Io, security: PeerSecurity) -> Option<Connection<Io>> {
+        let (space, refused) = match self.open.take(1) {
+            Some(space) => (space, None),
+            None => (self.refused.take(1)?, Some(self.open.limit())),
+        };
+        let peer = Peer { hangup: CancellationToken::new(), refused, security };
+        Some(Connection::new(io, space, peer))
     }
 }
 
@@ -60,12 +64,18 @@ impl Connections {
 pub(crate) struct Peer {
     hangup: CancellationToken,
     refused: Option<u64>,
+    security: PeerSecurity,
 }
 
 impl Peer {
     /// Closes the connection, with all calls on it.
     pub(crate) fn hang_up(&self) {
         self.hangup.cancel();
+    }
+
+    /// Whether the connection is encrypted, and the role of the other side.
+    pub(crate) fn security(&self) -> Security {
+        self.security.get()
     }
 
     /// The limit on the number of connections, if the connection exceeds it.
@@ -88,13 +98,12 @@ pub(crate) struct Connection<Io> {
 }
 
 impl<Io> Connection<Io> {
-    fn new(io: Io, space: Space, refused: Option<u64>) -> Self {
-        let hangup = CancellationToken::new();
-        let limit = if refused.is_some() { REFUSED_LIMIT } else { HANDSHAKE_LIMIT };
+    fn new(io: Io, space: Space, peer: Peer) -> Self {
+        let limit = if peer.refused.is_some() { REFUSED_LIMIT } else { HANDSHAKE_LIMIT };
         Self {
             io,
-            ended: Box::pin(hangup.clone().cancelled_owned()),
-            peer: Peer { hangup, refused },
+            ended: Box::pin(peer.hangup.clone().cancelled_owned()),
+            peer,
             limit: Some(Box::pin(tokio::time::sleep(limit))),
             received: 0,
             _space: space,
@@ -185,7 +194,7 @@ mod tests {
     #[tokio::test]
     async fn connections_beyond_the_limit_are_refused_then_closed_and_places_become_free() {
         let connections = Connections::new(1);
-        let accept = || connections.accept(duplex(4).0);
+        let accept = || connections.accept(duplex(4).0, PeerSecurity::default());
         let first = accept().unwrap();
         assert_eq!(first.connect_info().refused(), None);
         let refused: Vec<_> = (0..REFUSED).map(|_| accept().unwrap()).collect();
@@ -200,7 +209,7 @@ mod tests {
         let connections = Connections::new(1);
         let aborted = async |sent: usize| {
             let (mut peer, io) = duplex(100);
-            let mut connection = connections.accept(io).unwrap();
+            let mut connection = connections.accept(io, PeerSecurity::default()).unwrap();
             peer.write_all(&vec![1; sent]).await.unwrap();
             let began = tokio::time::Instant::now();
             let read = async {
@@ -218,7 +227,7 @@ mod tests {
         let about = |limit: Duration| limit..limit + Duration::from_millis(100);
         assert!(about(HANDSHAKE_LIMIT).contains(&aborted(PREFACE - 1).await.unwrap()));
         assert_eq!(aborted(PREFACE).await, None);
-        let _first = connections.accept(duplex(4).0).unwrap();
+        let _first = connections.accept(duplex(4).0, PeerSecurity::default()).unwrap();
         assert!(about(REFUSED_LIMIT).contains(&aborted(PREFACE).await.unwrap()));
     }
 
@@ -226,7 +235,7 @@ mod tests {
     async fn a_hangup_wakes_readers_and_writers() {
         let (mut peer, io) = duplex(4);
         let connections = Connections::new(2);
-        let mut connection = connections.accept(io).unwrap();
+        let mut connection = connections.accept(io, PeerSecurity::default()).unwrap();
         connection.write_all(b"1").await.unwrap();
         assert_eq!(peer.read_u8().await.unwrap(), b'1');
         let hangup = connection.connect_info();
@@ -242,7 +251,7 @@ mod tests {
             io::ErrorKind::ConnectionAborted
         );
 
-        let mut connection = connections.accept(duplex(4).0).unwrap();
+        let mut connection = connections.accept(duplex(4).0, PeerSecurity::default()).unwrap();
         let hangup = connection.connect_info();
         let (_peer, io) = duplex(4);
         connection.io = io;

@@ -176,15 +176,15 @@ mod tests {
             self, coordinator_service_client::CoordinatorServiceClient,
             shard_service_client::ShardServiceClient,
         },
-        transport::{Connection, endpoint},
+        transport::{Connection, Credentials, endpoint},
     };
 
     use super::*;
     use crate::roles::Parts;
 
     async fn status(address: &str, token: &str) -> Result<pb::StatusResponse, ClusterError> {
-        let channel = endpoint(address)?.connect().await.unwrap();
-        let connection = Connection::new(channel, &Token::from(token.to_owned()))?;
+        let credentials = Credentials::new(&Token::from(token.to_owned()), None)?;
+        let connection = Connection::lazy(address, &credentials)?;
         let answer = CoordinatorServiceClient::new(connection).status(pb::StatusRequest {}).await;
         answer
             .map(tonic::Response::into_inner)

@@ -12,6 +12,7 @@ mod budget;
 pub mod config;
 mod connection;
 pub mod coordinator;
+pub mod dev_certs;
 mod election;
 pub mod embedded;
 pub mod failure;

@@ -5,8 +5,8 @@ use std::{process::ExitCode, time::Duration};
 use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
 use zeroshard_server::{
-    config::{self, Command, Config, Probe},
-    failure, logging, roles,
+    config::{self, Command, Config, DevCerts, Probe},
+    dev_certs, failure, logging, roles,
     serve::stop_on_signals,
 };
 
@@ -22,6 +22,7 @@ fn main() -> ExitCode {
     let config = match config::load(std::env::args_os()) {
         Ok(Command::Serve(config)) => config,
         Ok(Command::Probe(probe)) => return end(ask(&probe), |error| eprintln!("{error}")),
+        Ok(Command::DevCerts(certs)) => return end(make(&certs), |error| eprintln!("{error}")),
         Err(config::Error::CommandLine(error)) => error.exit(),
         Err(error) => {
             eprintln!("zeroshard-server: {error}");
@@ -49,6 +50,11 @@ fn end(outcome: Outcome, report: impl FnOnce(Box<dyn std::error::Error>)) -> Exi
 fn ask(probe: &Probe) -> Outcome {
     let runtime = Builder::new_current_thread().enable_all().build()?;
     Ok(runtime.block_on(probe.ask())?)
+}
+
+fn make(certs: &DevCerts) -> Outcome {
+    let files = certs.make()?;
+    Ok(dev_certs::print(certs.directory(), &files)?)
 }
 
 fn run(config: Config) -> Outcome {

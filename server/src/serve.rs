@@ -11,9 +11,18 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::{
     service::Routes,
-    transport::{Server, server::TcpIncoming},
+    transport::{
+        Server,
+        server::{Connected, TcpIncoming},
+    },
 };
-use zeroshard_proto::pb;
+use zeroshard_proto::{
+    pb,
+    transport::{
+        Credentials,
+        tls::{Acceptor, Tls},
+    },
+};
 
 use crate::{
     access::Accepted,
@@ -84,6 +93,10 @@ pub struct Context {
     pub common: Common,
     /// The credentials that calls may carry.
     pub(crate) accepted: Accepted,
+    /// Accepts connections with TLS, if the server has a certificate.
+    pub(crate) acceptor: Acceptor,
+    /// For calls to other servers.
+    pub(crate) credentials: Credentials,
     /// The maximum number of connections.
     pub max_connections: usize,
     /// The metrics of requests.
@@ -98,14 +111,18 @@ impl Context {
     /// The context of a process that is not ready yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a token that no call can carry, or an invalid file of tokens.
+    /// [`Error::Invalid`] for a token that no call can carry, and for an invalid file of tokens,
+    /// certificates or keys.
     pub async fn new(
         common: Common,
         max_connections: usize,
         failure: Failure,
     ) -> Result<Self, Error> {
+        let tls = common.tls_files()?.map(Tls::open).transpose()?;
         Ok(Self {
-            accepted: Accepted::new(&common.token, common.tokens.as_deref())?,
+            accepted: Accepted::new(&common)?,
+            acceptor: Acceptor::new(tls.clone())?,
+            credentials: Credentials::new(&common.token, tls)?,
             common,
             max_connections,
             metrics: Metrics::new(),
@@ -126,19 +143,24 @@ pub async fn serve(
     context: &Context,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
-    let Context { common, accepted, max_connections, metrics, health, failure } = context;
+    let Context { common, accepted, acceptor, max_connections, .. } = context;
+    let Context { metrics, health, failure, .. } = context;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(pb::FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()?;
     let routes = routes.add_service(health.service()).add_service(reflection).prepare();
     let (interval, timeout) = common.keepalive();
-    let connections = Connections::new(*max_connections);
+    let (connections, acceptor) = (Connections::new(*max_connections), acceptor.clone());
     let incoming = TcpIncoming::from(listener)
         // A commit is a small message for which a worker waits.
         .with_nodelay(Some(true))
         .with_keepalive(Some(interval))
-        .try_filter_map(move |io| ready(Ok(connections.accept(io))));
+        .try_filter_map(move |io| {
+            let io = acceptor.accept(io);
+            let security = io.connect_info();
+            ready(Ok(connections.accept(io, security)))
+        });
     let server = Server::builder()
         .max_frame_size(common.frame_bytes)
         .initial_stream_window_size(common.window_bytes)

@@ -8,6 +8,7 @@
 mod algorithms;
 mod connections;
 mod error;
+mod gate;
 mod mailbox;
 mod nccl;
 #[cfg(test)]

@@ -1,11 +1,14 @@
 //! Connections to clusters, which may run inside this process.
 
-use std::{net::IpAddr, sync::Mutex, time::Duration};
+use std::{net::IpAddr, path::PathBuf, sync::Mutex, time::Duration};
 
 use pyo3::prelude::*;
 use serde_json::json;
 use zeroshard_client as client;
-use zeroshard_proto::{Error, JobSpec, Manifest};
+use zeroshard_proto::{
+    Error, JobSpec, Manifest,
+    transport::tls::{Tls, TlsFiles},
+};
 use zeroshard_server::embedded;
 
 use crate::{
@@ -41,6 +44,14 @@ fn options(
     Ok(options.timeout(seconds("timeout", timeout)?).token(token.unwrap_or_default().into()))
 }
 
+/// The TLS with the files of the authorities, of the certificate and of its key.
+fn encryption(
+    (ca, certificate, key): (PathBuf, Option<PathBuf>, Option<PathBuf>),
+) -> Result<Tls, Error> {
+    let files = TlsFiles::of(Some(&ca), certificate.as_deref(), key.as_deref())?;
+    Tls::open(files.expect("there are files"))
+}
+
 pub(crate) fn seconds(what: &str, number: f64) -> PyResult<Duration> {
     let duration = Duration::try_from_secs_f64(number).ok().filter(|duration| !duration.is_zero());
     duration
@@ -51,7 +62,7 @@ pub(crate) fn seconds(what: &str, number: f64) -> PyResult<Duration> {
 impl Cluster {
     #[staticmethod]
     #[pyo3(signature = (
-        address, *, token=None, wire="f32", chunk_bytes=1048576, timeout=600.0,
+        address, *, token=None, tls=None, wire="f32", chunk_bytes=1048576, timeout=600.0,
         connect_timeout=10.0, replicas=1
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
@@ -59,6 +70,7 @@ impl Cluster {
         py: Python<'_>,
         address: String,
         token: Option<String>,
+        tls: Option<(PathBuf, Option<PathBuf>, Option<PathBuf>)>,
         wire: &str,
         chunk_bytes: usize,
         timeout: f64,
@@ -67,6 +79,7 @@ impl Cluster {
     ) -> PyResult<Self> {
         let connect_timeout = seconds("connect_timeout", connect_timeout)?;
         let options = options(token, wire, chunk_bytes, timeout)?.connect_timeout(connect_timeout);
+        let options = options.tls(tls.map(encryption).transpose().map_err(raise)?);
         let dialled = address.clone();
         let cluster = wait(py, async move { client::Cluster::connect(&dialled, options).await })?;
         Ok(Self { cluster, address, replicas, embedded: Mutex::new(None) })
@@ -103,7 +116,7 @@ impl Cluster {
         })?;
         let (address, token) = (embedded.address(), embedded.token().reveal().map(str::to_owned));
         let cluster =
-            Self::connect(py, address, token, wire, chunk_bytes, timeout, timeout, replicas)?;
+            Self::connect(py, address, token, None, wire, chunk_bytes, timeout, timeout, replicas)?;
         *lock(&cluster.embedded) = Some(embedded);
         Ok(cluster)
     }

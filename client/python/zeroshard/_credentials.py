@@ -8,6 +8,27 @@ import pathlib
 from .errors import InvalidArgumentError
 
 
+def tls_files() -> tuple[str, str | None, str | None] | None:
+    """The files of TLS: ``ZEROSHARD_TLS_CA`` with the authorities of the cluster, and perhaps
+    ``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY`` with the certificate of this process and its
+    key. None without encryption.
+
+    Raises:
+        InvalidArgumentError: there is a certificate or a key, and no file with authorities.
+    """
+    ca, certificate, key = (
+        os.environ.get(f"ZEROSHARD_TLS_{name}") or None for name in ("CA", "CERT", "KEY")
+    )
+    if ca is not None:
+        return ca, certificate, key
+    if certificate is not None or key is not None:
+        raise InvalidArgumentError(
+            "ZEROSHARD_TLS_CERT and ZEROSHARD_TLS_KEY need ZEROSHARD_TLS_CA, the file with the "
+            "certificates of the authorities of the cluster"
+        )
+    return None
+
+
 def token_of(given: str | None) -> str | None:
     """The token: ``given``, or else that of ``ZEROSHARD_TOKEN`` or of the file
     ``ZEROSHARD_TOKEN_FILE``. None if there is none.

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from . import _session
 from ._core.entry import Entry
 from ._core.framework import Framework
-from ._credentials import token_of
+from ._credentials import tls_files, token_of
 from ._native import Cluster
 from ._native import Pinned as _Pinned
 from ._status import status_of
@@ -135,7 +135,7 @@ def _cluster(address: str | None, token: str | None) -> Cluster:
             "the address of the cluster is missing; pass address=..., set ZEROSHARD_ADDRESS, or "
             "call zeroshard.init() first"
         )
-    return Cluster.connect(address, token=token_of(token))
+    return Cluster.connect(address, token=token_of(token), tls=tls_files())
 
 
 def _name(cluster: Cluster, job: str) -> str:

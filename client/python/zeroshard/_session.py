@@ -14,7 +14,7 @@ import sys
 from types import TracebackType
 
 from ._connection import Connection
-from ._credentials import token_of
+from ._credentials import tls_files, token_of
 from ._native import Cluster
 from ._rendezvous import Rendezvous, reachable_host, world_group
 from ._status import Status
@@ -82,7 +82,9 @@ def init(
             given, a cluster starts inside this process. With several ranks (``torchrun``,
             ``torch.multiprocessing.spawn``) rank 0 hosts it and the others connect to it.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default, or the content of the file
-            ``ZEROSHARD_TOKEN_FILE``. A cluster that is started has a random one by default.
+            ``ZEROSHARD_TOKEN_FILE``. A cluster that is started has a random one by default. With
+            ``ZEROSHARD_TLS_CA`` the connections to a cluster that runs already are encrypted, and
+            ``ZEROSHARD_TLS_CERT`` with ``ZEROSHARD_TLS_KEY`` can replace the token.
         shards: the number of shard servers of a cluster that is started.
         name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
             checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.
@@ -106,6 +108,7 @@ def init(
             with the cause.
         TimeoutError: rank 0 does not answer.
         UnauthenticatedError: the token is missing or wrong.
+        TlsError: one side does not trust the certificate of the other.
     """
     global _current
     if _current is not None:
@@ -119,10 +122,12 @@ def init(
     address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
     token = token_of(token)
 
-    def connect(address: str, token: str | None) -> Cluster:
+    def connect(address: str, token: str | None, is_ours: bool) -> Cluster:
         return Cluster.connect(
             address,
             token=token,
+            # A cluster that a rank has started does not use TLS.
+            tls=None if is_ours else tls_files(),
             wire=wire,
             chunk_bytes=chunk_bytes,
             timeout=timeout,
@@ -139,13 +144,13 @@ def init(
         )
         if "error" in shared:
             raise UnavailableError(f"rank 0 could not connect: {shared['error']}")
-        cluster = connect(shared["address"], shared["token"])
+        cluster = connect(shared["address"], shared["token"], shared["is_ours"])
         name, run = shared["name"], shared["run"]
     else:
         run = f"{name}-{secrets.token_hex(4)}"
         if address is not None:
             try:
-                cluster = connect(address, token)
+                cluster = connect(address, token, False)
             except Error as error:
                 if rendezvous is not None:
                     rendezvous.publish(f"run/{number}", json.dumps({"error": str(error)}))
@@ -163,7 +168,13 @@ def init(
                 replicas=replicas,
             )
         if rendezvous is not None:
-            shared = {"address": cluster.address, "token": token, "name": name, "run": run}
+            shared = {
+                "address": cluster.address,
+                "is_ours": address is None,
+                "token": token,
+                "name": name,
+                "run": run,
+            }
             rendezvous.publish(f"run/{number}", json.dumps(shared))
     # The connection keeps the rendezvous: this process may serve the store, and other ranks may
     # still have to read it.

@@ -27,7 +27,11 @@ class UnauthenticatedError(Error, PermissionError):
 
 
 class ForbiddenError(Error, PermissionError):
-    """The token has a role that does not permit the call."""
+    """The token or certificate has a role that does not permit the call."""
+
+
+class TlsError(Error, ConnectionError):
+    """The two sides of a connection do not trust each other, or only one of them uses TLS."""
 
 
 class UnknownJobError(Error):

@@ -90,7 +90,8 @@ async fn run(arguments: &Arguments) -> Result<()> {
         Command::Estimate(plan) => return plan::run(plan, arguments.json),
         _ => {}
     }
-    let options = Options::default().timeout(timeout).token(arguments.credentials.token()?);
+    let (token, tls) = (arguments.credentials.token()?, arguments.credentials.tls()?);
+    let options = Options::default().timeout(timeout).token(token).tls(tls);
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
         Command::Status => status::print(&cluster.status().await?, arguments.json),

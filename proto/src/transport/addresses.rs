@@ -4,11 +4,17 @@
 use std::{io, sync::Arc, time::Duration};
 
 use futures_util::{StreamExt, stream::FuturesUnordered};
+use http::Uri;
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
-use tonic::transport::{Channel, Endpoint, Error as TransportError};
+use tonic::{Status, transport::Endpoint};
+use tower::Service;
 
-use super::{endpoint, network};
+use super::{
+    Connection, Credentials, endpoint,
+    network::{self, Stream},
+    tls::Tls,
+};
 use crate::{Error, Result};
 
 /// One or more addresses, of which one answers at a time. Each time a connection is opened, all of
@@ -46,51 +52,61 @@ impl Addresses {
         Self { endpoint: self.endpoint.connect_timeout(limit), ..self }
     }
 
-    /// A channel that opens a connection before the first call, and again after it has broken.
-    pub fn connect_lazy(&self) -> Channel {
-        match &*self.dialled {
-            [_] => network::connect_lazy(&self.endpoint),
-            _ => self.endpoint.connect_with_connector_lazy(self.connector()),
-        }
+    /// A connection that is opened before the first call, and again after it has broken.
+    pub fn connect_lazy(&self, credentials: &Credentials) -> Connection {
+        let (endpoint, tls) = (&self.endpoint, credentials.tls());
+        credentials.connection(if self.is_plain(tls) {
+            endpoint.connect_lazy()
+        } else {
+            endpoint.connect_with_connector_lazy(connector(self.dialled.clone(), tls.cloned()))
+        })
     }
 
     /// Opens a connection.
     ///
     /// # Errors
-    /// Those of the transport, if no address answers.
-    pub async fn connect(&self) -> Result<Channel, TransportError> {
-        match &*self.dialled {
-            [_] => network::connect(&self.endpoint).await,
-            _ => self.endpoint.connect_with_connector(self.connector()).await,
-        }
+    /// [`Error::Unavailable`] if no address answers, and [`Error::Tls`].
+    pub async fn connect(&self, credentials: &Credentials) -> Result<Connection> {
+        let (endpoint, tls) = (&self.endpoint, credentials.tls());
+        let opened = if self.is_plain(tls) {
+            endpoint.connect().await
+        } else {
+            let connector = connector(self.dialled.clone(), tls.cloned());
+            endpoint.connect_with_connector(connector).await
+        };
+        let peer = self.dialled.join(",");
+        let failed = |error| Error::from_status(&Status::from_error(Box::new(error)), &peer);
+        Ok(credentials.connection(opened.map_err(failed)?))
     }
 
-    fn connector(
-        &self,
-    ) -> impl tower::Service<
-        http::Uri,
-        Response = TokioIo<TcpStream>,
-        Error = io::Error,
-        Future = impl Future<Output = io::Result<TokioIo<TcpStream>>> + Send,
-    > + Send
-    + 'static {
-        let dialled = self.dialled.clone();
-        tower::service_fn(move |_| {
-            let dialled = dialled.clone();
-            async move { first_that_answers(&dialled).await.map(TokioIo::new) }
-        })
+    /// Whether tonic opens the connections: it dials one address, and the settings of its TLS are
+    /// read once.
+    fn is_plain(&self, tls: Option<&Tls>) -> bool {
+        tls.is_none() && self.dialled.len() == 1 && network::simulated().is_none()
     }
 }
 
+/// What opens connections to the first address that answers.
+fn connector(
+    dialled: Arc<[String]>,
+    tls: Option<Tls>,
+) -> impl Service<
+    Uri,
+    Response = TokioIo<Box<dyn Stream>>,
+    Error = Error,
+    Future = impl Future<Output = Result<TokioIo<Box<dyn Stream>>>> + Send,
+> + Send
++ 'static {
+    tower::service_fn(move |_| {
+        let (dialled, tls) = (dialled.clone(), tls.clone());
+        async move { first_that_answers(&dialled, tls.as_ref()).await.map(TokioIo::new) }
+    })
+}
+
 /// Dials all addresses at the same time.
-async fn first_that_answers(dialled: &[String]) -> io::Result<TcpStream> {
-    let mut tries: FuturesUnordered<_> = dialled
-        .iter()
-        .map(|address| async move {
-            let failed = |e: io::Error| io::Error::new(e.kind(), format!("{address}: {e}"));
-            dial(address).await.map_err(failed)
-        })
-        .collect();
+async fn first_that_answers(dialled: &[String], tls: Option<&Tls>) -> Result<Box<dyn Stream>> {
+    let mut tries: FuturesUnordered<_> =
+        dialled.iter().map(|address| dial(address, tls, dialled.len() > 1)).collect();
     let mut errors = Vec::with_capacity(dialled.len());
     while let Some(tried) = tries.next().await {
         match tried {
@@ -98,25 +114,44 @@ async fn first_that_answers(dialled: &[String]) -> io::Result<TcpStream> {
             Err(error) => errors.push(error),
         }
     }
-    let all = errors.iter().map(io::Error::to_string).collect::<Vec<_>>().join("; ");
-    Err(io::Error::other(all))
+    match errors.iter().find(|error| matches!(error, Error::Tls { .. })) {
+        Some(error) => Err(error.clone()),
+        None => {
+            let causes = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+            Err(Error::Unavailable { peer: dialled.join(","), cause: causes })
+        }
+    }
 }
 
-/// Connects, and waits for the first byte of the server's HTTP/2 preface. The system accepts
-/// connections to a process that stands still, but the process does not send anything.
-async fn dial(address: &str) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect(address).await?;
-    stream.set_nodelay(true)?;
-    match stream.peek(&mut [0]).await? {
-        0 => Err(io::ErrorKind::ConnectionReset.into()),
-        _ => Ok(stream),
+/// Connects and, if the server `may_be_silent`, waits for its first byte, with which HTTP/2 begins.
+/// The system accepts connections to a process that stands still, but the process does not send
+/// anything.
+async fn dial(address: &str, tls: Option<&Tls>, may_be_silent: bool) -> Result<Box<dyn Stream>> {
+    let failed = |error: io::Error| Error::Unavailable {
+        peer: address.to_owned(),
+        cause: error.to_string(),
+    };
+    if let Some(connect) = network::simulated() {
+        return connect(address.to_owned()).await.map_err(failed);
     }
+    let stream = TcpStream::connect(address).await.map_err(failed)?;
+    stream.set_nodelay(true).map_err(failed)?;
+    if let Some(tls) = tls {
+        return Ok(Box::new(tls.connect(stream, address).await?));
+    }
+    if may_be_silent && stream.peek(&mut [0]).await.map_err(failed)? == 0 {
+        return Err(failed(io::ErrorKind::ConnectionReset.into()));
+    }
+    Ok(Box::new(stream))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 mod tests {
-    use tokio::{io::AsyncWriteExt, net::TcpListener};
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpListener,
+    };
 
     use super::*;
 
@@ -147,14 +182,14 @@ mod tests {
             stream.write_all(b"hello").await.unwrap();
             std::future::pending::<()>().await;
         });
-        let stream = first_that_answers(&dialled).await.unwrap();
-        assert_eq!(stream.peer_addr().unwrap().to_string(), answering.1);
+        let mut stream = first_that_answers(&dialled, None).await.unwrap();
+        assert_eq!(stream.read_u8().await.unwrap(), b'h');
     }
 
     #[tokio::test]
     async fn the_error_names_each_address() {
         let dialled = [listener().await.1, listener().await.1];
-        let error = first_that_answers(&dialled).await.unwrap_err().to_string();
+        let error = first_that_answers(&dialled, None).await.map(drop).unwrap_err().to_string();
         assert!(dialled.iter().all(|address| error.contains(address)), "{error}");
     }
 }

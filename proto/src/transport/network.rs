@@ -2,11 +2,9 @@
 
 use std::{future::Future, io, pin::Pin, sync::OnceLock};
 
-use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tonic::transport::{Channel, Endpoint, Error};
 
-/// A connection of a simulated network.
+/// A connection.
 pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
@@ -25,41 +23,4 @@ pub fn simulate(connect: fn(String) -> Connecting) {
 /// The function that opens connections, if the network is simulated.
 pub fn simulated() -> Option<fn(String) -> Connecting> {
     SIMULATED.get().copied()
-}
-
-/// A channel that opens a connection before the first call, and again after it has broken.
-pub fn connect_lazy(endpoint: &Endpoint) -> Channel {
-    match simulated() {
-        None => endpoint.connect_lazy(),
-        Some(connect) => endpoint.connect_with_connector_lazy(connector(endpoint, connect)),
-    }
-}
-
-/// Opens a connection.
-///
-/// # Errors
-/// Those of the transport.
-pub async fn connect(endpoint: &Endpoint) -> Result<Channel, Error> {
-    match simulated() {
-        None => endpoint.connect().await,
-        Some(connect) => endpoint.connect_with_connector(connector(endpoint, connect)).await,
-    }
-}
-
-fn connector(
-    endpoint: &Endpoint,
-    connect: fn(String) -> Connecting,
-) -> impl tower::Service<
-    http::Uri,
-    Response = TokioIo<Box<dyn Stream>>,
-    Error = io::Error,
-    Future = impl Future<Output = io::Result<TokioIo<Box<dyn Stream>>>> + Send,
-> + Send
-+ 'static {
-    let authority = endpoint.uri().authority().map(|authority| authority.as_str().to_owned());
-    let address = authority.unwrap_or_default();
-    tower::service_fn(move |_| {
-        let connecting = connect(address.clone());
-        async move { connecting.await.map(TokioIo::new) }
-    })
 }

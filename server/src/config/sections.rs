@@ -17,8 +17,7 @@ use super::{
 #[serde(deny_unknown_fields)]
 pub struct Coordinator {
     /// Address on which the coordinator serves workers and shard servers. With 0.0.0.0:7400 other
-    /// machines can connect: then also set --token, and use it only in a trusted network, because
-    /// there is no encryption yet
+    /// machines can connect: then also set --token or the flags for TLS
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
@@ -83,8 +82,7 @@ impl Coordinator {
 #[serde(deny_unknown_fields)]
 pub struct Shard {
     /// Address on which the server serves workers. With 0.0.0.0:7401 (and --advertise) other
-    /// machines can connect: then also set --token, and use it only in a trusted network, because
-    /// there is no encryption yet
+    /// machines can connect: then also set --token or the flags for TLS
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub listen: Listen,
     /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
@@ -132,7 +130,7 @@ pub struct Shard {
     pub snapshot_bytes: Option<u64>,
     /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, several GPUs
     /// such as `cuda:0,1`, over which slices are balanced by bytes, or `auto` for the first GPU if
-    /// there is one. GPUs have only been tested with a simulated driver
+    /// there is one. GPUs have been tested on an H100 and with a simulated driver
     #[arg(long, env = "ZEROSHARD_DEVICE", value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
     /// With GPUs: maximum memory of each GPU for the master weights, optimizer state and gradients
@@ -174,8 +172,7 @@ impl Default for Shard {
 #[serde(deny_unknown_fields)]
 pub struct All {
     /// Address on which the coordinator serves workers and further shard servers. With an address
-    /// other than loopback, also set --token, and use it only in a trusted network, because there
-    /// is no encryption yet
+    /// other than loopback, also set --token or the flags for TLS
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Address on which the shard server serves workers
@@ -213,7 +210,7 @@ pub struct All {
     pub snapshot_bytes: Option<u64>,
     /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, several GPUs
     /// such as `cuda:0,1`, over which slices are balanced by bytes, or `auto` for the first GPU if
-    /// there is one. GPUs have only been tested with a simulated driver
+    /// there is one. GPUs have been tested on an H100 and with a simulated driver
     #[arg(long, env = "ZEROSHARD_DEVICE", value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
     /// With GPUs: maximum memory of each GPU for the master weights, optimizer state and gradients

@@ -5,7 +5,7 @@ use super::*;
 fn load(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Config, Error> {
     match super::load(arguments)? {
         Command::Serve(config) => Ok(*config),
-        Command::Probe(probe) => panic!("{probe:?}"),
+        other => panic!("{other:?}"),
     }
 }
 

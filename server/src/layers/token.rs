@@ -1,4 +1,5 @@
-//! Accepts only calls that carry a token of the cluster, and adds their caller to them.
+//! Accepts only calls that carry a token of the cluster or arrive on a connection with a
+//! certificate, and adds their caller to them.
 //!
 //! A call without a token is answered at once, and its body is not read. Probes are accepted:
 //! they carry no secret, and the health service reveals none.
@@ -9,11 +10,15 @@ use std::{
 };
 
 use super::is_probe;
-use crate::access::{Accepted, Caller};
+use crate::{
+    access::{Accepted, Caller},
+    connection::Peer,
+};
 use futures_util::future::Either;
 use http::{Request, Response};
 use tonic::Status;
 use tower::{Layer, Service};
+use zeroshard_proto::transport::tls::Security;
 
 /// Creates [`CheckToken`].
 #[derive(Clone, Debug)]
@@ -22,7 +27,7 @@ pub struct TokenLayer(pub(crate) Accepted);
 impl TokenLayer {
     /// A layer that accepts every call.
     pub fn everyone() -> Self {
-        Self(Accepted::Everyone)
+        Self(Accepted::everyone())
     }
 }
 
@@ -58,7 +63,9 @@ where
         if is_probe(request.uri().path()) {
             return Either::Left(self.inner.call(request));
         }
-        match self.accepted.caller(request.headers()) {
+        let peer = request.extensions().get::<Peer>();
+        let security = peer.map_or(Security::Plain, Peer::security);
+        match self.accepted.caller(request.headers(), security) {
             Ok(caller) => {
                 request.extensions_mut().insert::<Caller>(caller);
                 Either::Left(self.inner.call(request))
@@ -76,6 +83,7 @@ mod tests {
     use zeroshard_proto::{Error, Result, Token};
 
     use super::*;
+    use crate::config::Common;
 
     const PUSH: &str = "/zeroshard.v1.DataService/Push";
 
@@ -91,7 +99,8 @@ mod tests {
         if let Some(value) = authorization {
             request = request.header("authorization", value);
         }
-        let layer = TokenLayer(Accepted::new(&Token::from(token.to_owned()), None)?);
+        let common = Common { token: Token::from(token.to_owned()), ..Common::default() };
+        let layer = TokenLayer(Accepted::new(&common)?);
         let answer = layer.layer(inner).oneshot(request.body(()).unwrap()).await.unwrap();
         match Status::from_header_map(answer.headers()) {
             None => {

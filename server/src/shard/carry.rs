@@ -13,14 +13,14 @@ use backon::{BackoffBuilder, ConstantBuilder};
 use futures_util::future::try_join_all;
 use rayon::prelude::*;
 use zeroshard_proto::{
-    AppliedSteps, DType, Error, JobVersion, Result, Token,
+    AppliedSteps, DType, Error, JobVersion, Result,
     error::Remedy,
     optimizer::StateShape,
     pb::{
         self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
         state_part,
     },
-    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint, network},
+    transport::{Connection, Credentials, MAX_CONTROL_MESSAGE},
 };
 
 use super::{job::Job, part::Part, store::Store};
@@ -43,7 +43,7 @@ const RETRIES: usize = 5;
 /// [`Error::Timeout`] if another server does not send its slices.
 pub(super) async fn carry_over<B: Backend>(
     store: &Arc<Store<B>>,
-    token: &Token,
+    credentials: &Credentials,
     server: u64,
     job: &Arc<Job<B>>,
     succession: pb::Succession,
@@ -63,7 +63,7 @@ pub(super) async fn carry_over<B: Backend>(
         async move {
             match holder.id == server {
                 true => copy.copy_here(share).await,
-                false => copy.copy_remote(holder, token, &share).await,
+                false => copy.copy_remote(holder, credentials, &share).await,
             }
         }
     });
@@ -204,12 +204,11 @@ impl<B: Backend> Copier<B> {
     pub(super) async fn copy_remote(
         self,
         holder: &pb::Server,
-        token: &Token,
+        credentials: &Credentials,
         copies: &[SliceCopy],
     ) -> Result<()> {
         let peer = format!("shard server {}", holder.address);
-        let connection =
-            Connection::new(network::connect_lazy(&endpoint(&holder.address)?), token)?;
+        let connection = Connection::lazy(&holder.address, credentials)?;
         let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
         for (message, target) in self.parts() {
             let mut wanted = Vec::new();

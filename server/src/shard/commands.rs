@@ -8,7 +8,9 @@ use tokio::{
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
+use zeroshard_proto::{
+    Error, JobSpec, Optimizer, Placement, Result, job::optimizers, pb, transport::Credentials,
+};
 
 use super::{
     carry::carry_over,
@@ -102,8 +104,8 @@ pub(super) struct Task<B: Backend> {
     pub(super) events: Events,
     /// This server's id in placements.
     pub(super) server: u64,
-    /// The cluster's token, for calls to other servers.
-    pub(super) token: Token,
+    /// For calls to other servers.
+    pub(super) credentials: Credentials,
     /// The commands for the job, each of which may be malformed.
     pub(super) commands: mpsc::Receiver<Result<Command>>,
     /// Cancelled when the coordinator closes the job.
@@ -140,7 +142,7 @@ impl<B: Backend> Task<B> {
         let origin = Origin { from, fresh_state, restore: requested };
         let job = Arc::new(self.open(open, origin, restore.is_some()).await?);
         if let Some(succession) = succession {
-            carry_over(&self.store, &self.token, self.server, &job, succession).await?;
+            carry_over(&self.store, &self.credentials, self.server, &job, succession).await?;
         }
         let returns = !leases.is_empty();
         for lease in leases {
@@ -161,7 +163,7 @@ impl<B: Backend> Task<B> {
         self.store.insert(job.clone());
         if job.spec.replicas > 1 {
             let failure = self.store.failure.clone();
-            let follow = follow(self.store.clone(), job.clone(), self.token.clone());
+            let follow = follow(self.store.clone(), job.clone(), self.credentials.clone());
             tokio::spawn(async move { failure.guard("the backups of a job", follow).await });
         }
         tracing::info!(job = job.spec.name, epoch, slices = job.slices().count(), "job opened");
@@ -217,7 +219,7 @@ impl<B: Backend> Task<B> {
     async fn obey(&mut self, job: &Arc<Job<B>>) -> Result<()> {
         let commands = &mut self.commands;
         let mut saves = Saves::new(self.store.clone(), job.clone(), self.server, self.gate.clone());
-        let mut copies = Copies::new(self.store.clone(), job.clone(), self.token.clone());
+        let mut copies = Copies::new(self.store.clone(), job.clone(), self.credentials.clone());
         while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
             match command? {
                 // These commands are fast.

@@ -16,13 +16,13 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use zeroshard_proto::{
-    Deadline, Error, Result, Token,
+    Deadline, Error, Result,
     memory::Capacity,
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event,
         serve_response::Command as Wire,
     },
-    transport::{Addresses, Connection, MAX_CONTROL_MESSAGE},
+    transport::{Addresses, Credentials, MAX_CONTROL_MESSAGE},
 };
 
 use super::{
@@ -48,7 +48,7 @@ const MAX_COMMANDS: usize = 1 << 17;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Contact<'a> {
     pub(super) coordinator: &'a str,
-    pub(super) token: &'a Token,
+    pub(super) credentials: &'a Credentials,
     /// The address that other processes dial to reach this server.
     pub(super) advertised: &'a str,
     /// The zone of this server; empty: a zone of its own.
@@ -174,12 +174,12 @@ impl<'a, B: Backend> Session<'a, B> {
         contact: Contact<'a>,
         tasks: &'a mut Tasks,
     ) -> Result<(Self, Commands)> {
-        let Contact { coordinator, advertised, token, server_id, incarnation, term, .. } = contact;
+        let Contact { coordinator, advertised, credentials, server_id, incarnation, term, .. } =
+            contact;
         let peer = format!("coordinator {coordinator}");
-        let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let addresses = Addresses::parse(coordinator)?;
-        let channel = addresses.connect().await.map_err(|e| unavailable(chain(&e)))?;
-        let mut client = CoordinatorServiceClient::new(Connection::new(channel, token)?)
+        let connection = addresses.connect(credentials).await?;
+        let mut client = CoordinatorServiceClient::new(connection)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
         // Events from now on follow the descriptions, which may contain them already.
@@ -303,7 +303,7 @@ impl<'a, B: Backend> Session<'a, B> {
             store: self.store.clone(),
             events: self.tasks.events.clone(),
             server: self.contact.server_id,
-            token: self.contact.token.clone(),
+            credentials: self.contact.credentials.clone(),
             commands,
             closed,
             gate,
@@ -344,12 +344,6 @@ pub(crate) fn job_command(command: Wire) -> Option<(u64, Result<Command>)> {
         Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         Wire::Welcome(_) | Wire::Open(_) | Wire::Close(_) | Wire::Confirm(_) => return None,
     })
-}
-
-/// Formats an error with its causes, because the transport's own message is only "transport error".
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |error| error.source());
-    causes.fold(error.to_string(), |message, cause| format!("{message}: {cause}"))
 }
 
 #[cfg(test)]

@@ -39,8 +39,10 @@ use std::{
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use zeroshard_proto::{
-    Result, Token, memory::Capacity, pb::shard_service_server::ShardServiceServer,
-    transport::MAX_CONTROL_MESSAGE,
+    Result,
+    memory::Capacity,
+    pb::shard_service_server::ShardServiceServer,
+    transport::{Credentials, MAX_CONTROL_MESSAGE},
 };
 
 pub(crate) use crate::budget;
@@ -62,7 +64,7 @@ const RECONNECT: Duration = Duration::from_millis(500);
 pub struct Shard<B: Backend> {
     store: Arc<Store<B>>,
     health: Health,
-    token: Token,
+    credentials: Credentials,
     /// The name that the operator gave this server.
     id: Option<String>,
     /// The zone of this server, if the operator gave it one.
@@ -80,7 +82,7 @@ impl<B: Backend> Shard<B> {
     /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers;
     /// [`zeroshard_proto::Error::Storage`] if the scratch file cannot be created.
     pub fn new(backends: Vec<B>, config: &config::Shard, context: Context) -> Result<Self> {
-        let Context { common, metrics, health, failure, .. } = context;
+        let Context { common, credentials, metrics, health, failure, .. } = context;
         let budgets = Budgets::new(config, memory::available());
         let limits = Limits { wait: common.wait(), max_message: common.max_message_bytes, budgets };
         let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
@@ -98,7 +100,7 @@ impl<B: Backend> Shard<B> {
         Ok(Self {
             store: Arc::new(Store::new(devices.collect(), limits, metrics, failure)),
             health,
-            token: common.token,
+            credentials,
             id: config.id.clone(),
             zone: config.zone.clone(),
             capacity,
@@ -129,7 +131,7 @@ impl<B: Backend> Shard<B> {
         let id = self.id.as_deref().unwrap_or(advertised);
         let contact = control::Contact {
             coordinator,
-            token: &self.token,
+            credentials: &self.credentials,
             advertised,
             zone: self.zone.as_deref().unwrap_or_default(),
             capacity: self.capacity,

@@ -11,9 +11,9 @@ use std::{
 use futures_util::future::join_all;
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{
-    DType, Error, JobVersion, Result, Server, Token,
+    DType, Error, JobVersion, Result, Server,
     pb::{self, data_service_client::DataServiceClient, state_part},
-    transport::{Connection, endpoint, network},
+    transport::{Connection, Credentials},
 };
 
 use super::{
@@ -33,13 +33,13 @@ const PULLED_SLICES: usize = 4096;
 pub(super) struct Copies<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
-    token: Token,
+    credentials: Credentials,
     current: CancellationToken,
 }
 
 impl<B: Backend> Copies<B> {
-    pub(super) fn new(store: Arc<Store<B>>, job: Arc<Job<B>>, token: Token) -> Self {
-        Self { store, job, token, current: CancellationToken::new() }
+    pub(super) fn new(store: Arc<Store<B>>, job: Arc<Job<B>>, credentials: Credentials) -> Self {
+        Self { store, job, credentials, current: CancellationToken::new() }
     }
 
     /// Begins to copy slices from their primaries, and gives up an earlier copy.
@@ -55,11 +55,12 @@ impl<B: Backend> Copies<B> {
         let Some(slices) = begun else { return Ok(()) };
         let cancelled = self.job.closed().child_token();
         self.current = cancelled.clone();
-        let (store, job, token) = (self.store.clone(), self.job.clone(), self.token.clone());
+        let (store, job) = (self.store.clone(), self.job.clone());
+        let credentials = self.credentials.clone();
         tokio::spawn(async move {
             let failure = store.failure.clone();
             let copy = async {
-                let copied = copy(&store, &job, &token, version, slices);
+                let copied = copy(&store, &job, &credentials, version, slices);
                 match cancelled.run_until_cancelled(copied).await {
                     Some(Ok(())) => job.tell(JobEvent::Copied { number }),
                     Some(Err(error)) => job.fail(&error),
@@ -90,7 +91,7 @@ impl<B: Backend> Drop for Copies<B> {
 async fn copy<B: Backend>(
     store: &Arc<Store<B>>,
     job: &Arc<Job<B>>,
-    token: &Token,
+    credentials: &Credentials,
     version: u64,
     slices: Vec<u32>,
 ) -> Result<()> {
@@ -107,7 +108,7 @@ async fn copy<B: Backend>(
         async move {
             loop {
                 let copier = Copier { store: store.clone(), job: job.clone(), from: from.clone() };
-                match copier.copy_remote(&holder, token, &share).await {
+                match copier.copy_remote(&holder, credentials, &share).await {
                     Err(error) if !is_final(&error) => {
                         tracing::debug!(job = job.spec.name, %error, "slices are not copied yet");
                         tokio::time::sleep(PAUSE).await;
@@ -131,7 +132,11 @@ fn is_final(error: &Error) -> bool {
 
 /// Receives the reduced gradients of the slices of which this server is a backup, until the job is
 /// closed.
-pub(super) async fn follow<B: Backend>(store: Arc<Store<B>>, job: Arc<Job<B>>, token: Token) {
+pub(super) async fn follow<B: Backend>(
+    store: Arc<Store<B>>,
+    job: Arc<Job<B>>,
+    credentials: Credentials,
+) {
     let mut changed = job.subscribe();
     let mut peers = Peers::new();
     loop {
@@ -144,7 +149,7 @@ pub(super) async fn follow<B: Backend>(store: Arc<Store<B>>, job: Arc<Job<B>>, t
             let Some(primary) = placement.servers().get(primary) else { continue };
             let connection = match peers.get(primary) {
                 Some(known) => Ok(known.clone()),
-                None => connect(primary, &token),
+                None => connect(primary, &credentials),
             };
             let Ok(connection) = connection else { continue };
             peers.insert(primary.clone(), connection.clone());
@@ -176,8 +181,8 @@ async fn run(pulls: Vec<impl Future<Output = ()>>) -> Infallible {
 /// The connections to the primaries of the job.
 type Peers = HashMap<Server, Connection>;
 
-fn connect(server: &Server, token: &Token) -> Result<Connection> {
-    Connection::new(network::connect_lazy(&endpoint(&server.address)?), token)
+fn connect(server: &Server, credentials: &Credentials) -> Result<Connection> {
+    Connection::lazy(&server.address, credentials)
 }
 
 /// A primary.

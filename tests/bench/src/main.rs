@@ -41,7 +41,7 @@ enum Bench {
     #[command(hide = true)]
     StepWorker(step::WorkerOptions),
     #[command(hide = true)]
-    ServeRaw,
+    ServeRaw(transfer::RawOptions),
     #[command(hide = true)]
     ServePlain,
 }
@@ -58,7 +58,7 @@ fn main() -> std::process::ExitCode {
         Bench::Tiers(options) => tiers::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
         Bench::StepWorker(options) => step::run_worker(&options),
-        Bench::ServeRaw => transfer::serve_raw(),
+        Bench::ServeRaw(options) => transfer::serve_raw(&options),
         Bench::ServePlain => transfer::serve_plain(),
     };
     match result {

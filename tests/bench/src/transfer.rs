@@ -1,23 +1,28 @@
 //! Measures pull and push between two processes in GB/s. In the same run it measures, in turn, one
-//! raw TCP stream and generated tonic code with default settings. Afterwards it measures boxes of a
-//! matrix.
+//! raw TCP stream and generated tonic code with default settings; with TLS one raw TLS stream and
+//! one raw TCP stream. Afterwards it measures boxes of a matrix.
 
 mod boxes;
 mod plain;
 mod raw;
 
-use std::{process::Command, time::Instant};
+use std::{path::Path, process::Command, time::Instant};
 
 use clap::Args;
 use serde_json::json;
+use tempfile::TempDir;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{JobSpec, Manifest, Optimizer, TensorSpec, optimizer::Sgd};
+use zeroshard_proto::{
+    JobSpec, Manifest, Optimizer, TensorSpec,
+    optimizer::Sgd,
+    transport::tls::{Tls, TlsFiles},
+};
 use zeroshard_tests::{Process, binary};
 
 use crate::{sample::median, table::Table};
 
 pub(crate) use plain::serve as serve_plain;
-pub(crate) use raw::serve as serve_raw;
+pub(crate) use raw::{Options as RawOptions, serve as serve_raw};
 
 type Error = Box<dyn std::error::Error>;
 
@@ -38,85 +43,152 @@ pub(crate) struct Options {
     /// Number of rows and columns of the matrix for the measurement of boxes; 0 disables it
     #[arg(long, default_value_t = 4096)]
     boxes: usize,
+    /// Encrypt the transfers, and compare them with a raw TLS stream; boxes are not measured
+    #[arg(long)]
+    tls: bool,
 }
 
-/// The times of a transfer in seconds, for each method.
-#[derive(Default)]
-struct Samples {
-    ours: Vec<f64>,
-    raw: Vec<f64>,
-    plain: Vec<f64>,
-}
+/// The times of a transfer in seconds: of ours and of the two baselines.
+type Samples = [Vec<f64>; 3];
 
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     let runtime = tokio::runtime::Runtime::new()?;
-    let mut table = Table::new(
-        json,
-        &[
-            "bench",
-            "bytes",
-            "gbps",
-            "raw_tcp_gbps",
-            "plain_tonic_gbps",
-            "ratio_raw_tcp",
-            "ratio_plain_tonic",
-        ],
-    );
+    let certificates = options.tls.then(certificates).transpose()?;
+    let fields = match options.tls {
+        true => ["raw_tls_gbps", "raw_tcp_gbps", "ratio_raw_tls", "ratio_raw_tcp"],
+        false => ["raw_tcp_gbps", "plain_tonic_gbps", "ratio_raw_tcp", "ratio_plain_tonic"],
+    };
+    let mut table = Table::new(json, &[&["bench", "bytes", "gbps"], &fields[..]].concat());
     for &bytes in &options.bytes {
-        let (pull, push) = runtime.block_on(measure(bytes, options.repeat))?;
+        let measured = measure(bytes, options.repeat, certificates.as_ref());
+        let (pull, push) = runtime.block_on(measured)?;
         for (bench, samples) in [("pull", pull), ("push", push)] {
-            let gbps = |seconds: Vec<f64>| bytes as f64 / median(seconds) / 1e9;
-            let (ours, raw, plain) = (gbps(samples.ours), gbps(samples.raw), gbps(samples.plain));
+            let [ours, first, second] = samples.map(|seconds| bytes as f64 / median(seconds) / 1e9);
             table.row(json!({
-                "bench": bench, "bytes": bytes, "gbps": ours, "raw_tcp_gbps": raw, "plain_tonic_gbps": plain,
-                "ratio_raw_tcp": ours / raw, "ratio_plain_tonic": ours / plain,
+                "bench": bench, "bytes": bytes, "gbps": ours, (fields[0]): first,
+                (fields[1]): second, (fields[2]): ours / first, (fields[3]): ours / second,
             }));
         }
     }
     table.finish();
     match options.boxes {
-        0 => Ok(()),
-        side => runtime.block_on(boxes::run(side, options.repeat, json)),
+        side if side > 0 && !options.tls => {
+            runtime.block_on(boxes::run(side, options.repeat, json))
+        }
+        _ => Ok(()),
     }
 }
 
-/// Starts a process of this program that serves a baseline.
-fn baseline(role: &str) -> Process {
-    let mut command = Command::new(binary("zs-bench"));
-    command.arg(role);
-    Process::start(command)
+/// A directory with certificates.
+fn certificates() -> Result<TempDir, Error> {
+    let directory = tempfile::tempdir()?;
+    let mut command = Command::new(binary("zeroshard-server"));
+    let made = command.arg("dev-certs").arg(directory.path()).output()?;
+    match made.status.success() {
+        true => Ok(directory),
+        false => Err(String::from_utf8_lossy(&made.stderr).into()),
+    }
 }
 
-async fn measure(bytes: usize, repeat: usize) -> Result<(Samples, Samples), Error> {
-    let servers = zeroshard_tests::Cluster::start(1);
-    let (raw_server, plain_server) = (baseline("serve-raw"), baseline("serve-plain"));
-    let mut ours = Ours::start(servers.address(), bytes / 4).await?;
-    let mut raw = raw::Client::connect(raw_server.address(), bytes)?;
-    let mut plain = plain::Client::connect(plain_server.address(), bytes).await?;
+/// What is compared with ours.
+enum Baseline {
+    Raw(raw::Client),
+    Plain(plain::Client),
+}
+
+impl Baseline {
+    /// Starts a process of this program that serves a raw stream, and connects to it.
+    fn raw(bytes: usize, certificates: Option<&Path>) -> Result<(Self, Process), Error> {
+        let mut command = Command::new(binary("zs-bench"));
+        command.arg("serve-raw");
+        if let Some(directory) = certificates {
+            command.arg("--certificates").arg(directory);
+        }
+        let process = Process::start(command);
+        let tls = certificates.map(raw::tls).transpose()?;
+        let client = raw::Client::connect(process.address(), bytes, tls.as_ref())?;
+        Ok((Self::Raw(client), process))
+    }
+
+    /// Starts a process of this program that serves generated code, and connects to it.
+    async fn plain(bytes: usize) -> Result<(Self, Process), Error> {
+        let mut command = Command::new(binary("zs-bench"));
+        command.arg("serve-plain");
+        let process = Process::start(command);
+        let client = plain::Client::connect(process.address(), bytes).await?;
+        Ok((Self::Plain(client), process))
+    }
+
+    async fn pull(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Raw(client) => client.pull(),
+            Self::Plain(client) => client.pull().await,
+        }
+    }
+
+    async fn push(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Raw(client) => client.push(),
+            Self::Plain(client) => client.push().await,
+        }
+    }
+}
+
+async fn measure(
+    bytes: usize,
+    repeat: usize,
+    certificates: Option<&TempDir>,
+) -> Result<(Samples, Samples), Error> {
+    let directory = certificates.map(TempDir::path);
+    let (servers, options) = servers(directory)?;
+    let mut ours = Ours::start(servers.address(), options, bytes / 4).await?;
+    let (mut first, _first_server) = Baseline::raw(bytes, directory)?;
+    let (mut second, _second_server) = match directory {
+        Some(_) => Baseline::raw(bytes, None)?,
+        None => Baseline::plain(bytes).await?,
+    };
     let times = SAMPLE_BYTES.div_ceil(bytes);
     let (mut pull, mut push) = (Samples::default(), Samples::default());
     for round in 0..=repeat {
         let (mut pulled, mut pushed) = ([0.0; 3], [0.0; 3]);
         for _ in 0..times {
-            pulled[0] += timed(async || raw.pull()).await?;
-            pulled[1] += timed(async || plain.pull().await).await?;
-            pulled[2] += timed(async || ours.pull().await).await?;
-            pushed[0] += timed(async || raw.push()).await?;
-            pushed[1] += timed(async || plain.push().await).await?;
-            pushed[2] += timed(async || ours.push().await).await?;
+            pulled[1] += timed(async || first.pull().await).await?;
+            pulled[2] += timed(async || second.pull().await).await?;
+            pulled[0] += timed(async || ours.pull().await).await?;
+            pushed[1] += timed(async || first.push().await).await?;
+            pushed[2] += timed(async || second.push().await).await?;
+            pushed[0] += timed(async || ours.push().await).await?;
             ours.commit().await?;
         }
         if round == 0 {
             continue; // warm-up: first memory access, growing windows
         }
         for (samples, seconds) in [(&mut pull, pulled), (&mut push, pushed)] {
-            let [raw, plain, ours] = seconds.map(|seconds| seconds / times as f64);
-            samples.raw.push(raw);
-            samples.plain.push(plain);
-            samples.ours.push(ours);
+            for (samples, seconds) in samples.iter_mut().zip(seconds) {
+                samples.push(seconds / times as f64);
+            }
         }
     }
     Ok((pull, push))
+}
+
+/// A coordinator and a shard server, and the options of their clients.
+fn servers(
+    certificates: Option<&Path>,
+) -> Result<(zeroshard_tests::Cluster, zeroshard_client::Options), Error> {
+    let Some(directory) = certificates else {
+        return Ok((zeroshard_tests::Cluster::start(1), Default::default()));
+    };
+    let file = |flag: &str, name: &str| format!("--tls-{flag}={}", directory.join(name).display());
+    let flags = [file("ca", "ca.pem"), file("cert", "server.pem"), file("key", "server-key.pem")];
+    let flags = [&*flags[0], &*flags[1], &*flags[2]];
+    let coordinator = zeroshard_tests::Cluster::coordinator_with(&flags);
+    let shards = vec![zeroshard_tests::Cluster::shard(coordinator.address(), &flags)];
+    let admin = [directory.join("admin.pem"), directory.join("admin-key.pem")];
+    let identity = Some(admin.into());
+    let tls = Tls::open(TlsFiles { ca: directory.join("ca.pem"), identity })?;
+    let options = zeroshard_client::Options::default().tls(Some(tls));
+    Ok((zeroshard_tests::Cluster { coordinator, shards }, options))
 }
 
 async fn timed(work: impl AsyncFnOnce() -> Result<(), Error>) -> Result<f64, Error> {
@@ -134,8 +206,12 @@ struct Ours {
 }
 
 impl Ours {
-    async fn start(address: &str, numel: usize) -> Result<Self, Error> {
-        let cluster = Cluster::connect(address, Default::default()).await?;
+    async fn start(
+        address: &str,
+        options: zeroshard_client::Options,
+        numel: usize,
+    ) -> Result<Self, Error> {
+        let cluster = Cluster::connect(address, options).await?;
         let manifest = Manifest::new(vec![TensorSpec::new("tensor", [numel as u64])])?;
         let spec = JobSpec::new("transfer", manifest, vec![Optimizer::Sgd(Sgd::default())]);
         cluster.create_job(&spec).await?;

@@ -36,6 +36,7 @@ mod shutdown;
 mod steps;
 mod succession;
 mod tiers;
+mod tls;
 mod token;
 mod values;
 mod waits;

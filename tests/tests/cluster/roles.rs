@@ -12,7 +12,7 @@ use zeroshard_proto::{
         self, coordinator_service_client::CoordinatorServiceClient,
         data_service_client::DataServiceClient,
     },
-    transport::{Connection, endpoint},
+    transport::{Connection, Credentials},
 };
 use zeroshard_tests::{Cluster, Process, Training, run, stock, synthetic, training};
 
@@ -71,6 +71,12 @@ impl Guarded {
         options().token(self.token(role).to_owned().into())
     }
 
+    /// A connection to a server with the token of a role.
+    fn connection(&self, address: &str, role: &str) -> Connection {
+        let token = Token::from(self.token(role).to_owned());
+        Connection::lazy(address, &Credentials::new(&token, None).unwrap()).unwrap()
+    }
+
     async fn client(&self, role: &str) -> Client {
         Client::connect(self.cluster.address(), self.options(role)).await.unwrap()
     }
@@ -122,9 +128,8 @@ async fn a_token_opens_the_jobs_of_its_role_only() {
     assert_eq!(names("job:b").await, ["b/part"]);
     assert_eq!(names("admin").await, ["a", "b/part"]);
     // Nor do the reports of the servers name jobs of others.
-    let channel = endpoint(guarded.cluster.address()).unwrap().connect().await.unwrap();
-    let token = Token::from(guarded.token("job:b").to_owned());
-    let mut raw = CoordinatorServiceClient::new(Connection::new(channel, &token).unwrap());
+    let connection = guarded.connection(guarded.cluster.address(), "job:b");
+    let mut raw = CoordinatorServiceClient::new(connection);
     let status = raw.status(pb::StatusRequest {}).await.unwrap();
     assert!(!format!("{status:?}").contains("\"a\""), "{status:?}");
     guarded.client("admin").await.delete_job("b/part").await.unwrap();
@@ -136,13 +141,9 @@ async fn a_shard_server_checks_the_token_of_each_pull_and_push() {
     let guarded = Guarded::start(&["server", "job:a", "job:b", "job:a:read"]);
     guarded.train("job:a", "a").await.unwrap();
     let shard = guarded.cluster.shards[0].address();
-    let client = async |role: &str| {
-        let channel = endpoint(shard).unwrap().connect().await.unwrap();
-        let token = Token::from(guarded.token(role).to_owned());
-        DataServiceClient::new(Connection::new(channel, &token).unwrap())
-    };
+    let client = |role: &str| DataServiceClient::new(guarded.connection(shard, role));
     let pull = async |role: &str| {
-        let mut client = client(role).await;
+        let mut client = client(role);
         let read =
             async { client.pull(stock::read("a", 3, [0])).await?.into_inner().message().await };
         read.await.map(drop).map_err(|status| Error::from_status(&status, "shard server"))
@@ -153,7 +154,7 @@ async fn a_shard_server_checks_the_token_of_each_pull_and_push() {
     let push = async |role: &str| {
         let contents = Some(stock::gradients(3));
         let begin = pb::PushBegin { job: "a".into(), epoch: 1, contents, ..Default::default() };
-        let pushed = client(role).await.push(stream::iter([stock::open(begin)])).await;
+        let pushed = client(role).push(stream::iter([stock::open(begin)])).await;
         pushed.map(drop).map_err(|status| Error::from_status(&status, "shard server"))
     };
     forbidden(push("job:b").await);

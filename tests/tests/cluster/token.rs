@@ -2,9 +2,8 @@
 
 use zeroshard_client::{Cluster as Client, Error, Options, Result};
 use zeroshard_proto::{
-    Token,
     pb::{self, shard_service_client::ShardServiceClient},
-    transport::{Connection, endpoint},
+    transport::{Connection, Credentials},
 };
 use zeroshard_tests::{Cluster, Process, Training, binary, run, stock, synthetic};
 
@@ -25,9 +24,8 @@ fn refused<T: std::fmt::Debug>(result: Result<T>) -> String {
 
 /// The response of a shard server to a call of a generated client with `token`.
 async fn ask(shard: &Process, token: &str) -> Result<()> {
-    let channel = endpoint(shard.address())?.connect().await.unwrap();
-    let mut client =
-        ShardServiceClient::new(Connection::new(channel, &Token::from(token.to_owned()))?);
+    let credentials = Credentials::new(&token.to_owned().into(), None)?;
+    let mut client = ShardServiceClient::new(Connection::lazy(shard.address(), &credentials)?);
     let answer = client.digest(pb::DigestRequest::default()).await;
     answer.map(|_| ()).map_err(|status| Error::from_status(&status, "shard server"))
 }

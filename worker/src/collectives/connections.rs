@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::future::try_join_all;
-use futures_util::stream;
+use futures_util::{TryStreamExt, stream};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -16,11 +16,12 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::{Server, server::TcpIncoming};
 use tonic::{Request, Status, Streaming};
-use zeroshard_proto::token::Bearer;
-use zeroshard_proto::transport::{self, Connection};
+use zeroshard_proto::transport::tls::{Acceptor, Tls};
+use zeroshard_proto::transport::{self, Connection, Credentials};
 use zeroshard_proto::{Error as ClusterError, Token, pb};
 
 use super::error::{Error, Result};
+use super::gate::Gate;
 use super::mailbox::{Channel, Mailbox};
 use super::operation::Post;
 use super::peers::Peers;
@@ -44,6 +45,9 @@ pub struct Options {
     pub deadline: Duration,
     /// The token of the cluster. Calls without it are refused.
     pub token: Token,
+    /// The encryption of all connections. A peer with a certificate of the same role needs no
+    /// token.
+    pub tls: Option<Tls>,
 }
 
 impl Default for Options {
@@ -52,6 +56,7 @@ impl Default for Options {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             deadline: Duration::from_secs(60),
             token: Token::default(),
+            tls: None,
         }
     }
 }
@@ -61,6 +66,7 @@ impl Default for Options {
 pub struct Listening {
     runtime: Handle,
     options: Options,
+    credentials: Credentials,
     address: SocketAddr,
     mailbox: Arc<Mailbox>,
     identity: watch::Sender<Option<Identity>>,
@@ -99,10 +105,12 @@ impl Listening {
     /// must not be called on a thread of `runtime`.
     ///
     /// # Errors
-    /// [`ClusterError::Unavailable`] if the address cannot be bound, and an error for a token that
-    /// is not valid in a header.
+    /// [`ClusterError::Unavailable`] if the address cannot be bound, and [`ClusterError::Invalid`]
+    /// for a token that is not valid in a header, and for TLS without a certificate.
     pub fn bind(runtime: &Handle, options: Options) -> Result<Self> {
-        let bearer = Bearer::new(&options.token)?;
+        let gate = Gate::new(&options)?;
+        let acceptor = Acceptor::new(options.tls.clone())?;
+        let credentials = Credentials::new(&options.token, options.tls.clone())?;
         let unavailable = |cause: std::io::Error| ClusterError::Unavailable {
             peer: format!("listen address {}", options.listen),
             cause: cause.to_string(),
@@ -121,6 +129,7 @@ impl Listening {
             leaving: CancellationToken::new(),
             tasks: TaskTracker::new(),
             options,
+            credentials,
         };
         let service = Service {
             mailbox: listening.mailbox.clone(),
@@ -130,12 +139,11 @@ impl Listening {
             leaving: listening.leaving.clone(),
             timeout: listening.options.deadline,
         };
-        let check = move |request: Request<()>| match &bearer {
-            Some(bearer) => {
-                bearer.check(request.metadata().as_ref()).map(|()| request).map_err(Status::from)
-            }
-            None => Ok(request),
+        let check = move |request: Request<()>| match gate.check(&request) {
+            Ok(()) => Ok(request),
+            Err(error) => Err(Status::from(error)),
         };
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let server = Server::builder()
             .max_frame_size(transport::FRAME_BYTES)
             .initial_stream_window_size(transport::WINDOW_BYTES)
@@ -146,7 +154,7 @@ impl Listening {
                 service, check,
             ))
             .serve_with_incoming_shutdown(
-                TcpIncoming::from(listener).with_nodelay(Some(true)),
+                incoming.map_ok(move |stream| acceptor.accept(stream)),
                 listening.leaving.clone().cancelled_owned(),
             );
         // If the server fails, the streams of the peers end, and they regard this worker as lost.
@@ -222,9 +230,7 @@ impl Listening {
         let begin = Instant::now();
         let (client, events) = loop {
             let address = address().await?;
-            let endpoint = transport::endpoint(&address)?;
-            let mut client =
-                Client::new(Connection::new(endpoint.connect_lazy(), &self.options.token)?);
+            let mut client = Client::new(Connection::lazy(&address, &self.credentials)?);
             let name = format!("rank {to} at {address}");
             let attached = async {
                 let mut events =

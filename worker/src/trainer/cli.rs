@@ -326,6 +326,12 @@ impl Train {
                 .to_owned();
             return Err(Error::Flag { flag: "--nccl", found: "present".to_owned(), expected });
         }
+        if self.makes_processes() && self.credentials.tls_files()?.is_some() {
+            let expected = "absent with --processes, whose servers are on this machine; a cluster \
+                            with TLS needs --address"
+                .to_owned();
+            return Err(Error::Flag { flag: "--tls-ca", found: "present".to_owned(), expected });
+        }
         if !workers.is_multiple_of(self.group) {
             let expected = format!("a divisor of the number of workers, {workers}");
             return Err(Error::Flag { flag: "--group", found: self.group.to_string(), expected });
@@ -374,6 +380,7 @@ impl Train {
             deadline: Duration::from_secs(self.timeout),
             connect_timeout: Duration::from_secs(self.connect_timeout),
             token: self.credentials.token()?,
+            tls: self.credentials.tls()?,
             listen: self.listen,
             seed: self.seed,
             sample_chars: self.sample_chars as usize,

@@ -31,7 +31,27 @@ pub fn of_rank(_rank: u32) -> Result<Device> {
 #[cfg(feature = "cuda")]
 pub fn of_rank(rank: u32) -> Result<Device> {
     // The backend panics where CUDA is missing, so this is asked first.
-    gpu_of_rank(rank).map(Device::new)
+    let gpu = gpu_of_rank(rank)?;
+    use_one_stream();
+    Ok(Device::new(gpu))
+}
+
+/// Has all threads use one CUDA stream. With a stream for each thread, CubeCL 0.10 returns the
+/// memory of a tensor to the thread that made it while kernels of other threads still read it:
+/// training with tensors that were uploaded by another thread was wrong on an H100.
+#[cfg(feature = "cuda")]
+fn use_one_stream() {
+    use std::sync::Once;
+
+    use burn::cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+
+    static CONFIGURED: Once = Once::new();
+    CONFIGURED.call_once(|| {
+        let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
+        config.streaming.max_streams = 1;
+        // Unlike `set`, this does not panic if the configuration has been read before.
+        *CubeClRuntimeConfig::storage().lock() = Some(config.into());
+    });
 }
 
 /// The number of the GPU of a rank. The ranks of a machine take its GPUs in turn.

@@ -31,6 +31,10 @@ pub fn run(flags: &Train) -> Result<()> {
         // Other users of this machine cannot use the servers that are started.
         plan.token = embedded::new_token()?;
     }
+    if flags.address.is_none() {
+        // Nothing leaves this machine.
+        plan.tls = None;
+    }
     // The text is read here even if other processes will train, so that a wrong folder is reported
     // before they are started.
     let corpus = Corpus::read(&flags.data, plan.context())?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use zeroshard_client::{CreateJob, Options};
 use zeroshard_proto::{
     CheckpointPolicy, DType, JobSpec, Manifest, Optimizer, Policy, Restore, RestoreVersion,
-    TensorSpec, Token,
+    TensorSpec, Token, transport::tls::Tls,
 };
 
 use super::batches::Sharding;
@@ -60,6 +60,8 @@ pub struct Plan {
     pub connect_timeout: Duration,
     /// The token of the cluster.
     pub token: Token,
+    /// The encryption of the connections to the cluster and to other workers.
+    pub tls: Option<Tls>,
     /// The address at which a worker listens for the other ranks of its replica or group.
     pub listen: SocketAddr,
     /// The seed of the initial parameters, the windows and the sample.
@@ -143,6 +145,7 @@ impl Plan {
             .timeout(self.deadline)
             .connect_timeout(self.connect_timeout)
             .token(self.token.clone())
+            .tls(self.tls.clone())
     }
 
     /// The number of characters in a window.

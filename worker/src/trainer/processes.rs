@@ -11,7 +11,6 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
-use zeroshard_client::CredentialFlags;
 use zeroshard_proto::Token;
 use zeroshard_proto::token::{TOKEN_FILE_VARIABLE, TOKEN_VARIABLE};
 
@@ -34,17 +33,17 @@ pub async fn run(flags: &Train, count: u32, token: &Token) -> Result<()> {
     if !server.is_file() {
         return Err(Error::NoProgram { program: server });
     }
-    let coordinator =
-        Server::start(&server, &["coordinator", "--admin-listen", "off"], token).await?;
+    let start = async |arguments: &[&str]| Server::start(&server, arguments, token).await;
+    let coordinator = start(&["coordinator", "--admin-listen", "off"]).await?;
     let mut servers = vec![];
     for _ in 0..flags.shards {
         let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
-        servers.push(Server::start(&server, &arguments, token).await?);
+        servers.push(start(&arguments).await?);
     }
     let mut workers = JoinSet::new();
     for rank in 0..count {
         let mut worker = worker(&program, &coordinator.address, rank);
-        if flags.credentials == CredentialFlags::default() {
+        if flags.credentials.token()?.reveal().is_none() {
             worker.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
         }
         let worker = spawn(worker, rank)?;

@@ -64,11 +64,13 @@ fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> 
     if plan.parallelism.ranks == 1 && plan.group_size == 1 {
         return Ok(None);
     }
-    let (deadline, token) = (plan.deadline, plan.token.clone());
-    Ok(Some(Listening::bind(
-        runtime,
-        collectives::Options { listen: plan.listen, deadline, token },
-    )?))
+    let options = collectives::Options {
+        listen: plan.listen,
+        deadline: plan.deadline,
+        token: plan.token.clone(),
+        tls: plan.tls.clone(),
+    };
+    Ok(Some(Listening::bind(runtime, options)?))
 }
 
 /// Connects to the other workers of the group; to all workers if the model is sharded.

@@ -46,11 +46,10 @@ pub struct Parameters<'a, S> {
     /// The parameters in memory, by tensor.
     resident: Vec<Option<Resident>>,
     /// The running pulls with their tensors, in the order in which they were started.
-    pulling: VecDeque<(Vec<usize>, Task<Vec<Resident>>)>,
+    pulling: VecDeque<(Vec<usize>, Task<Vec<(Buffer, Lease)>>)>,
 }
 
 struct Resident {
-    tensor: usize,
     leaf: Leaf,
     _lease: Lease,
 }
@@ -90,18 +89,8 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
         };
         let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = wanted.iter().map(allocate).unzip();
         let pulled = self.link.server.clone().pull(self.version, buffers, self.by);
-        let device = Clone::clone(self.network.device());
         let task = start(&self.link.runtime, async move {
-            Ok(pulled
-                .await?
-                .into_iter()
-                .zip(leases)
-                .map(|(Buffer { tensor, values, .. }, lease)| Resident {
-                    tensor,
-                    leaf: leaf(values, &device),
-                    _lease: lease,
-                })
-                .collect())
+            Ok(pulled.await?.into_iter().zip(leases).collect())
         });
         self.pulling.push_back((wanted, task));
     }
@@ -117,9 +106,11 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
                 .pulling
                 .pop_front()
                 .expect("a tensor that was prefetched is resident or being pulled");
-            for resident in wait(&self.link.runtime, task)? {
-                let tensor = resident.tensor;
-                self.resident[tensor] = Some(resident);
+            for (Buffer { tensor, values, .. }, lease) in wait(&self.link.runtime, task)? {
+                // On a GPU, each thread has its own queue and memory: what another thread has made
+                // could be overwritten while kernels of this thread still read it.
+                let leaf = leaf(values, self.network.device());
+                self.resident[tensor] = Some(Resident { leaf, _lease: lease });
             }
         }
         let leaves = tensors.iter().filter_map(|&tensor| self.resident[tensor].as_ref());

@@ -1,10 +1,15 @@
-//! The baseline "raw TCP": one TCP stream with blocking calls, directly from and into an array. It
-//! is the limit of the machine.
+//! The baselines "raw TCP" and "raw TLS": one stream with blocking calls, directly from and into an
+//! array. They are the limits of the machine.
 
 use std::{
-    io::{Read, Write},
+    io::{Read, Result as IoResult, Write},
     net::{TcpListener, TcpStream},
+    path::PathBuf,
 };
+
+use clap::Args;
+use rustls::{ClientConnection, ServerConnection, StreamOwned, pki_types::ServerName};
+use zeroshard_proto::transport::tls::{Tls, TlsFiles};
 
 type Error = Box<dyn std::error::Error>;
 
@@ -13,12 +18,36 @@ const PUSH: u8 = 1;
 /// The largest single read or write.
 const CHUNK: usize = 1 << 20;
 
+/// The encryption of a baseline.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Directory with the files of `zeroshard-server dev-certs`
+    #[arg(long)]
+    certificates: Option<PathBuf>,
+}
+
+/// The TLS with the certificate of a server in a directory.
+pub(super) fn tls(directory: &std::path::Path) -> Result<Tls, Error> {
+    let file = |name: &str| directory.join(name);
+    let identity = Some((file("server.pem"), file("server-key.pem")));
+    Ok(Tls::open(TlsFiles { ca: file("ca.pem"), identity })?)
+}
+
+trait Stream: Read + Write {}
+
+impl<S: Read + Write> Stream for S {}
+
 /// Serves one client.
-pub(crate) fn serve() -> Result<(), Error> {
+pub(crate) fn serve(options: &Options) -> Result<(), Error> {
+    let tls = options.certificates.as_deref().map(tls).transpose()?;
     let listener = TcpListener::bind("127.0.0.1:0")?;
     crate::table::print_listening(&listener.local_addr()?.to_string());
-    let (mut stream, _) = listener.accept()?;
+    let (stream, _) = listener.accept()?;
     stream.set_nodelay(true)?;
+    let mut stream: Box<dyn Stream> = match tls.and_then(|tls| tls.server_config()) {
+        None => Box::new(stream),
+        Some(config) => Box::new(StreamOwned::new(ServerConnection::new(config)?, stream)),
+    };
     let mut array = Vec::new();
     let mut request = [0u8; 9];
     while stream.read_exact(&mut request).is_ok() {
@@ -34,27 +63,35 @@ pub(crate) fn serve() -> Result<(), Error> {
     Ok(())
 }
 
-fn write(stream: &mut TcpStream, array: &[u8]) -> std::io::Result<()> {
+fn write(stream: &mut dyn Stream, array: &[u8]) -> IoResult<()> {
     array.chunks(CHUNK).try_for_each(|chunk| stream.write_all(chunk))
 }
 
-fn read(stream: &mut TcpStream, array: &mut [u8]) -> std::io::Result<()> {
+fn read(stream: &mut dyn Stream, array: &mut [u8]) -> IoResult<()> {
     array.chunks_mut(CHUNK).try_for_each(|chunk| stream.read_exact(chunk))
 }
 
 pub(super) struct Client {
-    stream: TcpStream,
+    stream: Box<dyn Stream>,
     array: Vec<u8>,
 }
 
 impl Client {
-    pub(super) fn connect(address: &str, bytes: usize) -> Result<Self, Error> {
+    pub(super) fn connect(address: &str, bytes: usize, tls: Option<&Tls>) -> Result<Self, Error> {
         let stream = TcpStream::connect(address)?;
         stream.set_nodelay(true)?;
+        let stream: Box<dyn Stream> = match tls {
+            None => Box::new(stream),
+            Some(tls) => {
+                let name = ServerName::try_from("localhost")?;
+                let connection = ClientConnection::new(tls.client_config(), name)?;
+                Box::new(StreamOwned::new(connection, stream))
+            }
+        };
         Ok(Self { stream, array: vec![1; bytes] })
     }
 
-    fn request(&mut self, operation: u8) -> std::io::Result<()> {
+    fn request(&mut self, operation: u8) -> IoResult<()> {
         let mut request = [operation; 9];
         request[1..].copy_from_slice(&(self.array.len() as u64).to_le_bytes());
         self.stream.write_all(&request)

@@ -1,0 +1,152 @@
+//! A value that is read from files, and again when they change: tokens and certificates are
+//! replaced while servers run.
+
+use std::{
+    fmt, fs,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant, SystemTime},
+};
+
+use crate::Result;
+
+/// The time after which a change of the files is noticed.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// A value that is read from files.
+pub struct Reloaded<T> {
+    /// What the files are, for the log.
+    what: &'static str,
+    files: Vec<PathBuf>,
+    load: Box<dyn Fn() -> Result<T> + Send + Sync>,
+    state: Mutex<State<T>>,
+}
+
+struct State<T> {
+    value: Arc<T>,
+    version: Version,
+    checked: Instant,
+}
+
+/// Differs when a file has changed: the time of its last change, and its size.
+type Version = Vec<Option<(SystemTime, u64)>>;
+
+impl<T> Reloaded<T> {
+    /// Loads the value from files, which `what` describes.
+    ///
+    /// # Errors
+    /// Those of `load`.
+    pub fn open(
+        what: &'static str,
+        files: Vec<PathBuf>,
+        load: impl Fn() -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        // The version comes first: a file that changes while it is read is read once more.
+        let version = version(&files);
+        let state = State { value: Arc::new(load()?), version, checked: Instant::now() };
+        Ok(Self { what, files, load: Box::new(load), state: Mutex::new(state) })
+    }
+
+    /// The value. At most every five seconds, one caller looks at the files, while the others get
+    /// the value as it is. Files that have become invalid leave it unchanged.
+    pub fn get(&self) -> Arc<T> {
+        let mut state = self.lock();
+        if state.checked.elapsed() < INTERVAL {
+            return state.value.clone();
+        }
+        state.checked = Instant::now();
+        drop(state);
+        self.reload();
+        self.lock().value.clone()
+    }
+
+    /// Reads files that have changed.
+    pub(crate) fn reload(&self) {
+        let found = version(&self.files);
+        if self.lock().version == found {
+            return;
+        }
+        match (self.load)() {
+            Ok(value) => {
+                tracing::info!("{} have changed", self.what);
+                let mut state = self.lock();
+                (state.value, state.version) = (Arc::new(value), found);
+            }
+            // The next try is after the interval: of two files only one may have been replaced.
+            Err(error) => {
+                tracing::warn!(%error, "{} are invalid; those before stay valid", self.what)
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        // The state is consistent after a panic, because each change is a single assignment.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn version(files: &[PathBuf]) -> Version {
+    let of = |file: &PathBuf| {
+        let found = fs::metadata(file).ok()?;
+        Some((found.modified().ok()?, found.len()))
+    };
+    files.iter().map(of).collect()
+}
+
+/// Shows the files, and not the value, which may be secret.
+impl<T> fmt::Debug for Reloaded<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reloaded").field("files", &self.files).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+
+    #[test]
+    fn changed_files_are_read_again_and_invalid_ones_change_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("number");
+        let load = {
+            let file = file.clone();
+            move || {
+                let text = fs::read_to_string(&file).unwrap_or_default();
+                text.parse::<u32>().map_err(|_| Error::invalid("number", text, "a number"))
+            }
+        };
+        assert!(Reloaded::open("numbers", vec![file.clone()], load.clone()).is_err());
+        fs::write(&file, "1").unwrap();
+        let reloaded = Reloaded::open("numbers", vec![file.clone()], load).unwrap();
+        let expect = |number| {
+            reloaded.reload();
+            assert_eq!(*reloaded.get(), number);
+        };
+        expect(1);
+        fs::write(&file, "22").unwrap();
+        expect(22);
+        fs::write(&file, "none").unwrap();
+        expect(22);
+        fs::remove_file(&file).unwrap();
+        expect(22);
+        fs::write(&file, "333").unwrap();
+        expect(333);
+    }
+
+    #[test]
+    fn the_files_are_looked_at_again_after_the_interval() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("text");
+        fs::write(&file, "a").unwrap();
+        let load = {
+            let file = file.clone();
+            move || Ok(fs::read_to_string(&file).unwrap_or_default())
+        };
+        let reloaded = Reloaded::open("texts", vec![file.clone()], load).unwrap();
+        fs::write(&file, "bb").unwrap();
+        assert_eq!(*reloaded.get(), "a");
+        reloaded.lock().checked -= INTERVAL;
+        assert_eq!(*reloaded.get(), "bb");
+    }
+}

@@ -1,0 +1,239 @@
+//! TLS 1.3, with certificates from files, which are read again when they change.
+//!
+//! A certificate authority of the cluster signs the certificates of servers and clients. Each side
+//! checks that of the other: a client also that its name is the dialled one, a server also which
+//! role it has.
+
+mod client;
+mod server;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rustls::{
+    ClientConfig, RootCertStore, ServerConfig,
+    crypto::{CryptoProvider, ring},
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    server::WebPkiClientVerifier,
+    version::TLS13,
+};
+
+use crate::{Error, Result, Role, reloaded::Reloaded};
+
+pub use server::{Acceptor, PeerSecurity, Security, ServerStream};
+
+/// The environment variable with the file from which every program reads the certificates of the
+/// authorities that it trusts.
+pub const CA_VARIABLE: &str = "ZEROSHARD_TLS_CA";
+/// The environment variable with the file from which every program reads its own certificate.
+pub const CERTIFICATE_VARIABLE: &str = "ZEROSHARD_TLS_CERT";
+/// The environment variable with the file from which every program reads the key of its
+/// certificate.
+pub const KEY_VARIABLE: &str = "ZEROSHARD_TLS_KEY";
+
+/// The maximum size of a file with certificates or a key.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// The protocol that both sides speak.
+const HTTP_2: &[u8] = b"h2";
+
+/// The files of a process that uses TLS, in PEM format.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The certificates of the authorities that sign the certificates of the other side.
+    pub ca: PathBuf,
+    /// The certificate of this process, followed by those between it and the authority, and its
+    /// private key. A server needs them; a client without them has a token.
+    pub identity: Option<(PathBuf, PathBuf)>,
+}
+
+impl TlsFiles {
+    /// The files of a process, of which each may be given or not.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if files that belong together are missing.
+    pub fn of(
+        ca: Option<&Path>,
+        certificate: Option<&Path>,
+        key: Option<&Path>,
+    ) -> Result<Option<Self>> {
+        let missing = |what: &str, because: &str| {
+            let expected = format!("a file in PEM format, because of {because}");
+            Err(Error::invalid(what, "missing", expected))
+        };
+        match (ca, certificate, key) {
+            (None, None, None) => Ok(None),
+            (None, ..) => missing("file of authorities (--tls-ca)", "--tls-cert and --tls-key"),
+            (_, Some(_), None) => missing("file of the key (--tls-key)", "--tls-cert"),
+            (_, None, Some(_)) => missing("file of the certificate (--tls-cert)", "--tls-key"),
+            (Some(ca), certificate, key) => {
+                let identity = certificate.zip(key);
+                let identity = identity.map(|(file, key)| (file.to_owned(), key.to_owned()));
+                Ok(Some(Self { ca: ca.to_owned(), identity }))
+            }
+        }
+    }
+
+    fn load(&self) -> Result<Configs> {
+        let roots = Arc::new(roots(&self.ca)?);
+        let identity = self.identity.as_ref();
+        let identity = identity.map(|(file, key)| Ok((certificates(file)?, private_key(key)?)));
+        let client = self.client(&roots, None)?;
+        let mut configs = Configs { client, server: None, role: None };
+        if let Some((chain, key)) = identity.transpose()? {
+            configs.role = chain.first().and_then(server::role_of);
+            configs.client = self.client(&roots, Some((chain.clone(), key.clone_key())))?;
+            configs.server = Some(self.server(roots, chain, key)?);
+        }
+        Ok(configs)
+    }
+
+    fn client(
+        &self,
+        roots: &Arc<RootCertStore>,
+        identity: Option<Pair>,
+    ) -> Result<Arc<ClientConfig>> {
+        let config = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|cause| self.invalid(&cause))?
+            .with_root_certificates(roots.clone());
+        let mut config = match identity {
+            None => config.with_no_client_auth(),
+            Some((chain, key)) => {
+                config.with_client_auth_cert(chain, key).map_err(|cause| self.invalid(&cause))?
+            }
+        };
+        config.alpn_protocols = vec![HTTP_2.to_vec()];
+        Ok(Arc::new(config))
+    }
+
+    fn server(
+        &self,
+        roots: Arc<RootCertStore>,
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Arc<ServerConfig>> {
+        // A caller without a certificate may have a token. Which of them a call needs is decided
+        // when it arrives, so that it is refused with a message.
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider())
+            .allow_unauthenticated()
+            .build()
+            .map_err(|cause| self.invalid(&cause))?;
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|cause| self.invalid(&cause))?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(chain, key)
+            .map_err(|cause| self.invalid(&cause))?;
+        config.alpn_protocols = vec![HTTP_2.to_vec()];
+        // A session that is resumed would not check the certificates again.
+        config.send_tls13_tickets = 0;
+        Ok(Arc::new(config))
+    }
+
+    fn invalid(&self, cause: &dyn std::error::Error) -> Error {
+        let certificate = self.identity.as_ref().map(|(certificate, _)| certificate);
+        let what = format!("certificate {}", certificate.unwrap_or(&self.ca).display());
+        Error::invalid(what, cause, "valid, and the one of the private key")
+    }
+}
+
+type Pair = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+/// The TLS of a process. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Tls(Arc<Reloaded<Configs>>);
+
+struct Configs {
+    client: Arc<ClientConfig>,
+    server: Option<Arc<ServerConfig>>,
+    /// The role in the certificate.
+    role: Option<Role>,
+}
+
+impl Tls {
+    /// Reads the files. Connections that are opened more than five seconds after a change of them
+    /// use the new certificates.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a file that cannot be read, or that has something else.
+    pub fn open(files: TlsFiles) -> Result<Self> {
+        let mut watched = vec![files.ca.clone()];
+        watched.extend(files.identity.iter().flat_map(|(file, key)| [file.clone(), key.clone()]));
+        let load = move || files.load();
+        Ok(Self(Arc::new(Reloaded::open("the certificates", watched, load)?)))
+    }
+
+    /// The configuration of connections that this process opens.
+    pub fn client_config(&self) -> Arc<ClientConfig> {
+        self.0.get().client.clone()
+    }
+
+    /// The configuration of connections that this process accepts; `None` without a certificate.
+    pub fn server_config(&self) -> Option<Arc<ServerConfig>> {
+        self.0.get().server.clone()
+    }
+
+    /// The role in the certificate of this process, if it has one.
+    pub fn role(&self) -> Option<Role> {
+        self.0.get().role.clone()
+    }
+}
+
+/// AES-128 comes first: it is a third faster than AES-256, and as safe for the lifetime of a
+/// connection.
+fn provider() -> Arc<CryptoProvider> {
+    use ring::cipher_suite::{
+        TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
+    };
+    let cipher_suites =
+        vec![TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256];
+    Arc::new(CryptoProvider { cipher_suites, ..ring::default_provider() })
+}
+
+fn roots(file: &Path) -> Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(file)? {
+        roots.add(certificate).map_err(|cause| {
+            let what = format!("certificate in {}", file.display());
+            Error::invalid(what, cause, "that of a certificate authority")
+        })?;
+    }
+    Ok(roots)
+}
+
+/// Checks the size before a file is read.
+fn read(file: &Path, expected: &str) -> Result<Vec<u8>> {
+    let invalid = |found| Error::invalid(format!("file {}", file.display()), found, expected);
+    if fs::metadata(file).is_ok_and(|found| found.len() > MAX_FILE_BYTES) {
+        return Err(invalid(format!("larger than {MAX_FILE_BYTES} bytes")));
+    }
+    fs::read(file).map_err(|cause| invalid(cause.to_string()))
+}
+
+fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let expected = "a readable file with certificates in PEM format";
+    let invalid =
+        |found: String| Error::invalid(format!("file {}", file.display()), found, expected);
+    let pem = read(file, expected)?;
+    let parsed = CertificateDer::pem_slice_iter(&pem).collect::<Result<Vec<_>, _>>();
+    let parsed = parsed.map_err(|cause| invalid(cause.to_string()))?;
+    if parsed.is_empty() {
+        return Err(invalid("a file without a certificate".to_owned()));
+    }
+    Ok(parsed)
+}
+
+fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>> {
+    let expected = "a readable file with a private key in PEM format";
+    PrivateKeyDer::from_pem_slice(&read(file, expected)?).map_err(|_| {
+        // The cause could show a part of the file.
+        let found = "a file without a private key";
+        Error::invalid(format!("file {}", file.display()), found, expected)
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,108 @@
+//! The side of the connection that dials.
+
+use std::{future::poll_fn, io, pin::Pin};
+
+use rustls::{AlertDescription, CertificateError, InvalidMessage, pki_types::ServerName};
+use tokio::{io::AsyncBufRead, net::TcpStream};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+
+use super::Tls;
+use crate::{Error, Result};
+
+impl Tls {
+    /// Encrypts a connection to `address`, `host:port`, whose certificate must be for this host.
+    ///
+    /// # Errors
+    /// [`Error::Tls`] if one side does not trust the other, and [`Error::Unavailable`] if the
+    /// connection breaks.
+    pub(in crate::transport) async fn connect(
+        &self,
+        stream: TcpStream,
+        address: &str,
+    ) -> Result<TlsStream<TcpStream>> {
+        let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let name = ServerName::try_from(host.to_owned());
+        let name = name.map_err(|_| Error::invalid("host", format!("{host:?}"), "a DNS name"))?;
+        let connector = TlsConnector::from(self.client_config());
+        let failed = |error| failure(&error, address);
+        let mut stream = connector.connect(name, stream).await.map_err(failed)?;
+        // A server checks the certificate of a client after the client has finished. What it
+        // sends first, its HTTP/2 settings, shows that it has accepted the certificate.
+        let first = poll_fn(|cx| Pin::new(&mut stream).poll_fill_buf(cx).map_ok(<[u8]>::is_empty));
+        match first.await {
+            Ok(false) => Ok(stream),
+            Ok(true) => Err(failed(io::ErrorKind::ConnectionReset.into())),
+            Err(error) => Err(failed(error)),
+        }
+    }
+}
+
+/// The error of a connection that could not be encrypted.
+fn failure(error: &io::Error, address: &str) -> Error {
+    let peer = format!("server at {address}");
+    let Some(found) = error.get_ref().and_then(|cause| cause.downcast_ref::<rustls::Error>())
+    else {
+        return Error::Unavailable { peer, cause: error.to_string() };
+    };
+    Error::Tls { peer, cause: explain(found) }
+}
+
+/// What is wrong, and what to do.
+fn explain(error: &rustls::Error) -> String {
+    use rustls::Error::{AlertReceived, InvalidCertificate, InvalidMessage as BadMessage};
+    let (found, remedy) = match error {
+        InvalidCertificate(cause) => return explain_certificate(cause),
+        AlertReceived(AlertDescription::CertificateExpired) => {
+            ("it refuses our certificate, which has expired".to_owned(), "issue a new one")
+        }
+        AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => (
+            "it refuses our certificate, because it does not know its authority".to_owned(),
+            "set --tls-cert to a certificate that the authority of the cluster has signed",
+        ),
+        AlertReceived(alert) => {
+            (format!("it refuses the connection ({alert:?})"), "its log has the reason")
+        }
+        BadMessage(InvalidMessage::InvalidContentType | InvalidMessage::UnknownProtocolVersion) => {
+            (
+                "it does not use TLS".to_owned(),
+                "start it with --tls-cert, or connect without --tls-ca",
+            )
+        }
+        other => (other.to_string(), "check the certificates of both sides"),
+    };
+    format!("{found}; {remedy}")
+}
+
+fn explain_certificate(cause: &CertificateError) -> String {
+    use CertificateError::{
+        Expired, ExpiredContext, NotValidForName, NotValidForNameContext, NotValidYet,
+        NotValidYetContext, UnknownIssuer,
+    };
+    let (found, remedy) = match cause {
+        UnknownIssuer => (
+            "an authority that --tls-ca does not name has signed its certificate".to_owned(),
+            "set --tls-ca to the authority of the cluster",
+        ),
+        Expired | ExpiredContext { .. } => {
+            ("its certificate has expired".to_owned(), "issue a new one for the server")
+        }
+        NotValidYet | NotValidYetContext { .. } => {
+            ("its certificate is not valid yet".to_owned(), "compare the clocks of both machines")
+        }
+        NotValidForNameContext { expected, presented } => (
+            format!(
+                "its certificate is for {}, not for {}",
+                presented.join(", "),
+                expected.to_str()
+            ),
+            "dial one of these names, or issue a certificate for the dialled one",
+        ),
+        NotValidForName => (
+            "its certificate is for another name".to_owned(),
+            "dial a name of the certificate, or issue one for the dialled name",
+        ),
+        other => (format!("its certificate is invalid ({other})"), "issue a new one"),
+    };
+    format!("{found}; {remedy}")
+}

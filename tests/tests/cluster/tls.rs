@@ -1,0 +1,237 @@
+//! A cluster with TLS: all connections are encrypted, and a certificate has a role.
+
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+use zeroshard_client::{Cluster as Client, Error, Options, Result};
+use zeroshard_proto::{
+    Token,
+    transport::tls::{Tls, TlsFiles},
+};
+use zeroshard_tests::{Cluster, Process, Training, run, synthetic};
+
+use crate::{adamw, job, options, until};
+
+/// The certificates of an authority.
+struct Certificates(TempDir);
+
+impl Certificates {
+    fn new(flags: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().to_str().unwrap();
+        let output = run("zeroshard-server", &[&["dev-certs", path], flags].concat());
+        assert!(output.status.success(), "{output:?}");
+        Self(directory)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// The flags of a program with the certificate of this name.
+    fn flags(&self, name: &str) -> Vec<String> {
+        let file =
+            |flag: &str, name: String| format!("--tls-{flag}={}", self.path(&name).display());
+        vec![
+            file("ca", "ca.pem".to_owned()),
+            file("cert", format!("{name}.pem")),
+            file("key", format!("{name}-key.pem")),
+        ]
+    }
+
+    /// The options of a client with the certificate of this name, or without one.
+    fn options(&self, name: Option<&str>) -> Options {
+        let pair =
+            |name| (self.path(&format!("{name}.pem")), self.path(&format!("{name}-key.pem")));
+        let files = TlsFiles { ca: self.path("ca.pem"), identity: name.map(pair) };
+        options().tls(Some(Tls::open(files).unwrap()))
+    }
+
+    fn shard(&self, coordinator: &str, name: &str) -> Process {
+        Cluster::shard(coordinator, &borrowed(&self.flags(name)))
+    }
+
+    fn start(&self, shards: usize) -> Cluster {
+        let coordinator = Cluster::coordinator_with(&borrowed(&self.flags("server")));
+        let shards = (0..shards).map(|_| self.shard(coordinator.address(), "server")).collect();
+        Cluster { coordinator, shards }
+    }
+}
+
+fn borrowed(flags: &[String]) -> Vec<&str> {
+    flags.iter().map(String::as_str).collect()
+}
+
+fn insecure<T>(result: Result<T>) -> String {
+    match result.map(drop) {
+        Err(Error::Tls { cause, .. }) => cause,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn training_over_tls_has_the_bits_of_training_without() {
+    let certificates = Certificates::new(&["--job", "demo"]);
+    let cluster = certificates.start(3);
+    let spec = job("demo", 2, adamw(), synthetic::kinds(&adamw()));
+    let training =
+        Training { options: certificates.options(Some("job-demo")), ..Training::new(spec.clone()) };
+    let trained = training.run(cluster.address()).await.unwrap();
+    let open = Cluster::start(1);
+    assert_eq!(trained, Training::new(spec).run(open.address()).await.unwrap());
+}
+
+#[tokio::test]
+async fn replicas_are_copied_over_tls() {
+    let certificates = Certificates::new(&[]);
+    let cluster = certificates.start(2);
+    let spec =
+        zeroshard_proto::JobSpec { replicas: 2, ..job("demo", 1, adamw(), synthetic::small()) };
+    let training = Training { options: certificates.options(Some("admin")), ..Training::new(spec) };
+    let trained = training.run(cluster.address()).await.unwrap();
+    let Cluster { coordinator, mut shards } = cluster;
+    shards.pop();
+    let client = Client::connect(coordinator.address(), certificates.options(Some("admin"))).await;
+    assert_eq!(client.unwrap().state_hash("demo").await.unwrap(), trained.hash);
+}
+
+#[tokio::test]
+async fn a_certificate_permits_what_its_role_says() {
+    let certificates = Certificates::new(&["--job", "a", "--job", "b"]);
+    let cluster = certificates.start(1);
+    let train = async |role: &str, name: &str| {
+        let options = certificates.options(Some(role));
+        let spec = job(name, 1, adamw(), synthetic::small());
+        let training = Training { options, ..Training::new(spec) };
+        training.run(cluster.address()).await
+    };
+    train("job-a", "a").await.unwrap();
+    train("admin", "other").await.unwrap();
+    for (role, name) in [("job-b", "a"), ("server", "c")] {
+        let refused = train(role, name).await;
+        assert!(matches!(refused, Err(Error::Forbidden { .. })), "{refused:?}");
+    }
+    // Only the certificate of a server registers one.
+    let stranger = certificates.shard(cluster.address(), "job-a");
+    let refused = "zeroshard_requests_total{code=\"PermissionDenied\",method=\"/zeroshard.v1.CoordinatorService/Serve\"}";
+    until("the stranger is refused", || cluster.coordinator.get("/metrics").contains(refused))
+        .await;
+    assert_eq!(stranger.get("/readyz"), "not ready\n");
+}
+
+#[tokio::test]
+async fn clients_without_a_certificate_or_token_or_encryption_are_refused_at_once() {
+    let certificates = Certificates::new(&[]);
+    let cluster = certificates.start(1);
+    let connect = async |options: Options| Client::connect(cluster.address(), options).await;
+    assert!(connect(certificates.options(Some("admin"))).await.is_ok());
+    let anonymous = connect(certificates.options(None)).await;
+    assert!(matches!(anonymous, Err(Error::Unauthenticated { .. })), "{anonymous:?}");
+    let plain = insecure(connect(options()).await);
+    assert!(plain.contains("set ZEROSHARD_TLS_CA"), "{plain}");
+    let stranger = Certificates::new(&[]);
+    let untrusting = insecure(connect(stranger.options(Some("admin"))).await);
+    assert!(untrusting.contains("--tls-ca to the authority of the cluster"), "{untrusting}");
+    // The certificate of another authority, of a client that trusts that of the cluster.
+    std::fs::copy(certificates.path("ca.pem"), stranger.path("ca.pem")).unwrap();
+    let untrusted = insecure(connect(stranger.options(Some("admin"))).await);
+    assert!(untrusted.contains("refuses our certificate"), "{untrusted}");
+    // A client that encrypts, at a server that does not.
+    let open = Cluster::start(0);
+    let refused = Client::connect(open.address(), certificates.options(Some("admin"))).await;
+    assert!(insecure(refused).contains("does not use TLS"));
+}
+
+#[tokio::test]
+async fn with_tls_and_a_token_either_a_token_or_a_certificate_opens_the_cluster() {
+    let certificates = Certificates::new(&[]);
+    let mut flags = certificates.flags("server");
+    flags.push("--token=s3cret".to_owned());
+    let coordinator = Cluster::coordinator_with(&borrowed(&flags));
+    let connect = async |options: Options| Client::connect(coordinator.address(), options).await;
+    let token = |text: &str| certificates.options(None).token(Token::from(text.to_owned()));
+    assert!(connect(token("s3cret")).await.is_ok());
+    assert!(connect(certificates.options(Some("admin"))).await.is_ok());
+    for refused in [connect(token("wrong")).await, connect(token("")).await] {
+        assert!(matches!(refused, Err(Error::Unauthenticated { .. })), "{refused:?}");
+    }
+    insecure(connect(options().token(Token::from("s3cret".to_owned()))).await);
+}
+
+#[tokio::test]
+async fn a_new_certificate_is_used_without_a_restart() {
+    let (certificates, new) = (Certificates::new(&[]), Certificates::new(&[]));
+    let cluster = certificates.start(1);
+    let old =
+        Client::connect(cluster.address(), certificates.options(Some("admin"))).await.unwrap();
+    for name in ["ca.pem", "server.pem", "server-key.pem"] {
+        replace(&new.path(name), &certificates.path(name));
+    }
+    // The other side has the new authority, too.
+    loop {
+        match Client::connect(cluster.address(), new.options(Some("admin"))).await {
+            Ok(client) => break drop(client.status().await.unwrap()),
+            Err(Error::Tls { .. }) => tokio::task::yield_now().await,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    old.status().await.unwrap();
+}
+
+/// Replaces a file as orchestrators do it.
+fn replace(from: &Path, to: &Path) {
+    let staged = to.with_extension("new");
+    std::fs::copy(from, &staged).unwrap();
+    std::fs::rename(staged, to).unwrap();
+}
+
+#[test]
+fn every_program_uses_tls_and_probes_need_no_certificate() {
+    let certificates = Certificates::new(&["--host", "shard-0.shards", "--job", "demo"]);
+    let cluster = certificates.start(1);
+    let address = cluster.address();
+    let flags = certificates.flags("job-demo");
+    let status =
+        |flags: &[&str]| run("zsctl", &[&["--address", address, "status"], flags].concat());
+    assert!(status(&borrowed(&flags)).status.success());
+    let refused = status(&[]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("ZEROSHARD_TLS_CA"));
+    assert!(run("zeroshard-server", &["probe", address]).status.success());
+
+    let half = run("zeroshard-server", &["coordinator", "--listen=127.0.0.1:0", &flags[1]]);
+    assert!(String::from_utf8_lossy(&half.stderr).contains("--tls-ca"), "{half:?}");
+    let other = ["coordinator", "--listen=127.0.0.1:0", &flags[0], &flags[1]];
+    let wrong_key = certificates.flags("admin").swap_remove(2);
+    let mixed = run("zeroshard-server", &[&other[..], &[&wrong_key]].concat());
+    assert!(!mixed.status.success());
+    assert!(String::from_utf8_lossy(&mixed.stderr).contains("certificate"), "{mixed:?}");
+}
+
+#[test]
+fn workers_exchange_values_over_tls() {
+    let certificates = Certificates::new(&["--job", "demo"]);
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().to_str().unwrap();
+    let hash = |cluster: &Cluster, flags: &[&str]| {
+        let rank = |rank: &'static str| {
+            let size = ["--steps=2", "--batch=4", "--context=16", "--width=32", "--sample-chars=0"];
+            let run_of = ["--job=demo", "--shards=1", "--data-parallel=1", "--tensor-parallel=2"];
+            let own = ["--address", cluster.address(), "--rank", rank, "--json", "--out", out];
+            let output =
+                run("zeroshard-worker", &[&["train"], &size[..], &run_of, &own, flags].concat());
+            assert!(output.status.success(), "{output:?}");
+            output.stdout
+        };
+        let output = std::thread::scope(|scope| {
+            let other = scope.spawn(|| rank("1"));
+            let output = rank("0");
+            other.join().unwrap();
+            String::from_utf8(output).unwrap()
+        });
+        let done: serde_json::Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
+        done["state_hash"].as_str().unwrap().to_owned()
+    };
+    let encrypted = hash(&certificates.start(1), &borrowed(&certificates.flags("job-demo")));
+    assert_eq!(encrypted, hash(&Cluster::start(1), &[]));
+}
