@@ -76,11 +76,12 @@ fn explain(error: &rustls::Error) -> String {
 
 fn explain_certificate(cause: &CertificateError) -> String {
     use CertificateError::{
-        Expired, ExpiredContext, NotValidForName, NotValidForNameContext, NotValidYet,
+        BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext, NotValidYet,
         NotValidYetContext, UnknownIssuer,
     };
     let (found, remedy) = match cause {
-        UnknownIssuer => (
+        // The other authority may have the same name.
+        UnknownIssuer | BadSignature => (
             "an authority that --tls-ca does not name has signed its certificate".to_owned(),
             "set --tls-ca to the authority of the cluster",
         ),
