@@ -3,7 +3,7 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -121,9 +121,9 @@ pub(crate) struct TokenFile {
     state: Mutex<State>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct State {
-    tokens: Tokens,
+    tokens: Arc<Tokens>,
     version: Version,
     checked: Instant,
 }
@@ -134,18 +134,30 @@ type Version = (Option<SystemTime>, u64);
 impl TokenFile {
     fn open(path: &Path) -> Result<Self> {
         let (tokens, version) = read(path)?;
-        let state = State { tokens, version, checked: Instant::now() };
+        let state = State { tokens: Arc::new(tokens), version, checked: Instant::now() };
         Ok(Self { path: path.to_owned(), state: Mutex::new(state) })
     }
 
     fn role(&self, token: &[u8]) -> Option<Role> {
-        // The state is consistent after a panic, because each change is a single assignment.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.checked.elapsed() >= RELOAD_INTERVAL {
-            state.checked = Instant::now();
+        let (mut state, is_due) = {
+            let mut state = self.lock();
+            let is_due = state.checked.elapsed() >= RELOAD_INTERVAL;
+            if is_due {
+                state.checked = Instant::now();
+            }
+            (state.clone(), is_due)
+        };
+        // Other requests do not wait for the file, which may be large or on a slow disk.
+        if is_due {
             state.reload(&self.path);
+            *self.lock() = state.clone();
         }
         state.tokens.role(token).cloned()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // The state is consistent after a panic, because each change is a single assignment.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -158,7 +170,7 @@ impl State {
         match read(path) {
             Ok((tokens, version)) => {
                 tracing::info!(file = %path.display(), "the file of tokens has changed");
-                (self.tokens, self.version) = (tokens, version);
+                (self.tokens, self.version) = (Arc::new(tokens), version);
             }
             Err(error) => {
                 tracing::warn!(%error, "the tokens before remain valid");
@@ -216,6 +228,28 @@ mod tests {
             let refused = accepted.caller(wrong);
             assert!(matches!(refused, Err(Error::Unauthenticated { .. })), "{refused:?}");
         }
+    }
+
+    /// The file is a pipe, which is read when somebody writes to it.
+    #[test]
+    fn requests_do_not_wait_while_the_file_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tokens");
+        fs::write(&path, line("admin", "one")).unwrap();
+        let file = Arc::new(TokenFile::open(&path).unwrap());
+        fs::remove_file(&path).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        file.lock().checked -= 2 * RELOAD_INTERVAL;
+        let reads = file.clone();
+        let reading = std::thread::spawn(move || reads.role(b"two"));
+        while file.lock().checked.elapsed() >= RELOAD_INTERVAL {
+            std::thread::yield_now();
+        }
+        assert_eq!(file.role(b"one"), Some(Role::Admin));
+        fs::write(&path, line("server", "two")).unwrap();
+        assert_eq!(reading.join().unwrap(), Some(Role::Server));
+        assert_eq!((file.role(b"one"), file.role(b"two")), (None, Some(Role::Server)));
     }
 
     #[test]
