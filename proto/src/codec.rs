@@ -13,6 +13,8 @@ use tonic::{
 };
 use tonic_prost::ProstCodec;
 
+use crate::Error;
+
 /// The size of messages from which on the other tasks of the thread are moved, in bytes: about a
 /// millisecond.
 const LARGE: usize = 256 << 10;
@@ -83,7 +85,11 @@ where
     type Error = Status;
 
     fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        beside_other_tasks(bytes::Buf::remaining(buffer), || self.0.decode(buffer))
+        let decoded = beside_other_tasks(bytes::Buf::remaining(buffer), || self.0.decode(buffer));
+        // prost's status has the code of a bug, and no details.
+        decoded.map_err(|status| {
+            Error::invalid("message", status.message(), "a message of this call's type").into()
+        })
     }
 }
 

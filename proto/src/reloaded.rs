@@ -102,6 +102,8 @@ impl<T> fmt::Debug for Reloaded<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
     use crate::Error;
 
@@ -148,5 +150,34 @@ mod tests {
         assert_eq!(*reloaded.get(), "a");
         reloaded.lock().checked -= INTERVAL;
         assert_eq!(*reloaded.get(), "bb");
+    }
+
+    #[test]
+    fn others_do_not_wait_while_the_files_are_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("text");
+        fs::write(&file, "a").unwrap();
+        let (begun, read) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+        let load = {
+            let (file, begun, read) = (file.clone(), begun.clone(), read.clone());
+            move || {
+                let text = fs::read_to_string(&file).unwrap();
+                if text != "a" {
+                    begun.wait();
+                    read.wait();
+                }
+                Ok(text)
+            }
+        };
+        let reloaded = Reloaded::open("texts", vec![file.clone()], load).unwrap();
+        fs::write(&file, "bb").unwrap();
+        reloaded.lock().checked -= INTERVAL;
+        std::thread::scope(|scope| {
+            let reading = scope.spawn(|| reloaded.get());
+            begun.wait();
+            assert_eq!(*reloaded.get(), "a");
+            read.wait();
+            assert_eq!(*reading.join().unwrap(), "bb");
+        });
     }
 }

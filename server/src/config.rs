@@ -7,7 +7,7 @@
 mod sections;
 mod values;
 
-use std::{ffi::OsString, path::PathBuf, time::Duration};
+use std::{cmp::Ordering, ffi::OsString, path::PathBuf, time::Duration};
 
 use clap::{
     ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource,
@@ -186,6 +186,15 @@ impl Common {
     /// [`Self::drain_seconds`].
     pub fn drain(&self) -> Duration {
         Duration::from_secs(self.drain_seconds)
+    }
+
+    /// Of a token and a file of a token, keeps the one from the source with the higher precedence.
+    fn choose_token(&mut self, precedence: impl Fn(&str) -> u8) {
+        match precedence("token").cmp(&precedence("token_file")) {
+            Ordering::Greater => self.token_file = None,
+            Ordering::Less if self.token_file.is_some() => self.token = Token::default(),
+            _ => {}
+        }
     }
 
     /// Reads the token in [`Self::token_file`].
@@ -383,6 +392,7 @@ fn serve(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
     let process = Process::from_arg_matches(matches)?;
     let file = process.config.map(File::read).transpose()?;
     let mut common: Common = layered("common", matches, file.as_ref())?;
+    common.choose_token(|key| precedence("common", key, matches, file.as_ref()));
     common.read_token()?;
     common.validate()?;
     let role = match section {
@@ -436,6 +446,16 @@ fn without_source(message: &str) -> String {
         line.trim_start_matches(|c: char| c == ' ' || c.is_ascii_digit()).starts_with('|')
     };
     message.lines().filter(|line| !quoted(line)).collect::<Vec<_>>().join("\n")
+}
+
+/// The precedence of the source from which a value of a section comes: flags, the environment, the
+/// file, defaults.
+fn precedence(section: &str, key: &str, matches: &ArgMatches, file: Option<&File>) -> u8 {
+    match matches.value_source(key) {
+        Some(ValueSource::CommandLine) => 3,
+        Some(ValueSource::EnvVariable) => 2,
+        _ => file.is_some_and(|File(file)| file.contains(&format!("{section}.{key}"))).into(),
+    }
 }
 
 /// Merges one section: defaults, then the file, then flags and environment variables.

@@ -19,6 +19,7 @@ use crate::{
     identity::random,
     roles::{self, Site},
     serve::Error,
+    shutdown::Shutdown,
 };
 
 /// The options of an embedded cluster.
@@ -85,18 +86,19 @@ impl Cluster {
         let address = Address::from(site.address);
         let failure = site.context.failure.clone();
         let jobs = JobLimits { timeout: None, number: MAX_JOBS };
-        let parts = roles::coordinator(&site, Leadership::alone(), jobs, &shutdown);
+        let order = Shutdown::at_once(shutdown.clone());
+        let parts = roles::coordinator(&site, Leadership::alone(), jobs, &order);
         let mut tasks = JoinSet::new();
-        tasks.spawn(site.run(parts, shutdown.clone()));
+        tasks.spawn(site.run(parts, order.clone()));
         let memory = crate::memory::available().map(|all| Size(all / shards.max(1) as u64));
         let mut healths = Vec::with_capacity(shards);
         for _ in 0..shards {
             let mut site = Site::bind(listen, &common, MAX_CONNECTIONS).await?;
             site.context.failure = failure.clone();
             let config = config::Shard { memory, parked_bytes, ..config::Shard::default() };
-            let parts = roles::shard(&config, address.clone().into(), &site, &shutdown)?;
+            let parts = roles::shard(&config, address.clone().into(), &site, &order)?;
             healths.push(site.context.health.clone());
-            tasks.spawn(site.run(parts, shutdown.clone()));
+            tasks.spawn(site.run(parts, order.clone()));
         }
         for health in healths {
             tokio::select! {
@@ -254,7 +256,8 @@ mod tests {
         let mut site = Site::bind(listen, &Common::default(), MAX_CONNECTIONS).await.unwrap();
         site.context.failure = cluster.failure.clone();
         let address = Address::from(site.address).to_string();
-        cluster.tasks.spawn(site.run(parts, cluster.shutdown.clone()));
+        let shutdown = Shutdown::at_once(cluster.shutdown.clone());
+        cluster.tasks.spawn(site.run(parts, shutdown));
         (cluster, address)
     }
 

@@ -1,6 +1,7 @@
 //! The liveness and readiness of this process, for the gRPC health service and the admin server.
 
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tonic_health::{
     ServingStatus,
     pb::health_server::HealthServer,
@@ -16,6 +17,8 @@ pub(crate) const READINESS: &str = "readiness";
 pub struct Health {
     reporter: HealthReporter,
     ready: watch::Sender<bool>,
+    /// Whether the process is about to stop, and is not ready any more.
+    stopping: CancellationToken,
 }
 
 impl Health {
@@ -23,13 +26,21 @@ impl Health {
     pub async fn new() -> Self {
         let reporter = HealthReporter::new();
         reporter.set_service_status(LIVENESS, ServingStatus::Serving).await;
-        let health = Self { reporter, ready: watch::Sender::new(false) };
+        let health =
+            Self { reporter, ready: watch::Sender::new(false), stopping: CancellationToken::new() };
         health.set_ready(false).await;
         health
     }
 
-    /// Sets whether calls can be answered now.
+    /// The process is about to stop: it is not ready any more.
+    pub(crate) async fn stop(&self) {
+        self.stopping.cancel();
+        self.set_ready(false).await;
+    }
+
+    /// Sets whether calls can be answered now. A process that is about to stop is never ready.
     pub async fn set_ready(&self, ready: bool) {
+        let ready = ready && !self.stopping.is_cancelled();
         let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
         // "" stands for the server as a whole.
         for service in [

@@ -28,6 +28,7 @@ pub mod probe;
 pub mod roles;
 pub mod serve;
 pub mod shard;
+pub mod shutdown;
 #[cfg(test)]
 mod simulation;
 mod tier;

@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_server::{
     config::{self, Command, Config, DevCerts, Probe},
     dev_certs, failure, logging, roles,
-    serve::stop_on_signals,
+    shutdown::stop_on_signals,
 };
 
 /// The time for the remaining tasks after a role has ended, in addition to the drain time.

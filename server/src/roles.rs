@@ -22,6 +22,7 @@ use crate::{
     failure::Failure,
     serve::{Context, Error, bind, serve},
     shard::Shard,
+    shutdown::Shutdown,
 };
 
 /// The parts of a role: its services, and the background work until the shutdown.
@@ -52,13 +53,19 @@ impl Site {
         Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
     }
 
-    /// Serves `parts` until `shutdown`. After a panic, all calls receive an error until then.
-    pub(crate) async fn run(self, parts: Parts, shutdown: CancellationToken) -> Result<(), Error> {
+    /// Serves `parts` until `shutdown`, and is not ready from the moment when it is asked to stop.
+    /// After a panic, all calls receive an error until then.
+    pub(crate) async fn run(self, parts: Parts, shutdown: Shutdown) -> Result<(), Error> {
         let Parts { routes, background } = parts;
         let failure = &self.context.failure;
-        let serving = serve(self.listener, routes, &self.context, shutdown);
+        let serving = serve(self.listener, routes, &self.context, shutdown.clone());
+        let unready = async {
+            shutdown.asked().await;
+            self.context.health.stop().await;
+            Ok(())
+        };
         // The background work also answers calls that are open when the token is cancelled.
-        tokio::try_join!(serving, async {
+        tokio::try_join!(serving, unready, async {
             tokio::select! {
                 _ = failure.guard("a background task", background) => {}
                 () = failure.failed() => {}
@@ -69,18 +76,33 @@ impl Site {
     }
 }
 
-/// Runs the role of `config` until `shutdown`.
+/// Runs the role of `config` until `asked` is cancelled, and its jobs are saved or handed over.
 ///
 /// # Errors
 /// [`Error`] if an address cannot be bound or the transport fails.
-pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Error> {
+pub async fn run(config: Config, asked: CancellationToken) -> Result<(), Error> {
+    let shutdown = Shutdown::in_order(asked.clone());
     // The first part that ends, with or without an error, stops the others.
-    let _stop = shutdown.clone().drop_guard();
+    let (_asked, _stop) = (asked.drop_guard_ref(), shutdown.guard());
+    let drain = config.common.drain();
+    let driven = async {
+        shutdown.drive(drain).await;
+        Ok(())
+    };
+    tokio::try_join!(serve_role(config, asked.clone(), shutdown.clone()), driven)?;
+    Ok(())
+}
+
+async fn serve_role(
+    config: Config,
+    asked: CancellationToken,
+    shutdown: Shutdown,
+) -> Result<(), Error> {
     let Config { role, common, json } = config;
     match role {
         Role::Coordinator(config) => {
             if let Some(election) = config.election.clone() {
-                return elected::run(config, election, &common, json, shutdown).await;
+                return elected::run(config, election, &common, json, asked).await;
             }
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
             let admin =
@@ -89,7 +111,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             announce(json, "coordinator", site.address, admin.as_ref());
             let leadership = Leadership::alone();
             let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
-            tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
+            with_admin(site.run(parts, shutdown), admin).await?;
         }
         Role::Shard(config) => {
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
@@ -98,7 +120,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
             let parts = shard(&config, coordinator, &site, &shutdown)?;
             announce(json, "shard", site.address, admin.as_ref());
-            tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
+            with_admin(site.run(parts, shutdown), admin).await?;
         }
         Role::All(config) => {
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
@@ -120,11 +142,14 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
             announce(json, "shard", shard_site.address, admin.as_ref());
-            tokio::try_join!(
-                site.run(parts, shutdown.clone()),
-                shard_site.run(shard_parts, shutdown.clone()),
-                serve_admin(admin, shutdown)
-            )?;
+            let serving = async {
+                tokio::try_join!(
+                    site.run(parts, shutdown.clone()),
+                    shard_site.run(shard_parts, shutdown)
+                )?;
+                Ok(())
+            };
+            with_admin(serving, admin).await?;
         }
     }
     Ok(())
@@ -135,7 +160,7 @@ pub(crate) fn coordinator(
     site: &Site,
     leadership: Leadership,
     jobs: JobLimits,
-    shutdown: &CancellationToken,
+    shutdown: &Shutdown,
 ) -> Parts {
     let is_first = site.has_new_address;
     let coordinator = Coordinator::new(site.context.clone(), leadership, is_first, jobs);
@@ -152,7 +177,7 @@ pub(crate) fn shard(
     config: &config::Shard,
     coordinator: Addresses,
     site: &Site,
-    shutdown: &CancellationToken,
+    shutdown: &Shutdown,
 ) -> Result<Parts, Error> {
     let devices = Devices::open(&config.device).map_err(zeroshard_proto::Error::from)?;
     match devices {
@@ -166,14 +191,14 @@ fn shard_on<B: Backend>(
     config: &config::Shard,
     coordinator: Addresses,
     site: &Site,
-    shutdown: &CancellationToken,
+    shutdown: &Shutdown,
 ) -> Result<Parts, Error> {
     let advertised = match &config.advertise {
         Some(address) => address.or_port(site.address.port()),
         None => Address::from(site.address),
     };
     let shard = Shard::new(backends, config, site.context.clone())?;
-    let (routes, shutdown) = (shard.routes(shutdown), shutdown.clone());
+    let (routes, shutdown) = (shard.routes(shutdown.stop()), shutdown.clone());
     let background = async move {
         shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;
     };
@@ -212,6 +237,21 @@ impl AdminSite {
         let admin = Admin { role, address: serves, started: Instant::now(), metrics, health };
         Ok(Some(Self { listener, address, admin }))
     }
+}
+
+/// Serves the admin address until `serving` ends, so that probes are answered while open calls
+/// finish.
+async fn with_admin(
+    serving: impl Future<Output = Result<(), Error>>,
+    admin: Option<AdminSite>,
+) -> Result<(), Error> {
+    let end = CancellationToken::new();
+    let served = async {
+        let _end = end.drop_guard_ref();
+        serving.await
+    };
+    tokio::try_join!(served, serve_admin(admin, end.clone()))?;
+    Ok(())
 }
 
 async fn serve_admin(site: Option<AdminSite>, shutdown: CancellationToken) -> Result<(), Error> {

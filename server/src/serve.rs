@@ -8,7 +8,6 @@ use std::{io, net::SocketAddr, sync::Arc};
 
 use futures_util::{TryStreamExt, future::ready};
 use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
 use tonic::{
     service::Routes,
     transport::{
@@ -36,6 +35,7 @@ use crate::{
     },
     memory,
     metrics::Metrics,
+    shutdown::Shutdown,
 };
 
 /// The errors that prevent or end serving.
@@ -132,8 +132,8 @@ impl Context {
     }
 }
 
-/// Serves `routes`, health and reflection on `listener` until `shutdown`. Open calls then have
-/// `drain_seconds` to finish. The role must end its endless streams with the same token.
+/// Serves `routes`, health and reflection on `listener` until `shutdown`. Open calls then have the
+/// rest of `drain_seconds` to finish. The role must end its endless streams at the same time.
 ///
 /// # Errors
 /// Those of the transport.
@@ -141,7 +141,7 @@ pub async fn serve(
     listener: TcpListener,
     routes: Routes,
     context: &Context,
-    shutdown: CancellationToken,
+    shutdown: Shutdown,
 ) -> Result<(), Error> {
     let Context { common, accepted, acceptor, max_connections, .. } = context;
     let Context { metrics, health, failure, .. } = context;
@@ -174,9 +174,9 @@ pub async fn serve(
         .layer(TokenLayer(accepted.clone()))
         .layer(RequestLimitsLayer::new(memory::available()))
         .add_routes(routes)
-        .serve_with_incoming_shutdown(incoming, shutdown.cancelled());
+        .serve_with_incoming_shutdown(incoming, shutdown.stop().cancelled());
     let drained = async {
-        shutdown.cancelled().await;
+        shutdown.asked().await;
         tokio::time::sleep(common.drain()).await;
     };
     tokio::select! {
@@ -187,23 +187,4 @@ pub async fn serve(
             Ok(())
         }
     }
-}
-
-/// Cancels `shutdown` on SIGTERM or SIGINT.
-///
-/// # Errors
-/// If the process cannot watch for signals.
-pub fn stop_on_signals(shutdown: CancellationToken) -> io::Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    tokio::spawn(async move {
-        let name = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-        };
-        tracing::info!(signal = name, "stopping");
-        shutdown.cancel();
-    });
-    Ok(())
 }

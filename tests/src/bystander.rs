@@ -28,13 +28,20 @@ impl Bystander {
     /// # Panics
     /// If it cannot connect; the thread panics if a call fails.
     pub fn start(address: &str) -> Self {
+        Self::start_with(address, Options::default().timeout(crate::timeout()))
+    }
+
+    /// Starts to call the coordinator with these options, like [`Self::start`].
+    ///
+    /// # Panics
+    /// If it cannot connect; the thread panics if a call fails.
+    pub fn start_with(address: &str, options: Options) -> Self {
         let (address, stop) = (address.to_owned(), Arc::new(AtomicBool::new(false)));
         let stopped = stop.clone();
         let (connected, is_connected) = mpsc::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.expect("the system has threads and sockets");
         let work = async move {
-            let options = Options::default().timeout(crate::timeout());
             let cluster = Cluster::connect(&address, options).await.expect("it can connect");
             // Nobody waits for the signal if the caller has panicked.
             let _ = connected.send(());

@@ -148,6 +148,14 @@ impl Process {
         self.child.id()
     }
 
+    /// How the process has ended; `None` while it runs.
+    ///
+    /// # Panics
+    /// If the system does not tell.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("the process is a child")
+    }
+
     /// The peak of the resident memory of the process, in bytes.
     ///
     /// # Panics
@@ -247,13 +255,29 @@ impl Process {
         });
     }
 
+    /// Sends SIGTERM.
+    ///
+    /// # Panics
+    /// If the process has ended.
+    pub fn terminate(&self) {
+        signal("-TERM", &self.id().to_string());
+    }
+
     /// Sends SIGTERM, and waits until the process has ended.
     ///
     /// # Panics
     /// If the process does not end in time.
-    pub fn stop(mut self) -> ExitStatus {
+    pub fn stop(self) -> ExitStatus {
+        self.terminate();
+        self.wait()
+    }
+
+    /// Waits until the process has ended.
+    ///
+    /// # Panics
+    /// If the process does not end in time.
+    pub fn wait(mut self) -> ExitStatus {
         let pid = self.id().to_string();
-        signal("-TERM", &pid);
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait().expect("the process is a child") {

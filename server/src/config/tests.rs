@@ -225,6 +225,34 @@ fn other_machines_can_connect_only_with_a_token_or_if_the_operator_says_so() {
     shard(&["--listen", "[::1]:0"]).unwrap();
 }
 
+/// Run by the test below, in a process with the variable.
+#[test]
+#[ignore = "it needs an environment of its own"]
+fn a_flag_with_the_token_overrides_the_variable_with_a_file() {
+    let config = shard(&["--token", "other"]).unwrap();
+    assert_eq!(config.common.token.reveal(), Some("other"));
+    let secret = file("from the flag");
+    let flag = ["--token-file", secret.path().to_str().unwrap()];
+    assert_eq!(shard(&flag).unwrap().common.token.reveal(), Some("from the flag"));
+    let config = with_file("[common]\ntoken = \"of the file\"\n", &[]).unwrap();
+    assert_eq!(config.common.token.reveal(), Some("s3cret"), "the variable overrides the file");
+}
+
+#[test]
+fn of_a_token_and_a_file_the_one_from_the_source_of_higher_precedence_counts() {
+    let secret = file("s3cret");
+    let name = "config::tests::a_flag_with_the_token_overrides_the_variable_with_a_file";
+    let mut test = std::process::Command::new(std::env::current_exe().unwrap());
+    test.args(["--exact", name, "--ignored"]).env("ZEROSHARD_TOKEN_FILE", secret.path());
+    let ended = test.output().unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stdout));
+    let named = format!("[common]\ntoken_file = \"{}\"\n", secret.path().display());
+    let config = with_file(&named, &["--token", "other"]).unwrap();
+    assert_eq!(config.common.token.reveal(), Some("other"));
+    let both = format!("{named}token = \"other\"\n");
+    assert_eq!(wrong_key(with_file(&both, &[])), "token_file");
+}
+
 #[test]
 fn the_token_may_be_in_a_file() {
     let secret = file("s3cret\n");

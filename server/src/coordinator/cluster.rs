@@ -21,6 +21,10 @@ pub(crate) struct Cluster {
     pub(super) servers: BTreeMap<ServerId, ServerState>,
     /// The zones of servers that have one, also while they are away.
     pub(super) zones: Zones,
+    /// The connected servers that are about to stop, and whether each has been released.
+    pub(super) departing: BTreeMap<ServerId, bool>,
+    /// Whether this coordinator is about to stop.
+    is_stopping: bool,
     pub(super) jobs: BTreeMap<String, Job>,
     /// The last epoch that was assigned; the epochs of all jobs come from this counter.
     epoch: u64,
@@ -50,6 +54,8 @@ impl Default for Cluster {
         Self {
             servers: BTreeMap::new(),
             zones: Zones::new(),
+            departing: BTreeMap::new(),
+            is_stopping: false,
             jobs: BTreeMap::new(),
             epoch: 0,
             saves: 0,
@@ -145,9 +151,19 @@ impl Cluster {
                 }
             }
             Event::Refused(server) => self.refused(&server, now, &mut out),
+            Event::Stopping => {
+                self.is_stopping = true;
+                self.stopping(now, &mut out);
+            }
             Event::Tick => self.tick(now, &mut out),
         }
+        self.release(&mut out);
         out
+    }
+
+    /// Whether this coordinator is about to stop.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.is_stopping
     }
 
     fn said(&mut self, server: ServerId, said: Said, now: Now, out: &mut Vec<Action>) {
@@ -175,6 +191,7 @@ impl Cluster {
             Said::SaveFailed { job, save, cause } => {
                 self.save_failed(server, &job, save, cause, now, out);
             }
+            Said::Departing => self.departing(server, now, out),
             Said::Confirmed { number } => self.confirmed(server, number, out),
             Said::Stats(stats) => {
                 if let Some(known) = self.servers.get_mut(&server) {

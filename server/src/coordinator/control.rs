@@ -211,6 +211,7 @@ impl From<Command> for serve_response::Command {
                 Self::Cancel(pb::CancelCheckpoint { job, job_id, save })
             }
             Command::Confirm { number } => Self::Confirm(pb::Confirm { number }),
+            Command::Release => Self::Release(pb::Release {}),
         }
     }
 }
@@ -315,6 +316,7 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
             Said::Stored { job: job(name, job_id), epoch, step }
         }
         Wire::Confirmed(pb::Confirmed { number }) => Said::Confirmed { number },
+        Wire::Departing(pb::Departing {}) => Said::Departing,
         Wire::Copied(pb::SlicesCopied { job: name, job_id, number }) => {
             Said::Copied { job: job(name, job_id), number }
         }

@@ -30,6 +30,7 @@ use super::{
 use crate::{
     failure::Failure,
     metrics::{CoordinatedJob, Metrics},
+    shutdown::Shutdown,
 };
 
 /// The maximum number of commands that may wait for one server; beyond it the server is dismissed.
@@ -261,25 +262,36 @@ impl Driver {
         self.lock().cluster.next_membership(job, lease)
     }
 
-    /// Runs the timer until `shutdown`, then ends every call and stream. A checkpoint that is being
-    /// completed then has `drain` to finish, because later only another checkpoint of the job would
-    /// remove its old ones.
-    pub(crate) async fn run(&self, shutdown: CancellationToken, drain: Duration) {
+    /// Runs the timer until `shutdown`, then ends every call and stream. When it is asked to stop,
+    /// jobs are saved first. A checkpoint that is being completed at the end has the rest of `drain`
+    /// to finish, because later only another checkpoint of the job would remove its old ones.
+    pub(crate) async fn run(&self, shutdown: &Shutdown, drain: Duration) {
+        let (mut leaving, mut asked_at) = (Some(shutdown.leaving()), None);
         loop {
+            if asked_at.is_some() && self.lock().cluster.is_settled() {
+                leaving = None;
+            }
             let until = {
                 let mut inner = self.lock();
                 inner.armed = inner.cluster.next_deadline().unwrap_or(Now::MAX);
                 inner.armed.saturating_sub(self.started.elapsed()).min(IDLE)
             };
             tokio::select! {
-                () = tokio::time::sleep(until) => self.tell(Event::Tick),
+                biased;
+                () = shutdown.stop().cancelled() => break,
+                () = shutdown.asked(), if asked_at.is_none() => {
+                    asked_at = Some(Instant::now());
+                    self.tell(Event::Stopping);
+                }
                 () = self.wake.notified() => {}
-                () = shutdown.cancelled() => break,
+                () = tokio::time::sleep(until) => self.tell(Event::Tick),
             }
         }
+        drop(leaving);
         self.stop(&mut self.lock());
         self.completions.close();
-        if tokio::time::timeout(drain, self.completions.wait()).await.is_err() {
+        let left = drain.saturating_sub(asked_at.map_or(Duration::ZERO, |at| at.elapsed()));
+        if tokio::time::timeout(left, self.completions.wait()).await.is_err() {
             tracing::warn!("a checkpoint was not completed, or old ones were not removed, in time");
         }
     }
@@ -328,7 +340,11 @@ impl Driver {
         if let Some(wait) = event.wait() {
             self.arm(inner, now + wait);
         }
+        let ends_save = matches!(event, Event::Completed { .. } | Event::Said { .. });
         let actions = inner.cluster.handle(event, now);
+        if ends_save && inner.cluster.is_stopping() {
+            self.wake.notify_one();
+        }
         self.act(inner, actions);
         self.show(inner);
     }

@@ -129,6 +129,8 @@ pub(crate) enum Event {
     SaverGone { caller: Caller, job: String },
     /// The address of a server, which was dialled for [`Action::Probe`], refuses connections.
     Refused(Server),
+    /// The coordinator is about to stop.
+    Stopping,
     /// A deadline may have passed.
     Tick,
 }
@@ -200,6 +202,8 @@ pub(crate) enum Said {
     SaveFailed { job: JobRef, save: u64, cause: Error },
     /// The server has received all commands up to [`Command::Confirm`].
     Confirmed { number: u64 },
+    /// The server is about to stop.
+    Departing,
     /// The memory and jobs of the server.
     Stats(Stats),
 }
@@ -398,6 +402,8 @@ pub(crate) enum Command {
     CancelSave { job: JobRef, save: u64 },
     /// State that all earlier commands have been received.
     Confirm { number: u64 },
+    /// The server may stop: none of its jobs is being saved.
+    Release,
 }
 
 /// A job that a server is to open. The spec and the placement are shared, because they may be

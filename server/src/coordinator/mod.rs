@@ -3,8 +3,8 @@
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `admission`, `placement`,
 //! `disposal`.
-//! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `replicas`,
-//! `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
+//! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `departures`,
+//! `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
 //! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
@@ -25,6 +25,7 @@ mod confirm;
 pub(crate) mod control;
 mod creators;
 pub(crate) mod decisions;
+mod departures;
 mod disposal;
 mod driver;
 pub(crate) mod events;
@@ -56,11 +57,10 @@ pub(crate) mod user_data;
 
 use std::{sync::Arc, time::Duration};
 
-use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 
-use crate::serve::Context;
+use crate::{serve::Context, shutdown::Shutdown};
 use cluster::Cluster;
 use driver::Driver;
 use leadership::Leadership;
@@ -107,9 +107,10 @@ impl Coordinator {
     }
 
     /// Enforces deadlines until `shutdown`, then ends every call and stream with a typed error.
-    pub async fn run(&self, shutdown: CancellationToken) {
+    /// When it is asked to stop, jobs are saved before.
+    pub async fn run(&self, shutdown: Shutdown) {
         self.context.health.set_ready(true).await;
-        self.driver.run(shutdown, self.context.common.drain()).await;
+        self.driver.run(&shutdown, self.context.common.drain()).await;
         self.context.health.set_ready(false).await;
     }
 }

@@ -320,6 +320,22 @@ impl Cluster {
         true
     }
 
+    /// Saves the current version of a job before a server with slices of it, or the coordinator,
+    /// stops, if the job has a policy and steps that are not saved.
+    pub(super) fn save_last(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        if !self.save_before_disposal(name, now, out) {
+            return;
+        }
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let (Some(policy), Some(saving)) = (&spec.checkpoints, &open.saves.current) else { return };
+        if Some(saving.plan.version) != open.version {
+            let (url, keep) = (policy.url.clone(), policy.keep);
+            open.saves.next.get_or_insert(Next { url, keep, waiters: Vec::new() });
+        }
+    }
+
     /// A server has written its part of a checkpoint.
     pub(super) fn written(
         &mut self,

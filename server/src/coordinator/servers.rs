@@ -58,6 +58,7 @@ impl Cluster {
             return;
         }
         let server = link.server;
+        let has_departed = self.departing.remove(&server).is_some();
         let gone = format!("{} was lost ({cause})", self.name(server));
         self.servers.remove(&server);
         out.push(Action::Note(gone.clone()));
@@ -78,6 +79,9 @@ impl Cluster {
                     self.interrupt_or_fail(&name, &reason, now, out);
                 }
             }
+        }
+        if has_departed {
+            self.departed(server, now, out);
         }
         self.confirms_nothing(server, out);
         self.probe_missing(out);
@@ -102,14 +106,15 @@ impl Cluster {
         self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
     }
 
-    /// The connected shard servers, by id.
+    /// The connected shard servers that can hold further slices, by id.
     pub(super) fn live(&self) -> Vec<Server> {
         let server = |(&id, known): (&ServerId, &ServerState)| Server {
             id,
             incarnation: known.incarnation,
             address: known.address.clone(),
         };
-        self.servers.iter().map(server).collect()
+        let stay = |(id, _): &(&ServerId, &ServerState)| !self.departing.contains_key(id);
+        self.servers.iter().filter(stay).map(server).collect()
     }
 
     /// `shard server 127.0.0.1:7401`.

@@ -14,7 +14,6 @@ use std::{
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body::{Frame, SizeHint};
-use http_body_util::Limited;
 use tokio::time::Sleep;
 use tonic::{Status, body::Body};
 use tower::{Layer, Service};
@@ -34,7 +33,7 @@ use crate::{
 const SMALL: u64 = 16 << 10;
 
 /// The maximum size of a probe.
-const MAX_PROBE: usize = 1024;
+const MAX_PROBE: u64 = 1024;
 
 /// The time limit for receiving a request.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(60);
@@ -97,12 +96,11 @@ where
         let received = Arc::new(Mutex::new(None));
         let path = request.uri().path();
         let (is_streamed, is_held) = (is_streamed(path), path.ends_with("/CreateJob"));
-        let largest = if call.is_none() { MAX_PROBE } else { usize::MAX };
+        let largest = if call.is_none() { MAX_PROBE } else { u64::MAX };
         let request = match is_streamed {
             true => request,
             false => request.map(|body| {
-                let body = Body::new(Limited::new(body, largest));
-                Body::new(Metered::new(body, &self.limits, &received, is_held))
+                Body::new(Metered::new(body, largest, &self.limits, &received, is_held))
             }),
         };
         let answer = self.inner.call(request);
@@ -150,12 +148,21 @@ fn busy(what: &str, limit: u64) -> Error {
 /// The bytes that have been received of a request.
 type Received = Arc<Mutex<Option<Space>>>;
 
+/// The size of the prefix of a gRPC message: a flag, and the size of the rest.
+const PREFIX: usize = 5;
+
 /// The body of a request whose bytes are counted.
 struct Metered {
     body: Body,
+    /// The most bytes that the request may have.
+    largest: u64,
     bytes: Arc<Budget>,
-    /// The bytes that still do not count.
-    small: u64,
+    /// The bytes that have arrived.
+    arrived: u64,
+    /// The beginning of the body, up to [`PREFIX`] bytes.
+    prefix: Vec<u8>,
+    /// The bytes for which there is room.
+    reserved: u64,
     received: Received,
     /// Whether the bytes count until the call is answered, because the message that was decoded
     /// from them is as large and is kept.
@@ -164,30 +171,60 @@ struct Metered {
 }
 
 impl Metered {
-    fn new(body: Body, limits: &RequestLimitsLayer, received: &Received, is_held: bool) -> Self {
+    /// Counts the bytes of `body`, which may have `largest` bytes.
+    fn new(
+        body: Body,
+        largest: u64,
+        limits: &RequestLimitsLayer,
+        received: &Received,
+        is_held: bool,
+    ) -> Self {
         let limit = Box::pin(tokio::time::sleep(RECEIVE_LIMIT));
         let (bytes, received) = (limits.bytes.clone(), received.clone());
-        Self { body, bytes, small: SMALL, received, is_held, limit }
+        let (arrived, prefix, reserved) = (0, Vec::new(), SMALL);
+        Self { body, largest, bytes, arrived, prefix, reserved, received, is_held, limit }
     }
 
-    fn count(&mut self, bytes: u64) -> Result<(), Status> {
-        let uncounted = self.small.min(bytes);
-        self.small -= uncounted;
-        let counted = bytes - uncounted;
+    /// Counts what has arrived, and the rest of the message as soon as its size is known: a request
+    /// that does not fit is refused at its beginning, and not after it has filled memory.
+    fn count(&mut self, data: &[u8]) -> Result<(), Status> {
+        self.arrived += data.len() as u64;
+        if self.arrived > self.largest {
+            let expected = format!("at most {} bytes", self.largest);
+            return Err(Error::invalid("size of a probe", "too large", expected).into());
+        }
+        let missing = PREFIX - self.prefix.len();
+        self.prefix.extend(data.iter().take(missing));
+        let needed = self.arrived.max(self.declared());
+        let more = needed.saturating_sub(self.reserved);
+        if more == 0 {
+            return Ok(());
+        }
         let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         let is_counted = match &mut *received {
-            _ if counted == 0 => true,
-            Some(space) => space.grow(counted),
+            Some(space) => space.grow(more),
             none => {
-                *none = self.bytes.take(counted);
+                *none = self.bytes.take(more);
                 none.is_some()
             }
         };
-        match is_counted {
-            true => Ok(()),
-            false => {
-                Err(busy("bytes of requests that are being received", self.bytes.limit()).into())
+        if !is_counted {
+            let limit = self.bytes.limit();
+            return Err(busy("bytes of requests that are being received", limit).into());
+        }
+        self.reserved = needed;
+        Ok(())
+    }
+
+    /// The size that the message declares, if it is known. A size above all limits is refused by
+    /// the service.
+    fn declared(&self) -> u64 {
+        match self.prefix[..] {
+            [_, a, b, c, d] => {
+                let size = u64::from(u32::from_be_bytes([a, b, c, d])) + PREFIX as u64;
+                if size <= self.bytes.limit() { size } else { 0 }
             }
+            _ => 0,
         }
     }
 
@@ -218,8 +255,8 @@ impl http_body::Body for Metered {
         };
         Poll::Ready(match frame {
             Some(Ok(frame)) => {
-                let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
-                Some(self.count(bytes).map(|()| frame))
+                let counted = frame.data_ref().map_or(Ok(()), |data| self.count(data));
+                Some(counted.map(|()| frame))
             }
             Some(Err(status)) => Some(Err(status)),
             None => {
@@ -354,12 +391,34 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_request_counts_with_the_size_that_it_declares() {
+        let limits = limits(10, 4 * SMALL);
+        let begun = |declared: u64| {
+            let prefix = [&[0][..], &(declared as u32).to_be_bytes()].concat();
+            let first =
+                futures_util::stream::iter([Ok::<_, Infallible>(Frame::data(prefix.into()))]);
+            let rest = futures_util::stream::pending();
+            let body = http_body_util::StreamBody::new(futures_util::StreamExt::chain(first, rest));
+            Request::builder().uri("/a").body(Body::new(body)).unwrap()
+        };
+        let waits = answer(&limits, begun(3 * SMALL));
+        tokio::select! {
+            biased;
+            _ = waits => panic!("the request is not complete"),
+            refused = answer(&limits, begun(3 * SMALL + SMALL / 2)) => {
+                assert_eq!(*refused.into_body().body, "Unavailable");
+            }
+        }
+        assert_eq!(limits.bytes.used(), 0);
+    }
+
+    #[tokio::test]
     async fn a_probe_is_answered_also_on_a_refused_connection_and_is_small() {
         let limits = limits(0, 0);
         let check = "/grpc.health.v1.Health/Check";
         let text = async |request| answer(&limits, request).await.into_body().body.clone();
-        assert_eq!(*text(request(check, MAX_PROBE as u64)).await, "Ok");
-        assert_ne!(*text(request(check, MAX_PROBE as u64 + 1)).await, "Ok");
+        assert_eq!(*text(request(check, MAX_PROBE)).await, "Ok");
+        assert_ne!(*text(request(check, MAX_PROBE + 1)).await, "Ok");
         let watch = answer(&limits, request("/grpc.health.v1.Health/Watch", 0)).await;
         assert!(watch.headers().contains_key("grpc-status"), "a stream counts");
     }

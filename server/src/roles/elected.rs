@@ -11,6 +11,7 @@ use super::{AdminSite, Context, Error, Failure, Site, announce, coordinator, pri
 use crate::{
     config::{Common, Coordinator, Etcd},
     election::{Candidate, Leader},
+    shutdown::Shutdown,
 };
 
 /// The maximum number of connections that wait to be accepted.
@@ -62,7 +63,9 @@ async fn lead(
 ) -> Result<(), Error> {
     let stop = shutdown.child_token();
     let leadership = leader.leadership.clone();
-    let parts = coordinator(&site, leadership, config.job_limits(), &stop);
+    // Another coordinator takes over the jobs, so that nothing needs to be saved.
+    let shutdown = Shutdown::at_once(stop.clone());
+    let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
     let holding = async {
         if let Some(error) = leader.hold(&stop).await {
             tracing::warn!(%error, "the leadership is lost; this coordinator is a standby now");
@@ -70,7 +73,7 @@ async fn lead(
         stop.cancel();
         Ok(())
     };
-    tokio::try_join!(site.run(parts, stop.clone()), holding)?;
+    tokio::try_join!(site.run(parts, shutdown), holding)?;
     Ok(())
 }
 

@@ -32,7 +32,7 @@ use super::{
     save::SaveGate,
     store::Store,
 };
-use crate::{attempt::Attempt, backend::Backend, health::Health};
+use crate::{attempt::Attempt, backend::Backend, health::Health, shutdown::Shutdown};
 
 /// The bytes that a message of the control stream needs beside its event, at most.
 const EVENT_BYTES: usize = 16;
@@ -124,6 +124,7 @@ pub(super) async fn session<B: Backend>(
     health: &Health,
     contact: Contact<'_>,
     tasks: &mut Tasks,
+    shutdown: &Shutdown,
 ) -> Error {
     let (mut session, mut commands) = match Session::open(store, contact, tasks).await {
         Ok(opened) => opened,
@@ -131,7 +132,7 @@ pub(super) async fn session<B: Backend>(
     };
     store.metrics.shard.show_connected(true);
     health.set_ready(true).await;
-    session.run(&mut commands).await
+    session.run(&mut commands, shutdown).await
 }
 
 struct Session<'a, B: Backend> {
@@ -213,12 +214,14 @@ impl<'a, B: Backend> Session<'a, B> {
         }
     }
 
-    async fn run(&mut self, commands: &mut Commands) -> Error {
+    async fn run(&mut self, commands: &mut Commands, shutdown: &Shutdown) -> Error {
+        let mut is_departing = false;
         let mut stats = tokio::time::interval(STATS_INTERVAL);
         let unavailable =
             |cause: &str| Error::Unavailable { peer: self.peer.clone(), cause: cause.to_owned() };
-        let (hung_up, overflow) = (
+        let (hung_up, released, overflow) = (
             unavailable("it closed the stream"),
+            unavailable("it has released this server, which is about to stop"),
             unavailable("it does not read the events of this server"),
         );
         loop {
@@ -229,6 +232,11 @@ impl<'a, B: Backend> Session<'a, B> {
                     continue;
                 }
                 () = self.tasks.events.overflowed() => return overflow,
+                () = shutdown.asked(), if !is_departing => {
+                    is_departing = true;
+                    self.tasks.events.tell(Event::Departing(pb::Departing {}));
+                    continue;
+                }
             };
             match command {
                 Ok(Some(pb::ServeResponse { command, term })) => {
@@ -236,6 +244,7 @@ impl<'a, B: Backend> Session<'a, B> {
                         return error;
                     }
                     match command {
+                        Some(Wire::Release(_)) => return released,
                         Some(command) => self.dispatch(command),
                         None => tracing::warn!("a command of a later version was ignored"),
                     }
@@ -342,7 +351,9 @@ pub(crate) fn job_command(command: Wire) -> Option<(u64, Result<Command>)> {
             (job_id, Ok(Command::Serve { version }))
         }
         Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
-        Wire::Welcome(_) | Wire::Open(_) | Wire::Close(_) | Wire::Confirm(_) => return None,
+        Wire::Welcome(_) | Wire::Open(_) | Wire::Close(_) | Wire::Confirm(_) | Wire::Release(_) => {
+            return None;
+        }
     })
 }
 

@@ -52,6 +52,7 @@ use crate::{
     health::Health,
     memory::{self, Budgets},
     serve::Context,
+    shutdown::Shutdown,
     tier::{self, Tiers},
 };
 use device::Device;
@@ -118,8 +119,9 @@ impl<B: Backend> Shard<B> {
 
     /// Registers with the coordinator, and carries out its commands until `shutdown`. If the
     /// coordinator is lost, the server keeps its jobs, and dials the coordinator again. The next
-    /// one learns the jobs from their servers, and continues them.
-    pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
+    /// one learns the jobs from their servers, and continues them. When it is asked to stop, it
+    /// keeps its jobs until the coordinator has saved them.
+    pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) {
         // After `shutdown`, the drain time of the server limits all calls.
         tokio::select! {
             never = self.store.readers.run(self.store.limits.wait) => match never {},
@@ -127,7 +129,8 @@ impl<B: Backend> Shard<B> {
         }
     }
 
-    async fn follow(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
+    async fn follow(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) {
+        let leaving = shutdown.leaving();
         let id = self.id.as_deref().unwrap_or(advertised);
         let contact = control::Contact {
             coordinator,
@@ -141,19 +144,28 @@ impl<B: Backend> Shard<B> {
         };
         let mut tasks = control::Tasks::default();
         loop {
-            let session = control::session(&self.store, &self.health, contact, &mut tasks);
+            let session =
+                control::session(&self.store, &self.health, contact, &mut tasks, &shutdown);
             let ended = tokio::select! {
-                () = shutdown.cancelled() => break,
+                biased;
+                () = shutdown.stop().cancelled() => break,
                 ended = session => ended,
             };
             self.disconnected().await;
+            if shutdown.is_asked() {
+                tracing::info!(%ended, "this server has left its jobs");
+                break;
+            }
             tracing::warn!(coordinator, error = %ended, "no connection to the coordinator; \
                                                          dialling again");
             tokio::select! {
-                () = shutdown.cancelled() => break,
+                () = shutdown.asked() => break,
                 () = tokio::time::sleep(RECONNECT) => {}
             }
         }
+        drop(leaving);
+        // Calls that are open may still finish.
+        shutdown.stop().cancelled().await;
         self.disconnected().await;
         self.store.close_all();
     }

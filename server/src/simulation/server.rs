@@ -331,6 +331,8 @@ impl World {
                 self.open(server, open);
             }
             Wire::Close(pb::CloseJob { job_id, .. }) => of.close(job_id),
+            // Servers of simulations stop without notice.
+            Wire::Release(_) => {}
             Wire::Confirm(pb::Confirm { number }) => {
                 of.events.tell(serve_request::Event::Confirmed(pb::Confirmed { number }));
             }

@@ -6,7 +6,9 @@ use tonic::Request;
 use zeroshard_client::{Commit, Error, Job, Target, TensorData, TensorId};
 use zeroshard_proto::{
     JobSpec, Result,
+    codec::Codec,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
+    transport::endpoint,
 };
 use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
 
@@ -337,4 +339,19 @@ async fn bytes_other_than_grpc_do_no_harm() {
         }
     })
     .await;
+}
+
+#[tokio::test]
+async fn bytes_that_are_no_message_are_refused_as_invalid() {
+    let cluster = Cluster::start(0);
+    let channel = endpoint(cluster.address()).unwrap().connect().await.unwrap();
+    let mut client = tonic::client::Grpc::new(channel);
+    client.ready().await.unwrap();
+    // Its first field is a text, and that of the expected message a specification.
+    let turn = pb::Turn { job: "no specification".to_owned(), ..Default::default() };
+    let path = "/zeroshard.v1.CoordinatorService/CreateJob".parse().unwrap();
+    let codec = Codec::<pb::Turn, pb::CreateJobResponse>::default();
+    let status = client.unary(Request::new(turn), path, codec).await.unwrap_err();
+    let refused = Error::from_status(&status, "coordinator");
+    assert!(matches!(refused, Error::Invalid { .. }), "{refused}");
 }

@@ -4,10 +4,14 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use zeroshard_client::{Cluster as Client, Commit, Error, Options};
-use zeroshard_proto::pb;
-use zeroshard_tests::{Cluster, Process, stock, synthetic, training};
+use zeroshard_proto::{JobSpec, pb};
+use zeroshard_tests::{Cluster, Process, Training, stock, synthetic, training};
 
-use crate::{connect, job, sgd, start};
+use crate::{
+    adamw,
+    checkpoints::{directory, policy},
+    connect, job, sgd, start, until, until_calls_wait,
+};
 
 /// Stops `process` while `call` is open. Returns the result of the call, and the duration of the
 /// shutdown.
@@ -65,6 +69,98 @@ async fn a_coordinator_stops_while_commits_wait() {
     let (answer, took) = stop(coordinator, training::commit(&job, 0, Commit::default())).await;
     assert!(answer.is_err(), "{answer:?}");
     assert!(took < Duration::from_secs(12), "{took:?}");
+}
+
+#[tokio::test]
+async fn a_second_signal_ends_a_server_at_once() {
+    let mut cluster = Cluster::start_with(1, &["--drain-seconds", "600"]);
+    let jobs = start(cluster.address(), &job("push", 1, sgd(1.0), synthetic::small())).await;
+    let shard = cluster.shards.remove(0);
+    // A push without an end, for which the server would wait.
+    let begin = futures_util::stream::iter([stock::open(stock::begin(&jobs[0], Some(0)))]);
+    let messages = begin.chain(futures_util::stream::pending());
+    let address = shard.address().to_owned();
+    let push = tokio::spawn(async move { stock::push_stream(&address, messages).await });
+    until_calls_wait(&shard, "DataService/Push", 1).await;
+    until("it is ready", || shard.get("/readyz") == "ready\n").await;
+    shard.terminate();
+    until("it is not ready", || shard.get("/readyz") == "not ready\n").await;
+    assert!(!push.is_finished());
+    shard.terminate();
+    let status = tokio::task::spawn_blocking(move || shard.wait()).await.unwrap();
+    assert_eq!(status.code(), Some(143));
+    assert!(push.await.unwrap().is_err());
+}
+
+#[tokio::test]
+async fn a_job_is_saved_before_a_server_with_its_only_copy_stops_and_then_continues() {
+    let (spec, directory) = (|name| job(name, 1, adamw(), synthetic::kinds(&adamw())), directory());
+    let mut cluster = Cluster::start(2);
+    let calm = Training { steps: 6, ..Training::new(spec("calm")) };
+    let expected = calm.run(cluster.address()).await.unwrap().hash;
+    let checkpoints = Some(policy(directory.path(), 1000));
+    let spec = JobSpec { checkpoints, min_servers: 2, ..spec("saved") };
+    let rank = start(cluster.address(), &spec).await.remove(0);
+    for step in 0..3 {
+        training::step(&rank, step).await.unwrap();
+    }
+    let ((), took) = stop(cluster.shards.remove(0), async {}).await;
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    let mut step = 3;
+    while step < 6 {
+        match training::step(&rank, step).await {
+            Ok(report) => step = report.version,
+            Err(Error::RolledBack { version, .. }) => assert_eq!(version, 3, "it was saved"),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert_eq!(rank.state_hash(6).await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn a_job_with_replicas_continues_when_a_server_is_stopped_during_training() {
+    let spec = |name| job(name, 1, adamw(), synthetic::kinds(&adamw()));
+    let mut cluster = Cluster::start(3);
+    let calm = Training { steps: 6, ..Training::new(spec("calm")) };
+    let expected = calm.run(cluster.address()).await.unwrap().hash;
+    let spec = JobSpec { replicas: 2, min_servers: 3, ..spec("replicated") };
+    let rank = start(cluster.address(), &spec).await.remove(0);
+    let shard = cluster.shards.remove(0);
+    let train = async {
+        let mut step = 0;
+        while step < 6 {
+            match training::step(&rank, step).await {
+                Ok(report) => step = report.version,
+                Err(Error::StepAborted { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+    };
+    let ((), took) = stop(shard, train).await;
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    assert_eq!(rank.state_hash(6).await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn all_processes_of_a_cluster_are_stopped_at_once_and_its_jobs_are_saved() {
+    let directory = directory();
+    let cluster = Cluster::start(2);
+    let checkpoints = Some(policy(directory.path(), 1000));
+    let spec = job("all", 1, adamw(), synthetic::kinds(&adamw()));
+    let spec = JobSpec { checkpoints, min_servers: 2, ..spec };
+    let rank = start(cluster.address(), &spec).await.remove(0);
+    for step in 0..2 {
+        training::step(&rank, step).await.unwrap();
+    }
+    let Cluster { coordinator, shards } = cluster;
+    let processes: Vec<_> = [coordinator].into_iter().chain(shards).collect();
+    processes.iter().for_each(Process::terminate);
+    for process in processes {
+        let status = tokio::task::spawn_blocking(move || process.wait()).await.unwrap();
+        assert!(status.success(), "{status}");
+    }
+    let saved = directory.path().join("all").join(format!("{:020}", 2)).join("manifest.json");
+    assert!(saved.exists(), "{}", saved.display());
 }
 
 #[tokio::test]

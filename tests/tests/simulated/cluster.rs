@@ -36,6 +36,7 @@ use zeroshard_server::{
     layers::token::TokenLayer,
     serve::Context,
     shard::Shard,
+    shutdown::Shutdown,
 };
 
 use crate::{LIMIT, faults, worker};
@@ -161,7 +162,7 @@ async fn coordinator(term: u64) -> turmoil::Result {
     let routes = coordinator.routes();
     tokio::select! {
         served = serve(routes, &common) => served?,
-        () = coordinator.run(CancellationToken::new()) => {}
+        () = coordinator.run(Shutdown::at_once(CancellationToken::new())) => {}
     }
     Ok(())
 }
@@ -175,7 +176,7 @@ async fn shard(index: usize) -> turmoil::Result {
     let advertised = format!("{}:{PORT}", name(index));
     tokio::select! {
         served = serve(routes, &common) => served?,
-        () = shard.run(COORDINATOR, &advertised, shutdown) => {}
+        () = shard.run(COORDINATOR, &advertised, Shutdown::at_once(shutdown)) => {}
     }
     Ok(())
 }

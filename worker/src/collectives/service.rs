@@ -17,6 +17,9 @@ use super::mailbox::{Channel, Key, Mail, Mailbox};
 /// The maximum number of elements in a message (4 GiB).
 const MAX_ELEMENTS: u64 = 1 << 30;
 
+/// The number of elements of a message for which there is memory before they arrive (4 MiB).
+const FIRST_ELEMENTS: usize = 1 << 20;
+
 /// The rank of a worker, and the number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Identity {
@@ -75,8 +78,9 @@ impl Service {
             .into());
         }
         let elements = header.elements as usize;
-        let mut data = vec![0f32; if header.over_nccl { 0 } else { elements }];
-        let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
+        let expected = if header.over_nccl { 0 } else { 4 * elements };
+        // The memory grows with what arrives, and not with what the header says.
+        let mut data: Vec<f32> = Vec::with_capacity((expected / 4).min(FIRST_ELEMENTS));
         let mut at = 0;
         let wrong = |found: usize| {
             let expected = match header.over_nccl {
@@ -86,17 +90,20 @@ impl Service {
             Error::invalid("payload of a message", format!("{found} bytes"), expected)
         };
         loop {
-            let payload = &part.payload;
-            let place =
-                bytes.get_mut(at..at + payload.len()).ok_or_else(|| wrong(at + payload.len()))?;
-            place.copy_from_slice(payload);
-            at += payload.len();
+            let (payload, end) = (&part.payload, at + part.payload.len());
+            if end > expected {
+                return Err(wrong(end).into());
+            }
+            data.resize(end.div_ceil(4), 0.0);
+            let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
+            bytes[at..end].copy_from_slice(payload);
+            at = end;
             match parts.message().await? {
                 Some(next) => part = next,
                 None => break,
             }
         }
-        if at != bytes.len() {
+        if at != expected {
             return Err(wrong(at).into());
         }
         let channel =

@@ -62,6 +62,7 @@ impl Shard {
                     held.rested = None;
                 }
                 Command::Confirm { .. }
+                | Command::Release
                 | Command::Open(_)
                 | Command::Welcome
                 | Command::Write { .. }

@@ -7,6 +7,7 @@ mod callers;
 mod commits;
 mod confirm;
 mod decisions;
+mod departures;
 mod descriptions;
 mod disposal;
 mod feeds;

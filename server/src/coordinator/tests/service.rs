@@ -24,6 +24,7 @@ use crate::{
     failure::Failure,
     metrics::Metrics,
     serve::{Context, serve},
+    shutdown::Shutdown,
 };
 
 struct Fixture {
@@ -51,6 +52,7 @@ impl Fixture {
         let shutdown = CancellationToken::new();
         let (token, used) = (shutdown.clone(), context.clone());
         let server = tokio::spawn(async move {
+            let token = Shutdown::at_once(token);
             let serving = serve(listener, coordinator.routes(), &used, token.clone());
             tokio::join!(serving, coordinator.run(token)).0.unwrap();
         });

@@ -1,0 +1,73 @@
+//! Departures: a shard server, or this coordinator, is about to stop. Jobs that would be lost with
+//! it are saved first, if their policy says where.
+//!
+//! A server that departs keeps its jobs until the coordinator releases it, or until its own time is
+//! over. Jobs with replicas need no save: their backups take over when the server has gone. The
+//! coordinator itself has no state of jobs, but all processes of a cluster may be asked to stop at
+//! the same time.
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Command, Now, ServerId},
+    state::{Job, Phase},
+};
+
+impl Cluster {
+    /// A server is about to stop. No further slices are placed on it.
+    pub(super) fn departing(&mut self, server: ServerId, now: Now, out: &mut Vec<Action>) {
+        out.push(Action::Note(format!("{} is about to stop", self.name(server))));
+        self.departing.insert(server, false);
+        let is_only_there = |job: &&Job| job.spec.replicas <= 1 && job.phase.uses(server);
+        self.save_all(is_only_there, now, out);
+    }
+
+    /// The control stream of a server that was about to stop has ended: it does not come back.
+    pub(super) fn departed(&mut self, server: ServerId, now: Now, out: &mut Vec<Action>) {
+        let waits =
+            |job: &&Job| matches!(&job.phase, Phase::Open(open) if open.away.contains_key(&server));
+        let names: Vec<String> =
+            self.jobs.values().filter(waits).map(|job| job.spec.name.clone()).collect();
+        for name in names {
+            self.give_up(&name, server, "it was stopped", now, out);
+        }
+    }
+
+    /// This coordinator is about to stop.
+    pub(super) fn stopping(&mut self, now: Now, out: &mut Vec<Action>) {
+        self.save_all(|_| true, now, out);
+    }
+
+    /// Whether nothing is being saved.
+    pub(crate) fn is_settled(&self) -> bool {
+        let saves = |job: &Job| match &job.phase {
+            Phase::Open(open) => open.saves.current().is_some(),
+            _ => false,
+        };
+        !self.jobs.values().any(saves)
+    }
+
+    fn save_all(&mut self, which: impl Fn(&&Job) -> bool, now: Now, out: &mut Vec<Action>) {
+        let names: Vec<String> =
+            self.jobs.values().filter(which).map(|job| job.spec.name.clone()).collect();
+        for name in names {
+            self.save_last(&name, now, out);
+        }
+    }
+
+    /// Tells servers that are about to stop that none of their jobs is being saved any more.
+    pub(super) fn release(&mut self, out: &mut Vec<Action>) {
+        let saves = |server: ServerId| {
+            self.jobs.values().any(|job| match &job.phase {
+                phase @ Phase::Open(open) => phase.uses(server) && open.saves.current().is_some(),
+                _ => false,
+            })
+        };
+        let released =
+            self.departing.iter().filter(|&(&server, is_released)| !is_released && !saves(server));
+        let released: Vec<ServerId> = released.map(|(&server, _)| server).collect();
+        for server in released {
+            self.departing.insert(server, true);
+            out.push(Action::Command(server, Command::Release));
+        }
+    }
+}

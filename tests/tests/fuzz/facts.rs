@@ -1,0 +1,129 @@
+//! The names and numbers of real jobs, of which valid requests are made.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use fastrand::Rng;
+use zeroshard_client::{Description, Error, Job};
+use zeroshard_proto::Manifest;
+
+/// A slice of a job.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Slice {
+    pub(crate) index: u32,
+    pub(crate) numel: usize,
+    pub(crate) trains: bool,
+    /// The shard server that is its primary.
+    pub(crate) shard: usize,
+}
+
+/// What the worker of a rank knows.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Member {
+    pub(crate) job: String,
+    pub(crate) job_id: u64,
+    pub(crate) rank: u32,
+    pub(crate) lease: u64,
+    pub(crate) world: u32,
+    pub(crate) epoch: u64,
+    /// The version of the job, which is also the open step.
+    pub(crate) version: u64,
+    pub(crate) attempt: u32,
+    pub(crate) slices: Vec<Slice>,
+}
+
+impl Member {
+    /// A rank of the job, whose slices are at these shard servers.
+    pub(crate) fn of(job: &Job, placed: &Description, shards: &[String]) -> Self {
+        Self {
+            job: job.spec().name.clone(),
+            job_id: job.id(),
+            rank: job.rank(),
+            lease: job.lease(),
+            world: job.spec().world,
+            epoch: job.epoch(),
+            version: job.version().unwrap_or_default(),
+            attempt: 0,
+            slices: slices(&job.spec().manifest, placed, shards),
+        }
+    }
+}
+
+fn slices(manifest: &Manifest, placed: &Description, shards: &[String]) -> Vec<Slice> {
+    let placement = &placed.placement;
+    let slice = |(index, slice): (usize, &zeroshard_proto::SliceSpec)| {
+        let address = &placement.servers()[placement.primary(index)].address;
+        let shard = shards.iter().position(|shard| shard == address)?;
+        Some(Slice {
+            index: index as u32,
+            numel: slice.numel,
+            trains: manifest.trains(index),
+            shard,
+        })
+    };
+    manifest.slices().iter().enumerate().filter_map(slice).collect()
+}
+
+/// Everything that a caller may know.
+#[derive(Debug)]
+pub(crate) struct Facts {
+    /// The ranks of the jobs that may be disturbed.
+    members: Mutex<BTreeMap<String, Member>>,
+    /// A rank of the job that must not be disturbed.
+    pub(crate) bystander: Member,
+    /// The directory for checkpoints.
+    pub(crate) url: String,
+}
+
+impl Facts {
+    pub(crate) fn new(bystander: Member, url: String) -> Self {
+        Self { members: Mutex::default(), bystander, url }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Member>> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn insert(&self, member: Member) {
+        self.lock().insert(format!("{}:{}", member.job, member.rank), member);
+    }
+
+    pub(crate) fn remove(&self, job: &str) {
+        self.lock().retain(|_, member| member.job != job);
+    }
+
+    /// The job has a new version or epoch.
+    pub(crate) fn update(&self, job: &str, change: impl Fn(&mut Member)) {
+        self.lock().values_mut().filter(|member| member.job == job).for_each(change);
+    }
+
+    /// A rank of any job that may be disturbed.
+    pub(crate) fn any(&self, random: &mut Rng) -> Member {
+        let members = self.lock();
+        let chosen = members.values().nth(random.usize(..members.len().max(1)));
+        chosen.cloned().unwrap_or_default()
+    }
+
+    /// A refusal tells which step, epoch or attempt is open.
+    pub(crate) fn learn(&self, refusal: &Error) {
+        let moved = |member: &mut Member, version: u64| {
+            if member.version != version {
+                (member.version, member.attempt) = (version, 0);
+            }
+        };
+        match refusal {
+            Error::StepMismatch { job, current, .. } | Error::VersionGone { job, current, .. } => {
+                self.update(job, |member| moved(member, *current));
+            }
+            Error::StaleEpoch { job, current, .. } => self.update(job, |member| {
+                (member.epoch, member.attempt) = (*current, 0);
+            }),
+            Error::StaleAttempt { job, current, .. } => {
+                self.update(job, |member| member.attempt = *current);
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! A cluster with a token for each identity, and measurements of its processes.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    time::{Duration, Instant},
+};
+
+use tempfile::TempDir;
+use zeroshard_client::{Cluster as Client, Options};
+use zeroshard_proto::{Token, Tokens};
+use zeroshard_tests::{Cluster, Process};
+
+use crate::input::Identity;
+
+/// The job that must not be disturbed.
+pub(crate) const BYSTANDER: &str = "bystander";
+/// The time limit for the end of all calls after the last one was sent.
+const SETTLE: Duration = Duration::from_secs(60);
+
+const ROLES: [(&str, &str); 5] = [
+    ("server", "token-of-a-server"),
+    ("admin", "token-of-an-admin"),
+    ("job:fuzz", "token-of-the-owner"),
+    ("job:fuzz:read", "token-of-a-reader"),
+    ("job:bystander", "token-of-the-bystander"),
+];
+
+/// A coordinator and two shard servers.
+pub(crate) struct Guarded {
+    pub(crate) cluster: Cluster,
+    pub(crate) directory: TempDir,
+}
+
+impl Guarded {
+    pub(crate) fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("tokens");
+        let line = |(role, token): &(&str, &str)| {
+            Tokens::line(&role.parse().unwrap(), &Token::from((*token).to_owned()))
+        };
+        fs::write(&file, ROLES.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
+        let tokens = ["--tokens", file.to_str().unwrap()];
+        let own = ["--token", token(Identity::Server), "--wait-seconds", "2"];
+        let coordinator = [&tokens[..], &own, &["--max-jobs", "40"]].concat();
+        let coordinator = Cluster::coordinator_with(&coordinator);
+        let shard = [&tokens[..], &own, &["--memory", "512MiB", "--parked-bytes", "33554432"]];
+        let shard = shard.concat();
+        let shards = (0..2).map(|_| Cluster::shard(coordinator.address(), &shard)).collect();
+        Self { cluster: Cluster { coordinator, shards }, directory }
+    }
+
+    pub(crate) fn processes(&self) -> [(&'static str, &Process); 3] {
+        let Cluster { coordinator, shards } = &self.cluster;
+        [("coordinator", coordinator), ("shard 0", &shards[0]), ("shard 1", &shards[1])]
+    }
+
+    /// Asserts that no process has ended.
+    pub(crate) fn assert_alive(&mut self) {
+        let Cluster { coordinator, shards } = &mut self.cluster;
+        for process in shards.iter_mut().chain([coordinator]) {
+            assert_eq!(process.ended(), None, "a server has ended: see its output above");
+        }
+    }
+
+    /// Deletes all jobs except the bystander's, and waits until no call is open that has been
+    /// begun for the test. Nothing may be sent meanwhile. Returns what each process uses.
+    pub(crate) async fn rest(&self) -> Vec<Usage> {
+        let options = Options::default().token(Token::from("token-of-an-admin".to_owned()));
+        let admin = Client::connect(self.cluster.address(), options).await.unwrap();
+        let deadline = Instant::now() + SETTLE;
+        loop {
+            let jobs = admin.status().await.unwrap().jobs;
+            let others: Vec<_> = jobs.iter().filter(|job| job.name != BYSTANDER).collect();
+            for job in &others {
+                // Another server may be opening it.
+                let _ = admin.delete_job(&job.name).await;
+            }
+            let usage: Vec<_> = self.processes().map(|(name, of)| Usage::of(name, of)).into();
+            let open: Vec<_> = usage.iter().filter(|of| !of.is_at_rest()).collect();
+            if others.is_empty() && open.is_empty() {
+                return usage;
+            }
+            assert!(Instant::now() < deadline, "jobs {others:?} or calls are left: {open:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+/// The token of calls.
+pub(crate) fn token(identity: Identity) -> &'static str {
+    match identity {
+        Identity::Owner => "token-of-the-owner",
+        Identity::Reader => "token-of-a-reader",
+        Identity::Server => "token-of-a-server",
+        Identity::Stranger => "token-of-nobody",
+        Identity::Nobody => "",
+    }
+}
+
+/// The options of a client of the jobs that may be disturbed.
+pub(crate) fn owner(timeout: Duration) -> Options {
+    Options::default().timeout(timeout).token(token(Identity::Owner).to_owned().into())
+}
+
+/// What a process uses.
+#[derive(Debug, Clone)]
+pub(crate) struct Usage {
+    pub(crate) process: &'static str,
+    pub(crate) memory: u64,
+    pub(crate) files: usize,
+    /// The series of metrics that must return to their values.
+    pub(crate) series: BTreeMap<String, String>,
+}
+
+impl Usage {
+    fn of(process: &'static str, of: &Process) -> Self {
+        let kept = |line: &&str| {
+            ["zeroshard_requests_in_flight", "zeroshard_memory_bytes", "zeroshard_tier_bytes"]
+                .iter()
+                .any(|name| line.starts_with(name))
+        };
+        let text = of.get("/metrics");
+        let pair = |line: &str| {
+            let (name, value) = line.rsplit_once(' ').unwrap();
+            (name.to_owned(), value.to_owned())
+        };
+        let files = fs::read_dir(format!("/proc/{}/fd", of.id())).unwrap().count();
+        let series = text.lines().filter(kept).map(pair).collect();
+        Self { process, memory: of.memory(), files, series }
+    }
+
+    /// Whether only the calls of the cluster itself and of the bystander are open: two control
+    /// streams, and the streams of two ranks.
+    fn is_at_rest(&self) -> bool {
+        self.series.iter().all(|(name, value)| match name {
+            name if !name.starts_with("zeroshard_requests_in_flight") => {
+                !name.contains("parked") || value == "0"
+            }
+            name if name.contains("/Serve\"") || name.contains("/Join\"") => value == "2",
+            _ => value == "0",
+        })
+    }
+}

@@ -1,0 +1,187 @@
+//! The input of one call: its frames, their times, its end, and its token. It depends only on the
+//! seed, the number of the call, and the facts.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use prost::Message;
+
+use crate::{
+    facts::Facts,
+    generate::Generator,
+    schema::{Rpc, Server},
+};
+
+/// How a caller ends its side of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// After the last message.
+    Complete,
+    /// It sends nothing more, and waits for the answer.
+    Stalled,
+    /// It resets the stream.
+    Reset,
+}
+
+/// Whose token a call carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Identity {
+    /// May use the jobs that may be disturbed.
+    Owner,
+    /// May read them.
+    Reader,
+    Server,
+    /// A token that no server knows.
+    Stranger,
+    /// No token.
+    Nobody,
+}
+
+/// The input of a call.
+#[derive(Debug, Clone)]
+pub(crate) struct Input {
+    pub(crate) number: u64,
+    /// The position of the call in the list of all calls.
+    pub(crate) rpc: usize,
+    pub(crate) path: String,
+    pub(crate) identity: Identity,
+    /// The gRPC frames: five bytes, then a message.
+    pub(crate) frames: Vec<Vec<u8>>,
+    /// The pause before each frame.
+    pub(crate) pauses: Vec<Duration>,
+    pub(crate) ending: Ending,
+    /// The deadline that the call carries; otherwise the caller cancels it after [`Self::limit`].
+    pub(crate) has_deadline: bool,
+    pub(crate) limit: Duration,
+}
+
+impl Input {
+    /// The input of the call with this number, to the shard server or worker with the number
+    /// `server`.
+    pub(crate) fn new(seed: u64, number: u64, calls: &[Rpc], of: &Target, facts: &Facts) -> Self {
+        let mut random = Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ number);
+        let rpc = choose(&mut random, calls, of.serves);
+        let called = &calls[rpc];
+        // A server that registers is trusted, so it does not know the jobs of others.
+        let is_attack = called.method.name() != "Serve" && random.u32(..100) < 5;
+        let member = if is_attack { facts.bystander.clone() } else { facts.any(&mut random) };
+        let mut generator = Generator { random, member, facts };
+        let identity = generator.identity(called);
+        let plan = generator.random.u32(..100);
+        let frames = generator.frames(calls, called, of.number, plan);
+        let pauses = frames.iter().map(|_| generator.pause()).collect();
+        let ending = match generator.random.u32(..100) {
+            _ if plan < 35 => Ending::Complete,
+            0..5 => Ending::Stalled,
+            5..10 => Ending::Reset,
+            _ => Ending::Complete,
+        };
+        Self {
+            number,
+            rpc,
+            path: called.path.clone(),
+            identity,
+            frames,
+            pauses,
+            ending,
+            has_deadline: generator.chance(90),
+            limit: Duration::from_millis(generator.random.u64(100..500)),
+        }
+    }
+}
+
+/// The process that is called.
+#[derive(Debug, Clone)]
+pub(crate) struct Target {
+    pub(crate) address: String,
+    pub(crate) serves: Server,
+    /// The number of the shard server or worker.
+    pub(crate) number: usize,
+}
+
+/// Chooses a call that the server offers. Registrations of servers are rare, because jobs are
+/// placed on servers that are registered.
+fn choose(random: &mut Rng, calls: &[Rpc], serves: Server) -> usize {
+    loop {
+        let rpc = random.usize(..calls.len());
+        let is_any = calls[rpc].server == Server::Any && serves != Server::Worker;
+        let is_rare = calls[rpc].method.name() == "Serve" || is_any;
+        if (calls[rpc].server == serves || is_any) && (!is_rare || random.u32(..4) == 0) {
+            return rpc;
+        }
+    }
+}
+
+impl Generator<'_> {
+    fn identity(&mut self, rpc: &Rpc) -> Identity {
+        match self.random.u32(..100) {
+            0 => Identity::Nobody,
+            1 => Identity::Stranger,
+            2..5 => Identity::Reader,
+            _ if rpc.method.name() == "Serve" => Identity::Server,
+            5..10 if rpc.server == Server::Shard => Identity::Server,
+            _ => Identity::Owner,
+        }
+    }
+
+    fn pause(&mut self) -> Duration {
+        let millis = if self.chance(3) { self.random.u64(1..100) } else { 0 };
+        Duration::from_millis(millis)
+    }
+
+    /// The frames of a call. `plan` (0 to 99) chooses what is wrong with them.
+    fn frames(&mut self, calls: &[Rpc], rpc: &Rpc, server: usize, plan: u32) -> Vec<Vec<u8>> {
+        let other = self.one_of(calls).filter(|_| (80..85).contains(&plan));
+        let mut messages = self.messages(other.unwrap_or(rpc), server);
+        if (35..75).contains(&plan) {
+            for _ in 0..self.random.usize(1..4) {
+                let index = self.random.usize(..messages.len().max(1));
+                messages.get_mut(index).into_iter().for_each(|message| self.mutate(message));
+            }
+        }
+        if (85..92).contains(&plan) {
+            self.reorder(&mut messages);
+        }
+        let mut encoded: Vec<Vec<u8>> = messages.iter().map(Message::encode_to_vec).collect();
+        if (70..80).contains(&plan) {
+            encoded.iter_mut().for_each(|bytes| self.corrupt(bytes));
+        }
+        let mut frames: Vec<Vec<u8>> = encoded.iter().map(|bytes| frame(bytes)).collect();
+        if plan >= 92 {
+            self.corrupt_frame(&mut frames);
+        }
+        frames
+    }
+
+    /// Messages that are missing, repeated, or in another order.
+    fn reorder<T: Clone>(&mut self, messages: &mut Vec<T>) {
+        let length = messages.len();
+        match self.random.u32(..5) {
+            0 => messages.reverse(),
+            1 => messages.clear(),
+            2 => messages.extend_from_within(..),
+            3 if length > 0 => _ = messages.remove(0),
+            _ => messages.truncate(self.random.usize(..=length)),
+        }
+    }
+
+    /// Wrong lengths and flags of gRPC's frames, and frames that are cut off.
+    fn corrupt_frame(&mut self, frames: &mut Vec<Vec<u8>>) {
+        let index = self.random.usize(..frames.len().max(1));
+        let choice = self.random.u32(..7);
+        let Some(frame) = frames.get_mut(index) else { return frames.push(vec![0; 3]) };
+        match choice {
+            0 => frame[0] = 1,
+            1 => frame[0] = 77,
+            2 => frame[1] = 0xff,
+            3 => frame[4] = frame[4].wrapping_add(1),
+            4 => frame[4] = frame[4].wrapping_sub(1),
+            5 => frame.truncate(self.random.usize(..frame.len())),
+            _ => frame.extend([0; 7]),
+        }
+    }
+}
+
+fn frame(message: &[u8]) -> Vec<u8> {
+    [&[0], &(message.len() as u32).to_be_bytes()[..], message].concat()
+}

@@ -1,0 +1,180 @@
+//! Calls of every RPC with wrong input, to the shipped binaries: nothing panics, no call outlives
+//! its deadline, errors are typed and short, another job is not disturbed, and nothing grows.
+//!
+//! The messages are generated from the descriptors of the protocol, so that fields and calls are
+//! covered that are added later. `tests/run` runs this for a minute, and `tests/run long` for half
+//! an hour. `LIVE_FUZZ_SECONDS` changes the time, and `LIVE_FUZZ_SEED` the input. The input of a
+//! call depends on the seed, its number, and the ids and steps of the jobs at that moment.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod call;
+mod counts;
+mod facts;
+mod generate;
+mod guarded;
+mod input;
+mod jobs;
+mod judge;
+mod lanes;
+mod mutate;
+mod schema;
+mod valid;
+mod workers;
+
+use std::{collections::BTreeSet, env, time::Duration};
+
+use prost_reflect::{DynamicMessage, Kind, MessageDescriptor, Value};
+use tokio_util::sync::CancellationToken;
+use zeroshard_tests::Bystander as Status;
+
+use facts::{Facts, Member};
+use generate::Generator;
+use guarded::{Guarded, Usage};
+use input::{Input, Target};
+use lanes::Fuzz;
+use schema::Server;
+
+/// The part of the time after which the first measurement is made.
+const WARM_UP: f64 = 0.3;
+/// The number of steps of the bystander, at most: they are repeated at the end.
+const STEPS: f64 = 6000.0;
+/// The growth of memory that is allowed: fragmentation.
+const GROWTH: f64 = 1.15;
+const MORE_BYTES: u64 = 16 << 20;
+/// The growth of the number of open files that is allowed: connections that are being closed.
+const MORE_FILES: usize = 16;
+
+fn variable(name: &str, default: u64) -> u64 {
+    env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "it takes a minute or more: see tests/run"]
+async fn servers_withstand_wrong_input_to_every_call_and_nothing_grows() {
+    let seconds = variable("LIVE_FUZZ_SECONDS", 60);
+    let seed = variable("LIVE_FUZZ_SEED", 1);
+    eprintln!("LIVE_FUZZ_SEED={seed} LIVE_FUZZ_SECONDS={seconds}");
+    let mut guarded = Guarded::start();
+    let address = guarded.cluster.address().to_owned();
+    let pause = Duration::from_secs_f64((seconds as f64 / STEPS).max(0.005));
+    let bystander = jobs::Bystander::start(&address, pause).await;
+    let status = Status::start_with(&address, jobs::options());
+    let url = format!("file://{}/checkpoints", guarded.directory.path().display());
+    let facts = Facts::new(bystander.member(), url);
+    let mut fuzz = Fuzz::new(seed, facts, targets(&guarded));
+
+    let stop = CancellationToken::new();
+    let warm = Duration::from_secs_f64(seconds as f64 * WARM_UP);
+    let disturb = async {
+        fuzz.run(warm).await;
+        let before = at_rest(&guarded, &bystander).await;
+        fuzz.run(Duration::from_secs(seconds).saturating_sub(warm)).await;
+        let after = at_rest(&guarded, &bystander).await;
+        stop.cancel();
+        (before, after)
+    };
+    let (usage, ()) = tokio::join!(disturb, bystander.train(&stop));
+    guarded.assert_alive();
+    fuzz.counts.print();
+    status.finish("calls with wrong input");
+    check(&usage.0, &usage.1);
+    fuzz.counts.check();
+    bystander.check(&address).await;
+    guarded.assert_alive();
+}
+
+#[test]
+fn an_input_depends_only_on_the_seed_its_number_and_the_facts() {
+    let (calls, facts) =
+        (schema::calls(&schema::pool()), Facts::new(Member::default(), "f".into()));
+    let of = Target { address: String::new(), serves: Server::Coordinator, number: 0 };
+    let input = |seed, number| format!("{:?}", Input::new(seed, number, &calls, &of, &facts));
+    let inputs: BTreeSet<String> = (0..200).map(|number| input(7, number)).collect();
+    assert_eq!(inputs, (0..200).map(|number| input(7, number)).collect());
+    assert!((0..200).filter(|&number| inputs.contains(&input(8, number))).count() < 100);
+}
+
+#[test]
+fn every_field_of_every_message_is_set_by_some_input() {
+    fn fields_of(message: &MessageDescriptor, found: &mut BTreeSet<String>) {
+        for field in message.fields() {
+            if found.insert(field.full_name().to_owned())
+                && let Kind::Message(inner) = field.kind()
+                && !field.is_map()
+            {
+                fields_of(&inner, found);
+            }
+        }
+    }
+    fn fields_in(message: &DynamicMessage, found: &mut BTreeSet<String>) {
+        for (field, value) in message.fields() {
+            found.insert(field.full_name().to_owned());
+            match value {
+                Value::Message(inner) => fields_in(inner, found),
+                Value::List(items) => {
+                    items.iter().filter_map(Value::as_message).for_each(|of| fields_in(of, found));
+                }
+                _ => {}
+            }
+        }
+    }
+    let facts = Facts::new(Member::default(), "file:///directory".to_owned());
+    let (mut all, mut set) = (BTreeSet::new(), BTreeSet::new());
+    for rpc in schema::calls(&schema::pool()) {
+        fields_of(&rpc.method.input(), &mut all);
+        let random = fastrand::Rng::with_seed(1);
+        let mut generator = Generator { random, member: Member::default(), facts: &facts };
+        for _ in 0..2000 {
+            for mut message in generator.messages(&rpc, 0) {
+                generator.mutate(&mut message);
+                fields_in(&message, &mut set);
+            }
+        }
+    }
+    let missing: Vec<_> = all.difference(&set).collect();
+    assert!(all.len() > 200 && missing.is_empty(), "of {} fields, never: {missing:?}", all.len());
+}
+
+/// Where calls are sent.
+fn targets(guarded: &Guarded) -> Vec<Target> {
+    let target = |serves, number, of: &zeroshard_tests::Process| {
+        let address = of.address().to_owned();
+        Target { address, serves, number }
+    };
+    let cluster = &guarded.cluster;
+    let shards = cluster.shards.iter().enumerate();
+    let shards = shards.map(|(number, shard)| target(Server::Shard, number, shard));
+    let coordinator = target(Server::Coordinator, 0, &cluster.coordinator);
+    // The coordinator has most of the calls.
+    [coordinator.clone(), coordinator].into_iter().chain(shards).collect()
+}
+
+async fn at_rest(guarded: &Guarded, bystander: &jobs::Bystander) -> Vec<Usage> {
+    let _no_step = bystander.step.lock().await;
+    guarded.rest().await
+}
+
+/// Asserts that no process uses more than before.
+fn check(before: &[Usage], after: &[Usage]) {
+    for (before, after) in before.iter().zip(after) {
+        let (process, mib) = (before.process, |bytes: u64| bytes >> 20);
+        let (was, is) = (before.memory, after.memory);
+        let files = (before.files, after.files);
+        eprintln!(
+            "{process}: {} MiB after the warm-up, {} MiB at the end; {} and {} open files",
+            mib(was),
+            mib(is),
+            files.0,
+            files.1
+        );
+        assert!(is <= (was as f64 * GROWTH) as u64 + MORE_BYTES, "the memory of {process}");
+        assert!(files.1 <= files.0 + MORE_FILES, "the open files of {process}");
+        let kept = |usage: &Usage| {
+            let bytes = |(name, _): &(&String, &String)| !name.contains("in_flight");
+            let kept = usage.series.iter().filter(bytes);
+            kept.map(|(name, value)| (name.clone(), value.clone())).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(before), kept(after), "{process}");
+    }
+}
