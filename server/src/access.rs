@@ -60,6 +60,14 @@ impl Caller {
         self.check(|role| *role == Role::Server, || "register a shard server".to_owned())
     }
 
+    /// # Errors
+    /// [`Error::Forbidden`] if the caller may not see the status page and the metrics, which show
+    /// all jobs.
+    pub(crate) fn check_observe(&self) -> Result<()> {
+        let observes = |role: &Role| matches!(role, Role::Admin | Role::Server);
+        self.check(observes, || "see the status page and the metrics".to_owned())
+    }
+
     fn check(&self, permits: impl Fn(&Role) -> bool, action: impl Fn() -> String) -> Result<()> {
         match self {
             Self::Holder(role) if !permits(role) => {
@@ -157,11 +165,17 @@ impl State {
         }
         match read(path) {
             Ok((tokens, version)) => {
-                tracing::info!(file = %path.display(), "the file of tokens has changed");
+                let file = path.display();
+                tracing::info!(target: "audit", verb = "reload tokens", subject = %file, outcome = "ok");
                 (self.tokens, self.version) = (tokens, version);
             }
             Err(error) => {
-                tracing::warn!(%error, "the tokens before remain valid");
+                let file = path.display();
+                tracing::warn!(
+                    target: "audit",
+                    verb = "reload tokens", subject = %file, outcome = "failed", %error,
+                    "the tokens before remain valid"
+                );
                 // Until the file changes once more.
                 self.version = fs::metadata(path).map_or((None, 0), |found| version(&found));
             }

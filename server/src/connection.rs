@@ -5,6 +5,7 @@
 
 use std::{
     io,
+    net::SocketAddr,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -46,12 +47,12 @@ impl Connections {
         Self { open: Budget::new(limit as u64), refused: Budget::new(REFUSED) }
     }
 
-    /// Accepts a connection; `None` if there are far too many.
-    pub(crate) fn accept<Io>(&self, io: Io) -> Option<Connection<Io>> {
+    /// Accepts a connection from `address`; `None` if there are far too many.
+    pub(crate) fn accept<Io>(&self, io: Io, address: Option<SocketAddr>) -> Option<Connection<Io>> {
         if let Some(space) = self.open.take(1) {
-            return Some(Connection::new(io, space, None));
+            return Some(Connection::new(io, address, space, None));
         }
-        Some(Connection::new(io, self.refused.take(1)?, Some(self.open.limit())))
+        Some(Connection::new(io, address, self.refused.take(1)?, Some(self.open.limit())))
     }
 }
 
@@ -59,6 +60,7 @@ impl Connections {
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
     hangup: CancellationToken,
+    address: Option<SocketAddr>,
     refused: Option<u64>,
 }
 
@@ -66,6 +68,11 @@ impl Peer {
     /// Closes the connection, with all calls on it.
     pub(crate) fn hang_up(&self) {
         self.hangup.cancel();
+    }
+
+    /// The address of the peer, if it has one.
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
+        self.address
     }
 
     /// The limit on the number of connections, if the connection exceeds it.
@@ -88,13 +95,13 @@ pub(crate) struct Connection<Io> {
 }
 
 impl<Io> Connection<Io> {
-    fn new(io: Io, space: Space, refused: Option<u64>) -> Self {
+    fn new(io: Io, address: Option<SocketAddr>, space: Space, refused: Option<u64>) -> Self {
         let hangup = CancellationToken::new();
         let limit = if refused.is_some() { REFUSED_LIMIT } else { HANDSHAKE_LIMIT };
         Self {
             io,
             ended: Box::pin(hangup.clone().cancelled_owned()),
-            peer: Peer { hangup, refused },
+            peer: Peer { hangup, address, refused },
             limit: Some(Box::pin(tokio::time::sleep(limit))),
             received: 0,
             _space: space,
@@ -185,7 +192,7 @@ mod tests {
     #[tokio::test]
     async fn connections_beyond_the_limit_are_refused_then_closed_and_places_become_free() {
         let connections = Connections::new(1);
-        let accept = || connections.accept(duplex(4).0);
+        let accept = || connections.accept(duplex(4).0, None);
         let first = accept().unwrap();
         assert_eq!(first.connect_info().refused(), None);
         let refused: Vec<_> = (0..REFUSED).map(|_| accept().unwrap()).collect();
@@ -200,7 +207,7 @@ mod tests {
         let connections = Connections::new(1);
         let aborted = async |sent: usize| {
             let (mut peer, io) = duplex(100);
-            let mut connection = connections.accept(io).unwrap();
+            let mut connection = connections.accept(io, None).unwrap();
             peer.write_all(&vec![1; sent]).await.unwrap();
             let began = tokio::time::Instant::now();
             let read = async {
@@ -218,7 +225,7 @@ mod tests {
         let about = |limit: Duration| limit..limit + Duration::from_millis(100);
         assert!(about(HANDSHAKE_LIMIT).contains(&aborted(PREFACE - 1).await.unwrap()));
         assert_eq!(aborted(PREFACE).await, None);
-        let _first = connections.accept(duplex(4).0).unwrap();
+        let _first = connections.accept(duplex(4).0, None).unwrap();
         assert!(about(REFUSED_LIMIT).contains(&aborted(PREFACE).await.unwrap()));
     }
 
@@ -226,7 +233,7 @@ mod tests {
     async fn a_hangup_wakes_readers_and_writers() {
         let (mut peer, io) = duplex(4);
         let connections = Connections::new(2);
-        let mut connection = connections.accept(io).unwrap();
+        let mut connection = connections.accept(io, None).unwrap();
         connection.write_all(b"1").await.unwrap();
         assert_eq!(peer.read_u8().await.unwrap(), b'1');
         let hangup = connection.connect_info();
@@ -242,7 +249,7 @@ mod tests {
             io::ErrorKind::ConnectionAborted
         );
 
-        let mut connection = connections.accept(duplex(4).0).unwrap();
+        let mut connection = connections.accept(duplex(4).0, None).unwrap();
         let hangup = connection.connect_info();
         let (_peer, io) = duplex(4);
         connection.io = io;

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use crate::{
+    access::Accepted,
     admin::{self, Admin},
     backend::{Backend, devices::Devices},
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
@@ -107,6 +108,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             // One process has one set of metrics, and is ready when its shard server is ready.
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
+            shard_site.context.sources = site.context.sources.clone();
             let admin = AdminSite::bind(
                 config.admin_listen,
                 "all",
@@ -207,9 +209,12 @@ impl AdminSite {
     ) -> Result<Option<Self>, Error> {
         let AdminListen::On(listen) = listen else { return Ok(None) };
         let (listener, address) = bind(listen).await?;
-        let Context { metrics, health, .. } = context.clone();
+        let Context { metrics, health, sources, accepted, .. } = context.clone();
         metrics.show_role(role);
-        let admin = Admin { role, address: serves, started: Instant::now(), metrics, health };
+        // Only programs of this machine can connect to a loopback address.
+        let accepted = if address.ip().is_loopback() { Accepted::Everyone } else { accepted };
+        let started = Instant::now();
+        let admin = Admin { role, address: serves, started, metrics, health, sources, accepted };
         Ok(Some(Self { listener, address, admin }))
     }
 }

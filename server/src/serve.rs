@@ -17,12 +17,13 @@ use zeroshard_proto::pb;
 
 use crate::{
     access::Accepted,
+    admin::sources::Sources,
     config::{Common, Listen},
     connection::Connections,
     failure::Failure,
     health::Health,
     layers::{
-        panic::PanicLayer, request_limits::RequestLimitsLayer,
+        audit::AuditLayer, panic::PanicLayer, request_limits::RequestLimitsLayer,
         request_metrics::RequestMetricsLayer, token::TokenLayer,
     },
     memory,
@@ -92,6 +93,8 @@ pub struct Context {
     pub health: Health,
     /// Whether a task has panicked, shared by all servers of a process.
     pub failure: Failure,
+    /// What the status page shows.
+    pub(crate) sources: Sources,
 }
 
 impl Context {
@@ -111,6 +114,7 @@ impl Context {
             metrics: Metrics::new(),
             health: Health::new().await,
             failure,
+            sources: Sources::default(),
         })
     }
 }
@@ -126,7 +130,7 @@ pub async fn serve(
     context: &Context,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
-    let Context { common, accepted, max_connections, metrics, health, failure } = context;
+    let Context { common, accepted, max_connections, metrics, health, failure, .. } = context;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(pb::FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
@@ -138,7 +142,10 @@ pub async fn serve(
         // A commit is a small message for which a worker waits.
         .with_nodelay(Some(true))
         .with_keepalive(Some(interval))
-        .try_filter_map(move |io| ready(Ok(connections.accept(io))));
+        .try_filter_map(move |io| {
+            let address = io.peer_addr().ok();
+            ready(Ok(connections.accept(io, address)))
+        });
     let server = Server::builder()
         .max_frame_size(common.frame_bytes)
         .initial_stream_window_size(common.window_bytes)
@@ -150,6 +157,7 @@ pub async fn serve(
         .layer(RequestMetricsLayer(metrics.clone()))
         .layer(PanicLayer(failure.clone()))
         .layer(TokenLayer(accepted.clone()))
+        .layer(AuditLayer)
         .layer(RequestLimitsLayer::new(memory::available()))
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming, shutdown.cancelled());

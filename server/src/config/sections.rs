@@ -21,7 +21,8 @@ pub struct Coordinator {
     /// there is no encryption yet
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
+    /// address other than loopback, /metrics and the status page need the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -87,7 +88,8 @@ pub struct Shard {
     /// there is no encryption yet
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
+    /// address other than loopback, /metrics and the status page need the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -181,7 +183,8 @@ pub struct All {
     /// Address on which the shard server serves workers
     #[arg(long, env = "ZEROSHARD_SHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub shard_listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
+    /// address other than loopback, /metrics and the status page need the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
