@@ -10,6 +10,8 @@ const WIDTH: f64 = 600.0;
 const HEIGHT: f64 = 100.0;
 /// A curve whose greatest value is so many times its smallest has a logarithmic axis.
 const LOGARITHMIC: f64 = 50.0;
+/// The minimum width of a part of a bar, in percent.
+const VISIBLE: f64 = 0.3;
 /// The maximum number of columns of a map of slices.
 const COLUMNS: usize = 128;
 
@@ -114,7 +116,7 @@ pub(super) fn bar(parts: &[(u8, String, f64)], whole: f64) -> String {
     let mut svg = String::from("<svg class=bar role=presentation>");
     let mut x = 0.0;
     for (colour, label, size) in parts.iter().filter(|(_, _, size)| *size > 0.0) {
-        let width = 100.0 * size / whole;
+        let width = (100.0 * size / whole).max(VISIBLE);
         let _ = write!(
             svg,
             "<rect class=c{colour} x='{x:.2}%' width='{width:.2}%' height='100%'><title>{label}\

@@ -73,15 +73,15 @@ fn servers(html: &mut String, overview: &Overview) {
     html.push_str(
         "<div class=scroll id=scroll-servers tabindex=0 role=region aria-labelledby=servers>\
          <table><thead><tr><th>Address<th>Zone<th class=number>Jobs<th class=number>Slices\
-         <th class=wide>Memory<th class=number>Reserved<th class=number>Capacity<th>State\
+         <th class=wide>Memory<th class=number>In use<th class=number>Reserved<th class=number>Capacity<th>State\
          </thead><tbody>",
     );
     shown.iter().for_each(|server| row(html, server));
     html.push_str("</tbody></table></div>");
     html.push_str(&legend(KINDS));
     html.push_str(
-        "<p class=note>The bar shows what a server has allocated, of its capacity for slices. \
-         Reserved is what its jobs need of it.</p>",
+        "<p class=note>In use is what a server has allocated, and the bar shows its part of the \
+         capacity for slices. Reserved is what its jobs need of it.</p>",
     );
     let awaited = shown.iter().filter(|server| server.awaited_by > 0).count();
     left_out(html, shown.len(), overview.connected + awaited, "server");
@@ -107,14 +107,15 @@ fn row(html: &mut String, server: &ServerOverview) {
     };
     let _ = write!(
         html,
-        "<tr><td title='id {:016x}'>{}<td>{}<td class=number>{}<td class=number>{}<td>{}\
+        "<tr><td title='id {:016x}'>{}<td>{}<td class=number>{}<td class=number>{}<td>{}<td class=number>{}\
          <td class=number>{} <small>{percent}</small><td class=number>{capacity}<td>{state}",
         server.id,
         Text(&server.address),
-        Text(&server.zone),
+        Text(if server.zone.is_empty() { "–" } else { &server.zone }),
         stats.jobs.len(),
         count(slices),
         bar(&parts, server.capacity.map_or(used, |room| room.bytes as f64)),
+        bytes(used as u64),
         bytes(server.assigned),
     );
 }

@@ -10,7 +10,7 @@ use prometheus::proto::MetricType;
 
 use super::{
     Admin, cluster,
-    html::{Text, count, duration},
+    html::{Text, age, count, duration},
     server,
 };
 use crate::metrics::Metrics;
@@ -51,7 +51,7 @@ pub(super) fn render(admin: &Admin) -> String {
          </body></html>\n",
         address = admin.address,
         version = env!("CARGO_PKG_VERSION"),
-        uptime = duration(Duration::from_secs(admin.started.elapsed().as_secs())),
+        uptime = age(admin.started.elapsed()),
     )
 }
 
@@ -80,7 +80,7 @@ fn requests(html: &mut String, metrics: &Metrics) {
          <th class=number>Failed<th class=number>Mean time</thead><tbody>",
     );
     for (method, Method { ok, failed, open, seconds, measured }) in methods {
-        let mean = Duration::try_from_secs_f64(seconds / measured.max(1) as f64);
+        let mean = Duration::try_from_secs_f64(seconds / measured as f64).ok();
         let _ = write!(
             html,
             "<tr><td>{}<td class=number>{open}<td class=number>{}<td class=number>{}\
@@ -88,7 +88,7 @@ fn requests(html: &mut String, metrics: &Metrics) {
             Text(method.trim_start_matches('/').trim_start_matches("zeroshard.v1.")),
             count(ok),
             count(failed),
-            mean.map_or("–".to_owned(), duration),
+            mean.filter(|_| measured > 0).map_or("–".to_owned(), duration),
         );
     }
     html.push_str("</tbody></table></div></section>");
