@@ -68,14 +68,16 @@ impl<T> Reloaded<T> {
         }
         match (self.load)() {
             Ok(value) => {
-                tracing::info!("{} have changed", self.what);
+                tracing::info!(target: "audit", verb = "reload", subject = self.what, outcome = "ok");
                 let mut state = self.lock();
                 (state.value, state.version) = (Arc::new(value), found);
             }
             // The next try is after the interval: of two files only one may have been replaced.
-            Err(error) => {
-                tracing::warn!(%error, "{} are invalid; those before stay valid", self.what)
-            }
+            Err(error) => tracing::warn!(
+                target: "audit",
+                verb = "reload", subject = self.what, outcome = "failed", %error,
+                "what was read before stays valid"
+            ),
         }
     }
 

@@ -57,6 +57,14 @@ impl Caller {
         self.check(|role| *role == Role::Server, || "register a shard server".to_owned())
     }
 
+    /// # Errors
+    /// [`Error::Forbidden`] if the caller may not see the status page and the metrics, which show
+    /// all jobs.
+    pub(crate) fn check_observe(&self) -> Result<()> {
+        let observes = |role: &Role| matches!(role, Role::Admin | Role::Server);
+        self.check(observes, || "see the status page and the metrics".to_owned())
+    }
+
     fn check(&self, permits: impl Fn(&Role) -> bool, action: impl Fn() -> String) -> Result<()> {
         match self {
             Self::Holder(role) if !permits(role) => {

@@ -5,6 +5,7 @@
 
 use std::{
     io,
+    net::SocketAddr,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -48,13 +49,18 @@ impl Connections {
         Self { open: Budget::new(limit as u64), refused: Budget::new(REFUSED) }
     }
 
-    /// Accepts a connection; `None` if there are far too many.
-    pub(crate) fn accept<Io>(&self, io: Io, security: PeerSecurity) -> Option<Connection<Io>> {
+    /// Accepts a connection from `address`; `None` if there are far too many.
+    pub(crate) fn accept<Io>(
+        &self,
+        io: Io,
+        address: Option<SocketAddr>,
+        security: PeerSecurity,
+    ) -> Option<Connection<Io>> {
         let (space, refused) = match self.open.take(1) {
             Some(space) => (space, None),
             None => (self.refused.take(1)?, Some(self.open.limit())),
         };
-        let peer = Peer { hangup: CancellationToken::new(), refused, security };
+        let peer = Peer { hangup: CancellationToken::new(), address, refused, security };
         Some(Connection::new(io, space, peer))
     }
 }
@@ -63,6 +69,7 @@ impl Connections {
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
     hangup: CancellationToken,
+    address: Option<SocketAddr>,
     refused: Option<u64>,
     security: PeerSecurity,
 }
@@ -76,6 +83,11 @@ impl Peer {
     /// Whether the connection is encrypted, and the role of the other side.
     pub(crate) fn security(&self) -> Security {
         self.security.get()
+    }
+
+    /// The address of the peer, if it has one.
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
+        self.address
     }
 
     /// The limit on the number of connections, if the connection exceeds it.
@@ -194,7 +206,7 @@ mod tests {
     #[tokio::test]
     async fn connections_beyond_the_limit_are_refused_then_closed_and_places_become_free() {
         let connections = Connections::new(1);
-        let accept = || connections.accept(duplex(4).0, PeerSecurity::default());
+        let accept = || connections.accept(duplex(4).0, None, PeerSecurity::default());
         let first = accept().unwrap();
         assert_eq!(first.connect_info().refused(), None);
         let refused: Vec<_> = (0..REFUSED).map(|_| accept().unwrap()).collect();
@@ -209,7 +221,7 @@ mod tests {
         let connections = Connections::new(1);
         let aborted = async |sent: usize| {
             let (mut peer, io) = duplex(100);
-            let mut connection = connections.accept(io, PeerSecurity::default()).unwrap();
+            let mut connection = connections.accept(io, None, PeerSecurity::default()).unwrap();
             peer.write_all(&vec![1; sent]).await.unwrap();
             let began = tokio::time::Instant::now();
             let read = async {
@@ -227,7 +239,7 @@ mod tests {
         let about = |limit: Duration| limit..limit + Duration::from_millis(100);
         assert!(about(HANDSHAKE_LIMIT).contains(&aborted(PREFACE - 1).await.unwrap()));
         assert_eq!(aborted(PREFACE).await, None);
-        let _first = connections.accept(duplex(4).0, PeerSecurity::default()).unwrap();
+        let _first = connections.accept(duplex(4).0, None, PeerSecurity::default()).unwrap();
         assert!(about(REFUSED_LIMIT).contains(&aborted(PREFACE).await.unwrap()));
     }
 
@@ -235,7 +247,7 @@ mod tests {
     async fn a_hangup_wakes_readers_and_writers() {
         let (mut peer, io) = duplex(4);
         let connections = Connections::new(2);
-        let mut connection = connections.accept(io, PeerSecurity::default()).unwrap();
+        let mut connection = connections.accept(io, None, PeerSecurity::default()).unwrap();
         connection.write_all(b"1").await.unwrap();
         assert_eq!(peer.read_u8().await.unwrap(), b'1');
         let hangup = connection.connect_info();
@@ -251,7 +263,7 @@ mod tests {
             io::ErrorKind::ConnectionAborted
         );
 
-        let mut connection = connections.accept(duplex(4).0, PeerSecurity::default()).unwrap();
+        let mut connection = connections.accept(duplex(4).0, None, PeerSecurity::default()).unwrap();
         let hangup = connection.connect_info();
         let (_peer, io) = duplex(4);
         connection.io = io;

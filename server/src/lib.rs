@@ -7,6 +7,7 @@
 mod access;
 pub mod admin;
 mod attempt;
+mod audit;
 pub mod backend;
 mod budget;
 pub mod config;

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use crate::{
+    access::Accepted,
     admin::{self, Admin},
     backend::{Backend, devices::Devices},
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
@@ -129,6 +130,7 @@ async fn serve_role(
             // One process has one set of metrics, and is ready when its shard server is ready.
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
+            shard_site.context.sources = site.context.sources.clone();
             let admin = AdminSite::bind(
                 config.admin_listen,
                 "all",
@@ -232,9 +234,20 @@ impl AdminSite {
     ) -> Result<Option<Self>, Error> {
         let AdminListen::On(listen) = listen else { return Ok(None) };
         let (listener, address) = bind(listen).await?;
-        let Context { metrics, health, .. } = context.clone();
+        let Context { metrics, health, sources, accepted, acceptor, .. } = context.clone();
         metrics.show_role(role);
-        let admin = Admin { role, address: serves, started: Instant::now(), metrics, health };
+        // Only programs of this machine can connect to a loopback address.
+        let accepted = if address.ip().is_loopback() { Accepted::everyone() } else { accepted };
+        let admin = Admin {
+            role,
+            address: serves,
+            started: Instant::now(),
+            metrics,
+            health,
+            sources,
+            accepted,
+            acceptor,
+        };
         Ok(Some(Self { listener, address, admin }))
     }
 }

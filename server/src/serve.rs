@@ -25,12 +25,13 @@ use zeroshard_proto::{
 
 use crate::{
     access::Accepted,
+    admin::sources::Sources,
     config::{Common, Listen},
     connection::Connections,
     failure::Failure,
     health::Health,
     layers::{
-        panic::PanicLayer, request_limits::RequestLimitsLayer,
+        audit::AuditLayer, panic::PanicLayer, request_limits::RequestLimitsLayer,
         request_metrics::RequestMetricsLayer, token::TokenLayer,
     },
     memory,
@@ -105,6 +106,8 @@ pub struct Context {
     pub health: Health,
     /// Whether a task has panicked, shared by all servers of a process.
     pub failure: Failure,
+    /// What the status page shows.
+    pub(crate) sources: Sources,
 }
 
 impl Context {
@@ -128,6 +131,7 @@ impl Context {
             metrics: Metrics::new(),
             health: Health::new().await,
             failure,
+            sources: Sources::default(),
         })
     }
 }
@@ -157,9 +161,10 @@ pub async fn serve(
         .with_nodelay(Some(true))
         .with_keepalive(Some(interval))
         .try_filter_map(move |io| {
+            let address = io.peer_addr().ok();
             let io = acceptor.accept(io);
             let security = io.connect_info();
-            ready(Ok(connections.accept(io, security)))
+            ready(Ok(connections.accept(io, address, security)))
         });
     let server = Server::builder()
         .max_frame_size(common.frame_bytes)
@@ -172,6 +177,7 @@ pub async fn serve(
         .layer(RequestMetricsLayer(metrics.clone()))
         .layer(PanicLayer(failure.clone()))
         .layer(TokenLayer(accepted.clone()))
+        .layer(AuditLayer)
         .layer(RequestLimitsLayer::new(memory::available()))
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming, shutdown.stop().cancelled());

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -165,7 +166,11 @@ def test_workers_train_to_the_bits_of_a_run_without_containers(
     # The status page is on the loopback address of this machine.
     page = f"http://{services.run('port', 'coordinator', '9400')}/"
     assert page.startswith("http://127.0.0.1:")
-    with urllib.request.urlopen(page, timeout=10) as answer:
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(page, timeout=10)
+    token = Path(services.environment["ZEROSHARD_SECRETS"], "token").read_text()
+    asked = urllib.request.Request(page, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=10) as answer:
         assert answer.status == 200
     # Another container of the network, without the token.
     command = ["run", "--rm", "--network", "zeroshard-test_default", IMAGE]

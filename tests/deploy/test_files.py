@@ -135,6 +135,15 @@ def test_prometheus_scrapes_the_servers_of_the_compose_file() -> None:
     }
 
 
+def test_prometheus_has_the_token_that_it_sends() -> None:
+    configuration = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    jobs = [job for job in configuration["scrape_configs"] if job["job_name"] != "prometheus"]
+    assert [job["authorization"] for job in jobs] == [
+        {"credentials_file": "/run/secrets/token"}
+    ] * 2
+    assert SERVICES["prometheus"]["secrets"] == ["token"]
+
+
 def test_secrets_are_not_in_the_repository_or_the_context() -> None:
     assert "/deploy/secrets" in (ROOT / ".gitignore").read_text().splitlines()
     assert "deploy/secrets" in (ROOT / ".dockerignore").read_text().splitlines()

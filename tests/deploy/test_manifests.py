@@ -105,7 +105,16 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
     keys = {"jobLabel", "selector", "namespaceSelector", "targetLabels", "endpoints"}
     assert specification.keys() == keys
     (endpoint,) = specification["endpoints"]
-    assert endpoint.keys() == {"port", "path", "honorLabels", "interval", "scrapeTimeout"}
+    keys = {"port", "path", "honorLabels", "interval", "scrapeTimeout", "authorization"}
+    assert endpoint.keys() == keys
+    # The token that the servers have.
+    token = endpoint["authorization"]["credentials"]
+    servers = of_kind("service-monitor", "StatefulSet")
+    assert len(servers) == 2
+    for server in servers.values():
+        volumes = server["spec"]["template"]["spec"]["volumes"]
+        (secret,) = [volume["secret"] for volume in volumes if "secret" in volume]
+        assert token == {"name": secret["secretName"], "key": "token"}
     # The series have a label job, which is the name of a training job.
     assert endpoint["honorLabels"] is True
     wanted = specification["selector"]["matchLabels"].items()

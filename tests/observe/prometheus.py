@@ -20,9 +20,11 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 TIMEOUT = 20
 
 
-def get(url: str) -> str:
-    """The text at a URL."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+def get(url: str, token: str | None = None) -> str:
+    """The text at a URL, for the holder of a token."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
         return str(response.read().decode())
 
 
@@ -73,14 +75,25 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _configure(directory: Path, targets: Mapping[str, Sequence[str]], alertmanager: str) -> Path:
-    """Copies the configuration, with these targets and with intervals of a second."""
+def configuration(directory: Path, token: str) -> Path:
+    """Copies the configuration to a directory, which must not exist, with the file of a token."""
     shutil.copytree(DEPLOY / "prometheus", directory)
+    (directory / "token").write_text(token)
+    path = directory / "prometheus.yml"
+    text = path.read_text()
+    file = "/run/secrets/token"
+    assert file in text
+    path.write_text(text.replace(file, "token"))
+    return path
+
+
+def _configure(path: Path, targets: Mapping[str, Sequence[str]], alertmanager: str) -> None:
+    """Changes a configuration to these targets, and to intervals of a second."""
+    directory = path.parent
     for role, addresses in targets.items():
         # JSON is YAML.
         listed = json.dumps([{"targets": list(addresses)}])
         (directory / "targets" / f"{role}.yml").write_text(listed)
-    path = directory / "prometheus.yml"
     text = path.read_text()
     for found, replacement in [
         ("scrape_interval: 5s", "scrape_interval: 1s"),
@@ -91,7 +104,6 @@ def _configure(directory: Path, targets: Mapping[str, Sequence[str]], alertmanag
         assert found in text, found
         text = text.replace(found, replacement)
     path.write_text(text)
-    return path
 
 
 @contextlib.contextmanager
@@ -113,11 +125,15 @@ def _running(command: Sequence[str], address: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prometheus(directory: Path, targets: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
+def prometheus(
+    directory: Path, targets: Mapping[str, Sequence[str]], token: str
+) -> Iterator[Prometheus]:
     """Runs Prometheus and Alertmanager with the files in `directory`, which must not exist.
-    `targets`: the admin addresses, by the name of the file in `deploy/prometheus/targets`."""
+    `targets`: the admin addresses, by the name of the file in `deploy/prometheus/targets`.
+    `token`: that of the cluster."""
     address, alertmanager = (f"127.0.0.1:{_free_port()}" for _ in range(2))
-    config = _configure(directory, targets, alertmanager)
+    config = configuration(directory, token)
+    _configure(config, targets, alertmanager)
     receiver = ["prometheus-alertmanager", f"--config.file={directory / 'alertmanager.yml'}"]
     receiver += [f"--storage.path={directory / 'alertmanager'}", "--cluster.listen-address="]
     server = ["prometheus", f"--config.file={config}"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 import unittest
 from pathlib import Path
 
 import documents
+import prometheus
 
 
 def run(*command: str) -> None:
@@ -80,7 +82,9 @@ class Files(unittest.TestCase):
                 )
 
     def test_the_tools_of_prometheus_accept_the_files(self) -> None:
-        run("promtool", "check", "config", "prometheus.yml")
+        with tempfile.TemporaryDirectory() as directory:
+            path = prometheus.configuration(Path(directory) / "prometheus", "a-token")
+            run("promtool", "check", "config", str(path))
         run("promtool", "check", "rules", "alerts.yml")
         run("promtool", "test", "rules", "alerts_test.yml")
         run("amtool", "check-config", "alertmanager.yml")

@@ -7,23 +7,21 @@ import contextlib
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import documents
 from prometheus import Prometheus, get, prometheus
+from training import JOB, TOKEN, tiers, training
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 import servers  # noqa: E402
 
-JOB = "observed"
 #: Seconds in which every panel must have data. Rates need two samples.
 DATA = 45
 #: Seconds in which the loss of a server must fire its alert.
@@ -57,25 +55,6 @@ def until(what: str, seconds: float, found: Callable[[], object]) -> None:
         time.sleep(0.5)
 
 
-@contextlib.contextmanager
-def training(address: str, directory: Path) -> Iterator[None]:
-    """Trains a small model with two workers and two replicas of each slice, and saves it."""
-    (directory / "checkpoints").mkdir()
-    command: list[Any] = [servers.BINARY.with_name("zeroshard-worker"), "train", "--json"]
-    command += ["--address", address, "--job", JOB, "--shards", 3, "--replicas", 2, "--workers", 2]
-    command += ["--data", ROOT / "proto", "--out", directory / "out", "--steps", 1_000_000]
-    command += ["--width", 32, "--blocks", 1, "--heads", 2, "--batch", 4, "--context", 16]
-    command += ["--checkpoint", f"file://{directory}/checkpoints", "--checkpoint-every", 50]
-    with (directory / "training.log").open("w") as log:
-        process = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log)
-        try:
-            yield
-            assert process.poll() is None, (directory / "training.log").read_text()[-2000:]
-        finally:
-            process.kill()
-            process.wait()
-
-
 def has_data(found: Prometheus, expr: str, instance: str) -> bool:
     """Whether an expression of a panel has a value that is a number."""
     for variable, value in [
@@ -104,13 +83,11 @@ class Live(unittest.TestCase):
     def test_prometheus_sees_a_cluster_and_the_loss_of_a_server(self) -> None:
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            # The first server has budgets, and not all of its slices fit in memory.
-            tiers = ["--host-memory", "64KiB", "--disk", str(directory), "--disk-bytes", "256MiB"]
-            running = servers.observed_servers([tiers, [], []])
+            running = servers.observed_servers([tiers(directory), [], []], TOKEN)
             address, (coordinator, *shards), processes = stack.enter_context(running)
             stack.enter_context(training(address, directory))
             targets = {"coordinators": [coordinator], "shards": shards}
-            found = stack.enter_context(prometheus(directory / "prometheus", targets))
+            found = stack.enter_context(prometheus(directory / "prometheus", targets, TOKEN))
             self.check_panels(found, shards[0])
             self.check_rules(found)
             self.check_families([coordinator, *shards])
@@ -149,7 +126,7 @@ class Live(unittest.TestCase):
         shown: dict[str, tuple[str, str]] = {}
         for address in addresses:
             help_texts: dict[str, str] = {}
-            for line in get(f"http://{address}/metrics").splitlines():
+            for line in get(f"http://{address}/metrics", TOKEN).splitlines():
                 mark, keyword, name, *text = [*line.split(" ", 3), "", ""][:4]
                 if mark == "#" and keyword == "HELP":
                     help_texts[name] = text[0]

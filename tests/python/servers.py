@@ -79,22 +79,27 @@ def observed(*arguments: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def observed_servers(
-    flags: Sequence[Sequence[str]],
+    flags: Sequence[Sequence[str]], token: str
 ) -> Iterator[tuple[str, list[str], list[subprocess.Popen[str]]]]:
     """Runs a coordinator, and a shard server for each list of flags, which a test may kill. Returns
     the coordinator's address, the addresses of the metrics (the coordinator's first), and the
-    processes of the shard servers."""
+    processes of the shard servers. The metrics can be seen from other machines, and therefore only
+    with the token."""
     with contextlib.ExitStack() as stack:
-        process, listening = _launch(["coordinator"], "127.0.0.1:0", "127.0.0.1:0")
-        stack.enter_context(_ended(process))
-        address, metrics, running = listening["address"], [listening["admin"]], []
-        for of_shard in flags:
-            arguments = ["shard", "--coordinator", address, *of_shard]
-            process, listening = _launch(arguments, "127.0.0.1:0", "127.0.0.1:0")
+        metrics, running = [], []
+
+        def launch(*arguments: str) -> str:
+            command = [*arguments, "--token", token]
+            process, listening = _launch(command, "127.0.0.1:0", "0.0.0.0:0")
             stack.enter_context(_ended(process))
-            metrics.append(listening["admin"])
+            metrics.append(listening["admin"].replace("0.0.0.0", "127.0.0.1"))
             running.append(process)
-        yield address, metrics, running
+            return listening["address"]
+
+        address = launch("coordinator")
+        for of_shard in flags:
+            launch("shard", "--coordinator", address, *of_shard)
+        yield address, metrics, running[1:]
 
 
 @contextlib.contextmanager

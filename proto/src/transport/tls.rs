@@ -36,8 +36,10 @@ pub const KEY_VARIABLE: &str = "ZEROSHARD_TLS_KEY";
 
 /// The maximum size of a file with certificates or a key.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The protocol that both sides speak.
+/// The protocol of calls.
 const HTTP_2: &[u8] = b"h2";
+/// The protocol of the admin server.
+const HTTP_1: &[u8] = b"http/1.1";
 
 /// The files of a process that uses TLS, in PEM format.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,11 +83,13 @@ impl TlsFiles {
         let identity = self.identity.as_ref();
         let identity = identity.map(|(file, key)| Ok((certificates(file)?, private_key(key)?)));
         let client = self.client(&roots, None)?;
-        let mut configs = Configs { client, server: None, role: None };
+        let mut configs = Configs { client, server: None, admin: None, role: None };
         if let Some((chain, key)) = identity.transpose()? {
             configs.role = chain.first().and_then(server::role_of);
             configs.client = self.client(&roots, Some((chain.clone(), key.clone_key())))?;
-            configs.server = Some(self.server(roots, chain, key)?);
+            let server = self.server(roots, chain, key)?;
+            let admin = ServerConfig { alpn_protocols: vec![HTTP_1.to_vec()], ..server.clone() };
+            (configs.server, configs.admin) = (Some(Arc::new(server)), Some(Arc::new(admin)));
         }
         Ok(configs)
     }
@@ -114,7 +118,7 @@ impl TlsFiles {
         roots: Arc<RootCertStore>,
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
-    ) -> Result<Arc<ServerConfig>> {
+    ) -> Result<ServerConfig> {
         // A caller without a certificate may have a token. Which of them a call needs is decided
         // when it arrives, so that it is refused with a message.
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider())
@@ -130,7 +134,7 @@ impl TlsFiles {
         config.alpn_protocols = vec![HTTP_2.to_vec()];
         // A session that is resumed would not check the certificates again.
         config.send_tls13_tickets = 0;
-        Ok(Arc::new(config))
+        Ok(config)
     }
 
     fn invalid(&self, cause: &dyn std::error::Error) -> Error {
@@ -149,6 +153,8 @@ pub struct Tls(Arc<Reloaded<Configs>>);
 struct Configs {
     client: Arc<ClientConfig>,
     server: Option<Arc<ServerConfig>>,
+    /// The one of the admin server.
+    admin: Option<Arc<ServerConfig>>,
     /// The role in the certificate.
     role: Option<Role>,
 }

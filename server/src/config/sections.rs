@@ -20,7 +20,8 @@ pub struct Coordinator {
     /// machines can connect: then also set --token or the flags for TLS
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
+    /// address other than loopback, /metrics and the status page need the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -85,7 +86,8 @@ pub struct Shard {
     /// machines can connect: then also set --token or the flags for TLS
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
+    /// address other than loopback, /metrics and the status page need the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -178,7 +180,8 @@ pub struct All {
     /// Address on which the shard server serves workers
     #[arg(long, env = "ZEROSHARD_SHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub shard_listen: Listen,
-    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
+    /// address other than loopback, /metrics and the status page need the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",

@@ -43,8 +43,9 @@ impl Driver {
                 }
                 Action::Dismiss(link) => inner.dismiss(link),
                 Action::Probe(server) => self.probe(inner, server),
-                Action::Decided { job, applied, waits } => {
-                    inner.count(&job, |series| series.decided(applied, &waits));
+                Action::Decided { job, step } => {
+                    inner.count(&job, |series| series.decided(step.applied, &step.waits));
+                    inner.histories.entry(job).or_default().add(&step, self.now());
                 }
                 Action::Tick(due) => self.arm(inner, due),
                 Action::Complete(completion) => self.complete(completion),
@@ -53,12 +54,19 @@ impl Driver {
                     None => of.not_saved(),
                 }),
                 Action::Redundant { after } => self.metrics.coordinator.redundant(after),
-                Action::Aborted { job } => inner.count(&job, CoordinatedJob::aborted),
+                Action::Aborted { job } => {
+                    inner.count(&job, CoordinatedJob::aborted);
+                    inner.histories.entry(job).or_default().aborted += 1;
+                }
                 Action::Forgotten { job } => {
+                    inner.histories.remove(&job);
                     let series = inner.series.remove(&job);
                     series.into_iter().for_each(|series| self.metrics.coordinator.forget(series));
                 }
-                Action::Note(note) => tracing::info!("{note}"),
+                Action::Note(note) => {
+                    tracing::info!("{note}");
+                    inner.journal.add(note);
+                }
             }
         }
     }

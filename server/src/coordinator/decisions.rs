@@ -7,6 +7,7 @@ use zeroshard_proto::{Error, JobSpec, Optimizer, Result};
 use super::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Now, Reply, ServerId, Waiter},
+    history::Step,
     reduce::{Absent, Gradient, Norm, Overflow},
     state::{Job, Open, Phase},
     terms::Terms,
@@ -216,8 +217,10 @@ impl Cluster {
         open.send(&Command::Decide { job, decision: decision.clone() }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         open.lateness.add(&open.round.lateness());
-        let (applied, waits) = (report.applied, open.round.waits(now));
-        out.push(Action::Decided { job: name.to_owned(), applied, waits });
+        let &Report { version, applied, loss, ref norm, .. } = &report;
+        let waits = open.round.waits(now);
+        let step = Step { version, applied, loss, norm: norm.value, waits };
+        out.push(Action::Decided { job: name.to_owned(), step });
         if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
             out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
         }

@@ -7,7 +7,7 @@
 //! threads outside the async runtime.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, Weak},
     task::{Context, Poll, Waker},
     time::Duration,
@@ -25,6 +25,7 @@ use super::{
     control::Registration,
     events::{Caller, Command, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
+    history::{History, Journal},
     leadership::Leadership,
 };
 use crate::{
@@ -63,6 +64,9 @@ pub(super) struct Inner {
     pub(super) probed: HashSet<ServerId>,
     /// The metrics of each job.
     pub(super) series: HashMap<String, CoordinatedJob>,
+    /// The steps of each job that has had one.
+    pub(super) histories: BTreeMap<String, History>,
+    pub(super) journal: Journal,
     last_caller: u64,
     last_stream: u64,
     /// The time at which the timer is set to fire.
@@ -110,6 +114,8 @@ impl Driver {
             members: HashMap::new(),
             probed: HashSet::new(),
             series: HashMap::new(),
+            histories: BTreeMap::new(),
+            journal: Journal::default(),
             last_caller: 0,
             last_stream: 0,
             armed: Now::MAX,
@@ -136,9 +142,22 @@ impl Driver {
     /// # Errors
     /// [`Error::Unavailable`] after the end of the leadership, or when it is shutting down.
     pub(crate) fn read<T>(&self, read: impl FnOnce(&Cluster) -> T) -> Result<T> {
+        self.inspect(|inner| read(&inner.cluster))
+    }
+
+    /// Reads the state, and what is kept beside it for operators.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) fn inspect<T>(&self, read: impl FnOnce(&Inner) -> T) -> Result<T> {
         let mut inner = self.lock();
         self.check_running(&mut inner)?;
-        Ok(read(&inner.cluster))
+        Ok(read(&inner))
+    }
+
+    /// The time since the driver started.
+    pub(super) fn now(&self) -> Now {
+        self.started.elapsed()
     }
 
     /// Whether this coordinator is still the leader. It stays the leader while it shuts down.
@@ -300,6 +319,7 @@ impl Driver {
     fn stop(&self, inner: &mut Inner) {
         inner.stopped = true;
         inner.cluster = Cluster::default();
+        inner.histories.clear();
         let metrics = &self.metrics.coordinator;
         inner.series.drain().for_each(|(_, series)| metrics.forget(series));
         metrics.stand_by();
@@ -336,7 +356,7 @@ impl Driver {
     }
 
     fn handle(&self, inner: &mut Inner, event: Event) {
-        let now = self.started.elapsed();
+        let now = self.now();
         if let Some(wait) = event.wait() {
             self.arm(inner, now + wait);
         }

@@ -14,6 +14,7 @@ use super::{
     admission::Rooms,
     decisions::{Decision, Report},
     held::Held,
+    history::Step,
     jobs::Plan,
     placement::Zones,
     reduce::{Norm, Reduced},
@@ -23,7 +24,7 @@ use super::{
     succession::Source,
     user_data::{RankData, UserData},
 };
-use crate::{attempt::Attempt, metrics::Waits};
+use crate::attempt::Attempt;
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
@@ -455,7 +456,7 @@ pub(crate) enum Action {
     /// Find out whether a server without a control stream still runs: [`Event::Refused`].
     Probe(Server),
     /// Count a decided step.
-    Decided { job: String, applied: bool, waits: Waits },
+    Decided { job: String, step: Step },
     /// Complete a checkpoint, then send [`Event::Completed`].
     Complete(Completion),
     /// Count the time without all replicas of a job.

@@ -38,6 +38,16 @@ impl Lateness {
     pub(crate) fn slowest(&self) -> Option<(u32, f64)> {
         self.slowest
     }
+
+    /// The ranks with the highest averages, highest first, at most `count` of them; none in a job
+    /// with one rank.
+    pub(super) fn latest(&self, count: usize) -> Vec<(u32, f64)> {
+        let ranks = self.mean.iter().filter(|_| self.mean.len() > 1);
+        let mut ranks: Vec<_> = ranks.map(|(&rank, &mean)| (rank, mean)).collect();
+        ranks.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+        ranks.truncate(count);
+        ranks
+    }
 }
 
 impl Phase {
@@ -55,7 +65,7 @@ impl Phase {
 }
 
 impl Job {
-    fn figures(&self) -> JobFigures {
+    pub(super) fn figures(&self) -> JobFigures {
         let open = match &self.phase {
             Phase::Open(open) => Some(open),
             _ => None,

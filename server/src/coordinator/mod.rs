@@ -4,8 +4,9 @@
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `admission`, `placement`,
 //! `disposal`.
 //! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `departures`,
-//! `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
-//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`.
+//! `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`.
+//! Steps: `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics and the status
+//! page: `figures`, `overview`, `history`.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
 //! for which the coordinator decides. `service`, `requests`,
@@ -32,10 +33,12 @@ pub(crate) mod events;
 pub(crate) mod feed;
 mod figures;
 pub(crate) mod held;
+pub(crate) mod history;
 pub(crate) mod jobs;
 pub mod leadership;
 mod leases;
 mod members;
+pub(crate) mod overview;
 pub mod placement;
 mod probe;
 mod rebuild;
@@ -92,6 +95,8 @@ impl Coordinator {
         let cluster = cluster.with_limits(jobs);
         let (metrics, failure) = (context.metrics.clone(), context.failure.clone());
         let driver = Driver::new(cluster, metrics, failure, leadership);
+        let shown = Arc::downgrade(&driver);
+        context.sources.cluster.set(move || shown.upgrade()?.overview());
         Self { context, driver }
     }
 

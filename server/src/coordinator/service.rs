@@ -21,7 +21,12 @@ use super::{
     responses::reduced,
     save::Saved,
 };
-use crate::{access::Caller, attempt::Attempt, identity};
+use crate::{
+    access::Caller,
+    attempt::Attempt,
+    audit::{self, Audited},
+    identity,
+};
 
 /// Serves the calls to a [`Driver`].
 #[derive(Debug)]
@@ -39,10 +44,12 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::CreateJobRequest>,
     ) -> Answer<pb::CreateJobResponse> {
         let (deadline, job_id) = (self.waits.of(&request), identity::random()?);
-        let caller = Caller::of(request.extensions())?;
+        let (caller, audited) = (Caller::of(request.extensions())?, Audited::of(&request));
         let request = request.into_inner();
         let (spec, from) = (request.spec.as_ref(), request.from.as_ref());
-        caller.check_train(spec.map_or("", |spec| &spec.name))?;
+        let name = spec.map_or("", |spec| &spec.name);
+        audited.is("create job", name);
+        caller.check_train(name)?;
         from.map_or(Ok(()), |from| caller.check_read(&from.job))?;
         request.restore.as_ref().map_or(Ok(()), |saved| caller.check_read(&saved.job))?;
         let convert = move || Ok(Box::new(create(request)?));
@@ -61,6 +68,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::DeleteJobRequest>,
     ) -> Answer<pb::DeleteJobResponse> {
         let wait = self.waits.of(&request).left();
+        Audited::of(&request).is("delete job", &request.get_ref().job);
         let caller = Caller::of(request.extensions())?;
         let pb::DeleteJobRequest { job: name, job_id: id } = request.into_inner();
         caller.check_train(&name)?;
@@ -145,6 +153,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::SaveCheckpointRequest>,
     ) -> Answer<pb::SaveCheckpointResponse> {
+        Audited::of(&request).is("save job", &request.get_ref().job);
         Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
         let save = self.waits.save(request)?;
         match self.driver.call(|caller| Event::Save { caller, save }).await? {
@@ -199,10 +208,13 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<Streaming<pb::ServeRequest>>,
     ) -> Answer<Self::ServeStream> {
+        let audited = Audited::of(&request);
+        audited.is("register server", "");
         Caller::of(request.extensions())?.check_serve()?;
         let mut events = request.into_inner();
         let registration = registration(&mut events, &self.driver.failure).await?;
         let address = registration.server.address.clone();
+        audited.is("register server", &address);
         let control = self.driver.add_server(registration)?;
         let (driver, from, dismissed) =
             (self.driver.clone(), control.link, control.dismissed.clone());
@@ -216,6 +228,7 @@ impl coordinator_service_server::CoordinatorService for Service {
                     }
                     None => format!("it did not read {MAX_COMMANDS} commands"),
                 };
+            audit::lost(&address, &cause);
             driver.tell(Event::ServerLost { from, cause });
         });
         Ok(Response::new(

@@ -1,5 +1,6 @@
 //! Middleware, one layer per file.
 
+pub mod audit;
 pub mod panic;
 pub mod request_limits;
 pub mod request_metrics;

@@ -56,7 +56,8 @@ impl JobState {
     const ALL: [Self; 6] =
         [Self::Waiting, Self::Opening, Self::Open, Self::Restoring, Self::Recovering, Self::Failed];
 
-    fn label(self) -> &'static str {
+    /// The name of the state.
+    pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Waiting => "waiting",
             Self::Opening => "opening",

@@ -12,6 +12,7 @@ mod data;
 pub(crate) mod device;
 pub(crate) mod events;
 pub(crate) mod job;
+pub(crate) mod overview;
 pub(crate) mod part;
 pub(crate) mod pin;
 pub(crate) mod pull;
@@ -83,7 +84,7 @@ impl<B: Backend> Shard<B> {
     /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers;
     /// [`zeroshard_proto::Error::Storage`] if the scratch file cannot be created.
     pub fn new(backends: Vec<B>, config: &config::Shard, context: Context) -> Result<Self> {
-        let Context { common, credentials, metrics, health, failure, .. } = context;
+        let Context { common, credentials, metrics, health, failure, sources, .. } = context;
         let budgets = Budgets::new(config, memory::available());
         let limits = Limits { wait: common.wait(), max_message: common.max_message_bytes, budgets };
         let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
@@ -98,8 +99,11 @@ impl<B: Backend> Shard<B> {
         };
         let tiers = tiers.into_iter().map(Some).chain(std::iter::repeat(None));
         let devices = backends.into_iter().zip(tiers).map(|(on, tiers)| Device::new(on, tiers));
+        let store = Arc::new(Store::new(devices.collect(), limits, metrics, failure));
+        let shown = Arc::downgrade(&store);
+        sources.shard.set(move || Some(shown.upgrade()?.overview()));
         Ok(Self {
-            store: Arc::new(Store::new(devices.collect(), limits, metrics, failure)),
+            store,
             health,
             credentials,
             id: config.id.clone(),

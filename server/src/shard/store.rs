@@ -198,7 +198,7 @@ impl<B: Backend> Store<B> {
     }
 
     /// The tiers that have a budget: name, used bytes and limit.
-    fn tiers(&self) -> impl Iterator<Item = (&'static str, u64, u64)> {
+    pub(super) fn tiers(&self) -> impl Iterator<Item = (&'static str, u64, u64)> {
         let tiers: Vec<_> =
             self.devices.iter().filter_map(|device| device.tiers.as_ref()).collect();
         // Devices share host memory and the disk.
@@ -211,7 +211,7 @@ impl<B: Backend> Store<B> {
         all.into_iter().flatten().filter(|(_, _, limit)| *limit > 0)
     }
 
-    fn jobs(&self) -> Vec<Arc<Job<B>>> {
+    pub(super) fn jobs(&self) -> Vec<Arc<Job<B>>> {
         self.jobs.iter().map(|job| job.value().clone()).collect()
     }
 }

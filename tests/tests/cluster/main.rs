@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod absent;
+mod admin;
 mod admission;
 mod attacks;
 mod attempts;

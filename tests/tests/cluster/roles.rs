@@ -26,7 +26,7 @@ struct Guarded {
 }
 
 /// A new token and its line in the file, from `zsctl`.
-fn new_token(role: &str) -> (String, String) {
+pub(crate) fn new_token(role: &str) -> (String, String) {
     let output = run("zsctl", &["--json", "token", "new", role]);
     let made: Value = serde_json::from_slice(&output.stdout).unwrap();
     let text = |key: &str| made[key].as_str().unwrap().to_owned();

@@ -53,7 +53,10 @@ impl PeerSecurity {
 
 /// Accepts connections, with TLS or without.
 #[derive(Debug, Clone)]
-pub struct Acceptor(Option<Tls>);
+pub struct Acceptor {
+    tls: Option<Tls>,
+    is_admin: bool,
+}
 
 impl Acceptor {
     /// Accepts connections with TLS, if there is one. Connections that are not encrypted are
@@ -66,13 +69,22 @@ impl Acceptor {
             let expected = "a file in PEM format, because a server with --tls-ca needs one";
             return Err(Error::invalid("certificate (--tls-cert)", "missing", expected));
         }
-        Ok(Self(tls))
+        Ok(Self { tls, is_admin: false })
+    }
+
+    /// The acceptor for connections with HTTP/1.1.
+    #[must_use]
+    pub fn for_admin(self) -> Self {
+        Self { is_admin: true, ..self }
     }
 
     /// Accepts a connection. The handshake takes place when the connection is first read.
     pub fn accept(&self, stream: TcpStream) -> ServerStream {
         let security = PeerSecurity::default();
-        let config = self.0.as_ref().and_then(Tls::server_config);
+        let config = self.tls.as_ref().and_then(|tls| match self.is_admin {
+            true => tls.0.get().admin.clone(),
+            false => tls.server_config(),
+        });
         let state = match config {
             None => State::Open(Box::new(stream)),
             Some(config) => State::New(stream, config),

@@ -1,19 +1,53 @@
-//! The admin HTTP server: metrics, probes, and a status page that needs no other tool.
+//! The admin HTTP server: metrics, probes, and a status page that needs no other tool and no
+//! internet.
+//!
+//! `listener` accepts connections, and `credential` decides who may see it. `page` is the page, `cluster` and `jobs` are its parts on a
+//! coordinator and `server` is its part on a shard server, which they find in `sources`. `charts`
+//! and `html` draw and format.
 
-use std::{fmt::Write as _, io, net::SocketAddr, sync::Arc, time::Instant};
+mod charts;
+mod cluster;
+mod credential;
+mod html;
+mod jobs;
+mod listener;
+mod page;
+mod server;
+pub(crate) mod sources;
+
+use std::{io, net::SocketAddr, sync::Arc, time::Instant};
 
 use axum::{
     Router,
     extract::State,
-    http::{StatusCode, header},
+    http::{HeaderName, StatusCode, header},
+    middleware::from_fn_with_state,
     response::{Html, IntoResponse},
     routing::get,
 };
-use prometheus::proto::MetricType;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+use zeroshard_proto::transport::tls::Acceptor;
 
-use crate::{health::Health, metrics::Metrics};
+use crate::{access::Accepted, health::Health, metrics::Metrics};
+use listener::{AdminListener, Origin};
+use sources::Sources;
+
+const CSS: &str = include_str!("status.css");
+const SCRIPT: &str = include_str!("status.js");
+
+/// The headers of the status page. Even if a name of a job were not escaped, nothing of it would
+/// run, and nothing would be loaded from elsewhere.
+const SECURITY: [(HeaderName, &str); 4] = [
+    (
+        header::CONTENT_SECURITY_POLICY,
+        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; \
+         img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (header::REFERRER_POLICY, "no-referrer"),
+    (header::CACHE_CONTROL, "no-store"),
+];
 
 /// The data that the admin server shows.
 #[derive(Clone, Debug)]
@@ -28,6 +62,12 @@ pub struct Admin {
     pub metrics: Arc<Metrics>,
     /// The state that the probes report.
     pub health: Health,
+    /// The state of the roles.
+    pub(crate) sources: Sources,
+    /// The credentials that open all pages but the probes.
+    pub(crate) accepted: Accepted,
+    /// Accepts connections with TLS, if the server has a certificate.
+    pub(crate) acceptor: Acceptor,
 }
 
 /// Serves `admin` until `shutdown`. It does not wait for open requests, because they are short.
@@ -39,15 +79,22 @@ pub async fn serve(
     admin: Admin,
     shutdown: CancellationToken,
 ) -> io::Result<()> {
+    let accepted = admin.accepted.clone();
+    let listener = AdminListener { listener, acceptor: admin.acceptor.clone().for_admin() };
     let routes = Router::new()
         .route("/metrics", get(metrics))
-        // A process that answers is alive.
+        .route("/", get(status))
+        .route("/status.css", get(async || file("text/css; charset=utf-8", CSS)))
+        .route("/status.js", get(async || file("text/javascript; charset=utf-8", SCRIPT)))
+        .route_layer(from_fn_with_state(accepted, credential::check))
+        // A process that answers is alive. Probes carry no credential.
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
-        .route("/", get(page))
         .with_state(admin);
     tokio::select! {
-        result = axum::serve(listener, routes) => result,
+        result = axum::serve(listener, routes.into_make_service_with_connect_info::<Origin>()) => {
+            result
+        }
         () = shutdown.cancelled() => Ok(()),
     }
 }
@@ -64,48 +111,15 @@ async fn readyz(State(admin): State<Admin>) -> impl IntoResponse {
     }
 }
 
-/// Escapes text for HTML.
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+fn file(content_type: &'static str, content: &'static str) -> impl IntoResponse {
+    (SECURITY, [(header::CONTENT_TYPE, content_type)], content)
 }
 
-async fn page(State(admin): State<Admin>) -> Html<String> {
-    let role = admin.role;
-    let ready = if admin.health.ready() { "ready" } else { "not ready" };
-    let uptime = admin.started.elapsed().as_secs();
-    let mut page = format!(
-        "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5>\
-         <title>zeroshard {role}</title>\
-         <style>body{{font:14px/1.5 system-ui;margin:2em}}td{{padding:0 1em 0 0}}td:last-child{{text-align:right}}</style>\
-         <h1>ZeroShard {role} at {address}</h1>\
-         <p>{ready}, version {version}, up for {uptime} s · <a href=/metrics>metrics</a> · \
-         <a href=/healthz>healthz</a> · <a href=/readyz>readyz</a></p><table>",
-        address = admin.address,
-        version = env!("CARGO_PKG_VERSION"),
-    );
-    for (name, labels, value) in numbers(&admin.metrics) {
-        // Writing to a String cannot fail.
-        let _ = write!(page, "<tr><td>{name}<td>{}<td>{value}", escape(&labels));
-    }
-    page.push_str("</table>\n");
-    Html(page)
-}
-
-/// All counters and gauges: name, labels, value.
-fn numbers(metrics: &Metrics) -> Vec<(String, String, f64)> {
-    let mut rows = Vec::new();
-    for family in metrics.gather() {
-        for metric in family.get_metric() {
-            let value = match family.get_field_type() {
-                MetricType::COUNTER => metric.get_counter().get_value(),
-                MetricType::GAUGE => metric.get_gauge().get_value(),
-                _ => continue,
-            };
-            let labels = metric.get_label().iter().map(|l| format!("{}={}", l.name(), l.value()));
-            rows.push((family.name().to_owned(), labels.collect::<Vec<_>>().join(" "), value));
-        }
-    }
-    rows
+/// The page, which is computed on a thread that may block: it takes milliseconds for large jobs.
+async fn status(State(admin): State<Admin>) -> Result<impl IntoResponse, StatusCode> {
+    let page = tokio::task::spawn_blocking(move || page::render(&admin)).await;
+    let page = page.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?;
+    Ok((SECURITY, Html(page)))
 }
 
 #[cfg(test)]
@@ -136,6 +150,9 @@ mod tests {
             started: Instant::now(),
             metrics,
             health: health.clone(),
+            sources: Sources::default(),
+            accepted: Accepted::everyone(),
+            acceptor: Acceptor::new(None).unwrap(),
         };
         let shutdown = CancellationToken::new();
         let server = tokio::spawn(serve(listener, admin, shutdown.clone()));
@@ -149,7 +166,8 @@ mod tests {
                 .await
                 .contains("zeroshard_job_version{job=\"<b>\",role=\"shard\"} 3")
         );
-        assert!(fetch(address, "/").await.contains("job=&lt;b&gt;"));
+        let page = fetch(address, "/").await;
+        assert!(page.contains("ZeroShard") && page.contains("default-src 'none'"), "{page}");
 
         shutdown.cancel();
         server.await.unwrap().unwrap();

@@ -1,0 +1,112 @@
+//! Who may see the admin pages: the holder of the cluster's token, or of a token or certificate with
+//! the role `admin` or `server`.
+//!
+//! A program sends the token as `Authorization: Bearer TOKEN`. A browser asks for a user name,
+//! which may be anything, and a password, which is the token. A listener on a loopback address asks
+//! nobody. (The address of the peer is not sufficient: a proxy on the same host, or
+//! `kubectl port-forward`, connects from a loopback address.)
+
+use axum::{
+    extract::{ConnectInfo, Request, State},
+    http::{HeaderMap, HeaderValue, StatusCode, header},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use zeroshard_proto::{Error, transport::tls::Security};
+
+use super::listener::Origin;
+use crate::access::Accepted;
+
+/// The answer to a browser without a credential.
+const CHALLENGE: &str = "Basic realm=\"ZeroShard: any user name, and a token as the password\", \
+                         charset=\"UTF-8\"";
+
+/// Passes on a request whose caller may see the admin pages.
+pub(super) async fn check(
+    State(accepted): State<Accepted>,
+    ConnectInfo(Origin(security)): ConnectInfo<Origin>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    if let Some(bearer) = request.headers().get(header::AUTHORIZATION).and_then(bearer) {
+        request.headers_mut().insert(header::AUTHORIZATION, bearer);
+    }
+    match may_see(&accepted, request.headers(), security.get()) {
+        Ok(()) => next.run(request).await,
+        Err(error @ (Error::Forbidden { .. } | Error::Tls { .. })) => {
+            (StatusCode::FORBIDDEN, format!("{error}\n")).into_response()
+        }
+        Err(error) => {
+            let challenge = [(header::WWW_AUTHENTICATE, CHALLENGE)];
+            (StatusCode::UNAUTHORIZED, challenge, format!("{error}\n")).into_response()
+        }
+    }
+}
+
+fn may_see(accepted: &Accepted, headers: &HeaderMap, security: Security) -> Result<(), Error> {
+    accepted.caller(headers, security)?.check_observe()
+}
+
+/// The header with the password of a `Basic` credential as the token.
+fn bearer(value: &HeaderValue) -> Option<HeaderValue> {
+    let (scheme, encoded) = value.to_str().ok()?.split_once(' ')?;
+    if !scheme.eq_ignore_ascii_case("basic") {
+        return None;
+    }
+    let decoded = STANDARD.decode(encoded.trim()).ok()?;
+    let at = decoded.iter().position(|&byte| byte == b':')?;
+    let mut bearer = HeaderValue::from_bytes(&[b"Bearer ", &decoded[at + 1..]].concat()).ok()?;
+    bearer.set_sensitive(true);
+    Some(bearer)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use zeroshard_proto::{Token, Tokens};
+
+    use super::*;
+    use crate::config::Common;
+
+    fn token(text: &str) -> Token {
+        Token::from(text.to_owned())
+    }
+
+    #[test]
+    fn a_password_becomes_a_token() {
+        let basic = |text: &str| {
+            let value = format!("basic {}", STANDARD.encode(text));
+            bearer(&value.parse().unwrap()).map(|value| value.to_str().unwrap().to_owned())
+        };
+        assert_eq!(basic("me:s3cret"), Some("Bearer s3cret".to_owned()));
+        assert_eq!(basic(":a:b"), Some("Bearer a:b".to_owned()));
+        assert_eq!(basic("s3cret"), None);
+        for other in ["Bearer s3cret", "Basic", "Basic ???", "Basic"] {
+            assert_eq!(bearer(&other.parse().unwrap()), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn operators_and_servers_see_the_pages_and_jobs_do_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tokens");
+        let roles = ["admin", "server", "job:a", "job:a:read"];
+        let lines = roles.map(|role| Tokens::line(&role.parse().unwrap(), &token(role)));
+        fs::write(&path, lines.join("\n")).unwrap();
+        let common = Common { tokens: Some(path), ..Common::default() };
+        let accepted = Accepted::new(&common).unwrap();
+        let see = |token: &str| {
+            let value = format!("Bearer {token}").parse().unwrap();
+            may_see(&accepted, &HeaderMap::from_iter([(header::AUTHORIZATION, value)]), Security::Plain)
+        };
+        assert_eq!((see("admin"), see("server")), (Ok(()), Ok(())));
+        for refused in [see("job:a"), see("job:a:read")] {
+            assert!(matches!(refused, Err(Error::Forbidden { .. })), "{refused:?}");
+        }
+        assert!(matches!(see("other"), Err(Error::Unauthenticated { .. })));
+        let without = may_see(&accepted, &HeaderMap::new(), Security::Plain);
+        assert!(matches!(without, Err(Error::Unauthenticated { .. })));
+    }
+}

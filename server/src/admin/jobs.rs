@@ -1,0 +1,298 @@
+//! The jobs on the status page of a coordinator: a table of all, and a card of each of the first.
+
+use std::{fmt::Write as _, time::Duration};
+
+use zeroshard_proto::{Placement, Server};
+
+use super::{
+    charts::{Curve, Row, bar, legend},
+    cluster::left_out,
+    html::{Text, age, count, counted, duration, optional, short},
+};
+use crate::{
+    coordinator::{
+        history::{History, Phases, Point},
+        overview::{Details, JobOverview, Overview},
+    },
+    metrics::JobState,
+};
+
+/// The maximum number of servers in the map of a job's slices.
+const MAX_ROWS: usize = 16;
+/// The time without a step after which the page shows what the job waits for.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// The table of jobs.
+pub(super) fn table(html: &mut String, overview: &Overview) {
+    html.push_str("<section aria-labelledby=jobs><h2 id=jobs>Jobs</h2>");
+    if overview.jobs.is_empty() {
+        html.push_str("<p class=empty>There are no jobs.</p></section>");
+        return;
+    }
+    html.push_str(
+        "<div class=scroll id=scroll-jobs tabindex=0 role=region aria-labelledby=jobs>\
+         <table><thead><tr><th>Job<th>State<th class=number>Version<th class=number>Last step\
+         <th class=number>Steps/s<th class=number>Loss<th class=number>Gradient norm\
+         <th class=number>Workers<th class=number>Latest rank<th class=number>Checkpoint\
+         </thead><tbody>",
+    );
+    overview.jobs.iter().for_each(|job| row(html, job));
+    html.push_str("</tbody></table></div>");
+    left_out(html, overview.jobs.len(), overview.all_jobs, "job");
+    html.push_str("</section>");
+}
+
+fn row(html: &mut String, job: &JobOverview) {
+    let JobOverview { id, spec, figures, rate, idle, loss, norm, .. } = job;
+    let name = Text(&spec.name);
+    let name = match job.details {
+        Some(_) => format!("<a href='#job-{id:016x}'>{name}</a>"),
+        None => name.to_string(),
+    };
+    let late = figures.slowest.map_or("–".to_owned(), |(rank, seconds)| {
+        format!("{rank} <small>+{}</small>", duration(Duration::from_secs_f64(seconds)))
+    });
+    let _ = write!(
+        html,
+        "<tr><td class=name>{name}<td>{}<td class=number>{}<td class=number>{}<td class=number>{}\
+         <td class=number>{}<td class=number>{}<td class=number>{} / {}<td class=number>{late}\
+         <td class=number>{}",
+        state(job),
+        figures.version.map_or("–".to_owned(), count),
+        idle.map_or("–".to_owned(), age),
+        optional(*rate),
+        optional(*loss),
+        optional(*norm),
+        figures.workers,
+        spec.world,
+        checkpoint(job),
+    );
+}
+
+fn checkpoint(job: &JobOverview) -> String {
+    match (job.saved, job.saving) {
+        (saved, Some(version)) => {
+            format!("{} <small>saving {version}</small>", saved.map_or("–".to_owned(), count))
+        }
+        (saved, None) => saved.map_or("–".to_owned(), count),
+    }
+}
+
+/// The state as a label, whose colour is not its only meaning.
+fn state(job: &JobOverview) -> String {
+    let state = job.figures.state;
+    let (class, text) = match state {
+        JobState::Failed => ("bad", state.label()),
+        JobState::Open if job.figures.degraded > 0 => ("warn", "degraded"),
+        JobState::Open if job.figures.version.is_none() => ("warn", "initialising"),
+        JobState::Open if job.figures.workers == 0 => ("idle", "no workers"),
+        JobState::Open => ("good", "training"),
+        _ => ("warn", state.label()),
+    };
+    format!("<span class='state {class}'>{text}</span>")
+}
+
+/// The figures, curves and slices of a job.
+pub(super) fn card(html: &mut String, job: &JobOverview, details: &Details) {
+    let _ = write!(
+        html,
+        "<section class=card id='job-{0:016x}' aria-labelledby='name-{0:016x}'>\
+         <h2 id='name-{0:016x}'>{1} {2}</h2>",
+        job.id,
+        Text(&job.spec.name),
+        state(job)
+    );
+    if let Some(failure) = &job.failure {
+        let _ = write!(html, "<p class=failure>{}</p>", Text(failure));
+    }
+    facts(html, job, &details.history);
+    waiting(html, job, details);
+    if job.figures.version.is_some() {
+        curves(html, job, &details.history);
+        html.push_str("<div class=columns>");
+        phases(html, details.history.phases());
+        late(html, &details.late);
+        html.push_str("</div>");
+    }
+    if let Some(placement) = &details.placement {
+        slices(html, placement);
+    }
+    html.push_str("</section>");
+}
+
+fn facts(html: &mut String, job: &JobOverview, history: &History) {
+    let JobOverview { spec, figures, resting, done, .. } = job;
+    let manifest = &spec.manifest;
+    let steps = format!(
+        "{} applied, {} skipped, {} aborted",
+        count(history.applied),
+        count(history.skipped),
+        count(history.aborted)
+    );
+    let mut facts = vec![
+        ("Version", figures.version.map_or("–".to_owned(), count)),
+        ("Epoch", count(figures.epoch)),
+        ("Workers", format!("{} of {}", figures.workers, spec.world)),
+        ("Parameters", short(manifest.parameters())),
+        ("Tensors", count(manifest.tensors().len() as u64)),
+        ("Slices", count(manifest.number_of_slices() as u64)),
+        ("Replicas", spec.replicas.to_string()),
+        ("Steps here", steps),
+        ("Checkpoint", checkpoint(job)),
+    ];
+    for (name, ranks) in [("Ranks resting", *resting), ("Ranks done", *done)] {
+        if ranks > 0 {
+            facts.push((name, count(ranks as u64)));
+        }
+    }
+    html.push_str("<dl class=facts>");
+    for (name, value) in facts {
+        let _ = write!(html, "<div><dt>{name}</dt><dd>{value}</dd></div>");
+    }
+    html.push_str("</dl>");
+}
+
+/// What the job waits for, if it does.
+fn waiting(html: &mut String, job: &JobOverview, details: &Details) {
+    let JobOverview { figures, uninitialised, spec, .. } = job;
+    let mut reasons = Vec::new();
+    if figures.degraded > 0 {
+        reasons.push(format!("{} with too few replicas", counted(figures.degraded, "slice")));
+    }
+    if *uninitialised > 0 {
+        let servers = counted(*uninitialised, "server");
+        reasons.push(format!("initial parameters are missing on {servers}"));
+    }
+    let has_all = figures.workers + job.resting + job.done >= spec.world as usize;
+    if figures.state == JobState::Open && !has_all {
+        let missing = (spec.world as usize).saturating_sub(figures.workers + job.done);
+        reasons.push(format!("{} without a worker", counted(missing, "rank")));
+    }
+    if job.idle.is_none_or(|idle| idle > PATIENCE)
+        && let Some(waiting_for) = &details.waiting_for
+    {
+        reasons.push(Text(waiting_for).to_string());
+    }
+    if !reasons.is_empty() {
+        let _ = write!(html, "<p class=notice>{}.</p>", reasons.join("; "));
+    }
+}
+
+fn curves(html: &mut String, job: &JobOverview, history: &History) {
+    let points = |of: fn(&Point) -> Option<f64>| {
+        history.points().iter().map(|point| (point.version, of(point))).collect()
+    };
+    let curves = [
+        Curve {
+            title: "Loss",
+            now: job.loss,
+            points: points(Point::loss),
+            from_zero: false,
+            empty: "The workers report no loss.",
+        },
+        Curve {
+            title: "Gradient norm",
+            now: job.norm,
+            points: points(Point::norm),
+            from_zero: false,
+            empty: "No step has been decided here.",
+        },
+        Curve {
+            title: "Steps per second",
+            now: job.rate,
+            points: points(Point::rate),
+            from_zero: true,
+            empty: "Fewer than two steps have been decided here.",
+        },
+    ];
+    html.push_str("<div class=curves>");
+    curves.iter().for_each(|curve| html.push_str(&curve.figure()));
+    html.push_str("</div>");
+    if history.stride() > 1 {
+        let _ =
+            write!(html, "<p class=note>Each point is the mean of {} steps.</p>", history.stride());
+    }
+}
+
+fn phases(html: &mut String, phases: Option<Phases>) {
+    html.push_str("<figure><figcaption><span>Phases of a step</span>");
+    let Some(Phases { work, ranks, servers }) = phases else {
+        html.push_str("</figcaption><p class=empty>No step has been timed here.</p></figure>");
+        return;
+    };
+    let all = work + ranks + servers;
+    let parts = [(1, "workers", work), (3, "late ranks", ranks), (2, "servers", servers)];
+    let labelled = parts.map(|(colour, name, time)| (colour, name, duration(time), time));
+    let sized = labelled
+        .each_ref()
+        .map(|(colour, name, text, time)| (*colour, format!("{name}: {text}"), time.as_secs_f64()));
+    let labels = labelled
+        .each_ref()
+        .map(|(colour, name, text, _)| (*colour, format!("{name} <strong>{text}</strong>")));
+    let _ = write!(
+        html,
+        " <strong>{}</strong></figcaption>{}{}<p class=note>Means of the last steps. Workers: until \
+         the first rank commits. Late ranks: until the last one does. Servers: until the step is \
+         decided.</p></figure>",
+        duration(all),
+        bar(&sized, all.as_secs_f64()),
+        legend(labels.iter().map(|(colour, label)| (*colour, label.as_str()))),
+    );
+}
+
+fn late(html: &mut String, late: &[(u32, f64)]) {
+    html.push_str("<figure><figcaption><span>Late ranks</span></figcaption>");
+    if late.is_empty() {
+        html.push_str("<p class=empty>No rank waits for another.</p></figure>");
+        return;
+    }
+    let longest = late.first().map_or(0.0, |(_, seconds)| *seconds);
+    html.push_str("<table class=bars><tbody>");
+    for (rank, seconds) in late {
+        let text = duration(Duration::from_secs_f64(*seconds));
+        let _ = write!(
+            html,
+            "<tr><th>rank {rank}<td>{}<td class=number>+{text}",
+            bar(&[(3, format!("rank {rank}: {text}"), *seconds)], longest),
+        );
+    }
+    html.push_str(
+        "</tbody></table><p class=note>After the first rank to commit, on average over about the \
+         last 10 steps.</p></figure>",
+    );
+}
+
+/// The map of who holds which slices.
+fn slices(html: &mut String, placement: &Placement) {
+    let shown = &placement.servers()[..placement.servers().len().min(MAX_ROWS)];
+    let mut rows: Vec<Row> = shown.iter().map(|_| Row::new(placement.slices())).collect();
+    for slice in 0..placement.slices() {
+        for (at, &owner) in placement.owners(slice).iter().enumerate() {
+            if let Some(row) = rows.get_mut(owner as usize) {
+                row.add(slice, at == 0);
+            }
+        }
+    }
+    html.push_str("<figure><figcaption><span>Slices by server</span></figcaption>");
+    map(html, shown.iter().map(|Server { address, .. }| address.as_str()).zip(&rows));
+    left_out(html, shown.len(), placement.servers().len(), "server");
+    html.push_str("</figure>");
+}
+
+/// Rows of a map of slices, each with a name.
+pub(super) fn map<'a>(html: &mut String, rows: impl Iterator<Item = (&'a str, &'a Row)>) {
+    html.push_str("<table class=bars><tbody>");
+    for (name, row) in rows {
+        let [primary, backup] = row.totals();
+        let _ = write!(
+            html,
+            "<tr><th>{}<td>{}<td class=number>{}<small> + {}</small>",
+            Text(name),
+            row.svg(),
+            count(primary),
+            count(backup)
+        );
+    }
+    html.push_str("</tbody></table>");
+    html.push_str(&legend([(6, "primary"), (7, "backup")]));
+}

@@ -1,0 +1,40 @@
+//! The listener of the admin server, with TLS if the server has a certificate.
+
+use std::{io, net::SocketAddr};
+
+use axum::{
+    extract::connect_info::Connected,
+    serve::{IncomingStream, Listener},
+};
+use tokio::net::TcpListener;
+use tonic::transport::server::Connected as _;
+use zeroshard_proto::transport::tls::{Acceptor, PeerSecurity, ServerStream};
+
+pub(super) struct AdminListener {
+    pub(super) listener: TcpListener,
+    pub(super) acceptor: Acceptor,
+}
+
+impl Listener for AdminListener {
+    type Io = ServerStream;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (ServerStream, SocketAddr) {
+        let (stream, address) = Listener::accept(&mut self.listener).await;
+        (self.acceptor.accept(stream), address)
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+/// The connection on which a request arrived.
+#[derive(Debug, Clone)]
+pub(super) struct Origin(pub(super) PeerSecurity);
+
+impl Connected<IncomingStream<'_, AdminListener>> for Origin {
+    fn connect_info(stream: IncomingStream<'_, AdminListener>) -> Self {
+        Self(stream.io().connect_info())
+    }
+}

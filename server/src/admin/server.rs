@@ -1,0 +1,159 @@
+//! The part of the status page that a shard server shows: its memory and its slices.
+
+use std::fmt::Write as _;
+
+use super::{
+    charts::{Row, bar},
+    cluster::{kinds, left_out, legend_of_kinds},
+    html::{Text, bytes, count, duration, percent},
+    jobs::map,
+};
+use crate::{
+    backend::Usage,
+    shard::overview::{JobOverview, Limits, Overview},
+};
+
+/// The maximum number of jobs with a map of slices.
+const MAX_MAPS: usize = 12;
+
+/// The sections of a shard server.
+pub(super) fn sections(overview: &Overview) -> String {
+    let mut html = String::new();
+    memory(&mut html, overview);
+    devices(&mut html, &overview.devices);
+    jobs(&mut html, overview);
+    html
+}
+
+fn memory(html: &mut String, overview: &Overview) {
+    let Overview { stats, limits, pinned, snapshots, tiers, .. } = overview;
+    let &Limits { memory, .. } = limits;
+    let parts = kinds(stats);
+    let used = parts.iter().map(|(_, _, size)| size).sum::<f64>();
+    html.push_str("<section aria-labelledby=memory><h2 id=memory>Memory of this server</h2>");
+    let whole = if memory == u64::MAX { used } else { memory as f64 };
+    let _ = write!(
+        html,
+        "<figure><figcaption><span>Slices and early gradients</span> <strong>{} {}</strong>\
+         </figcaption>{}{}</figure>",
+        bytes(used as u64),
+        limit(memory),
+        bar(&parts, whole),
+        legend_of_kinds(),
+    );
+    let budgets = [
+        ("early gradients", stats.parked_bytes, limits.parked),
+        ("versions of readers", *pinned, limits.pinned),
+        ("copies for saves", *snapshots, limits.snapshots),
+    ];
+    let tiers = tiers.iter().map(|&(tier, used, limit)| (tier, used, limit));
+    html.push_str("<table class=bars><tbody>");
+    for (name, used, limit) in budgets.into_iter().chain(tiers) {
+        budget(html, name, used, limit);
+    }
+    html.push_str(
+        "</tbody></table><p class=note>Budgets, and the tiers in which the arrays of slices are.\
+         </p></section>",
+    );
+}
+
+/// A row with a bar of the part of a budget that is in use.
+fn budget(html: &mut String, name: &str, used: u64, limit: u64) {
+    let (text, whole) = match limit {
+        u64::MAX => (bytes(used), used),
+        limit => {
+            let share = percent(used, limit);
+            (format!("{} of {} <small>{share}</small>", bytes(used), bytes(limit)), limit)
+        }
+    };
+    let _ = write!(
+        html,
+        "<tr><th>{}<td>{}<td class=number>{text}",
+        Text(name),
+        bar(&[(1, bytes(used), used as f64)], whole as f64),
+    );
+}
+
+fn limit(bytes: u64) -> String {
+    match bytes {
+        u64::MAX => String::new(),
+        limit => format!("<small>of {}</small>", self::bytes(limit)),
+    }
+}
+
+fn devices(html: &mut String, devices: &[(String, Option<Usage>)]) {
+    let gpus: Vec<_> =
+        devices.iter().filter_map(|(name, usage)| Some((name, usage.as_ref()?))).collect();
+    if gpus.is_empty() {
+        return;
+    }
+    html.push_str(
+        "<section aria-labelledby=devices><h2 id=devices>Devices</h2><table class=bars><tbody>",
+    );
+    for (name, Usage { memory, uploaded, downloaded, kernels }) in gpus {
+        match memory {
+            Some((used, all)) => budget(html, name, *used, *all),
+            None => {
+                let _ = write!(html, "<tr><th>{}<td>lost<td>", Text(name));
+            }
+        }
+        let _ = write!(
+            html,
+            "<tr><th><td colspan=2>{} copied to it, {} from it, {} in kernels",
+            bytes(*uploaded),
+            bytes(*downloaded),
+            duration(*kernels)
+        );
+    }
+    html.push_str("</tbody></table></section>");
+}
+
+fn jobs(html: &mut String, overview: &Overview) {
+    html.push_str("<section aria-labelledby=held><h2 id=held>Slices of this server</h2>");
+    if overview.jobs.is_empty() {
+        html.push_str("<p class=empty>This server has no slices.</p></section>");
+        return;
+    }
+    html.push_str(
+        "<div class=scroll id=scroll-held tabindex=0 role=region aria-labelledby=held><table>\
+         <thead><tr><th>Job<th class=number>Version<th class=number>Epoch<th class=number>Slices\
+         <th class=number>Memory<th class=number>Reduce<th class=number>Decide<th class=number>Apply\
+         <th>Waits for</thead><tbody>",
+    );
+    overview.jobs.iter().for_each(|job| row(html, job));
+    html.push_str(
+        "</tbody></table></div><p class=note>Mean times of a step: reduce is from the first \
+         gradient to the last sum, decide from the report to the decision, apply the optimizer.</p>",
+    );
+    left_out(html, overview.jobs.len(), overview.all_jobs, "job");
+    let mapped = overview.jobs.iter().take(MAX_MAPS);
+    let rows: Vec<(&str, Row)> = mapped.map(|job| (job.name.as_str(), slices(job))).collect();
+    map(html, rows.iter().map(|(name, row)| (*name, row)));
+    html.push_str("</section>");
+}
+
+fn slices(job: &JobOverview) -> Row {
+    let mut row = Row::new(job.slices);
+    job.held.iter().for_each(|&(slice, is_primary)| row.add(slice as usize, is_primary));
+    row
+}
+
+fn row(html: &mut String, job: &JobOverview) {
+    let _ = write!(
+        html,
+        "<tr><td class=name>{}<td class=number>{}<td class=number>{}<td class=number>{}\
+         <small> of {}</small><td class=number>{}",
+        Text(&job.name),
+        job.version.map_or("–".to_owned(), count),
+        count(job.epoch),
+        count(job.held.len() as u64),
+        count(job.slices as u64),
+        bytes(job.bytes),
+    );
+    for phase in ["reduce", "decide", "apply"] {
+        let time = job.phases.iter().find(|(name, _)| *name == phase);
+        let time = time.map_or("–".to_owned(), |(_, time)| duration(*time));
+        let _ = write!(html, "<td class=number>{time}");
+    }
+    let _ = write!(html, "<td>{}", Text(job.waiting_for.as_deref().unwrap_or("–")));
+}

@@ -1,0 +1,328 @@
+//! The last events and the steps of each job, for the status page. The state machine does not
+//! read them.
+
+use std::{
+    collections::VecDeque,
+    time::{Duration, SystemTime},
+};
+
+use super::events::Now;
+use crate::metrics::Waits;
+
+/// The maximum number of points of a curve.
+const POINTS: usize = 240;
+/// The number of steps from which the current rate and the current phases are computed.
+const RECENT: usize = 32;
+/// The number of events that are kept.
+const EVENTS: usize = 100;
+/// The maximum length of an event, in bytes. Errors may contain what others have sent.
+const MAX_EVENT: usize = 600;
+
+/// The figures of a decided step.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Step {
+    /// The version that the step has produced.
+    pub(crate) version: u64,
+    /// Whether the step was applied and not skipped.
+    pub(crate) applied: bool,
+    /// The mean loss of the ranks, if each of them passed one.
+    pub(crate) loss: Option<f64>,
+    /// The norm of the mean gradient, before clipping. It is not finite after an overflow.
+    pub(crate) norm: f64,
+    pub(crate) waits: Waits,
+}
+
+/// The steps of a job since this coordinator started. The curve covers all of them with a bounded
+/// number of points: when it is full, each two neighbours become one.
+#[derive(Debug, Clone)]
+pub(crate) struct History {
+    /// By ascending version.
+    points: Vec<Point>,
+    /// The number of steps of each point; the last one may have fewer.
+    stride: u64,
+    recent: VecDeque<Recent>,
+    /// When the last step was decided.
+    last: Option<Now>,
+    pub(crate) applied: u64,
+    pub(crate) skipped: u64,
+    pub(crate) aborted: u64,
+}
+
+impl Default for History {
+    fn default() -> Self {
+        let (points, recent) = (Vec::new(), VecDeque::new());
+        Self { points, stride: 1, recent, last: None, applied: 0, skipped: 0, aborted: 0 }
+    }
+}
+
+/// Consecutive steps.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Point {
+    /// The version that the last of the steps has produced.
+    pub(crate) version: u64,
+    steps: u64,
+    /// From each step to the next.
+    seconds: Mean,
+    loss: Mean,
+    norm: Mean,
+}
+
+/// The mean of finite values.
+#[derive(Debug, Clone, Copy, Default)]
+struct Mean {
+    sum: f64,
+    count: u64,
+}
+
+impl Mean {
+    fn of(value: Option<f64>) -> Self {
+        match value.filter(|value| value.is_finite()) {
+            Some(sum) => Self { sum, count: 1 },
+            None => Self::default(),
+        }
+    }
+
+    fn add(&mut self, other: Self) {
+        self.sum += other.sum;
+        self.count += other.count;
+    }
+
+    fn get(self) -> Option<f64> {
+        (self.count > 0).then(|| self.sum / self.count as f64)
+    }
+}
+
+impl Point {
+    fn add(&mut self, next: Self) {
+        self.version = next.version;
+        self.steps += next.steps;
+        self.seconds.add(next.seconds);
+        self.loss.add(next.loss);
+        self.norm.add(next.norm);
+    }
+
+    /// The mean loss; `None` if no step had one.
+    pub(crate) fn loss(&self) -> Option<f64> {
+        self.loss.get()
+    }
+
+    /// The mean of the norms that are finite.
+    pub(crate) fn norm(&self) -> Option<f64> {
+        self.norm.get()
+    }
+
+    /// Steps per second.
+    pub(crate) fn rate(&self) -> Option<f64> {
+        self.seconds.get().filter(|&seconds| seconds > 0.0).map(|seconds| 1.0 / seconds)
+    }
+}
+
+/// The times of a step.
+#[derive(Debug, Clone, Copy)]
+struct Recent {
+    since: Now,
+    /// From the decision before to the first commit.
+    work: Duration,
+    ranks: Duration,
+    servers: Duration,
+}
+
+/// The mean times of the phases of the last steps.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Phases {
+    /// From the decision before to the first commit: pulls, computation and pushes of the fastest
+    /// rank.
+    pub(crate) work: Duration,
+    /// From the first to the last commit.
+    pub(crate) ranks: Duration,
+    /// From the last commit to the decision.
+    pub(crate) servers: Duration,
+}
+
+impl History {
+    /// Adds a step that was decided `now`. Steps that the job has undone, because it has returned
+    /// to a checkpoint, are dropped.
+    pub(super) fn add(&mut self, step: &Step, now: Now) {
+        match step.applied {
+            true => self.applied += 1,
+            false => self.skipped += 1,
+        }
+        let is_undone = |last: &&Point| last.version >= step.version;
+        while self.points.last().as_ref().is_some_and(is_undone) {
+            self.points.pop();
+        }
+        let took = self.last.map(|last| now.saturating_sub(last));
+        let point = Point {
+            version: step.version,
+            steps: 1,
+            seconds: Mean::of(took.map(|took| took.as_secs_f64())),
+            loss: Mean::of(step.loss),
+            norm: Mean::of(Some(step.norm)),
+        };
+        match self.points.last_mut().filter(|last| last.steps < self.stride) {
+            Some(last) => last.add(point),
+            None => self.points.push(point),
+        }
+        if self.points.len() > POINTS {
+            self.halve();
+        }
+        if let (Some(took), Some(since)) = (took, self.last) {
+            let Waits { ranks, servers, .. } = step.waits;
+            let work = took.saturating_sub(ranks + servers);
+            self.recent.truncate(RECENT - 1);
+            self.recent.push_front(Recent { since, work, ranks, servers });
+        }
+        self.last = Some(now);
+    }
+
+    fn halve(&mut self) {
+        self.stride *= 2;
+        let pairs = self.points.chunks(2).map(|pair| {
+            let mut sum = pair[0];
+            pair[1..].iter().for_each(|next| sum.add(*next));
+            sum
+        });
+        self.points = pairs.collect();
+    }
+
+    /// The curve.
+    pub(crate) fn points(&self) -> &[Point] {
+        &self.points
+    }
+
+    /// The number of steps of each point of the curve.
+    pub(crate) fn stride(&self) -> u64 {
+        self.stride
+    }
+
+    /// The last steps per second. The rate of a job that stands still decreases.
+    pub(crate) fn rate(&self, now: Now) -> Option<f64> {
+        let since = self.recent.back()?.since;
+        let seconds = now.saturating_sub(since).as_secs_f64();
+        (seconds > 0.0).then(|| self.recent.len() as f64 / seconds)
+    }
+
+    /// The phases of the last steps.
+    pub(crate) fn phases(&self) -> Option<Phases> {
+        let steps = u32::try_from(self.recent.len()).ok().filter(|&steps| steps > 0)?;
+        let mean =
+            |of: fn(&Recent) -> Duration| self.recent.iter().map(of).sum::<Duration>() / steps;
+        Some(Phases {
+            work: mean(|step| step.work),
+            ranks: mean(|step| step.ranks),
+            servers: mean(|step| step.servers),
+        })
+    }
+
+    /// The time since the last step.
+    pub(crate) fn idle(&self, now: Now) -> Option<Duration> {
+        self.last.map(|last| now.saturating_sub(last))
+    }
+}
+
+/// An event of the cluster.
+#[derive(Debug, Clone)]
+pub(crate) struct Happened {
+    pub(crate) at: SystemTime,
+    pub(crate) text: String,
+}
+
+/// The last events.
+#[derive(Debug, Default)]
+pub(crate) struct Journal(VecDeque<Happened>);
+
+impl Journal {
+    pub(super) fn add(&mut self, mut text: String) {
+        if text.len() > MAX_EVENT {
+            text.truncate(text.floor_char_boundary(MAX_EVENT));
+            text.push('…');
+        }
+        self.0.truncate(EVENTS - 1);
+        self.0.push_front(Happened { at: SystemTime::now(), text });
+    }
+
+    /// The last events, newest first.
+    pub(super) fn newest(&self) -> Vec<Happened> {
+        self.0.iter().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(version: u64, loss: f64) -> Step {
+        let ms = Duration::from_millis;
+        let waits = Waits { lateness: Vec::new(), ranks: ms(20), servers: ms(30) };
+        Step { version, applied: true, loss: Some(loss), norm: 2.0, waits }
+    }
+
+    /// A job with these versions, one every 100 ms.
+    fn history(versions: std::ops::RangeInclusive<u64>) -> (History, Now) {
+        let mut history = History::default();
+        let mut now = Duration::from_secs(5);
+        for version in versions {
+            now += Duration::from_millis(100);
+            history.add(&step(version, version as f64), now);
+        }
+        (history, now)
+    }
+
+    #[test]
+    fn a_long_job_has_a_bounded_curve_from_its_first_step_to_its_last() {
+        let (history, _) = history(1..=100_000);
+        assert!((POINTS / 2..=POINTS).contains(&history.points.len()));
+        assert_eq!(history.points.iter().map(|point| point.steps).sum::<u64>(), 100_000);
+        assert_eq!(history.points.last().unwrap().version, 100_000);
+        let first = &history.points[0];
+        assert_eq!(
+            first.loss(),
+            Some((1..=history.stride).sum::<u64>() as f64 / history.stride as f64)
+        );
+        for point in history.points() {
+            let rate = point.rate().unwrap();
+            assert!((rate - 10.0).abs() < 1e-6 && point.norm() == Some(2.0), "{rate}");
+        }
+    }
+
+    #[test]
+    fn the_phases_of_a_step_add_up_and_the_rate_of_a_job_that_stands_still_decreases() {
+        let (history, now) = history(1..=50);
+        let ms = Duration::from_millis;
+        let phases = history.phases().unwrap();
+        assert_eq!(phases, Phases { work: ms(50), ranks: ms(20), servers: ms(30) });
+        assert!((history.rate(now).unwrap() - 10.0).abs() < 1e-6);
+        assert!(history.rate(now + ms(60_000)).unwrap() < 1.0);
+        assert_eq!(history.idle(now + ms(7)), Some(ms(7)));
+    }
+
+    #[test]
+    fn steps_after_the_checkpoint_to_which_a_job_returns_are_dropped() {
+        let (mut history, now) = history(1..=20);
+        history.add(&step(11, 0.5), now + Duration::from_secs(1));
+        let versions: Vec<u64> = history.points().iter().map(|point| point.version).collect();
+        assert_eq!(versions, (1..=11).collect::<Vec<_>>());
+        assert_eq!(history.points().last().unwrap().loss(), Some(0.5));
+    }
+
+    #[test]
+    fn a_step_without_a_loss_or_a_finite_norm_leaves_a_gap() {
+        let mut history = History::default();
+        let overflow = Step { applied: false, loss: None, norm: f64::NAN, ..step(1, 0.0) };
+        history.add(&overflow, Duration::from_secs(1));
+        let point = history.points()[0];
+        assert_eq!((point.loss(), point.norm(), point.rate()), (None, None, None));
+        assert_eq!((history.applied, history.skipped, history.phases()), (0, 1, None));
+    }
+
+    #[test]
+    fn the_journal_keeps_the_newest_events_and_a_bounded_part_of_each() {
+        let mut journal = Journal::default();
+        for number in 0..EVENTS + 5 {
+            journal.add(format!("{number} {}", "ä".repeat(MAX_EVENT)));
+        }
+        let newest = journal.newest();
+        assert_eq!(newest.len(), EVENTS);
+        assert!(newest[0].text.starts_with("104 ") && newest[0].text.len() <= MAX_EVENT + 3);
+    }
+}

@@ -1,0 +1,253 @@
+//! The state of the cluster for the status page. It is read under the driver's lock, so it is a
+//! selection of bounded size, and what is large is shared.
+
+use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
+
+use zeroshard_proto::{JobSpec, Placement, memory::Capacity, pb};
+
+use super::{
+    cluster::Cluster,
+    driver::Driver,
+    events::{Now, ServerId},
+    history::{Happened, History},
+    responses::Stats,
+    state::{Job, Phase, ServerState},
+};
+use crate::metrics::{JobFigures, JobState};
+
+/// The maximum number of jobs in the overview.
+const MAX_JOBS: usize = 100;
+/// The maximum number of jobs whose details are in the overview.
+pub(crate) const MAX_DETAILED: usize = 12;
+/// The maximum number of servers in the overview.
+const MAX_SERVERS: usize = 200;
+/// The maximum number of late ranks of a job in the overview.
+const MAX_LATE: usize = 8;
+
+/// The servers and jobs of a cluster.
+#[derive(Debug)]
+pub(crate) struct Overview {
+    /// Servers that jobs wait for first, then by the part of the memory that is in use, at most
+    /// [`MAX_SERVERS`].
+    pub(crate) servers: Vec<ServerOverview>,
+    /// The number of connected servers.
+    pub(crate) connected: usize,
+    /// Failed jobs first, then jobs that do not train, then those with the latest step. At most
+    /// [`MAX_JOBS`].
+    pub(crate) jobs: Vec<JobOverview>,
+    /// The number of jobs.
+    pub(crate) all_jobs: usize,
+    /// The number of workers of all jobs.
+    pub(crate) workers: usize,
+    /// The sum of the bytes that jobs need, and of the capacities, if all are known.
+    pub(crate) memory: (u64, Option<u64>),
+    /// Whether servers may still describe jobs of an earlier coordinator.
+    pub(crate) is_learning: bool,
+    /// Newest first.
+    pub(crate) events: Vec<Happened>,
+}
+
+/// A shard server.
+#[derive(Debug)]
+pub(crate) struct ServerOverview {
+    pub(crate) id: ServerId,
+    pub(crate) address: String,
+    pub(crate) zone: String,
+    /// Its room for the arrays of slices.
+    pub(crate) capacity: Option<Capacity>,
+    /// The bytes that the jobs need of it.
+    pub(crate) assigned: u64,
+    /// Its last report.
+    pub(crate) stats: Option<pb::Stats>,
+    /// The jobs that wait for it, if it is not connected.
+    pub(crate) awaited_by: usize,
+}
+
+/// A job.
+#[derive(Debug)]
+pub(crate) struct JobOverview {
+    pub(crate) id: u64,
+    pub(crate) spec: Arc<JobSpec>,
+    pub(crate) figures: JobFigures,
+    /// Why it has failed.
+    pub(crate) failure: Option<String>,
+    /// The number of servers that do not have their initial parameters yet.
+    pub(crate) uninitialised: usize,
+    /// The numbers of ranks that rest, and of those that have no more data.
+    pub(crate) resting: usize,
+    pub(crate) done: usize,
+    pub(crate) saved: Option<u64>,
+    pub(crate) saving: Option<u64>,
+    /// Steps per second.
+    pub(crate) rate: Option<f64>,
+    /// The time since the last step.
+    pub(crate) idle: Option<Duration>,
+    pub(crate) loss: Option<f64>,
+    pub(crate) norm: Option<f64>,
+    /// Of the first [`MAX_DETAILED`] jobs.
+    pub(crate) details: Option<Details>,
+}
+
+/// The curves of a job, and its slices.
+#[derive(Debug)]
+pub(crate) struct Details {
+    pub(crate) history: History,
+    /// Absent if the slices are not placed.
+    pub(crate) placement: Option<Arc<Placement>>,
+    /// The slowest ranks, with their mean lateness in seconds.
+    pub(crate) late: Vec<(u32, f64)>,
+    /// What a server lacks for the open step or for version 0, as text.
+    pub(crate) waiting_for: Option<String>,
+}
+
+impl Driver {
+    /// The state of the cluster; `None` if this coordinator is not the leader any more.
+    pub(crate) fn overview(&self) -> Option<Overview> {
+        let now = self.now();
+        let read = self.inspect(|inner| {
+            let mut overview = inner.cluster.overview(&inner.histories, now);
+            overview.events = inner.journal.newest();
+            overview
+        });
+        read.ok()
+    }
+}
+
+impl Cluster {
+    fn overview(&self, histories: &BTreeMap<String, History>, now: Now) -> Overview {
+        let mut jobs: Vec<(&Job, JobFigures)> =
+            self.jobs.values().map(|job| (job, job.figures())).collect();
+        let workers = jobs.iter().map(|(_, figures)| figures.workers).sum();
+        let (servers, memory) = self.servers_overview();
+        let idle = |job: &Job| histories.get(&job.spec.name).and_then(|of| of.idle(now));
+        jobs.sort_by_cached_key(|(job, figures)| {
+            (Reverse(urgency(figures)), idle(job).unwrap_or(Duration::MAX), &job.spec.name)
+        });
+        let jobs = jobs.into_iter().take(MAX_JOBS).enumerate().map(|(at, (job, figures))| {
+            let history = histories.get(&job.spec.name);
+            self.job_overview(job, figures, history, at < MAX_DETAILED, now)
+        });
+        Overview {
+            servers,
+            connected: self.servers.len(),
+            jobs: jobs.collect(),
+            all_jobs: self.jobs.len(),
+            workers,
+            memory,
+            is_learning: self.is_learning(),
+            events: Vec::new(),
+        }
+    }
+
+    fn servers_overview(&self) -> (Vec<ServerOverview>, (u64, Option<u64>)) {
+        let assigned = self.assigned();
+        let assigned = |id: ServerId| assigned.get(&id).map_or(0, |load| load.bytes);
+        let connected = self.servers.iter().map(|(&id, known)| {
+            let ServerState { address, capacity, stats, .. } = known;
+            ServerOverview {
+                id,
+                address: address.clone(),
+                zone: self.zones.get(&id).cloned().unwrap_or_default(),
+                capacity: *capacity,
+                assigned: assigned(id),
+                stats: stats.as_ref().map(|Stats(stats)| stats.clone()),
+                awaited_by: 0,
+            }
+        });
+        let mut servers: Vec<_> = connected.collect();
+        let in_use = servers.iter().map(|server| server.assigned).fold(0, u64::saturating_add);
+        let capacity = servers.iter().try_fold(0u64, |sum, server| {
+            server.capacity.map(|capacity| sum.saturating_add(capacity.bytes))
+        });
+        servers.extend(self.awaited_servers(assigned));
+        let fullness = |server: &ServerOverview| {
+            server.capacity.map_or(0.0, |room| server.assigned as f64 / room.bytes.max(1) as f64)
+        };
+        servers.sort_by(|a, b| {
+            let by_fullness = fullness(b).total_cmp(&fullness(a));
+            b.awaited_by.cmp(&a.awaited_by).then(by_fullness).then(a.address.cmp(&b.address))
+        });
+        servers.truncate(MAX_SERVERS);
+        (servers, (in_use, capacity))
+    }
+
+    /// The servers that are not connected, and that open jobs wait for.
+    fn awaited_servers(&self, assigned: impl Fn(ServerId) -> u64) -> Vec<ServerOverview> {
+        let mut awaited = BTreeMap::<ServerId, ServerOverview>::new();
+        for job in self.jobs.values() {
+            let Phase::Open(open) = &job.phase else { continue };
+            let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
+            for server in away {
+                let new = || ServerOverview {
+                    id: server.id,
+                    address: server.address.clone(),
+                    zone: self.zones.get(&server.id).cloned().unwrap_or_default(),
+                    capacity: None,
+                    assigned: assigned(server.id),
+                    stats: None,
+                    awaited_by: 0,
+                };
+                awaited.entry(server.id).or_insert_with(new).awaited_by += 1;
+            }
+        }
+        awaited.into_values().collect()
+    }
+
+    fn job_overview(
+        &self,
+        job: &Job,
+        figures: JobFigures,
+        history: Option<&History>,
+        is_detailed: bool,
+        now: Now,
+    ) -> JobOverview {
+        let (open, failure) = match &job.phase {
+            Phase::Open(open) => (Some(open), None),
+            Phase::Failed { reason, .. } => (None, Some(reason.clone())),
+            _ => (None, None),
+        };
+        let last = history.and_then(|history| history.points().last());
+        let details = || Details {
+            history: history.cloned().unwrap_or_default(),
+            placement: open.map(|open| open.placement.clone()),
+            late: open.map_or(Vec::new(), |open| open.lateness.latest(MAX_LATE)),
+            waiting_for: self.waiting_for(job),
+        };
+        JobOverview {
+            id: job.id,
+            spec: job.spec.clone(),
+            figures,
+            failure,
+            uninitialised: open.map_or(0, |open| open.uninitialised.len()),
+            resting: open.map_or(0, |open| open.resting.ranks().count()),
+            done: open.map_or(0, |open| open.done.len()),
+            saved: open.and_then(|open| open.saves.last()),
+            saving: open.and_then(|open| open.saves.current()),
+            rate: history.and_then(|history| history.rate(now)),
+            idle: history.and_then(|history| history.idle(now)),
+            loss: last.and_then(|last| last.loss()),
+            norm: last.and_then(|last| last.norm()),
+            details: is_detailed.then(details),
+        }
+    }
+
+    /// What the first server of the job that waits lacks.
+    fn waiting_for(&self, job: &Job) -> Option<String> {
+        let servers = job.phase.placement()?.servers().iter();
+        servers.filter_map(|server| self.servers.get(&server.id)).find_map(|known| {
+            let waiting_for = known.stats.as_ref()?.waiting_for(job.id)?;
+            Some(format!("{} waits for {waiting_for}", known.address))
+        })
+    }
+}
+
+/// Orders jobs: an operator must see the highest first.
+fn urgency(figures: &JobFigures) -> u8 {
+    match figures.state {
+        JobState::Failed => 3,
+        JobState::Restoring | JobState::Recovering | JobState::Waiting => 2,
+        JobState::Opening => 1,
+        JobState::Open if figures.degraded > 0 => 1,
+        JobState::Open => 0,
+    }
+}

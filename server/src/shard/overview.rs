@@ -1,0 +1,115 @@
+//! The state of a shard server for the status page.
+
+use std::time::Duration;
+
+use prometheus::Histogram;
+use zeroshard_proto::pb;
+
+use super::{job::Job, slice::Role, store::Store};
+use crate::backend::{Backend, Usage};
+
+/// The maximum number of jobs in the overview.
+const MAX_JOBS: usize = 100;
+
+/// The slices and the memory of a server.
+#[derive(Debug)]
+pub(crate) struct Overview {
+    /// What the coordinator is told, of all jobs.
+    pub(crate) stats: pb::Stats,
+    /// Bytes of versions that readers have pinned, and of second copies of slices.
+    pub(crate) pinned: u64,
+    pub(crate) snapshots: u64,
+    /// The limits of `parked`, `pinned` and `snapshots`, and of all memory; [`u64::MAX`]: none.
+    pub(crate) limits: Limits,
+    /// The tiers that have a budget: name, used bytes and limit.
+    pub(crate) tiers: Vec<(&'static str, u64, u64)>,
+    /// The devices, and what those that are GPUs have done.
+    pub(crate) devices: Vec<(String, Option<Usage>)>,
+    /// The jobs with the most slices, at most [`MAX_JOBS`].
+    pub(crate) jobs: Vec<JobOverview>,
+    /// The number of jobs.
+    pub(crate) all_jobs: usize,
+}
+
+/// Limits in bytes; [`u64::MAX`]: none.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    pub(crate) memory: u64,
+    pub(crate) parked: u64,
+    pub(crate) pinned: u64,
+    pub(crate) snapshots: u64,
+}
+
+/// A job of which the server holds slices.
+#[derive(Debug)]
+pub(crate) struct JobOverview {
+    pub(crate) name: String,
+    pub(crate) epoch: u64,
+    pub(crate) version: Option<u64>,
+    pub(crate) waiting_for: Option<String>,
+    /// The number of slices of the job.
+    pub(crate) slices: usize,
+    /// The slices that the server holds, ascending, and whether it is their primary.
+    pub(crate) held: Vec<(u32, bool)>,
+    /// Bytes of its arrays.
+    pub(crate) bytes: u64,
+    /// The mean times of a step since the job was opened.
+    pub(crate) phases: Vec<(&'static str, Duration)>,
+}
+
+impl<B: Backend> Store<B> {
+    pub(super) fn overview(&self) -> Overview {
+        let stats = self.stats();
+        let mut jobs = self.jobs();
+        let all_jobs = jobs.len();
+        jobs.sort_by_cached_key(|job| (std::cmp::Reverse(job.slices().count()), job.id));
+        jobs.truncate(MAX_JOBS);
+        let limits = Limits {
+            memory: self.limits.budgets.memory,
+            parked: self.budget.limit(),
+            pinned: self.pinned.limit(),
+            snapshots: self.snapshots.limit(),
+        };
+        let device = |backend: &B| (backend.device().to_string(), backend.usage());
+        Overview {
+            stats,
+            pinned: self.pinned.used(),
+            snapshots: self.snapshots.used(),
+            limits,
+            tiers: self.tiers().collect(),
+            devices: self.devices.iter().map(|of| device(&of.backend)).collect(),
+            jobs: jobs.iter().map(|job| job.overview()).collect(),
+            all_jobs,
+        }
+    }
+}
+
+impl<B: Backend> Job<B> {
+    fn overview(&self) -> JobOverview {
+        let memory = self.memory();
+        let held = self.slices().map(|(slice, held)| (slice, held.role() == Role::Primary));
+        let mut phases = Vec::new();
+        self.count(|series| {
+            let of = [("reduce", &series.reduce), ("decide", &series.decide)];
+            let of = of.into_iter().chain([("apply", &series.apply)]);
+            phases = of.filter_map(|(name, times)| Some((name, mean(times)?))).collect();
+        });
+        JobOverview {
+            name: self.spec.name.clone(),
+            epoch: self.epoch(),
+            version: self.version(),
+            waiting_for: self.waiting_for(),
+            slices: self.spec.manifest.number_of_slices(),
+            held: held.collect(),
+            bytes: memory.master + memory.state + memory.accumulator + memory.published,
+            phases,
+        }
+    }
+}
+
+/// The mean of a histogram of seconds.
+fn mean(times: &Histogram) -> Option<Duration> {
+    let count = times.get_sample_count();
+    let mean = times.get_sample_sum() / count as f64;
+    (count > 0).then(|| Duration::try_from_secs_f64(mean).unwrap_or_default())
+}

@@ -1,0 +1,161 @@
+"""The status page in a real browser, under training, in light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+from chromium import Tab, chromium
+from training import JOB, TOKEN, tiers, training
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "python"))
+import servers  # noqa: E402
+
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+#: The directory of the pictures.
+PICTURES = TARGET / "status-page"
+WIDTHS = {"wide": 1600, "narrow": 400}
+#: The minimum contrast of text, from the Web Content Accessibility Guidelines, level AA.
+CONTRAST = 4.5
+
+#: The texts whose contrast with their background is too low.
+LOW_CONTRAST = """
+(() => {
+  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const linear = (value) =>
+    value / 255 <= 0.03928 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4;
+  const luminance = ([red, green, blue]) =>
+    0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue);
+  const background = (element) => {
+    for (let of = element; of; of = of.parentElement) {
+      const found = channels(getComputedStyle(of).backgroundColor);
+      if (found.length < 4 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  const low = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const hasText = [...element.childNodes].some(
+      (node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim());
+    if (!hasText || element.closest("svg, noscript") || !element.checkVisibility()) continue;
+    const [a, b] = [channels(getComputedStyle(element).color), background(element)].map(luminance);
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (contrast < LIMIT) low.push([element.textContent.trim().slice(0, 40), contrast]);
+  }
+  return low;
+})()
+""".replace("LIMIT", str(CONTRAST))
+
+#: The elements beside a table that are wider than the window.
+OVERFLOWING = """
+[...document.querySelectorAll("body *")].filter((element) =>
+  element.getBoundingClientRect().right > innerWidth + 1 && !element.closest(".scroll table, svg")
+).map((element) => `${element.tagName} ${element.className} ${element.textContent.slice(0, 40)}`)
+"""
+
+
+class Page(unittest.TestCase):
+    def test_the_page_shows_a_cluster_that_trains(self) -> None:
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            running = servers.observed_servers([tiers(directory), [], []], TOKEN)
+            address, (coordinator, *shards), _ = stack.enter_context(running)
+            stack.enter_context(training(address, directory))
+            tab = stack.enter_context(chromium())
+            self.check_cluster(tab, f"http://any:{TOKEN}@{coordinator}/", [address, *shards])
+            self.check_refresh(tab)
+            self.check_shard(tab, f"http://any:{TOKEN}@{shards[0]}/")
+            self.assertEqual(tab.problems(), [])
+            hosts = tuple(f"http://{of}/" for of in (coordinator, shards[0]))
+            credentials = tuple(of.replace("//", f"//any:{TOKEN}@") for of in hosts)
+            elsewhere = {
+                url
+                for url in tab.requested()
+                if not url.startswith((*hosts, *credentials, "data:"))
+            }
+            self.assertEqual(elsewhere, set(), "the page needs no internet")
+
+    def check_layouts(self, tab: Tab, url: str, name: str) -> None:
+        """Nothing is wider than the window, and all text can be read."""
+        for scheme in ("light", "dark"):
+            for size, width in WIDTHS.items():
+                with self.subTest(f"{name}, {scheme}, {size}"):
+                    tab.show(url, width, scheme)
+                    tab.screenshot(PICTURES / f"{name}-{scheme}-{size}.png")
+                    self.assertEqual(tab.evaluate(OVERFLOWING), [])
+                    overflow = "document.documentElement.scrollWidth - innerWidth"
+                    self.assertLessEqual(tab.evaluate(overflow), 0)
+                    self.assertEqual(tab.evaluate(LOW_CONTRAST), [])
+
+    def check_cluster(self, tab: Tab, url: str, addresses: list[str]) -> None:
+        """The coordinator shows jobs, curves, phases, late ranks, slices, servers and events."""
+        tab.show(url, WIDTHS["wide"], "light")
+        has_curves = "document.querySelectorAll('.curve .line').length === 3"
+        tab.wait(f"{has_curves} && document.body.textContent.includes('late ranks')")
+        # A curve with enough points, and reports of all servers.
+        tab.wait("document.querySelector('.line').getAttribute('d').split('L').length > 20")
+        tab.wait("document.querySelectorAll('#scroll-servers .bar rect').length >= 9")
+        text = tab.evaluate("document.body.textContent")
+        for expected in (
+            JOB,
+            "training",
+            "Loss",
+            "Gradient norm",
+            "Steps per second",
+            "Phases of a step",
+            "Late ranks",
+            "rank 1",
+            "Slices by server",
+            "Events",
+            "joined, id",
+            "has all its initial parameters",
+            "2 of 2",
+        ):
+            self.assertIn(expected, text)
+        rows: Any = lambda table: tab.evaluate(
+            f"document.querySelectorAll('{table} tbody tr').length"
+        )
+        self.assertEqual((rows("#scroll-jobs"), rows("#scroll-servers")), (1, 3))
+        self.assertGreater(tab.evaluate("document.querySelectorAll('.map .own').length"), 3)
+        self.assertGreater(tab.evaluate("document.querySelectorAll('.map .copy').length"), 3)
+        loss = tab.evaluate("Number(document.querySelector('.curve strong').textContent)")
+        self.assertTrue(0 < loss < 10, loss)
+        self.check_layouts(tab, url, "coordinator")
+
+    def check_refresh(self, tab: Tab) -> None:
+        """The content is replaced, and the scroll positions of the page and of tables stay."""
+        tab.evaluate("document.querySelector('main').className = 'old'")
+        tab.evaluate("scrollTo(0, 500); document.querySelector('#scroll-jobs').scrollLeft = 120")
+        tab.evaluate("document.querySelector('#scroll-jobs').focus({ preventScroll: true })")
+        tab.wait("!document.querySelector('main.old')")
+        positions = "[scrollY, document.querySelector('#scroll-jobs').scrollLeft]"
+        self.assertEqual(tab.evaluate(positions), [500, 120])
+        self.assertEqual(tab.evaluate("document.activeElement.id"), "scroll-jobs")
+        self.assertTrue(tab.evaluate("document.querySelector('#stale').hidden"))
+
+    def check_shard(self, tab: Tab, url: str) -> None:
+        """A shard server shows its own slices, memory and requests."""
+        tab.show(url, WIDTHS["wide"], "light")
+        text = tab.evaluate("document.body.textContent")
+        for expected in (
+            JOB,
+            "Memory of this server",
+            "disk",
+            "versions of readers",
+            "DataService/Push",
+        ):
+            self.assertIn(expected, text)
+        self.assertGreater(tab.evaluate("document.querySelectorAll('.map .own').length"), 1)
+        self.check_layouts(tab, url, "shard")
+
+
+if __name__ == "__main__":
+    unittest.main()
