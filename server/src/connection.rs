@@ -263,7 +263,8 @@ mod tests {
             io::ErrorKind::ConnectionAborted
         );
 
-        let mut connection = connections.accept(duplex(4).0, None, PeerSecurity::default()).unwrap();
+        let mut connection =
+            connections.accept(duplex(4).0, None, PeerSecurity::default()).unwrap();
         let hangup = connection.connect_info();
         let (_peer, io) = duplex(4);
         connection.io = io;

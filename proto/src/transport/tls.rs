@@ -88,7 +88,8 @@ impl TlsFiles {
             configs.role = chain.first().and_then(server::role_of);
             configs.client = self.client(&roots, Some((chain.clone(), key.clone_key())))?;
             let server = self.server(roots, chain, key)?;
-            let admin = ServerConfig { alpn_protocols: vec![HTTP_1.to_vec()], ..server.clone() };
+            let mut admin = server.clone();
+            admin.alpn_protocols = vec![HTTP_1.to_vec()];
             (configs.server, configs.admin) = (Some(Arc::new(server)), Some(Arc::new(admin)));
         }
         Ok(configs)

@@ -99,7 +99,11 @@ mod tests {
         let accepted = Accepted::new(&common).unwrap();
         let see = |token: &str| {
             let value = format!("Bearer {token}").parse().unwrap();
-            may_see(&accepted, &HeaderMap::from_iter([(header::AUTHORIZATION, value)]), Security::Plain)
+            may_see(
+                &accepted,
+                &HeaderMap::from_iter([(header::AUTHORIZATION, value)]),
+                Security::Plain,
+            )
         };
         assert_eq!((see("admin"), see("server")), (Ok(()), Ok(())));
         for refused in [see("job:a"), see("job:a:read")] {

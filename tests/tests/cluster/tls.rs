@@ -85,8 +85,11 @@ async fn training_over_tls_has_the_bits_of_training_without() {
 async fn replicas_are_copied_over_tls() {
     let certificates = Certificates::new(&[]);
     let cluster = certificates.start(2);
-    let spec =
-        zeroshard_proto::JobSpec { replicas: 2, min_servers: 2, ..job("demo", 1, adamw(), synthetic::small()) };
+    let spec = zeroshard_proto::JobSpec {
+        replicas: 2,
+        min_servers: 2,
+        ..job("demo", 1, adamw(), synthetic::small())
+    };
     let training = Training { options: certificates.options(Some("admin")), ..Training::new(spec) };
     let trained = training.run(cluster.address()).await.unwrap();
     let Cluster { coordinator, mut shards } = cluster;

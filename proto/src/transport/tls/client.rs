@@ -76,8 +76,8 @@ fn explain(error: &rustls::Error) -> String {
 
 fn explain_certificate(cause: &CertificateError) -> String {
     use CertificateError::{
-        BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext, NotValidYet,
-        NotValidYetContext, UnknownIssuer,
+        BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext,
+        NotValidYet, NotValidYetContext, UnknownIssuer,
     };
     let (found, remedy) = match cause {
         // The other authority may have the same name.
