@@ -9,6 +9,7 @@ pub mod admin;
 mod attempt;
 pub mod backend;
 mod budget;
+mod clock;
 pub mod config;
 mod connection;
 pub mod coordinator;

@@ -59,6 +59,7 @@ from .errors import (
     UnusedParameterError,
     UserDataLostError,
     VersionGoneError,
+    VersionMismatchError,
 )
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "UnusedParameterError",
     "UserDataLostError",
     "VersionGoneError",
+    "VersionMismatchError",
     "__version__",
     "errors",
     "init",

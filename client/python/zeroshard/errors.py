@@ -30,6 +30,10 @@ class ForbiddenError(Error, PermissionError):
     """The token has a role that does not permit the call."""
 
 
+class VersionMismatchError(Error):
+    """The client has another minor version than the coordinator."""
+
+
 class UnknownJobError(Error):
     """The cluster has no job of this name."""
 

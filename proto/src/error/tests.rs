@@ -26,6 +26,7 @@ fn every_variant(text: &str) -> Vec<Error> {
         Error::Invalid { what: t(), found: t(), expected: t() },
         Error::Unauthenticated { found: t() },
         Error::Forbidden { role: t(), action: t() },
+        Error::VersionMismatch { program: t(), version: t(), coordinator: t() },
         Error::UnknownJob { job: t() },
         Error::JobExists { job: t(), difference: t() },
         Error::JobFailed { job: t(), reason: t() },

@@ -5,7 +5,8 @@
 //! `disposal`.
 //! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `replicas`,
 //! `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
-//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`.
+//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`. Operators:
+//! `operators`, `progress`.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
 //! for which the coordinator decides. `service`, `requests`,
@@ -35,8 +36,10 @@ pub(crate) mod jobs;
 pub mod leadership;
 mod leases;
 mod members;
+mod operators;
 pub mod placement;
 mod probe;
+mod progress;
 mod rebuild;
 pub(crate) mod recovery;
 mod reduce;
