@@ -16,7 +16,7 @@ use zeroshard_proto::{
 
 use crate::{
     Job, Options, Status, Traffic,
-    connect::first_answer,
+    connect::{first_answer, status_request},
     retry::{Next, Tries},
     shards::Shards,
     state,
@@ -86,6 +86,7 @@ impl Cluster {
     /// # Errors
     /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
     /// token, [`Error::Tls`] if one side does not trust the certificate of the other,
+    /// [`Error::VersionMismatch`] if this client is of another minor version than the coordinator,
     /// [`Error::Unavailable`] if no coordinator answers at this address.
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         let peer = format!("coordinator {address}");
@@ -101,14 +102,13 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The status of the servers and jobs.
+    /// The status of the servers and jobs, and the version and the clock of the coordinator.
     ///
     /// # Errors
     /// [`Error::Timeout`].
     pub async fn status(&self) -> Result<Status> {
-        let status = self.retry("an answer", |mut client| async move {
-            client.status(pb::StatusRequest {}).await
-        });
+        let status = self
+            .retry("an answer", |mut client| async move { client.status(status_request()).await });
         status.await?.try_into()
     }
 
@@ -167,7 +167,7 @@ impl Cluster {
             let (job, id) = (job.to_owned(), &id);
             async move {
                 if id.load(Relaxed) == 0 {
-                    let status = client.status(pb::StatusRequest {}).await?.into_inner();
+                    let status = client.status(status_request()).await?.into_inner();
                     let found = status.jobs.iter().find(|of| of.name == job);
                     id.store(found.map_or(0, |found| found.job_id), Relaxed);
                 }

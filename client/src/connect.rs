@@ -6,7 +6,10 @@ use std::{
 };
 
 use tokio::time::sleep;
-use zeroshard_proto::{Deadline, Error, Result, pb};
+use zeroshard_proto::{
+    Deadline, Error, Result, pb,
+    version::{self, VERSION},
+};
 
 use crate::{Cluster, retry::Tries};
 
@@ -18,7 +21,7 @@ const SILENT: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// [`Error::Unavailable`] with the last cause, if there is no answer, or one of another program;
-/// [`Error::Unauthenticated`] and [`Error::Tls`].
+/// [`Error::Unauthenticated`], [`Error::Tls`] and [`Error::VersionMismatch`].
 pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<()> {
     let mut tries = Tries::until(Deadline::after(limit));
     let answered = {
@@ -49,12 +52,20 @@ pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<(
     Err(Error::Unavailable { peer: cluster.peer.clone(), cause: format!("{cause}; {remedy}") })
 }
 
+/// The request that states the version of this client.
+pub(crate) fn status_request() -> pb::StatusRequest {
+    pb::StatusRequest { version: VERSION.to_owned() }
+}
+
 async fn answer(cluster: &Cluster, tries: &mut Tries) -> Result<()> {
     loop {
         let mut client = Cluster::client(cluster.connection.within(tries.timeout()));
-        let status = client.status(pb::StatusRequest {});
+        let status = client.status(status_request());
         match tries.limit(String::new, status).await? {
-            Ok(_) => return Ok(()),
+            Ok(status) => {
+                // A coordinator before version negotiation accepts every client.
+                return version::check("this client", VERSION, &status.get_ref().version);
+            }
             Err(status) => match Error::from_status(&status, &cluster.peer) {
                 // The certificates are those of files, and will hardly change meanwhile.
                 error @ Error::Tls { .. } => return Err(error),

@@ -31,6 +31,8 @@ mod credentials;
 mod exchange;
 mod job;
 mod local;
+mod measure;
+mod operate;
 mod part;
 mod pin;
 mod pull;
@@ -50,13 +52,17 @@ pub use cluster::{Cluster, CreateJob, Description};
 pub use credentials::CredentialFlags;
 pub use exchange::{Exchange, Piece, Sums};
 pub use job::{Attempt, Job};
+pub use measure::Measured;
+pub use operate::{Drained, Stays};
 pub use part::StatePart;
 pub use pin::{Pin, Pinned};
 pub use pull::Target;
 pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
-pub use status::{JobStatus, ServerStatus, Status};
+pub use status::{
+    JobOnServer, JobState, JobStatus, JobWait, ServerStatus, SlowRank, Status, Trouble,
+};
 pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};
 pub use zeroshard_proto::{Error, Result, TensorId};

@@ -1,5 +1,7 @@
 //! The status that a cluster's servers and jobs report.
 
+use std::{fmt, time::Duration};
+
 use zeroshard_proto::{Error, Result, Server, pb};
 
 /// The servers and jobs of a cluster.
@@ -9,6 +11,10 @@ pub struct Status {
     pub servers: Vec<ServerStatus>,
     /// The jobs.
     pub jobs: Vec<JobStatus>,
+    /// The version of the coordinator; empty if it does not state it.
+    pub version: String,
+    /// The clock of the coordinator: milliseconds since 1970, UTC.
+    pub unix_ms: u64,
 }
 
 /// A shard server and its memory. All numbers are 0 until its first report, which arrives within a
@@ -35,6 +41,23 @@ pub struct ServerStatus {
     pub capacity_bytes: Option<u64>,
     /// Bytes that the jobs need of it.
     pub assigned_bytes: u64,
+    /// The version of the server; empty if it does not state it.
+    pub version: String,
+    /// Whether it is given no new slices.
+    pub cordoned: bool,
+    /// The jobs of which it has slices.
+    pub jobs: Vec<JobOnServer>,
+}
+
+/// A job on a shard server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JobOnServer {
+    /// The name.
+    pub job: String,
+    /// Bytes of parameters that the server has sent since it opened the job.
+    pub sent_bytes: u64,
+    /// Bytes of gradients and initial parameters that it has received since then.
+    pub received_bytes: u64,
 }
 
 /// A job.
@@ -62,6 +85,124 @@ pub struct JobStatus {
     pub failure: Option<String>,
     /// The ranks that rest, ascending.
     pub resting: Vec<u32>,
+    /// The state.
+    pub state: JobState,
+    /// What the job waits for; `None` if nothing is missing, the job has failed, or all of its
+    /// ranks have ended.
+    pub wait: Option<JobWait>,
+    /// The rank that commits last, on average over the last steps; `None` in a job with one rank,
+    /// and before the first step.
+    pub slowest: Option<SlowRank>,
+    /// The number of slices with fewer replicas than the job asks for.
+    pub degraded_slices: u32,
+    /// The last event that has ended a step or an attempt at it since the coordinator started.
+    pub trouble: Option<Trouble>,
+    /// The version of the last checkpoint since the coordinator started.
+    pub saved_version: Option<u64>,
+}
+
+impl JobStatus {
+    /// Why the job needs attention: it has failed, it cannot continue because workers or servers
+    /// are missing, or a further loss could destroy its state. `None` if all is well.
+    pub fn problem(&self) -> Option<String> {
+        if let Some(failure) = &self.failure {
+            return Some(format!("it has failed: {failure}"));
+        }
+        if let Some(wait) = self.wait.as_ref().filter(|wait| wait.is_blocked()) {
+            return Some(wait.reason.clone());
+        }
+        let degraded = self.degraded_slices;
+        (degraded > 0).then(|| format!("{degraded} slices have too few replicas"))
+    }
+}
+
+/// The state of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum JobState {
+    /// Unknown: the coordinator is of another version.
+    #[default]
+    Unknown,
+    /// It waits for shard servers, or for its placement.
+    Waiting,
+    /// Its servers allocate memory.
+    Opening,
+    /// Workers can join and train it.
+    Open,
+    /// It returns to its last checkpoint.
+    Restoring,
+    /// The coordinator was restarted, and learns the job from its servers.
+    Recovering,
+    /// It has failed.
+    Failed,
+}
+
+impl fmt::Display for JobState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Unknown => "unknown",
+            Self::Waiting => "waiting",
+            Self::Opening => "opening",
+            Self::Open => "open",
+            Self::Restoring => "restoring",
+            Self::Recovering => "recovering",
+            Self::Failed => "failed",
+        })
+    }
+}
+
+impl From<pb::JobState> for JobState {
+    fn from(state: pb::JobState) -> Self {
+        match state {
+            pb::JobState::Unspecified => Self::Unknown,
+            pb::JobState::Waiting => Self::Waiting,
+            pb::JobState::Opening => Self::Opening,
+            pb::JobState::Open => Self::Open,
+            pb::JobState::Restoring => Self::Restoring,
+            pb::JobState::Recovering => Self::Recovering,
+            pb::JobState::Failed => Self::Failed,
+        }
+    }
+}
+
+/// What a job waits for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JobWait {
+    /// The ranks, servers or data that are missing, as text.
+    pub reason: String,
+    /// The time since the last step of the job, or since its last change of state.
+    pub waited: Duration,
+    /// Whether ranks have no worker.
+    pub lacks_workers: bool,
+    /// Whether shard servers are missing or not connected.
+    pub lacks_servers: bool,
+}
+
+impl JobWait {
+    /// Whether the job cannot continue until workers or servers come. Otherwise it waits for ranks
+    /// and servers that are there, as it does in every step.
+    pub fn is_blocked(&self) -> bool {
+        self.lacks_workers || self.lacks_servers
+    }
+}
+
+/// A rank that is late.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlowRank {
+    /// The rank.
+    pub rank: u32,
+    /// How much later than the first rank it commits, on average over the last steps.
+    pub late: Duration,
+}
+
+/// An event that has disturbed a job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trouble {
+    /// The name of the error that the ranks received, such as `STEP_ABORTED`.
+    pub error: String,
+    /// Its message.
+    pub message: String,
+    /// How long ago it was.
+    pub ago: Duration,
 }
 
 impl TryFrom<pb::StatusResponse> for Status {
@@ -70,7 +211,12 @@ impl TryFrom<pb::StatusResponse> for Status {
     fn try_from(message: pb::StatusResponse) -> Result<Self> {
         let servers = message.servers.into_iter().map(ServerStatus::try_from);
         let jobs = message.jobs.into_iter().map(JobStatus::from);
-        Ok(Self { servers: servers.collect::<Result<_>>()?, jobs: jobs.collect() })
+        Ok(Self {
+            servers: servers.collect::<Result<_>>()?,
+            jobs: jobs.collect(),
+            version: message.version,
+            unix_ms: message.unix_ms,
+        })
     }
 }
 
@@ -85,6 +231,7 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
             server: server.into(),
             zone: message.zone,
             slices: stats.jobs.iter().map(|job| job.slices).sum(),
+            jobs: stats.jobs.into_iter().map(JobOnServer::from).collect(),
             master_bytes: stats.master_bytes,
             state_bytes: stats.state_bytes,
             accumulator_bytes: stats.accumulator_bytes,
@@ -92,13 +239,48 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
             parked_bytes: stats.parked_bytes,
             capacity_bytes: message.capacity.map(|capacity| capacity.bytes),
             assigned_bytes: message.assigned_bytes,
+            version: message.version,
+            cordoned: message.cordoned,
         })
+    }
+}
+
+impl From<pb::JobStats> for JobOnServer {
+    fn from(message: pb::JobStats) -> Self {
+        let pb::JobStats { job, sent_bytes, received_bytes, .. } = message;
+        Self { job, sent_bytes, received_bytes }
+    }
+}
+
+impl From<pb::JobWait> for JobWait {
+    fn from(message: pb::JobWait) -> Self {
+        let pb::JobWait { reason, waited_ms, lacks_workers, lacks_servers } = message;
+        let waited = Duration::from_millis(waited_ms);
+        Self { reason, waited, lacks_workers, lacks_servers }
+    }
+}
+
+impl From<pb::SlowRank> for SlowRank {
+    fn from(pb::SlowRank { rank, late_seconds }: pb::SlowRank) -> Self {
+        Self { rank, late: Duration::try_from_secs_f64(late_seconds).unwrap_or_default() }
+    }
+}
+
+impl From<pb::JobTrouble> for Trouble {
+    fn from(pb::JobTrouble { error, message, ago_ms }: pb::JobTrouble) -> Self {
+        Self { error, message, ago: Duration::from_millis(ago_ms) }
     }
 }
 
 impl From<pb::JobStatus> for JobStatus {
     fn from(message: pb::JobStatus) -> Self {
         Self {
+            state: message.state().into(),
+            wait: message.wait.map(Into::into),
+            slowest: message.slowest.map(Into::into),
+            degraded_slices: message.degraded_slices,
+            trouble: message.trouble.map(Into::into),
+            saved_version: message.saved_version,
             name: message.name,
             id: message.job_id,
             epoch: message.epoch,

@@ -65,6 +65,19 @@ pub enum Error {
         /// What the call would have done.
         action: String,
     },
+    /// A client or a shard server has another minor version than the coordinator.
+    #[error(
+        "{program} has version {version} and the coordinator has version {coordinator}; they work \
+         together only if major and minor version are the same: install the same version of both"
+    )]
+    VersionMismatch {
+        /// The client, or the shard server with its address.
+        program: String,
+        /// Its version.
+        version: String,
+        /// The version of the coordinator.
+        coordinator: String,
+    },
     /// The job does not exist on this server.
     #[error("job {job:?} does not exist on this server; `zsctl status` lists the jobs")]
     UnknownJob {
@@ -403,6 +416,12 @@ impl Error {
         }
     }
 
+    /// The name of the variant in messages, such as `STEP_ABORTED`.
+    pub fn name(&self) -> String {
+        let value = serde_json::to_value(self).unwrap_or_default();
+        value["reason"].as_str().unwrap_or_default().to_owned()
+    }
+
     /// The caller's reaction to this error.
     pub fn remedy(&self) -> Remedy {
         match self {
@@ -419,6 +438,7 @@ impl Error {
             Self::Invalid { .. }
             | Self::Unauthenticated { .. }
             | Self::Forbidden { .. }
+            | Self::VersionMismatch { .. }
             | Self::UnknownJob { .. }
             | Self::JobExists { .. }
             | Self::JobReplaced { .. }
@@ -454,6 +474,7 @@ impl Error {
             }
             Self::JobExists { .. } | Self::RankTaken { .. } => Code::AlreadyExists,
             Self::NotHere { .. }
+            | Self::VersionMismatch { .. }
             | Self::StaleEpoch { .. }
             | Self::StaleTerm { .. }
             | Self::StaleAttempt { .. }

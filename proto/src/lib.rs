@@ -21,6 +21,7 @@ pub mod role;
 pub mod succession;
 pub mod token;
 pub mod transport;
+pub mod version;
 
 pub use checkpoint::{CheckpointPolicy, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
 pub use deadline::Deadline;

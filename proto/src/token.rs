@@ -30,6 +30,18 @@ const MAX_FILE_BYTES: u64 = 64 << 10;
 pub struct Token(String);
 
 impl Token {
+    /// A new token of 256 random bits.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the system has no random numbers.
+    pub fn random() -> Result<Self> {
+        let mut bytes = [0; 32];
+        getrandom::fill(&mut bytes)
+            .map_err(|e| Error::Internal { cause: format!("cannot draw a random number: {e}") })?;
+        let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        Ok(Self(format!("zs-{hex}")))
+    }
+
     /// Reads the token in a file, without a line break at its end. The file may have been made by
     /// an editor, or be a secret that an orchestrator has mounted.
     ///
@@ -177,6 +189,16 @@ mod tests {
 
     fn headers(value: &str) -> HeaderMap {
         HeaderMap::from_iter([(AUTHORIZATION, value.parse().unwrap())])
+    }
+
+    #[test]
+    fn random_tokens_differ_and_can_be_sent() {
+        let tokens = [(); 2].map(|()| Token::random().unwrap());
+        assert_ne!(tokens[0], tokens[1]);
+        for token in tokens {
+            assert_eq!(token.reveal().unwrap().len(), "zs-".len() + 64);
+            assert!(Bearer::new(&token).unwrap().is_some());
+        }
     }
 
     #[test]

@@ -65,6 +65,12 @@ impl Caller {
         self.check(observes, || "see the status page and the metrics".to_owned())
     }
 
+    /// # Errors
+    /// [`Error::Forbidden`] if the caller may not manage servers and the ranks of all jobs.
+    pub(crate) fn check_operate(&self, action: &str) -> Result<()> {
+        self.check(|role| *role == Role::Admin, || action.to_owned())
+    }
+
     fn check(&self, permits: impl Fn(&Role) -> bool, action: impl Fn() -> String) -> Result<()> {
         match self {
             Self::Holder(role) if !permits(role) => {
@@ -195,7 +201,10 @@ mod tests {
         assert_eq!(server.check_serve(), Ok(()));
         let job = accepted.caller(&headers("two"), PLAIN).unwrap();
         assert_eq!((job.check_train("a"), job.check_read("a/b")), (Ok(()), Ok(())));
-        for refused in [job.check_train("b"), job.check_read("b"), job.check_serve()] {
+        assert_eq!(Caller::Holder(Role::Admin).check_operate("drain"), Ok(()));
+        let operate = [&server, &job].map(|caller| caller.check_operate("drain"));
+        let refused = [job.check_train("b"), job.check_read("b"), job.check_serve()];
+        for refused in refused.into_iter().chain(operate) {
             assert!(matches!(refused, Err(Error::Forbidden { .. })), "{refused:?}");
         }
         for wrong in [&headers("three"), &headers(""), &HeaderMap::new()] {

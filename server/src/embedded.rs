@@ -16,7 +16,6 @@ use crate::{
     config::{self, Address, Common, Listen, Size},
     coordinator::{JobLimits, leadership::Leadership},
     failure::Failure,
-    identity::random,
     roles::{self, Site},
     serve::Error,
     shutdown::Shutdown,
@@ -76,7 +75,7 @@ impl Cluster {
             return Err(zeroshard_proto::Error::invalid("host", host, expected).into());
         }
         if common.token.reveal().is_none() {
-            common.token = new_token()?;
+            common.token = Token::random()?;
         }
         Bearer::new(&common.token)?;
         let listen = Listen(SocketAddr::new(host, 0));
@@ -136,15 +135,6 @@ impl Cluster {
     }
 }
 
-/// A random token of 128 bits.
-///
-/// # Errors
-/// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
-pub fn new_token() -> zeroshard_proto::Result<Token> {
-    let halves = [random()?, random()?];
-    Ok(halves.map(|half| format!("{half:016x}")).concat().into())
-}
-
 impl Drop for Cluster {
     fn drop(&mut self) {
         self.shutdown.cancel();
@@ -187,7 +177,8 @@ mod tests {
     async fn status(address: &str, token: &str) -> Result<pb::StatusResponse, ClusterError> {
         let credentials = Credentials::new(&Token::from(token.to_owned()), None)?;
         let connection = Connection::lazy(address, &credentials)?;
-        let answer = CoordinatorServiceClient::new(connection).status(pb::StatusRequest {}).await;
+        let answer =
+            CoordinatorServiceClient::new(connection).status(pb::StatusRequest::default()).await;
         answer
             .map(tonic::Response::into_inner)
             .map_err(|status| ClusterError::from_status(&status, "coordinator"))

@@ -10,6 +10,7 @@ mod attempt;
 mod audit;
 pub mod backend;
 mod budget;
+mod clock;
 pub mod config;
 mod connection;
 pub mod coordinator;

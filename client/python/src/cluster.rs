@@ -247,6 +247,8 @@ fn server(status: &client::ServerStatus) -> serde_json::Value {
         "parked_bytes": status.parked_bytes,
         "capacity_bytes": status.capacity_bytes,
         "assigned_bytes": status.assigned_bytes,
+        "version": status.version,
+        "cordoned": status.cordoned,
     })
 }
 
@@ -261,5 +263,10 @@ fn job(status: &client::JobStatus) -> serde_json::Value {
         "tensors": status.tensors,
         "resting": status.resting,
         "failure": status.failure.as_deref().unwrap_or_default(),
+        "state": status.state.to_string(),
+        "waiting_for": status.wait.as_ref().map_or("", |wait| &wait.reason),
+        "problem": status.problem().unwrap_or_default(),
+        "slowest_rank": status.slowest.map(|slowest| slowest.rank),
+        "degraded_slices": status.degraded_slices,
     })
 }

@@ -60,6 +60,7 @@ from .errors import (
     UnusedParameterError,
     UserDataLostError,
     VersionGoneError,
+    VersionMismatchError,
 )
 
 __all__ = [
@@ -113,6 +114,7 @@ __all__ = [
     "UnusedParameterError",
     "UserDataLostError",
     "VersionGoneError",
+    "VersionMismatchError",
     "__version__",
     "errors",
     "init",

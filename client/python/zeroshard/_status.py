@@ -13,7 +13,7 @@ from ._native import Cluster
 class ServerStatus:
     """A shard server, and the bytes that it holds. ``zone`` is empty unless it was started with
     ``--zone``. ``capacity_bytes`` are those that it has for slices (None: no limit), of which jobs
-    need ``assigned_bytes``."""
+    need ``assigned_bytes``. A server that is ``cordoned`` is given no new slices."""
 
     id: int
     address: str
@@ -25,12 +25,15 @@ class ServerStatus:
     parked_bytes: int
     capacity_bytes: int | None
     assigned_bytes: int
+    version: str
+    cordoned: bool
 
 
 @dataclass(frozen=True)
 class JobStatus:
     """A job. ``version`` is None until the initial parameters are complete. ``failure`` is empty
-    unless the job has failed."""
+    unless the job has failed. ``problem`` says why the job needs attention, and is empty if all is
+    well."""
 
     name: str
     version: int | None
@@ -42,6 +45,15 @@ class JobStatus:
     failure: str
     #: The ranks that have no more batches and wait for the others, ascending.
     resting: list[int]
+    #: "waiting", "opening", "open", "restoring", "recovering" or "failed".
+    state: str
+    #: The ranks, servers or data that are missing; empty if nothing is.
+    waiting_for: str
+    problem: str
+    #: The rank that commits last, on average over the last steps.
+    slowest_rank: int | None
+    #: The number of slices with fewer replicas than the job asks for.
+    degraded_slices: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ class Status:
             lines.append(f"  server {server.id} at {server.address}: {held / 1e6:,.1f} MB")
         for job in self.jobs:
             state = job.failure or f"version {job.version}"
+            if job.problem and not job.failure:
+                state += f", {job.problem}"
             lines.append(
                 f"  job {job.name}: {len(job.joined)}/{job.world} ranks, "
                 f"{job.parameters:,} parameters, {state}"

@@ -34,6 +34,10 @@ class TlsError(Error, ConnectionError):
     """The two sides of a connection do not trust each other, or only one of them uses TLS."""
 
 
+class VersionMismatchError(Error):
+    """The client has another minor version than the coordinator."""
+
+
 class UnknownJobError(Error):
     """The cluster has no job of this name."""
 

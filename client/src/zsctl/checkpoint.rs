@@ -9,7 +9,11 @@ use zeroshard_checkpoint::{Export, Manifest, Storage, exported_bytes};
 use zeroshard_client::{Cluster, CreateJob, Error, Result};
 use zeroshard_proto::{JobSpec, Restore, RestoreVersion};
 
-use crate::table::{human, table};
+use crate::{
+    print,
+    table::{human, table},
+    tensors::kind,
+};
 
 /// Where checkpoints are.
 #[derive(Debug, Clone, clap::Args)]
@@ -152,15 +156,6 @@ pub(crate) async fn online(command: &Command, cluster: &Cluster, json: bool) -> 
     Ok(())
 }
 
-/// Prints an event as JSON, or its text.
-#[expect(clippy::print_stdout, reason = "the program's output")]
-fn print(json: bool, event: &Value, text: &str) {
-    match json {
-        true => println!("{event}"),
-        false => println!("{text}"),
-    }
-}
-
 /// Opens the checkpoint of a version, or the latest one.
 async fn open(job: &str, version: Option<u64>, place: &Place) -> Result<(Storage, Manifest)> {
     let storage = Storage::open(&place.url)?;
@@ -229,14 +224,8 @@ async fn show(job: &str, version: Option<u64>, place: &Place, json: bool) -> Res
     }
     let mut tensors = table(&["TENSOR", "SHAPE", "DTYPE", "KIND"]);
     for tensor in spec.manifest.tensors() {
-        let kind = match &tensor.alias_of {
-            Some(owner) => format!("tied to {owner}"),
-            None if tensor.buffer => "buffer".to_owned(),
-            None if tensor.frozen => "frozen".to_owned(),
-            None => "trained".to_owned(),
-        };
         let (shape, dtype) = (format!("{:?}", tensor.shape), format!("{:?}", tensor.dtype));
-        tensors.add_row([tensor.name.clone(), shape, dtype, kind]);
+        tensors.add_row([tensor.name.clone(), shape, dtype, kind(tensor)]);
     }
     let mut files = table(&["FILE", "SIZE"]);
     for (name, bytes) in manifest.files() {

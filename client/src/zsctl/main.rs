@@ -1,21 +1,38 @@
 //! `zsctl`, the tool for operators. It calls a cluster's coordinator and prints tables or JSON.
 
 mod checkpoint;
+mod completion;
+mod delete;
+mod doctor;
+mod operate;
+mod path;
 mod plan;
 mod shapes;
 mod status;
 mod table;
+mod tensors;
 mod token;
+mod top;
+mod why;
 
 use std::{process::ExitCode, time::Duration};
 
 use clap::{Parser, Subcommand};
-use serde_json::json;
+use serde_json::{Value, json};
 use zeroshard_client::{Cluster, CredentialFlags, Options, Result};
+
+/// The exit code of a command that has found a problem. (1 stands for an error, 2 for invalid
+/// flags.)
+const PROBLEM: u8 = 3;
 
 /// Inspect a ZeroShard cluster and manage its jobs
 #[derive(Debug, Parser)]
-#[command(name = "zsctl", version)]
+#[command(
+    name = "zsctl",
+    version,
+    after_help = "Exit codes: 0 success, 1 error, 2 invalid flags, 3 the command has found a \
+                  problem (status, doctor)"
+)]
 struct Arguments {
     /// The address of the coordinator; several coordinators, of which one is the leader, are
     /// separated by commas
@@ -41,8 +58,23 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show servers, jobs, versions and memory
-    Status,
+    /// Show servers, jobs, versions and memory, and what jobs wait for. The exit code is 3 if a job
+    /// has failed, cannot continue because workers or servers are missing, or has slices with too
+    /// few replicas because a server was lost
+    Status(status::Arguments),
+    /// Explain the state of a job: what it waits for and since when, what has disturbed it last,
+    /// and what to do
+    Why {
+        /// Name of the job; `zsctl status` lists the jobs
+        job: String,
+    },
+    /// Show the speed of jobs and the memory of servers, again every second until Ctrl-C
+    Top(top::Arguments),
+    /// Show the tensors of a job: names, shapes, dtypes, layouts and sizes
+    Tensors {
+        /// Name of the job; `zsctl status` lists the jobs
+        job: String,
+    },
     /// Print the hash of a job's whole state (master weights and optimizer state) at its current
     /// version. Equal hashes mean equal bits; the hash does not depend on the number of servers
     Hash {
@@ -59,17 +91,28 @@ enum Command {
     #[command(subcommand)]
     Token(token::Command),
     /// Delete a job and free its memory on the servers; its state is lost
-    Delete {
-        /// Name of the job; `zsctl status` lists the jobs
-        job: String,
-    },
+    Delete(delete::Arguments),
+    /// Give a shard server no new slices. It keeps those that it has
+    Cordon(operate::Server),
+    /// Give a cordoned shard server slices again
+    Uncordon(operate::Server),
+    /// Cordon a shard server and move its slices to other servers, so that it can be stopped
+    Drain(operate::Drain),
+    /// End the lease of a rank whose worker hangs, so that another worker can take the rank
+    Evict(operate::Evict),
+    /// Check the connection of this machine to the coordinator and to every shard server: versions,
+    /// clocks, latency, the size of packets, and the throughput of one stream. The exit code is 3
+    /// if something is wrong
+    Doctor(doctor::Arguments),
+    /// Print the completions for a shell
+    Completion(completion::Arguments),
 }
 
 #[tokio::main]
 async fn main() -> ExitCode {
     let arguments = Arguments::parse();
     match run(&arguments).await {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("zsctl: {error}");
             ExitCode::FAILURE
@@ -77,43 +120,57 @@ async fn main() -> ExitCode {
     }
 }
 
-#[expect(clippy::print_stdout, reason = "the program's output")]
-async fn run(arguments: &Arguments) -> Result<()> {
-    let timeout = Duration::from_secs(arguments.timeout.max(1));
+async fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let (is_json, timeout) = (arguments.json, Duration::from_secs(arguments.timeout.max(1)));
     if let Command::Checkpoint(command) = &arguments.command
-        && let Some(result) = checkpoint::offline(command, arguments.json).await
+        && let Some(result) = checkpoint::offline(command, is_json).await
     {
-        return result;
+        return result.map(|()| ExitCode::SUCCESS);
     }
     match &arguments.command {
-        Command::Token(command) => return token::run(command, arguments.json),
-        Command::Estimate(plan) => return plan::run(plan, arguments.json),
+        Command::Token(command) => {
+            return token::run(command, is_json).map(|()| ExitCode::SUCCESS);
+        }
+        Command::Estimate(plan) => return plan::run(plan, is_json).map(|()| ExitCode::SUCCESS),
+        Command::Completion(shell) => {
+            completion::run(shell);
+            return Ok(ExitCode::SUCCESS);
+        }
         _ => {}
     }
     let (token, tls) = (arguments.credentials.token()?, arguments.credentials.tls()?);
     let options = Options::default().timeout(timeout).token(token).tls(tls);
+    if let Command::Doctor(doctor) = &arguments.command {
+        return doctor::run(doctor, &arguments.address, options, is_json).await;
+    }
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
-        Command::Status => status::print(&cluster.status().await?, arguments.json),
+        Command::Status(status) => return status::run(status, &cluster, is_json).await,
+        Command::Why { job } => why::run(job, &cluster, is_json).await?,
+        Command::Top(top) => top::run(top, &cluster, is_json).await?,
+        Command::Tensors { job } => tensors::run(job, &cluster, is_json).await?,
         Command::Hash { job } => {
             let hash = cluster.state_hash(job).await?;
-            match arguments.json {
-                true => println!("{}", json!({"event": "hash", "job": job, "state_hash": hash})),
-                false => println!("{hash}"),
-            }
+            let event = json!({"event": "hash", "job": job, "state_hash": hash});
+            print(is_json, &event, &hash);
         }
         // They have been run above, without a cluster.
-        Command::Token(_) | Command::Estimate(_) => {}
-        Command::Checkpoint(command) => {
-            checkpoint::online(command, &cluster, arguments.json).await?;
-        }
-        Command::Delete { job } => {
-            cluster.delete_job(job).await?;
-            match arguments.json {
-                true => println!("{}", json!({"event": "deleted", "job": job})),
-                false => println!("job {job:?} is deleted"),
-            }
-        }
+        Command::Token(_) | Command::Estimate(_) | Command::Completion(_) | Command::Doctor(_) => {}
+        Command::Checkpoint(command) => checkpoint::online(command, &cluster, is_json).await?,
+        Command::Delete(delete) => delete::run(delete, &cluster, is_json).await?,
+        Command::Cordon(server) => operate::cordon(server, true, &cluster, is_json).await?,
+        Command::Uncordon(server) => operate::cordon(server, false, &cluster, is_json).await?,
+        Command::Drain(drain) => operate::drain(drain, &cluster, is_json).await?,
+        Command::Evict(evict) => operate::evict(evict, &cluster, is_json).await?,
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints an event as JSON, or its text.
+#[expect(clippy::print_stdout, reason = "the program's output")]
+fn print(json: bool, event: &Value, text: &str) {
+    match json {
+        true => println!("{event}"),
+        false => println!("{text}"),
+    }
 }

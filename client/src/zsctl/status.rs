@@ -1,19 +1,72 @@
 //! `zsctl status`.
 
+use std::{process::ExitCode, time::Duration};
+
 use comfy_table::Table;
 use serde_json::json;
-use zeroshard_client::{JobStatus, ServerStatus, Status};
+use zeroshard_client::{Cluster, JobState, JobStatus, Result, ServerStatus};
 
-use crate::table::{human, table};
+use crate::{
+    PROBLEM,
+    table::{ago, human, table},
+};
 
-/// Prints servers and jobs.
+/// A job that waits for ranks and servers that are there is mentioned after this time.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// Flags of `zsctl status`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// A job that has made no step for this time counts as one that cannot continue, also if all of
+    /// its workers and servers are there [default: no limit]
+    #[arg(long, value_name = "SECONDS")]
+    late: Option<u64>,
+}
+
+/// Prints servers and jobs. The exit code says whether a job has a problem.
+///
+/// # Errors
+/// Those of [`Cluster::status`].
 #[expect(clippy::print_stdout, reason = "the program's output")]
-pub(crate) fn print(status: &Status, json: bool) {
+pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) -> Result<ExitCode> {
+    let status = cluster.status().await?;
+    let late = arguments.late.map(Duration::from_secs);
+    let problems: Vec<_> = status.jobs.iter().map(|job| problem(job, late)).collect();
+    let jobs = || status.jobs.iter().zip(&problems);
     if json {
         status.servers.iter().for_each(|server| println!("{}", server_json(server)));
-        status.jobs.iter().for_each(|job| println!("{}", job_json(job)));
+        jobs().for_each(|(job, problem)| println!("{}", job_json(job, problem.as_deref())));
     } else {
-        println!("{}\n\n{}", servers(&status.servers), jobs(&status.jobs));
+        println!("{}\n\n{}", servers(&status.servers), table_of(&status.jobs));
+        let notes: Vec<_> =
+            jobs().filter_map(|(job, problem)| note(job, problem.as_deref())).collect();
+        if !notes.is_empty() {
+            println!("\n{}", notes.join("\n"));
+        }
+    }
+    match problems.iter().any(Option::is_some) {
+        true => Ok(ExitCode::from(PROBLEM)),
+        false => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Why a job needs attention.
+fn problem(job: &JobStatus, late: Option<Duration>) -> Option<String> {
+    let is_late = |waited: Duration| late.is_some_and(|late| waited >= late);
+    let waits = job.wait.as_ref().filter(|wait| is_late(wait.waited));
+    job.problem().or_else(|| waits.map(|wait| wait.reason.clone()))
+}
+
+/// A line about a job that has a problem, or waits for long.
+fn note(job: &JobStatus, problem: Option<&str>) -> Option<String> {
+    let name = &job.name;
+    match (&job.wait, problem) {
+        (Some(wait), problem) if problem.is_some() || wait.waited >= QUIET => {
+            let waited = ago(wait.waited);
+            Some(format!("job {name:?} has made no progress for {waited}: {}", wait.reason))
+        }
+        (_, Some(problem)) if job.failure.is_none() => Some(format!("job {name:?}: {problem}")),
+        _ => None,
     }
 }
 
@@ -29,6 +82,7 @@ fn servers(servers: &[ServerStatus]) -> Table {
         "PARKED",
         "FREE",
         "ZONE",
+        "CORDONED",
     ]);
     for status in servers {
         let bytes = [
@@ -43,20 +97,26 @@ fn servers(servers: &[ServerStatus]) -> Table {
         let zone = if status.zone.is_empty() { "-".to_owned() } else { status.zone.clone() };
         let left = |capacity: u64| human(capacity.saturating_sub(status.assigned_bytes));
         let free = status.capacity_bytes.map_or("no limit".to_owned(), left);
-        table.add_row(head.into_iter().chain(bytes.map(human)).chain([free, zone]));
+        let cordoned = if status.cordoned { "yes" } else { "-" }.to_owned();
+        let tail = [free, zone, cordoned];
+        table.add_row(head.into_iter().chain(bytes.map(human)).chain(tail));
     }
     table
 }
 
-fn jobs(jobs: &[JobStatus]) -> Table {
-    let mut table =
-        table(&["JOB", "VERSION", "EPOCH", "WORKERS", "PARAMETERS", "TENSORS", "SLICES", "STATE"]);
+fn table_of(jobs: &[JobStatus]) -> Table {
+    let mut table = table(&[
+        "JOB",
+        "VERSION",
+        "EPOCH",
+        "WORKERS",
+        "PARAMETERS",
+        "TENSORS",
+        "SLICES",
+        "LATE RANK",
+        "STATE",
+    ]);
     for job in jobs {
-        let state = match (&job.failure, job.version) {
-            (Some(failure), _) => format!("failed: {failure}"),
-            (_, None) => "waiting for initial parameters".to_owned(),
-            _ => "ok".to_owned(),
-        };
         table.add_row([
             job.name.clone(),
             job.version.map_or("-".to_owned(), |version| version.to_string()),
@@ -65,15 +125,38 @@ fn jobs(jobs: &[JobStatus]) -> Table {
             job.parameters.to_string(),
             job.tensors.to_string(),
             job.slices.to_string(),
-            state,
+            late_rank(job),
+            state(job),
         ]);
     }
     table
 }
 
+/// The rank that commits last, and how late it is.
+pub(crate) fn late_rank(job: &JobStatus) -> String {
+    let late =
+        |slowest: zeroshard_client::SlowRank| format!("{} (+{})", slowest.rank, ago(slowest.late));
+    job.slowest.map_or("-".to_owned(), late)
+}
+
+/// The state of a job in a few words, or the reason of its failure.
+pub(crate) fn state(job: &JobStatus) -> String {
+    match (&job.failure, job.state) {
+        (Some(failure), _) => format!("failed: {failure}"),
+        (_, JobState::Open) if job.wait.as_ref().is_some_and(|wait| wait.is_blocked()) => {
+            "blocked".to_owned()
+        }
+        (_, JobState::Open) if job.version.is_none() => "waiting for initial parameters".to_owned(),
+        (_, JobState::Open) if job.degraded_slices > 0 => "too few replicas".to_owned(),
+        (_, JobState::Open) => "ok".to_owned(),
+        (_, state) => state.to_string(),
+    }
+}
+
 fn server_json(status: &ServerStatus) -> serde_json::Value {
     json!({
-        "event": "server", "id": status.server.id, "address": status.server.address,
+        "event": "server", "id": status.server.id, "hex_id": format!("{:016x}", status.server.id),
+        "address": status.server.address, "version": status.version, "cordoned": status.cordoned,
         "zone": status.zone, "slices": status.slices,
         "master_bytes": status.master_bytes, "state_bytes": status.state_bytes,
         "accumulator_bytes": status.accumulator_bytes, "published_bytes": status.published_bytes,
@@ -82,17 +165,53 @@ fn server_json(status: &ServerStatus) -> serde_json::Value {
     })
 }
 
-fn job_json(job: &JobStatus) -> serde_json::Value {
+fn job_json(job: &JobStatus, problem: Option<&str>) -> serde_json::Value {
     json!({
         "event": "job", "name": job.name, "version": job.version, "epoch": job.epoch, "world": job.world,
         "joined": job.joined, "parameters": job.parameters, "tensors": job.tensors, "slices": job.slices,
-        "failure": job.failure,
+        "failure": job.failure, "state": job.state.to_string(), "problem": problem,
+        "waiting_for": job.wait.as_ref().map(|wait| &wait.reason),
+        "waited_seconds": job.wait.as_ref().map(|wait| wait.waited.as_secs_f64()),
+        "slowest_rank": job.slowest.map(|slowest| slowest.rank),
+        "late_seconds": job.slowest.map(|slowest| slowest.late.as_secs_f64()),
+        "degraded_slices": job.degraded_slices, "saved_version": job.saved_version,
     })
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use zeroshard_client::JobWait;
+
     use super::*;
+
+    fn job() -> JobStatus {
+        JobStatus {
+            name: "a".into(),
+            id: 1,
+            epoch: 2,
+            world: 1,
+            joined: Vec::new(),
+            version: Some(3),
+            parameters: 3,
+            tensors: 1,
+            slices: 1,
+            resting: Vec::new(),
+            failure: None,
+            state: JobState::Open,
+            wait: None,
+            slowest: None,
+            degraded_slices: 0,
+            trouble: None,
+            saved_version: None,
+        }
+    }
+
+    fn waiting(seconds: u64, lacks_workers: bool) -> JobStatus {
+        let waited = Duration::from_secs(seconds);
+        let (reason, lacks_servers) = ("step 3 waits for rank 0".to_owned(), false);
+        JobStatus { wait: Some(JobWait { reason, waited, lacks_workers, lacks_servers }), ..job() }
+    }
 
     #[test]
     fn bytes_have_the_largest_unit_that_fits() {
@@ -106,19 +225,27 @@ mod tests {
     #[test]
     fn a_failed_job_shows_its_reason() {
         let job = JobStatus {
-            name: "a".into(),
-            id: 1,
-            epoch: 2,
-            world: 1,
-            joined: Vec::new(),
-            version: None,
-            parameters: 3,
-            tensors: 1,
-            slices: 1,
-            resting: Vec::new(),
             failure: Some("server 2 is gone".into()),
+            state: JobState::Failed,
+            ..job()
         };
-        assert!(jobs(std::slice::from_ref(&job)).to_string().contains("failed: server 2 is gone"));
-        assert_eq!(job_json(&job)["failure"], "server 2 is gone");
+        let table = table_of(std::slice::from_ref(&job)).to_string();
+        assert!(table.contains("failed: server 2 is gone"));
+        assert_eq!(job_json(&job, None)["failure"], "server 2 is gone");
+        assert!(problem(&job, None).unwrap().contains("server 2 is gone"));
+    }
+
+    #[test]
+    fn a_wait_for_present_ranks_is_a_problem_only_beyond_the_limit() {
+        let (brief, long) = (waiting(1, false), waiting(60, false));
+        assert_eq!(problem(&long, None), None);
+        let limit = Some(Duration::from_secs(30));
+        assert_eq!((problem(&brief, limit), note(&brief, None)), (None, None));
+        assert!(problem(&long, limit).unwrap().contains("rank 0"));
+        assert!(note(&long, None).unwrap().contains("60 s"));
+        let blocked = waiting(1, true);
+        assert!(problem(&blocked, None).is_some());
+        assert_eq!(state(&blocked), "blocked");
+        assert!(note(&blocked, Some("")).unwrap().contains("rank 0"));
     }
 }

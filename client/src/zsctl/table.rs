@@ -1,5 +1,7 @@
 //! Plain tables, and sizes that people can read.
 
+use std::time::Duration;
+
 use comfy_table::{Table, presets};
 
 /// An empty table.
@@ -18,5 +20,16 @@ pub(crate) fn human(bytes: u64) -> String {
     match unit {
         0 => format!("{bytes} B"),
         unit => format!("{:.1} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit]),
+    }
+}
+
+/// A duration with a unit, such as `1.5 s` or `12 min`.
+pub(crate) fn ago(duration: Duration) -> String {
+    match duration.as_secs() {
+        0 => format!("{} ms", duration.as_millis()),
+        1..10 => format!("{:.1} s", duration.as_secs_f64()),
+        seconds @ 10..120 => format!("{seconds} s"),
+        seconds @ 120..7200 => format!("{} min", seconds / 60),
+        seconds => format!("{} h", seconds / 3600),
     }
 }

@@ -3,7 +3,7 @@
 use clap::Subcommand;
 use serde_json::json;
 use zeroshard_client::Result;
-use zeroshard_proto::{Error, Role, Token, Tokens};
+use zeroshard_proto::{Role, Token, Tokens};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -19,11 +19,11 @@ pub(crate) enum Command {
 /// Runs a command, which needs no cluster.
 ///
 /// # Errors
-/// [`Error::Internal`] if the system has no random numbers.
+/// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
 #[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) fn run(command: &Command, json: bool) -> Result<()> {
     let Command::New { role } = command;
-    let token = new()?;
+    let token = Token::random()?;
     let (line, text) = (Tokens::line(role, &token), token.reveal().unwrap_or_default());
     if json {
         println!("{}", json!({"event": "token", "token": text, "line": line}));
@@ -32,13 +32,4 @@ pub(crate) fn run(command: &Command, json: bool) -> Result<()> {
         println!("line for the file of tokens:\n{line}");
     }
     Ok(())
-}
-
-/// A random token of 256 bits.
-fn new() -> Result<Token> {
-    let mut bytes = [0; 32];
-    getrandom::fill(&mut bytes)
-        .map_err(|e| Error::Internal { cause: format!("cannot draw a random number: {e}") })?;
-    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    Ok(Token::from(format!("zs-{hex}")))
 }

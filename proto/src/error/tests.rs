@@ -27,6 +27,7 @@ fn every_variant(text: &str) -> Vec<Error> {
         Error::Unauthenticated { found: t() },
         Error::Forbidden { role: t(), action: t() },
         Error::Tls { peer: t(), cause: t() },
+        Error::VersionMismatch { program: t(), version: t(), coordinator: t() },
         Error::UnknownJob { job: t() },
         Error::JobExists { job: t(), difference: t() },
         Error::JobFailed { job: t(), reason: t() },

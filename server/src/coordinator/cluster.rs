@@ -106,10 +106,10 @@ impl Cluster {
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::ServerJoined { stream, server, zone, capacity, held, failed, is_new } => {
+            Event::ServerJoined { stream, server, about, held, is_new } => {
                 let id = server.id;
                 self.has_returning = Some(is_new || self.has_returning == Some(true));
-                self.server_joined(stream, (server, zone, capacity), failed, now, &mut out);
+                self.server_joined(stream, server, about, now, &mut out);
                 self.take_over(id, held, is_new, now, &mut out);
             }
             Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),
@@ -138,6 +138,13 @@ impl Cluster {
             Event::Rest { caller, rest } => self.rest(caller, rest, now, &mut out),
             Event::Save { caller, save } => self.save(caller, save, now, &mut out),
             Event::UserData { caller, data } => self.user_data(caller, data, &mut out),
+            Event::Cordon { caller, server, cordoned } => {
+                self.cordon(caller, &server, cordoned, now, &mut out);
+            }
+            Event::Drain { caller, server, restore } => {
+                self.drain(caller, &server, restore, now, &mut out);
+            }
+            Event::Evict { caller, job, rank } => self.evict(caller, &job, rank, now, &mut out),
             Event::SaverGone { caller, job } => self.saver_gone(&job, caller),
             Event::Completed { job, save, outcome } => {
                 self.completing.remove(&save);
@@ -158,6 +165,7 @@ impl Cluster {
             Event::Tick => self.tick(now, &mut out),
         }
         self.release(&mut out);
+        self.note_progress(now);
         out
     }
 

@@ -304,14 +304,18 @@ impl Cluster {
 
     /// Describes the missing input: ranks, and servers with the input that they wait for.
     fn commits_wait_for(&self, name: &str) -> String {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name)
-        else {
-            return String::new();
-        };
-        let mut parts =
-            missing_ranks(spec, open, &open.round.votes, "ranks that have not committed");
-        parts.extend(self.late_servers(*id, open));
-        format!("step {} of job {name:?} (epoch {epoch}): {}", open.step(), some_of(parts))
+        let Some(job) = self.jobs.get(name) else { return String::new() };
+        let Phase::Open(open) = &job.phase else { return String::new() };
+        let (step, epoch, parts) = (open.step(), job.epoch, self.step_lacks(job, open));
+        format!("step {step} of job {name:?} (epoch {epoch}): {}", some_of(parts))
+    }
+
+    /// The missing input of the open step: ranks, and servers with the input that they wait for.
+    pub(super) fn step_lacks(&self, job: &Job, open: &Open) -> Vec<String> {
+        let late = "ranks that have not committed";
+        let mut parts = missing_ranks(&job.spec, open, &open.round.votes, late);
+        parts.extend(self.late_servers(job.id, open));
+        parts
     }
 }
 

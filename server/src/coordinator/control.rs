@@ -1,6 +1,6 @@
 //! Control streams: the messages from shard servers, and the commands to them.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
@@ -10,12 +10,13 @@ use zeroshard_proto::{
     job::optimizers,
     memory::Capacity,
     pb::{self, serve_request, serve_response},
+    version::{self, VERSION},
 };
 
 use super::{
     decisions::{Decision, Figures, Replicated, Report, Update},
     driver::{Control, Driver},
-    events::{Command, Event, JobRef, Lease, Link, OpenJob, Said},
+    events::{About, Command, Event, JobRef, Lease, Link, OpenJob, Said},
     held::{Held, Ranks},
     jobs::Plan,
     reduce::{Absent, Overflow, Reduced},
@@ -64,16 +65,11 @@ const MAX_ZONE: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Registration {
     pub(crate) server: Server,
-    /// Its zone; empty: a zone of its own.
-    pub(crate) zone: String,
-    /// Its room for the arrays of slices; `None` if it has no known limit.
-    pub(crate) capacity: Option<Capacity>,
+    pub(crate) about: About,
     /// The term of the coordinator that it has followed before; 0 for none.
     pub(crate) term: u64,
     /// The jobs that it holds.
     pub(crate) held: Vec<Held>,
-    /// Why jobs have failed on it, by the id of the job.
-    pub(crate) failed: BTreeMap<u64, String>,
 }
 
 /// Reads the first messages of a control stream, in which the server announces itself and its jobs.
@@ -98,6 +94,7 @@ async fn read_registration(
         _ => return Err(unexpected("first message", "another message", "Hello").into()),
     };
     let (server, zone) = (server(&hello)?, zone(&hello)?);
+    version::check(&format!("shard server {}", server.address), &hello.version, VERSION)?;
     if hello.held_jobs > MAX_HELD_JOBS {
         let what = format!("held_jobs of shard server {}", server.address);
         let expected = format!("at most {MAX_HELD_JOBS}");
@@ -116,8 +113,14 @@ async fn read_registration(
         }
     }
     let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.reason));
-    let capacity = hello.capacity.map(Capacity::from);
-    Ok(Registration { server, zone, capacity, term: hello.term, held, failed: failed.collect() })
+    let about = About {
+        zone,
+        capacity: hello.capacity.map(Capacity::from),
+        failed: failed.collect(),
+        version: hello.version,
+        cordoned: hello.cordoned,
+    };
+    Ok(Registration { server, about, term: hello.term, held })
 }
 
 fn unexpected(what: &str, found: &str, expected: &str) -> Error {
@@ -212,6 +215,7 @@ impl From<Command> for serve_response::Command {
             }
             Command::Confirm { number } => Self::Confirm(pb::Confirm { number }),
             Command::Release => Self::Release(pb::Release {}),
+            Command::Cordon { cordoned } => Self::Cordon(pb::Cordon { cordoned }),
         }
     }
 }

@@ -70,14 +70,20 @@ impl Cluster {
                 phase: Phase::Waiting { placing: false, interrupted: Some(interrupted), .. },
                 ..
             }) => {
-                let waits_for = interrupted.waits_for(self.servers.len(), spec.replicas);
+                let waits_for = interrupted.waits_for(self.placeable().len(), spec.replicas);
                 format!(
                     "job {name:?} to be restored from its last checkpoint, and before that {waits_for}"
                 )
             }
             Some(Job { spec, phase: Phase::Waiting { placing: false, .. }, .. }) => {
-                let (connected, needed) = (self.servers.len(), spec.min_servers);
-                format!("shard servers for job {name:?}: {connected} of {needed} are connected")
+                let (connected, needed) = (self.placeable().len(), spec.min_servers);
+                let cordoned = match self.servers.len() - connected {
+                    0 => String::new(),
+                    cordoned => format!(", and {cordoned} more are cordoned"),
+                };
+                format!(
+                    "shard servers for job {name:?}: {connected} of {needed} are connected{cordoned}"
+                )
             }
             Some(Job { phase: Phase::Waiting { placing: true, .. }, .. }) => {
                 format!("the placement of job {name:?}")

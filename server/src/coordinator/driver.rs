@@ -160,6 +160,11 @@ impl Driver {
         self.started.elapsed()
     }
 
+    /// The time on the clock of the state.
+    pub(super) fn now(&self) -> Now {
+        self.started.elapsed()
+    }
+
     /// Whether this coordinator is still the leader. It stays the leader while it shuts down.
     pub(super) fn is_leader(&self) -> bool {
         self.leadership.is_valid()
@@ -201,7 +206,7 @@ impl Driver {
 
     /// Registers a shard server.
     pub(crate) fn add_server(&self, registration: Registration) -> Result<Control> {
-        let Registration { server, zone, capacity, term: before, held, failed } = registration;
+        let Registration { server, about, term: before, held } = registration;
         let term = self.term();
         if before > term {
             // It refuses the commands of this coordinator.
@@ -221,15 +226,7 @@ impl Driver {
         let is_new = before != 0 && before != term;
         self.handle(
             &mut inner,
-            Event::ServerJoined {
-                stream: link.stream,
-                server,
-                zone,
-                capacity,
-                held,
-                failed,
-                is_new,
-            },
+            Event::ServerJoined { stream: link.stream, server, about, held, is_new },
         );
         Ok(Control { link, commands, dismissed })
     }

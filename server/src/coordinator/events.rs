@@ -16,6 +16,7 @@ use super::{
     held::Held,
     history::Step,
     jobs::Plan,
+    operators::Drained,
     placement::Zones,
     reduce::{Norm, Reduced},
     responses::{Files, Stats},
@@ -80,18 +81,7 @@ impl Waiter {
 pub(crate) enum Event {
     /// A shard server opened a control stream. It holds jobs, of another coordinator if it `is_new`
     /// here.
-    /// `failed`: the jobs that have failed there, with the reasons.
-    ServerJoined {
-        stream: u64,
-        server: Server,
-        /// Empty: a zone of its own.
-        zone: String,
-        /// Its room for the arrays of slices; `None` if it has no known limit.
-        capacity: Option<Capacity>,
-        held: Vec<Held>,
-        failed: BTreeMap<u64, String>,
-        is_new: bool,
-    },
+    ServerJoined { stream: u64, server: Server, about: About, held: Vec<Held>, is_new: bool },
     /// A control stream ended.
     ServerLost { from: Link, cause: String },
     /// A message on a control stream.
@@ -122,6 +112,12 @@ pub(crate) enum Event {
     Save { caller: Caller, save: Save },
     /// SendUserData.
     UserData { caller: Caller, data: RankData },
+    /// CordonServer. The server is named by its address or id.
+    Cordon { caller: Caller, server: String, cordoned: bool },
+    /// DrainServer.
+    Drain { caller: Caller, server: String, restore: bool },
+    /// EvictRank.
+    Evict { caller: Caller, job: String, rank: u32 },
     /// The end of [`Action::Complete`], with the size of the checkpoint in bytes.
     Completed { job: JobRef, save: u64, outcome: Result<u64> },
     /// The caller disconnected before it was answered; `rank` is absent for CreateJob.
@@ -173,6 +169,21 @@ impl Event {
             _ => None,
         }
     }
+}
+
+/// What a shard server says about itself when it registers.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct About {
+    /// Empty: a zone of its own.
+    pub(crate) zone: String,
+    /// Its room for the arrays of slices; `None` if it has no known limit.
+    pub(crate) capacity: Option<Capacity>,
+    /// Why jobs have failed on it, by the id of the job.
+    pub(crate) failed: BTreeMap<u64, String>,
+    /// Its version; empty if it does not state it.
+    pub(crate) version: String,
+    /// Whether it has been cordoned.
+    pub(crate) cordoned: bool,
 }
 
 /// A message from a shard server.
@@ -335,6 +346,13 @@ pub(crate) enum Reply {
     Saved(Saved),
     /// The data of the rank has been stored.
     UserDataStored,
+    /// The server is cordoned, or is not any more.
+    Cordoned(Server),
+    Drained(Drained),
+    /// The rank has no lease any more.
+    Evicted {
+        epoch: u64,
+    },
 }
 
 /// A request to place a job's slices, which is long work that the driver does without its lock.
@@ -397,6 +415,8 @@ pub(crate) enum Command {
     Copy { job: JobRef, number: u64, version: u64, slices: Vec<u32> },
     /// Send a version to those who ask for it.
     ServeVersion { job: JobRef, version: u64 },
+    /// Remember whether the server is cordoned.
+    Cordon { cordoned: bool },
     /// Write the slices of a version.
     Write { job: JobRef, plan: SavePlan },
     /// Give up a save.

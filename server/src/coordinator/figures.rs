@@ -51,7 +51,7 @@ impl Lateness {
 }
 
 impl Phase {
-    fn shown(&self) -> JobState {
+    pub(super) fn shown(&self) -> JobState {
         match self {
             Self::Waiting { interrupted: Some(_), .. }
             | Self::Opening { interrupted: Some(_), .. } => JobState::Restoring,

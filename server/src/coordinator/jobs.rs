@@ -20,6 +20,7 @@ use super::{
         Action, Command, Create, JobRef, Now, OpenJob, Placed, Placing, Reply, ServerId, Waiter,
     },
     placement::{Zones, place},
+    progress::Progress,
     recovery::unknown_yet,
     replicas::Replicas,
     restore::same_checkpoint,
@@ -103,8 +104,18 @@ impl Cluster {
             let phase = Phase::Waiting { creators, placing: false, interrupted: None };
             let (spec, unused_since) = (Arc::new(spec), waiter.since);
             let restore = restore.map(Arc::new);
-            let learned = None;
-            let job = Job { spec, id, epoch: 0, unused_since, succession, restore, learned, phase };
+            let (learned, progress) = (None, Progress::default());
+            let job = Job {
+                spec,
+                id,
+                epoch: 0,
+                unused_since,
+                succession,
+                restore,
+                learned,
+                progress,
+                phase,
+            };
             self.jobs.insert(name.clone(), job);
             return self.try_place(&name, waiter.since, out);
         };
@@ -144,7 +155,8 @@ impl Cluster {
     /// Requests a placement from the driver, if enough servers are connected.
     pub(super) fn try_place(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         // Another server may hold the job, or a later checkpoint be almost complete.
-        let (connected, waits) = (self.servers.len(), self.is_learning() || self.completes(name));
+        let live = self.placeable();
+        let (connected, waits) = (live.len(), self.is_learning() || self.completes(name));
         let Some(Job { spec, id, restore, phase, .. }) = self.jobs.get_mut(name) else { return };
         let Phase::Waiting { placing, interrupted, .. } = phase else { return };
         if waits || *placing {
@@ -168,7 +180,7 @@ impl Cluster {
         };
         let (job, spec) = (JobRef { name: name.to_owned(), id: *id }, spec.clone());
         let rooms = if is_new { self.rooms() } else { Rooms::default() };
-        let (live, zones) = (self.live(), self.zones.clone());
+        let zones = self.zones.clone();
         out.push(Action::Place(Placing { job, spec, live, zones, rooms, restore }));
     }
 

@@ -25,6 +25,8 @@ pub(super) const MAX_AHEAD: u64 = 1 << 32;
 pub(super) enum Cause {
     /// The rank's worker was lost.
     Lost,
+    /// An operator has ended the lease, because the worker hangs.
+    Evicted,
     /// The rank's worker left in order.
     Left,
     /// The rank's worker left in order and has no more data, and the other ranks continue without
@@ -230,16 +232,29 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
+        self.end_any_lease(name, rank, lease, Cause::Lost, now, out);
+    }
+
+    /// Ends a lease of a job in any phase.
+    pub(super) fn end_any_lease(
+        &mut self,
+        name: &str,
+        rank: u32,
+        lease: Lease,
+        cause: Cause,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         let open = match self.jobs.get_mut(name).map(|job| &mut job.phase) {
             Some(Phase::Open(open)) => open,
             Some(
                 Phase::Waiting { interrupted: Some(interrupted), .. }
                 | Phase::Opening { interrupted: Some(interrupted), .. },
-            ) => return interrupted.lose(rank, lease, Cause::Lost),
+            ) => return interrupted.lose(rank, lease, cause),
             _ => return,
         };
         if open.members.rank_of(lease) == Some(rank) {
-            self.end_lease(name, rank, Cause::Lost, now, out);
+            self.end_lease(name, rank, cause, now, out);
         } else {
             open.queue.remove(rank, lease);
         }
@@ -271,7 +286,7 @@ impl Cluster {
             Cause::Left => {
                 open.left.insert(rank);
             }
-            Cause::Lost | Cause::Returned | Cause::Recovered => {}
+            Cause::Lost | Cause::Evicted | Cause::Returned | Cause::Recovered => {}
         }
         if matches!(cause, Cause::Done) && open.version.is_some() {
             let waiters = open.round.forget_rank(rank).into_iter().chain(open.resting.forget(rank));
@@ -315,6 +330,7 @@ impl Cluster {
             let cause = match cause {
                 Cause::Left => return Error::RankLeft { job, rank, step },
                 Cause::Lost => format!("rank {rank} was lost"),
+                Cause::Evicted => format!("rank {rank} was evicted by an operator"),
                 Cause::Done => format!("rank {rank} left before version 0"),
                 Cause::Returned => format!("rank {rank} joined again"),
                 Cause::Recovered => "the coordinator was restarted".to_owned(),
@@ -337,11 +353,10 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let new = self.next_epoch();
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
-        else {
-            return;
-        };
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        let Job { spec, id, epoch, progress, phase: Phase::Open(open), .. } = job else { return };
         *epoch = new;
+        progress.disturbed(error(open.step(), new));
         let (job, step) = (JobRef { name: name.to_owned(), id: *id }, open.step());
         if open.version.is_none() {
             open.uninitialised = open.servers().collect();

@@ -6,7 +6,7 @@
 //! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `departures`,
 //! `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`.
 //! Steps: `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics and the status
-//! page: `figures`, `overview`, `history`.
+//! page: `figures`, `overview`, `history`. Operators: `operators`, `progress`.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
 //! for which the coordinator decides. `service`, `requests`,
@@ -38,9 +38,11 @@ pub(crate) mod jobs;
 pub mod leadership;
 mod leases;
 mod members;
+mod operators;
 pub(crate) mod overview;
 pub mod placement;
 mod probe;
+mod progress;
 mod rebuild;
 pub(crate) mod recovery;
 mod reduce;

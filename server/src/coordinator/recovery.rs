@@ -28,6 +28,7 @@ use super::{
     held::{Held, Ranks},
     jobs::Plan,
     leases::MAX_AHEAD,
+    progress::Progress,
     rebuild::Recovered,
     state::{Job, Phase},
 };
@@ -83,6 +84,12 @@ impl Recovery {
         }
         let differs = first.succession != held.succession;
         differs.then(|| (server, "predecessors of the job".to_owned()))
+    }
+
+    /// The servers that have not described the job, and are not lost.
+    pub(super) fn missing(&self) -> impl Iterator<Item = &Server> {
+        let is_known = |id| self.held.contains_key(id) || self.lost.contains_key(id);
+        self.plan.placement.servers().iter().filter(move |of| !is_known(&of.id))
     }
 
     /// Whether a worker has ever taken a rank: without one, the job has no state to lose.
@@ -489,7 +496,9 @@ impl Job {
         let asked = BTreeMap::new();
         let recovery = Recovery { plan, held, away, lost, asked, deadline };
         let phase = Phase::Recovering(Box::new(recovery));
-        Self { spec, id, epoch: 0, unused_since: now, succession, restore, learned, phase }
+        let progress = Progress::default();
+        let unused_since = now;
+        Self { spec, id, epoch: 0, unused_since, succession, restore, learned, progress, phase }
     }
 }
 

@@ -261,7 +261,7 @@ impl Cluster {
             let mut owners = placement.owners(slice).iter();
             owners.all(|&owner| placement.servers()[owner as usize] != *server)
         };
-        let mut live = self.live();
+        let mut live = self.placeable();
         live.retain(|server| {
             !replicas.refused.contains(&(server.id, server.incarnation))
                 && !replicas.full.contains(&server.id)
@@ -286,7 +286,7 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let (live, zones) = (self.live(), self.zones.clone());
+        let (live, zones) = (self.placeable(), self.zones.clone());
         let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
@@ -362,7 +362,9 @@ impl Cluster {
         lost: Option<ServerId>,
         out: &mut Vec<Action>,
     ) {
+        let is_drained = |id| self.servers.get(&id).is_some_and(|known| known.cordoned);
         let cause = match lost {
+            Some(server) if is_drained(server) => format!("{} is being drained", self.name(server)),
             Some(server) => format!("shard server {server:016x} was lost"),
             None => "a shard server has joined".to_owned(),
         };

@@ -1,14 +1,18 @@
 //! Converts the answers of the coordinator into messages.
 
-use zeroshard_proto::{JobSpec, Server, pb};
+use zeroshard_proto::{JobSpec, Server, pb, version::VERSION};
 
 use super::{
     cluster::{Cluster, Description},
     decisions::Report,
+    events::Now,
     feed::{Change, Peer},
+    operators::{Drained, Stays},
+    progress::Wait,
     reduce::{Absent, Norm, Overflow},
     state::{Job, Phase, ServerState},
 };
+use crate::{clock::unix_ms, metrics::JobState};
 
 impl From<Description> for pb::DescribeJobResponse {
     fn from(description: Description) -> Self {
@@ -86,6 +90,10 @@ impl From<Overflow> for pb::Overflow {
     }
 }
 
+fn slow_rank((rank, late_seconds): (u32, f64)) -> pb::SlowRank {
+    pb::SlowRank { rank, late_seconds }
+}
+
 /// The last report of a shard server about its memory and jobs. The state machine stores it for
 /// operators, and itself reads only [`Self::waiting_for`].
 #[derive(Debug, Clone, PartialEq)]
@@ -102,19 +110,61 @@ impl Stats {
     }
 }
 
-impl From<&Cluster> for pb::StatusResponse {
-    fn from(cluster: &Cluster) -> Self {
-        let assigned = cluster.assigned();
-        let status = |(server, known): (Server, &ServerState)| pb::ServerStatus {
-            capacity: known.capacity.map(Into::into),
-            assigned_bytes: assigned.get(&server.id).map_or(0, |load| load.bytes),
-            zone: cluster.zones.get(&server.id).cloned().unwrap_or_default(),
-            server: Some(server.into()),
-            stats: known.stats.clone().map(|Stats(stats)| stats),
-        };
+/// The answer to Status.
+pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
+    let assigned = cluster.assigned();
+    let server = |(server, known): (Server, &ServerState)| pb::ServerStatus {
+        capacity: known.capacity.map(Into::into),
+        assigned_bytes: assigned.get(&server.id).map_or(0, |load| load.bytes),
+        zone: cluster.zones.get(&server.id).cloned().unwrap_or_default(),
+        version: known.version.clone(),
+        cordoned: known.cordoned,
+        server: Some(server.into()),
+        stats: known.stats.clone().map(|Stats(stats)| stats),
+    };
+    let job = |job: &Job| {
+        let wait = cluster.wait_of(job);
+        let waited_ms = now.saturating_sub(job.progress.since()).as_millis() as u64;
+        let wait = wait.map(|wait| {
+            let Wait { reason, lacks_workers, lacks_servers } = wait;
+            pb::JobWait { reason, waited_ms, lacks_workers, lacks_servers }
+        });
+        pb::JobStatus { wait, trouble: trouble(job, now), ..job.into() }
+    };
+    pb::StatusResponse {
+        servers: cluster.live().into_iter().zip(cluster.servers.values()).map(server).collect(),
+        jobs: cluster.jobs.values().map(job).collect(),
+        version: VERSION.to_owned(),
+        unix_ms: unix_ms(),
+    }
+}
+
+fn trouble(job: &Job, now: Now) -> Option<pb::JobTrouble> {
+    let (error, at) = job.progress.trouble()?;
+    let ago_ms = now.saturating_sub(*at).as_millis() as u64;
+    Some(pb::JobTrouble { error: error.name(), message: error.to_string(), ago_ms })
+}
+
+impl From<JobState> for pb::JobState {
+    fn from(state: JobState) -> Self {
+        match state {
+            JobState::Waiting => Self::Waiting,
+            JobState::Opening => Self::Opening,
+            JobState::Open => Self::Open,
+            JobState::Restoring => Self::Restoring,
+            JobState::Recovering => Self::Recovering,
+            JobState::Failed => Self::Failed,
+        }
+    }
+}
+
+impl From<Drained> for pb::DrainServerResponse {
+    fn from(Drained { server, stays, degraded }: Drained) -> Self {
+        let job = |Stays { job, reason, transient }| pb::JobOnServer { job, reason, transient };
         Self {
-            servers: cluster.live().into_iter().zip(cluster.servers.values()).map(status).collect(),
-            jobs: cluster.jobs.values().map(Into::into).collect(),
+            server: Some(server.into()),
+            jobs: stays.into_iter().map(job).collect(),
+            degraded_slices: degraded,
         }
     }
 }
@@ -144,6 +194,12 @@ impl From<&Job> for pb::JobStatus {
             resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),
             saved_version: open.and_then(|open| open.saves.last()),
             saving_version: open.and_then(|open| open.saves.current()),
+            state: pb::JobState::from(job.phase.shown()).into(),
+            slowest: open.and_then(|open| open.lateness.slowest()).map(slow_rank),
+            degraded_slices: open.map_or(0, |open| open.degraded_slices(&job.spec) as u32),
+            // They depend on the cluster and on the time.
+            wait: None,
+            trouble: None,
         }
     }
 }

@@ -216,7 +216,9 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
-        let Some(Job { spec, epoch, phase, .. }) = self.jobs.get_mut(name) else { return false };
+        let Some(Job { spec, epoch, progress, phase, .. }) = self.jobs.get_mut(name) else {
+            return false;
+        };
         let policy = spec.checkpoints.as_ref().filter(|_| spec.is_restored_on_loss());
         let Some(policy) = policy else { return false };
         let (url, job) = (policy.url.clone(), name.to_owned());
@@ -247,6 +249,8 @@ impl Cluster {
             _ => return false,
         };
         *phase = Phase::Waiting { creators, placing: false, interrupted: Some(interrupted) };
+        let cause = format!("it returns to its last checkpoint, because {gone}");
+        progress.disturbed(Error::Unavailable { peer: format!("job {name:?}"), cause });
         let error = being_restored(name);
         out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error.clone()))));
         out.push(Action::Aborted { job: name.to_owned() });

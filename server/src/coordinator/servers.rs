@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_proto::{Server, memory::Capacity};
+use zeroshard_proto::Server;
 
 use super::{
     absence::patience,
     cluster::Cluster,
-    events::{Action, Command, Link, Now, ServerId},
+    events::{About, Action, Command, Link, Now, ServerId},
     state::{Job, Phase, ServerState},
 };
 use crate::listing::some_of;
@@ -18,12 +18,13 @@ impl Cluster {
     pub(super) fn server_joined(
         &mut self,
         stream: u64,
-        (server, zone, capacity): (Server, String, Option<Capacity>),
-        failed: BTreeMap<u64, String>,
+        server: Server,
+        about: About,
         now: Now,
         out: &mut Vec<Action>,
     ) {
         let Server { id, incarnation, address } = server;
+        let About { zone, capacity, failed, version, cordoned } = about;
         if let Some(old) = self.servers.get(&id) {
             let cause = if old.incarnation == incarnation {
                 "it connected again"
@@ -42,7 +43,16 @@ impl Cluster {
             true => self.zones.remove(&id),
             false => self.zones.insert(id, zone),
         };
-        let state = ServerState { stream, incarnation, address, capacity, stats: None, failed };
+        let state = ServerState {
+            stream,
+            incarnation,
+            address,
+            capacity,
+            stats: None,
+            failed,
+            version,
+            cordoned,
+        };
         self.servers.insert(id, state);
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
@@ -115,6 +125,13 @@ impl Cluster {
         };
         let stay = |(id, _): &(&ServerId, &ServerState)| !self.departing.contains_key(id);
         self.servers.iter().filter(stay).map(server).collect()
+    }
+
+    /// The connected shard servers that are not cordoned, by id.
+    pub(super) fn placeable(&self) -> Vec<Server> {
+        let mut servers = self.live();
+        servers.retain(|server| !self.servers[&server.id].cordoned);
+        servers
     }
 
     /// `shard server 127.0.0.1:7401`.

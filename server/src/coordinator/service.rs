@@ -11,6 +11,7 @@ use tonic::{Request, Response, Status, Streaming};
 use zeroshard_proto::{
     Error, Result,
     pb::{self, coordinator_service_server},
+    version::{self, VERSION},
 };
 
 use super::{
@@ -18,7 +19,7 @@ use super::{
     driver::{Driver, MAX_COMMANDS},
     events::{Attach, Event, JobRef, Join, Lease, Leave, Reply},
     requests::{Waits, attached_data, create, dialled, rank_data},
-    responses::reduced,
+    responses::{reduced, status},
     save::Saved,
 };
 use crate::{
@@ -194,12 +195,52 @@ impl coordinator_service_server::CoordinatorService for Service {
 
     async fn status(&self, request: Request<pb::StatusRequest>) -> Answer<pb::StatusResponse> {
         let caller = Caller::of(request.extensions())?;
-        let mut status: pb::StatusResponse = self.driver.read(|cluster| cluster.into())?;
+        version::check("the client", &request.get_ref().version, VERSION)?;
+        let now = self.driver.now();
+        let mut status = self.driver.read(|cluster| status(cluster, now))?;
         status.jobs.retain(|job| caller.sees(&job.name));
         for stats in status.servers.iter_mut().filter_map(|server| server.stats.as_mut()) {
             stats.jobs.retain(|job| caller.sees(&job.job));
         }
         Ok(Response::new(status))
+    }
+
+    async fn cordon_server(
+        &self,
+        request: Request<pb::CordonServerRequest>,
+    ) -> Answer<pb::CordonServerResponse> {
+        Caller::of(request.extensions())?.check_operate("cordon shard servers")?;
+        let pb::CordonServerRequest { server, cordoned } = request.into_inner();
+        match self.driver.call(|caller| Event::Cordon { caller, server, cordoned }).await? {
+            Reply::Cordoned(server) => {
+                Ok(Response::new(pb::CordonServerResponse { server: Some(server.into()) }))
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn drain_server(
+        &self,
+        request: Request<pb::DrainServerRequest>,
+    ) -> Answer<pb::DrainServerResponse> {
+        Caller::of(request.extensions())?.check_operate("drain shard servers")?;
+        let pb::DrainServerRequest { server, restore } = request.into_inner();
+        match self.driver.call(|caller| Event::Drain { caller, server, restore }).await? {
+            Reply::Drained(drained) => Ok(Response::new(drained.into())),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn evict_rank(
+        &self,
+        request: Request<pb::EvictRankRequest>,
+    ) -> Answer<pb::EvictRankResponse> {
+        Caller::of(request.extensions())?.check_operate("evict ranks")?;
+        let pb::EvictRankRequest { job, rank } = request.into_inner();
+        match self.driver.call(|caller| Event::Evict { caller, job, rank }).await? {
+            Reply::Evicted { epoch } => Ok(Response::new(pb::EvictRankResponse { epoch })),
+            other => Err(unexpected(&other)),
+        }
     }
 
     type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServeResponse, Status>> + Send>>;

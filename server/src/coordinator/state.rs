@@ -19,6 +19,7 @@ use super::{
     held::Age,
     jobs::Plan,
     members::{Members, Queue},
+    progress::Progress,
     recovery::{Recovery, unknown_yet},
     replicas::Replicas,
     responses::Stats,
@@ -42,6 +43,10 @@ pub(crate) struct ServerState {
     pub(crate) stats: Option<Stats>,
     /// Why jobs had failed on it when it connected, by the id of the job.
     pub(crate) failed: BTreeMap<u64, String>,
+    /// Its version; empty if it did not state it.
+    pub(crate) version: String,
+    /// Whether it is given no new slices.
+    pub(crate) cordoned: bool,
 }
 
 /// A job in any phase.
@@ -61,6 +66,7 @@ pub(crate) struct Job {
     pub(crate) restore: Option<Arc<Restore>>,
     /// The latest description by a server; `None` for a job that was created here.
     pub(crate) learned: Option<Age>,
+    pub(crate) progress: Progress,
     pub(crate) phase: Phase,
 }
 

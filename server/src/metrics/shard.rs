@@ -245,6 +245,11 @@ impl JobSeries {
         self.job_push_received.inc_by(bytes);
     }
 
+    /// The bytes of the job that were sent and received.
+    pub(crate) fn transferred(&self) -> [u64; 2] {
+        [self.job_pull_sent.get(), self.job_push_received.get()]
+    }
+
     /// Counts bytes that were received again and skipped.
     pub(crate) fn skipped(&self, bytes: u64) {
         self.push_duplicate.inc_by(bytes);

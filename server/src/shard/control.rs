@@ -23,6 +23,7 @@ use zeroshard_proto::{
         serve_response::Command as Wire,
     },
     transport::{Addresses, Credentials, MAX_CONTROL_MESSAGE},
+    version::VERSION,
 };
 
 use super::{
@@ -73,6 +74,8 @@ pub(super) struct Tasks {
     jobs: HashMap<u64, Queue>,
     /// The descriptions of jobs that have not been read from their checkpoints, while ranks wait.
     restoring: HashMap<u64, pb::HeldJob>,
+    /// Whether a coordinator has cordoned this server.
+    cordoned: bool,
 }
 
 impl Tasks {
@@ -195,6 +198,8 @@ impl<'a, B: Backend> Session<'a, B> {
             term: term.load(Ordering::Acquire),
             held_jobs: held.len() as u32,
             failed_jobs: tasks.events.failed(),
+            version: VERSION.to_owned(),
+            cordoned: tasks.cordoned,
         };
         let first = std::iter::once(Event::Hello(hello)).chain(held.into_iter().map(Event::Held));
         let outgoing = tokio_stream::iter(first.collect::<Vec<_>>()).chain(events);
@@ -270,6 +275,10 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Close(pb::CloseJob { job, job_id }) => {
                 tracing::info!(job, "job closed");
                 return self.close_job(&job, job_id);
+            }
+            Wire::Cordon(pb::Cordon { cordoned }) => {
+                tracing::info!(cordoned, "an operator has cordoned or uncordoned this server");
+                return self.tasks.cordoned = cordoned;
             }
             Wire::Confirm(pb::Confirm { number }) => {
                 return self.tasks.events.tell(Event::Confirmed(pb::Confirmed { number }));
@@ -351,7 +360,12 @@ pub(crate) fn job_command(command: Wire) -> Option<(u64, Result<Command>)> {
             (job_id, Ok(Command::Serve { version }))
         }
         Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
-        Wire::Welcome(_) | Wire::Open(_) | Wire::Close(_) | Wire::Confirm(_) | Wire::Release(_) => {
+        Wire::Welcome(_)
+        | Wire::Open(_)
+        | Wire::Close(_)
+        | Wire::Confirm(_)
+        | Wire::Release(_)
+        | Wire::Cordon(_) => {
             return None;
         }
     })

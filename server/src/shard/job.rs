@@ -428,6 +428,11 @@ impl<B: Backend> Job<B> {
         }
     }
 
+    /// The payload bytes that the job has sent and received.
+    pub(super) fn transferred(&self) -> [u64; 2] {
+        self.series.get().map_or([0; 2], |series| series.transferred())
+    }
+
     /// Ends all waits and transfers, because the job is being dropped.
     pub(crate) fn close(&self) {
         self.closed.cancel();

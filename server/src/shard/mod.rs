@@ -12,6 +12,7 @@ mod data;
 pub(crate) mod device;
 pub(crate) mod events;
 pub(crate) mod job;
+mod measure;
 pub(crate) mod overview;
 pub(crate) mod part;
 pub(crate) mod pin;

@@ -10,19 +10,25 @@ use zeroshard_proto::{
     pb::{self, shard_service_server},
 };
 
-use super::{pin, store::Store};
+use super::{
+    measure::{self, measure},
+    pin,
+    store::Store,
+};
 use crate::{access::Caller, backend::Backend};
 
+type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
 pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
+    measurements: measure::Gate,
     shutdown: CancellationToken,
 }
 
 impl<B: Backend> Service<B> {
     pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
-        Self { store, shutdown }
+        Self { store, measurements: measure::Gate::default(), shutdown }
     }
 
     fn deadline<T>(&self, request: &Request<T>) -> Deadline {
@@ -105,5 +111,16 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
             steps = self.applied_steps(request) => Ok(Response::new(steps?)),
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
         }
+    }
+
+    type MeasureStream = MeasureStream;
+
+    async fn measure(
+        &self,
+        request: Request<pb::MeasureRequest>,
+    ) -> Result<Response<MeasureStream>, Status> {
+        let messages = measure(&self.measurements, request.get_ref().bytes)?;
+        let shutdown = self.shutdown.clone().cancelled_owned();
+        Ok(Response::new(messages.map(Ok).take_until(shutdown).boxed()))
     }
 }

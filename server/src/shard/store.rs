@@ -140,7 +140,10 @@ impl<B: Backend> Store<B> {
             stats.state_bytes += memory.state;
             stats.accumulator_bytes += memory.accumulator;
             stats.published_bytes += memory.published;
+            let [sent_bytes, received_bytes] = job.transferred();
             stats.jobs.push(pb::JobStats {
+                sent_bytes,
+                received_bytes,
                 job: job.spec.name.clone(),
                 epoch: job.epoch(),
                 version: job.version(),

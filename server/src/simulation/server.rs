@@ -23,7 +23,7 @@ use crate::{
     attempt::Attempt,
     backend::Cpu,
     coordinator::{
-        events::{Event, Now},
+        events::{About, Event, Now},
         held::Held,
     },
     shard::{
@@ -292,10 +292,8 @@ impl World {
         let joined = Event::ServerJoined {
             stream,
             server: of.server(),
-            zone: String::new(),
-            capacity: None,
+            about: About { failed: failed.collect(), ..About::default() },
             held: held.collect(),
-            failed: failed.collect(),
             is_new: term != 0 && term != coordinator,
         };
         let (server_life, joined) = (life, Box::new(joined));

@@ -207,7 +207,8 @@ def test_a_run_whose_data_is_lost_says_how_to_continue_if_it_may_not_be_restored
         assert name is not None
         # It may have ended with its ranks.
         subprocess.run(
-            [BINARY.with_name("zsctl"), "delete", name[1], "--address", address], check=False
+            [BINARY.with_name("zsctl"), "delete", name[1], "--yes", "--address", address],
+            check=False,
         )
         assert ranks.run(2, train_until_killed, *train, env=environment) == expected
 

@@ -25,7 +25,25 @@ fn refusal(program: &str, arguments: &[&str]) -> String {
 fn every_program_has_help_and_a_version() {
     for (program, commands) in [
         ("zeroshard-server", &["", "coordinator", "shard", "all"][..]),
-        ("zsctl", &["", "status", "hash", "delete", "checkpoint"]),
+        (
+            "zsctl",
+            &[
+                "",
+                "status",
+                "why",
+                "top",
+                "tensors",
+                "hash",
+                "delete",
+                "checkpoint",
+                "cordon",
+                "uncordon",
+                "drain",
+                "evict",
+                "doctor",
+                "completion",
+            ],
+        ),
         ("zs-bench", &["", "transfer", "optimizer", "step"]),
         ("zeroshard-worker", &["", "train"]),
     ] {

@@ -22,6 +22,7 @@ mod isolation;
 mod membership;
 mod norms;
 mod operations;
+mod operators;
 mod phases;
 mod plan;
 mod reads;

@@ -189,7 +189,7 @@ async fn zsctl_shows_the_cluster_and_deletes_jobs() {
     assert_eq!(unknown.status.code(), Some(1));
     assert!(String::from_utf8(unknown.stderr).unwrap().contains("\"other\""));
 
-    assert_eq!(lines(&zsctl(&["delete", "mine", "--json"]))[0]["event"], "deleted");
+    assert_eq!(lines(&zsctl(&["delete", "mine", "--yes", "--json"]))[0]["event"], "deleted");
     assert!(connect(cluster.address()).await.status().await.unwrap().jobs.is_empty());
 }
 

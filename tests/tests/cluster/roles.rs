@@ -130,7 +130,7 @@ async fn a_token_opens_the_jobs_of_its_role_only() {
     // Nor do the reports of the servers name jobs of others.
     let connection = guarded.connection(guarded.cluster.address(), "job:b");
     let mut raw = CoordinatorServiceClient::new(connection);
-    let status = raw.status(pb::StatusRequest {}).await.unwrap();
+    let status = raw.status(pb::StatusRequest::default()).await.unwrap();
     assert!(!format!("{status:?}").contains("\"a\""), "{status:?}");
     guarded.client("admin").await.delete_job("b/part").await.unwrap();
     assert_eq!(reader.state_hash("a").await.unwrap(), hash, "nothing has changed");
@@ -177,6 +177,23 @@ async fn only_a_token_of_a_server_registers_a_shard_server() {
     until("the strangers are refused", || refusals().is_some_and(|refusals| refusals >= 4.0)).await;
     assert!(strangers.iter().all(|stranger| stranger.get("/readyz") == "not ready\n"));
     assert_eq!(guarded.client("admin").await.status().await.unwrap().servers.len(), 1);
+}
+
+#[tokio::test]
+async fn only_an_admin_cordons_and_drains_servers_and_evicts_ranks() {
+    let guarded = Guarded::start(&["server", "admin", "job:a"]);
+    guarded.train("job:a", "a").await.unwrap();
+    let server = guarded.cluster.shards[0].address();
+    for role in ["server", "job:a"] {
+        let client = guarded.client(role).await;
+        assert!(forbidden(client.cordon_server(server, true).await).contains(role));
+        forbidden(client.drain_server(server, false).await);
+        forbidden(client.evict_rank("a", 0).await);
+    }
+    let admin = guarded.client("admin").await;
+    assert!(!admin.status().await.unwrap().servers[0].cordoned, "nothing has changed");
+    assert_eq!(admin.cordon_server(server, true).await.unwrap().address, server);
+    assert!(admin.status().await.unwrap().servers[0].cordoned);
 }
 
 #[tokio::test]

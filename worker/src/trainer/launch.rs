@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::thread;
 
 use tokio::runtime::{Builder, Handle, Runtime};
+use zeroshard_proto::Token;
 use zeroshard_server::embedded;
 
 use super::cli::Train;
@@ -29,7 +30,7 @@ pub fn run(flags: &Train) -> Result<()> {
     let mut plan = flags.plan()?;
     if flags.address.is_none() && plan.token.reveal().is_none() {
         // Other users of this machine cannot use the servers that are started.
-        plan.token = embedded::new_token()?;
+        plan.token = Token::random()?;
     }
     if flags.address.is_none() {
         // Nothing leaves this machine.

@@ -71,6 +71,7 @@ impl Shard {
                 | Command::Copy { .. }
                 | Command::ServeVersion { .. } => panic!("the job has no replicas"),
                 Command::Close(_) => panic!("the job is closed"),
+                Command::Cordon { .. } => panic!("no operator is here"),
             },
         }
     }
@@ -225,10 +226,8 @@ fn returns(script: &mut Script, id: u64, held: Vec<Held>, is_new: bool) {
     script.event(Event::ServerJoined {
         stream,
         server,
-        zone: String::new(),
-        capacity: None,
+        about: About { failed, ..About::default() },
         held,
-        failed,
         is_new,
     });
 }

@@ -122,10 +122,8 @@ fn servers_of_an_earlier_coordinator_have_time_to_return_after_a_new_one() {
         script.event(Event::ServerJoined {
             stream,
             server,
-            zone: String::new(),
-            capacity: None,
+            about: About { failed, ..About::default() },
             held,
-            failed,
             is_new: false,
         });
         let creating = script.create(JobSpec { min_servers: 1, ..JobSpec::clone(&before.spec) });

@@ -17,6 +17,7 @@ mod latest;
 mod leases;
 mod members;
 mod model;
+mod operators;
 mod recovery;
 mod reduces;
 mod replicas;
@@ -42,8 +43,8 @@ use super::{
     cluster::Cluster,
     decisions::{Decision, Figures, Report, Update},
     events::{
-        Action, Caller, Checkpoint, Command, Commit, Create, Discard, Event, JobRef, Join, Lease,
-        Leave, Link, Now, Placed, Placing, Reduce, Reply, Rest, Said, Turn,
+        About, Action, Caller, Checkpoint, Command, Commit, Create, Discard, Event, JobRef, Join,
+        Lease, Leave, Link, Now, Placed, Placing, Reduce, Reply, Rest, Said, Turn,
     },
     feed::Change,
     jobs::Plan,
@@ -225,14 +226,11 @@ impl Script {
     fn server_with(&mut self, server: Server, capacity: Option<Capacity>) {
         let stream = self.next();
         self.links.insert(server.id, Link { server: server.id, stream });
-        let (held, failed) = (Vec::new(), BTreeMap::new());
         self.event(Event::ServerJoined {
             stream,
             server,
-            zone: String::new(),
-            capacity,
-            held,
-            failed,
+            about: About { capacity, ..About::default() },
+            held: Vec::new(),
             is_new: true,
         });
     }

@@ -109,10 +109,8 @@ impl Script {
         self.event(Event::ServerJoined {
             stream,
             server,
-            zone: String::new(),
-            capacity: None,
+            about: About { failed, ..About::default() },
             held,
-            failed,
             is_new: true,
         });
     }

@@ -2,13 +2,17 @@
 
 use std::{net::SocketAddr, time::Instant};
 
+use prost::Message;
 use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Status, Streaming, transport::Channel};
-use zeroshard_proto::pb::{
-    self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event as Said,
-    serve_response::Command,
+use zeroshard_proto::{
+    pb::{
+        self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event as Said,
+        serve_response::Command,
+    },
+    version::VERSION,
 };
 
 use super::*;
@@ -285,7 +289,7 @@ async fn a_shard_that_disconnects_fails_the_job() {
         }
     };
     assert!(matches!(error(ended), Error::JobFailed { .. }));
-    let status = client.status(pb::StatusRequest {}).await.unwrap().into_inner();
+    let status = client.status(pb::StatusRequest::default()).await.unwrap().into_inner();
     assert!(
         status.servers.is_empty()
             && status.jobs[0].failure.as_ref().is_some_and(|f| f.contains("127.0.0.1:1"))
@@ -313,7 +317,7 @@ async fn a_coordinator_whose_leadership_has_ended_decides_nothing_and_ends_every
         tokio::spawn(async move { client.create_job(more).await })
     };
     // The call waits for a second server.
-    while client.status(pb::StatusRequest {}).await.unwrap().into_inner().jobs.len() < 2 {
+    while client.status(pb::StatusRequest::default()).await.unwrap().into_inner().jobs.len() < 2 {
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());
     }
@@ -325,7 +329,10 @@ async fn a_coordinator_whose_leadership_has_ended_decides_nothing_and_ends_every
     assert!(matches!(error((&mut waiting).await.unwrap()), Error::Unavailable { .. }));
     // It does not know any more which jobs exist.
     assert!(matches!(error(client.describe_job(describe()).await), Error::Unavailable { .. }));
-    assert!(matches!(error(client.status(pb::StatusRequest {}).await), Error::Unavailable { .. }));
+    assert!(matches!(
+        error(client.status(pb::StatusRequest::default()).await),
+        Error::Unavailable { .. }
+    ));
     let ended = loop {
         match member.message().await {
             Ok(Some(_)) => {}
@@ -381,9 +388,8 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     let driver =
         Driver::new(Cluster::default(), Metrics::new(), Failure::default(), Leadership::alone());
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
-    let (held, failed) = (Vec::new(), BTreeMap::new());
-    let registration =
-        Registration { server, zone: String::new(), capacity: None, term: 0, held, failed };
+    let (about, held) = (About::default(), Vec::new());
+    let registration = Registration { server, about, term: 0, held };
     let mut control = driver.add_server(registration).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });
     let create =
@@ -458,8 +464,95 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
         };
         assert_eq!(field(error(client.join(join).await)), "address of rank 3");
     }
-    client.status(pb::StatusRequest {}).await.unwrap();
+    client.status(pb::StatusRequest::default()).await.unwrap();
     fixture.stop().await;
+}
+
+#[tokio::test]
+async fn clients_and_servers_of_another_minor_version_are_refused_with_both_versions() {
+    let fixture = Fixture::start().await;
+    let mut client = fixture.client().await;
+    let status = |version: &str| pb::StatusRequest { version: version.to_owned() };
+    let mismatch = |program: &str, version: &str| Error::VersionMismatch {
+        program: program.to_owned(),
+        version: version.to_owned(),
+        coordinator: VERSION.to_owned(),
+    };
+    let refused = error(client.status(status("0.999.0")).await);
+    assert_eq!(refused, mismatch("the client", "0.999.0"));
+    let (minor, _) = VERSION.rsplit_once('.').unwrap();
+    for version in ["", VERSION, &format!("{minor}.999")] {
+        let answer = client.status(status(version)).await.unwrap().into_inner();
+        assert_eq!(answer.version, VERSION);
+    }
+    let hello = |version: &str| pb::Hello { version: version.to_owned(), ..hello("host:1") };
+    let refused = FakeShard::greet(&mut client, hello("0.999.0")).await.err().expect("refused");
+    let refused = Error::from_status(&refused, "");
+    assert_eq!(refused, mismatch("shard server host:1", "0.999.0"));
+    let newer = format!("{minor}.999");
+    let _shard = FakeShard::greet(&mut client, hello(&newer)).await.unwrap();
+    let shown = client.status(status("")).await.unwrap().into_inner();
+    assert_eq!(shown.servers[0].version, newer);
+    fixture.stop().await;
+}
+
+#[tokio::test]
+async fn fields_of_later_versions_do_not_change_an_answer() {
+    let fixture = Fixture::start().await;
+    let channel = Channel::from_shared(format!("http://{}", fixture.address)).unwrap();
+    let mut grpc = tonic::client::Grpc::new(channel.connect().await.unwrap());
+    let mut answers = Vec::new();
+    for later in [false, true] {
+        // Field 4095, a text: bytes that this version does not know.
+        let unknown: &[u8] = if later { &[0xfa, 0xff, 0x01, 3, b'n', b'e', b'w'] } else { &[] };
+        let mut request = pb::DescribeJobRequest { job: "job".into() }.encode_to_vec();
+        request.extend_from_slice(unknown);
+        grpc.ready().await.unwrap();
+        let path = "/zeroshard.v1.CoordinatorService/DescribeJob".parse().unwrap();
+        let described = grpc.unary(Request::new(Bytes::from(request)), path, Raw).await;
+        answers.push(error(described));
+    }
+    assert_eq!(answers[0], answers[1]);
+    assert_eq!(answers[0], Error::UnknownJob { job: "job".into() });
+    fixture.stop().await;
+}
+
+/// Sends a message that is encoded already, and drops the answer.
+#[derive(Clone, Copy)]
+struct Raw;
+
+impl tonic::codec::Codec for Raw {
+    type Encode = Bytes;
+    type Decode = ();
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        Self
+    }
+
+    fn decoder(&mut self) -> Self {
+        Self
+    }
+}
+
+impl tonic::codec::Encoder for Raw {
+    type Item = Bytes;
+    type Error = Status;
+
+    fn encode(&mut self, item: Bytes, out: &mut tonic::codec::EncodeBuf<'_>) -> Result<(), Status> {
+        bytes::BufMut::put_slice(out, &item);
+        Ok(())
+    }
+}
+
+impl tonic::codec::Decoder for Raw {
+    type Item = ();
+    type Error = Status;
+
+    fn decode(&mut self, _: &mut tonic::codec::DecodeBuf<'_>) -> Result<Option<()>, Status> {
+        Ok(None)
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,34 @@
+//! `zsctl completion`.
+
+use std::io::stdout;
+
+use clap::{CommandFactory, ValueEnum};
+use clap_complete::{
+    generate,
+    shells::{Bash, Fish, Zsh},
+};
+
+/// Flags of `zsctl completion`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// The shell. Bash reads the output with `source <(zsctl completion bash)`
+    shell: Shell,
+}
+
+/// A shell with completions.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Shell {
+    Bash,
+    Zsh,
+    Fish,
+}
+
+/// Prints the completions.
+pub(crate) fn run(arguments: &Arguments) {
+    let (mut command, mut out) = (crate::Arguments::command(), stdout());
+    match arguments.shell {
+        Shell::Bash => generate(Bash, &mut command, "zsctl", &mut out),
+        Shell::Zsh => generate(Zsh, &mut command, "zsctl", &mut out),
+        Shell::Fish => generate(Fish, &mut command, "zsctl", &mut out),
+    }
+}

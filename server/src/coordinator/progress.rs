@@ -1,0 +1,113 @@
+//! For operators: what each job waits for and since when, and what has disturbed it last.
+
+use zeroshard_proto::Error;
+
+use super::{
+    cluster::Cluster,
+    events::Now,
+    state::{Job, Open, Phase},
+};
+use crate::{listing::some_of, metrics::JobState};
+
+/// The progress of a job.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    /// The state and the version since `since`.
+    mark: Option<(JobState, Option<u64>)>,
+    since: Now,
+    /// The last error that has ended a step or an attempt, and its time.
+    trouble: Option<(Error, Now)>,
+    /// Such an error of the event that is being handled.
+    fresh: Option<Error>,
+}
+
+/// What a job waits for.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Wait {
+    pub(super) reason: String,
+    /// Whether ranks have no worker.
+    pub(super) lacks_workers: bool,
+    /// Whether servers are missing or not connected.
+    pub(super) lacks_servers: bool,
+}
+
+impl Progress {
+    /// An error has ended a step or an attempt.
+    pub(super) fn disturbed(&mut self, error: Error) {
+        self.fresh = Some(error);
+    }
+
+    /// The time of the last step, or of the last change of state.
+    pub(super) fn since(&self) -> Now {
+        self.since
+    }
+
+    /// The last error that has ended a step or an attempt, and its time.
+    pub(super) fn trouble(&self) -> Option<&(Error, Now)> {
+        self.trouble.as_ref()
+    }
+}
+
+impl Cluster {
+    /// Notes when jobs have made a step, have changed their state or were disturbed.
+    pub(super) fn note_progress(&mut self, now: Now) {
+        for job in self.jobs.values_mut() {
+            let version = match &job.phase {
+                Phase::Open(open) => open.version,
+                _ => None,
+            };
+            let (mark, progress) = (Some((job.phase.shown(), version)), &mut job.progress);
+            if progress.mark != mark {
+                (progress.mark, progress.since) = (mark, now);
+            }
+            if let Some(error) = progress.fresh.take() {
+                progress.trouble = Some((error, now));
+            }
+        }
+    }
+
+    /// What the job waits for; `None` if nothing is missing, the job has failed, or all of its
+    /// ranks have ended.
+    pub(super) fn wait_of(&self, job: &Job) -> Option<Wait> {
+        let name = &job.spec.name;
+        let servers =
+            |reason, lacks_servers| Some(Wait { reason, lacks_workers: false, lacks_servers });
+        match &job.phase {
+            Phase::Waiting { placing, .. } => servers(self.creators_wait_for(name), !placing),
+            Phase::Opening { .. } => servers(self.creators_wait_for(name), false),
+            Phase::Recovering(recovery) => {
+                let missing = recovery.missing().map(|of| format!("shard server {}", of.address));
+                let missing: Vec<String> = missing.collect();
+                match missing.is_empty() {
+                    true => servers("its workers to continue".to_owned(), false),
+                    false => {
+                        let missing = some_of(missing);
+                        servers(format!("{missing} to connect to the coordinator again"), true)
+                    }
+                }
+            }
+            Phase::Open(open) => self.open_waits_for(job, open),
+            Phase::Failed { .. } => None,
+        }
+    }
+
+    fn open_waits_for(&self, job: &Job, open: &Open) -> Option<Wait> {
+        if open.has_ended(job.spec.world) {
+            return None;
+        }
+        let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
+        let away = away.map(|of| format!("shard server {}, which is not connected", of.address));
+        let mut parts: Vec<String> = away.collect();
+        let lacks_workers = (0..job.spec.world)
+            .any(|rank| open.takes_part(rank) && open.members.get(rank).is_none());
+        let lacks_servers = !parts.is_empty();
+        if open.replicas.is_copying() {
+            parts.push("slices that are being copied to a backup".to_owned());
+        }
+        parts.extend(self.step_lacks(job, open));
+        let step = open.step();
+        let is_missing = !parts.is_empty();
+        let reason = format!("step {step} waits for {}", some_of(parts));
+        is_missing.then_some(Wait { reason, lacks_workers, lacks_servers })
+    }
+}

@@ -1,0 +1,353 @@
+//! The commands of `zsctl` for operators: the state of jobs, and servers and ranks that are taken
+//! out of use.
+
+use std::process::Output;
+
+use serde_json::Value;
+use zeroshard_client::{Commit, Error, Job};
+use zeroshard_proto::JobSpec;
+use zeroshard_tests::{Cluster, Training, run, synthetic, training};
+
+use crate::{
+    adamw,
+    checkpoints::{directory, policy, until_saved},
+    connect, job, start, until,
+};
+
+/// The exit code of a command that has found a problem.
+const PROBLEM: i32 = 3;
+
+pub(crate) fn zsctl(cluster: &Cluster, arguments: &[&str]) -> Output {
+    run("zsctl", &[&["--address", cluster.address(), "--timeout", "30"], arguments].concat())
+}
+
+/// The JSON objects that a command prints, whatever its exit code.
+fn lines(output: &Output) -> Vec<Value> {
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// The exit code of `status`, and what it prints about the only job.
+fn status(cluster: &Cluster) -> (i32, Value) {
+    let output = zsctl(cluster, &["status", "--json"]);
+    let jobs = lines(&output).into_iter().filter(|line| line["event"] == "job");
+    let job = jobs.last().unwrap_or_default();
+    (output.status.code().unwrap(), job)
+}
+
+fn spec(name: &str, world: u32) -> JobSpec {
+    job(name, world, adamw(), synthetic::kinds(&adamw()))
+}
+
+#[tokio::test]
+async fn status_fails_while_a_job_cannot_continue_and_says_what_it_waits_for() {
+    let mut cluster = Cluster::start(1);
+    assert_eq!(status(&cluster), (0, Value::Null), "a cluster without jobs is well");
+    let mut jobs = start(cluster.address(), &spec("watched", 2)).await;
+    let (code, shown) = status(&cluster);
+    assert_eq!((code, &shown["state"], &shown["problem"]), (0, &"open".into(), &Value::Null));
+    assert!(shown["waiting_for"].as_str().unwrap().contains("ranks that have not committed"));
+
+    drop(jobs.pop());
+    let is_lost = || status(&cluster).0 == PROBLEM;
+    until("rank 1 is lost", is_lost).await;
+    let waiting_for = status(&cluster).1["waiting_for"].as_str().unwrap().to_owned();
+    assert!(waiting_for.contains("ranks without a worker (1)"), "{waiting_for}");
+    let text = stdout(&zsctl(&cluster, &["status"]));
+    assert!(text.contains("blocked") && text.contains(&waiting_for), "{text}");
+
+    jobs.push(connect(cluster.address()).await.join("watched", 1).await.unwrap());
+    assert_eq!(status(&cluster).0, 0);
+    // A limit for the time without a step.
+    let late = zsctl(&cluster, &["status", "--late", "0"]);
+    assert_eq!(late.status.code(), Some(PROBLEM));
+
+    cluster.shards[0].kill();
+    until("the job has failed", || status(&cluster).1["state"] == "failed").await;
+    let (code, shown) = status(&cluster);
+    assert_eq!(code, PROBLEM);
+    assert!(shown["problem"].as_str().unwrap().contains(cluster.shards[0].address()));
+}
+
+#[tokio::test]
+async fn status_names_the_slowest_rank() {
+    let cluster = Cluster::start(1);
+    let jobs = start(cluster.address(), &spec("slow", 2)).await;
+    for step in 0..3 {
+        let late = async {
+            crate::until_commits_wait(&cluster, 1).await;
+            training::step(&jobs[1], step).await
+        };
+        let (one, other) = tokio::join!(training::step(&jobs[0], step), late);
+        assert_eq!(one.unwrap(), other.unwrap());
+    }
+    let (code, shown) = status(&cluster);
+    assert_eq!((code, &shown["slowest_rank"]), (0, &1.into()));
+    assert!(shown["late_seconds"].as_f64().unwrap() > 0.0);
+}
+
+#[tokio::test]
+async fn a_job_is_deleted_only_after_a_confirmation() {
+    let cluster = Cluster::start(1);
+    start(cluster.address(), &spec("kept", 1)).await;
+    let refused = zsctl(&cluster, &["delete", "kept"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stderr(&refused).contains("--yes"), "{refused:?}");
+    assert_eq!(status(&cluster).1["name"], "kept");
+    let unknown = zsctl(&cluster, &["delete", "other"]);
+    assert!(stderr(&unknown).contains("\"other\" does not exist"), "{unknown:?}");
+    assert!(zsctl(&cluster, &["delete", "kept", "--yes"]).status.success());
+    assert_eq!(status(&cluster).1, Value::Null);
+}
+
+#[tokio::test]
+async fn why_explains_a_lost_rank_and_what_to_do() {
+    let cluster = Cluster::start(1);
+    let mut jobs = start(cluster.address(), &spec("asked", 2)).await;
+    let (one, other) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
+    assert_eq!(one.unwrap(), other.unwrap());
+    drop(jobs.pop());
+    until("rank 1 is lost", || status(&cluster).0 == PROBLEM).await;
+    let why = &lines(&zsctl(&cluster, &["why", "asked", "--json"]))[0];
+    assert_eq!(why["trouble"]["error"], "STEP_ABORTED");
+    let message = why["trouble"]["message"].as_str().unwrap();
+    assert!(message.contains("step 1") && message.contains("rank 1 was lost"), "{message}");
+    let text = stdout(&zsctl(&cluster, &["why", "asked"]));
+    for part in
+        ["open, at version 1", "1 of 2 workers", "ranks without a worker (1)", "start a worker"]
+    {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let unknown = zsctl(&cluster, &["why", "other"]);
+    assert_eq!(unknown.status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn tensors_are_listed_with_shapes_and_sizes() {
+    let cluster = Cluster::start(1);
+    let spec = spec("listed", 1);
+    start(cluster.address(), &spec).await;
+    let listed = lines(&zsctl(&cluster, &["tensors", "listed", "--json"]));
+    assert_eq!(listed.len(), spec.manifest.tensors().len());
+    for (shown, tensor) in listed.iter().zip(spec.manifest.tensors()) {
+        assert_eq!(shown["name"], tensor.name.as_str());
+        assert_eq!(shown["shape"], Value::from(tensor.shape.clone()));
+        assert_eq!(shown["dtype"], tensor.dtype.to_string());
+    }
+    let slices: u64 = listed.iter().map(|tensor| tensor["slices"].as_u64().unwrap()).sum();
+    assert_eq!(slices, spec.manifest.number_of_slices() as u64);
+    let table = stdout(&zsctl(&cluster, &["tensors", "listed"]));
+    assert!(spec.manifest.tensors().iter().all(|tensor| table.contains(&tensor.name)), "{table}");
+}
+
+#[test]
+fn completions_know_the_commands() {
+    for shell in ["bash", "zsh", "fish"] {
+        let output = run("zsctl", &["completion", shell]);
+        assert!(output.status.success());
+        let script = stdout(&output);
+        assert!(["zsctl", "checkpoint", "drain"].iter().all(|word| script.contains(word)));
+    }
+    assert_eq!(run("zsctl", &["completion", "tcsh"]).status.code(), Some(2));
+}
+
+#[tokio::test]
+async fn a_cordoned_server_is_given_no_slices_also_by_the_next_coordinator() {
+    let mut cluster = Cluster::start(2);
+    let address = cluster.shards[0].address().to_owned();
+    assert!(zsctl(&cluster, &["cordon", &address]).status.success());
+    let slices = |cluster: &Cluster| {
+        let shown = lines(&zsctl(cluster, &["status", "--json"]));
+        let server = shown.iter().find(|line| line["address"] == address.as_str())?.clone();
+        Some((server["cordoned"].as_bool()?, server["slices"].as_u64()?))
+    };
+    let client = connect(cluster.address()).await;
+    client.create_job(&spec("first", 1)).await.unwrap();
+    until("the other server reports its slices", || {
+        lines(&zsctl(&cluster, &["status", "--json"])).iter().any(|line| line["slices"] == 7)
+    })
+    .await;
+    assert_eq!(slices(&cluster), Some((true, 0)));
+
+    let at = cluster.address().to_owned();
+    cluster.coordinator.kill();
+    cluster.coordinator = Cluster::coordinator_at(&at);
+    until("the server is back", || slices(&cluster).is_some()).await;
+    assert_eq!(slices(&cluster), Some((true, 0)));
+
+    assert!(zsctl(&cluster, &["uncordon", &address]).status.success());
+    let spread = JobSpec { min_servers: 2, ..spec("second", 1) };
+    connect(&at).await.create_job(&spread).await.unwrap();
+    until("it has slices", || slices(&cluster).is_some_and(|(cordoned, of)| !cordoned && of > 0))
+        .await;
+    let unknown = zsctl(&cluster, &["cordon", "nowhere:1"]);
+    assert!(stderr(&unknown).contains("nowhere:1"), "{unknown:?}");
+}
+
+/// Makes a step, again if the servers of the job have changed meanwhile.
+async fn step(job: &Job, step: u64) {
+    loop {
+        match training::step(job, step).await {
+            Ok(_) => return,
+            Err(Error::StepAborted { .. }) => {}
+            Err(Error::StepMismatch { .. }) => {
+                training::commit(job, step, Commit::default()).await.unwrap();
+                return;
+            }
+            Err(error) => panic!("step {step}: {error}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_drained_server_can_be_stopped_and_changes_no_bit() {
+    const STEPS: u64 = 8;
+    let spec = |name: &str, replicas| {
+        let tensors = synthetic::kinds_and_large(&adamw());
+        JobSpec { replicas, min_servers: 3, ..job(name, 2, adamw(), tensors) }
+    };
+    let mut cluster = Cluster::start(3);
+    let calm = Training { steps: STEPS, ..Training::new(spec("calm", 1)) };
+    let expected = calm.run(cluster.address()).await.unwrap().hash;
+    assert!(zsctl(&cluster, &["delete", "calm", "--yes"]).status.success());
+
+    let jobs = start(cluster.address(), &spec("drained", 2)).await;
+    let both = async |number| tokio::join!(step(&jobs[0], number), step(&jobs[1], number));
+    both(0).await;
+    let drained = cluster.shards.remove(0);
+    let address = drained.address().to_owned();
+    let drain = zsctl(&cluster, &["drain", &address, "--json"]);
+    assert!(drain.status.success(), "{drain:?}");
+    assert_eq!(lines(&drain)[0]["event"], "drained");
+    for number in 1..4 {
+        both(number).await;
+    }
+    crate::replicas::until_redundant(&cluster.coordinator, "drained").await;
+    let shown = lines(&zsctl(&cluster, &["status", "--json"]));
+    let server = shown.iter().find(|line| line["address"] == address.as_str()).unwrap();
+    assert_eq!((&server["cordoned"], &server["slices"]), (&true.into(), &0.into()));
+    let epoch = jobs[0].epoch();
+    assert!(drained.stop().success());
+    for number in 4..STEPS {
+        both(number).await;
+    }
+    assert_eq!(jobs[0].epoch(), epoch, "no job has noticed the end of the server");
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+
+    // The two servers that are left have to keep their slices.
+    let refused = zsctl(&cluster, &["drain", cluster.shards[0].address()]);
+    assert_eq!(refused.status.code(), Some(1));
+    let said = stderr(&refused);
+    assert!(said.contains("\"drained\"") && said.contains("2 other servers"), "{said}");
+}
+
+#[tokio::test]
+async fn a_job_without_replicas_keeps_a_server_until_it_may_return_to_its_checkpoint() {
+    let cluster = Cluster::start(2);
+    let directory = directory();
+    let checkpoints = Some(policy(directory.path(), 2));
+    let spec = JobSpec { checkpoints, min_servers: 2, ..spec("saved", 1) };
+    let rank = start(cluster.address(), &spec).await.remove(0);
+    for number in 0..2 {
+        training::step(&rank, number).await.unwrap();
+    }
+    until_saved(directory.path(), "saved", 2).await;
+    let before = rank.state_hash(2).await.unwrap();
+    let address = cluster.shards[0].address();
+    let refused = zsctl(&cluster, &["drain", address]);
+    assert_eq!(refused.status.code(), Some(1));
+    let said = stderr(&refused);
+    assert!(said.contains("\"saved\"") && said.contains("--restore"), "{said}");
+
+    let drain = zsctl(&cluster, &["drain", address, "--restore", "--within", "60"]);
+    assert!(drain.status.success(), "{drain:?}");
+    let moved = training::step(&rank, 2).await;
+    assert!(matches!(moved, Err(Error::RolledBack { version: 2, .. })), "{moved:?}");
+    assert_eq!(rank.state_hash(2).await.unwrap(), before);
+    assert!(training::step(&rank, 2).await.unwrap().applied);
+}
+
+#[tokio::test]
+async fn an_evicted_rank_has_lost_its_lease_and_another_worker_takes_it() {
+    let cluster = Cluster::start(1);
+    let jobs = start(cluster.address(), &spec("hangs", 2)).await;
+    let evict = async {
+        crate::until_commits_wait(&cluster, 1).await;
+        let evicted = zsctl(&cluster, &["evict", "hangs", "1", "--json"]);
+        assert!(evicted.status.success(), "{evicted:?}");
+    };
+    let (aborted, ()) = tokio::join!(training::step(&jobs[0], 0), evict);
+    let Err(Error::StepAborted { cause, .. }) = aborted else { panic!("{aborted:?}") };
+    assert!(cause.contains("rank 1 was evicted"), "{cause}");
+    let late = training::step(&jobs[1], 0).await;
+    assert!(matches!(late, Err(Error::LeaseLost { rank: 1, .. })), "{late:?}");
+    let next = connect(cluster.address()).await.join("hangs", 1).await.unwrap();
+    let (one, other) = tokio::join!(training::step(&jobs[0], 0), training::step(&next, 0));
+    assert_eq!(one.unwrap(), other.unwrap());
+    let nobody = zsctl(&cluster, &["evict", "hangs", "7"]);
+    assert!(stderr(&nobody).contains('7'), "{nobody:?}");
+}
+
+#[tokio::test]
+async fn doctor_measures_each_server_and_names_an_address_that_cannot_be_reached() {
+    let mut cluster = Cluster::start(2);
+    let checked = zsctl(&cluster, &["doctor", "--bytes", "1000000", "--json"]);
+    assert!(checked.status.success(), "{checked:?}");
+    let findings = lines(&checked);
+    assert_eq!(findings.len(), 3);
+    for shard in &cluster.shards {
+        let found = findings.iter().find(|of| of["address"] == shard.address()).unwrap();
+        assert!(found["bytes_per_second"].as_f64().unwrap() > 0.0, "{found}");
+        assert!(found["clock_ahead_ms"].as_i64().unwrap().abs() < 2000, "{found}");
+        assert_eq!(found["version"], env!("CARGO_PKG_VERSION"));
+    }
+    let nowhere = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let flags = ["--advertise", &nowhere.to_string()];
+    cluster.shards.push(Cluster::shard(cluster.address(), &flags));
+    let is_there = || {
+        let text = stdout(&zsctl(&cluster, &["status"]));
+        text.contains(&nowhere.to_string())
+    };
+    until("the server has registered", is_there).await;
+    let checked = zsctl(&cluster, &["doctor", "--bytes", "1000"]);
+    assert_eq!(checked.status.code(), Some(PROBLEM));
+    let said = stdout(&checked);
+    assert!(said.contains(&format!("shard {nowhere}: it cannot be reached")), "{said}");
+    // A coordinator that does not answer is a finding as well.
+    let checked = run("zsctl", &["--address", &nowhere.to_string(), "--timeout", "1", "doctor"]);
+    assert_eq!(checked.status.code(), Some(PROBLEM));
+}
+
+#[tokio::test]
+async fn top_prints_once_without_a_terminal() {
+    let cluster = Cluster::start(1);
+    let jobs = start(cluster.address(), &spec("fast", 1)).await;
+    let train = async {
+        // More steps than `top` can see.
+        for step in 0..10_000 {
+            if training::step(&jobs[0], step).await.is_err() {
+                return;
+            }
+        }
+    };
+    let top = async {
+        let address = cluster.address().to_owned();
+        let top = move || run("zsctl", &["--address", &address, "top", "--json"]);
+        let output = tokio::task::spawn_blocking(top).await.unwrap();
+        assert!(output.status.success(), "{output:?}");
+        lines(&output)
+    };
+    let shown = tokio::select! { shown = top => shown, () = train => panic!("it never ended") };
+    let of = |event: &str| shown.iter().find(|line| line["event"] == event).unwrap();
+    assert!(of("job")["steps_per_second"].as_f64().unwrap() > 0.0, "{shown:?}");
+    assert!(of("job")["received_bytes_per_second"].as_f64().unwrap() > 0.0, "{shown:?}");
+    assert!(of("server")["memory_bytes"].as_u64().unwrap() > 0, "{shown:?}");
+}
