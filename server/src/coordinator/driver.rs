@@ -160,11 +160,6 @@ impl Driver {
         self.started.elapsed()
     }
 
-    /// The time on the clock of the state.
-    pub(super) fn now(&self) -> Now {
-        self.started.elapsed()
-    }
-
     /// Whether this coordinator is still the leader. It stays the leader while it shuts down.
     pub(super) fn is_leader(&self) -> bool {
         self.leadership.is_valid()
