@@ -1,6 +1,7 @@
 //! The credentials that a server accepts, and what their holders may do.
 
 use std::{
+    collections::HashMap,
     fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -9,6 +10,8 @@ use std::{
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
 use zeroshard_proto::{Error, Result, Role, Token, Tokens, token::Bearer};
+
+use crate::quota::{Holder, Rate};
 
 /// The time after which a change of the file of tokens is noticed.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(5);
@@ -114,6 +117,20 @@ impl Accepted {
     }
 }
 
+impl Accepted {
+    /// Counts a call whose caller was accepted. Returns the limits of its token, if it has some,
+    /// and how long the call must wait.
+    ///
+    /// # Errors
+    /// [`Error::LimitExceeded`].
+    pub(crate) fn admit(&self, headers: &HeaderMap) -> Result<Option<(Holder, Duration)>> {
+        let Self::Listed(file) = self else { return Ok(None) };
+        headers.get(AUTHORIZATION).map_or(Ok(None), |value| {
+            file.admit(value.as_bytes().strip_prefix(b"Bearer ").unwrap_or_default())
+        })
+    }
+}
+
 /// The file of tokens, which is read again when it has changed.
 #[derive(Debug)]
 pub(crate) struct TokenFile {
@@ -126,6 +143,8 @@ struct State {
     tokens: Tokens,
     version: Version,
     checked: Instant,
+    /// The calls with the tokens that have a limit of them.
+    rates: HashMap<[u8; 32], Rate>,
 }
 
 /// Differs when the file has changed.
@@ -134,7 +153,7 @@ type Version = (Option<SystemTime>, u64);
 impl TokenFile {
     fn open(path: &Path) -> Result<Self> {
         let (tokens, version) = read(path)?;
-        let state = State { tokens, version, checked: Instant::now() };
+        let state = State { tokens, version, checked: Instant::now(), rates: HashMap::new() };
         Ok(Self { path: path.to_owned(), state: Mutex::new(state) })
     }
 
@@ -146,6 +165,21 @@ impl TokenFile {
             state.reload(&self.path);
         }
         state.tokens.role(token).cloned()
+    }
+
+    fn admit(&self, token: &[u8]) -> Result<Option<(Holder, Duration)>> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let State { tokens, rates, .. } = &mut *state;
+        let Some((hash, (role, quota))) = tokens.holder(token) else { return Ok(None) };
+        let holder = Holder { role: role.clone(), quota: *quota };
+        let wait = match quota.requests {
+            None => Duration::ZERO,
+            Some(requests) => {
+                let rate = rates.entry(*hash).or_default();
+                rate.admit(requests, role, Instant::now())?
+            }
+        };
+        Ok(Some((holder, wait)))
     }
 }
 
@@ -159,6 +193,7 @@ impl State {
             Ok((tokens, version)) => {
                 tracing::info!(file = %path.display(), "the file of tokens has changed");
                 (self.tokens, self.version) = (tokens, version);
+                self.rates.clear();
             }
             Err(error) => {
                 tracing::warn!(%error, "the tokens before remain valid");

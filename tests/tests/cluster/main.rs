@@ -23,6 +23,7 @@ mod norms;
 mod operations;
 mod phases;
 mod plan;
+mod quotas;
 mod reads;
 mod refusals;
 mod replicas;
