@@ -3,7 +3,7 @@
 
 use std::{collections::HashMap, fmt, str::FromStr};
 
-use crate::{Error, Result, Token};
+use crate::{Error, Result, Token, quota::Quota};
 
 /// The maximum number of tokens of a cluster.
 const MAX_TOKENS: usize = 100_000;
@@ -100,9 +100,9 @@ impl FromStr for Role {
     }
 }
 
-/// The tokens of a cluster, of which only hashes are known, and their roles.
+/// The tokens of a cluster, of which only hashes are known, their roles and limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Tokens(HashMap<[u8; 32], Role>);
+pub struct Tokens(HashMap<[u8; 32], (Role, Quota)>);
 
 impl Tokens {
     /// The line of a token in the file of tokens. Tokens have so much randomness that a hash does
@@ -112,7 +112,8 @@ impl Tokens {
         format!("{role} {HASH}{}", hash.to_hex())
     }
 
-    /// Parses the lines of a file: a role, a hash, and perhaps a comment, separated by spaces.
+    /// Parses the lines of a file: a role, a hash, and perhaps limits and a comment, separated by
+    /// spaces. A comment begins with `#`, or with a word that is no limit.
     /// Empty lines and lines that begin with `#` are ignored.
     ///
     /// # Errors
@@ -134,7 +135,13 @@ impl Tokens {
                 let expected = "followed by a hash that `zsctl token new` has printed";
                 Error::invalid(what(), format!("role {role} without a hash"), expected)
             })?;
-            if tokens.insert(*hash.as_bytes(), role).is_some() {
+            let mut quota = Quota::default();
+            for word in words {
+                if word.starts_with('#') || !quota.read(word, what)? {
+                    break;
+                }
+            }
+            if tokens.insert(*hash.as_bytes(), (role, quota)).is_some() {
                 return Err(Error::invalid(what(), "a hash for the second time", "new"));
             }
         }
@@ -147,7 +154,12 @@ impl Tokens {
 
     /// The role of a token.
     pub fn role(&self, token: &[u8]) -> Option<&Role> {
-        self.0.get(blake3::hash(token).as_bytes())
+        self.holder(token).map(|(_, (role, _))| role)
+    }
+
+    /// The hash, the role and the limits of a token.
+    pub fn holder(&self, token: &[u8]) -> Option<(&[u8; 32], &(Role, Quota))> {
+        self.0.get_key_value(blake3::hash(token).as_bytes())
     }
 }
 
@@ -208,6 +220,21 @@ mod tests {
         assert_eq!(parsed.role(b"two"), Some(&role("job:demo")));
         assert_eq!(parsed.role(b"three"), None);
         assert!(!lines.join("").contains("one "));
+    }
+
+    #[test]
+    fn limits_follow_the_hash_and_a_comment_follows_them() {
+        let token = Token::from("one".to_owned());
+        let line = Tokens::line(&Role::Admin, &token);
+        let quota = |rest: &str| {
+            let tokens = Tokens::parse(&format!("{line} {rest}"))?;
+            Ok::<_, Error>(tokens.holder(b"one").unwrap().1.1)
+        };
+        let four = Quota { jobs: Some(4), ..Quota::default() };
+        assert_eq!(quota("jobs=4 weight=2 # jobs=5"), Ok(Quota { weight: 2, ..four }));
+        assert_eq!(quota("jobs=4 the laptop of x=y"), Ok(four));
+        assert_eq!(quota("the laptop"), Ok(Quota::default()));
+        assert!(matches!(quota("job=4"), Err(Error::Invalid { .. })));
     }
 
     #[test]

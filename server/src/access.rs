@@ -1,6 +1,12 @@
 //! The credentials that a server accepts, and what their holders may do.
 
-use std::{fs, path::Path, sync::Arc};
+use std::{
+    collections::HashMap,
+    fs,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
 use zeroshard_proto::{
@@ -8,6 +14,8 @@ use zeroshard_proto::{
 };
 
 use crate::config::Common;
+
+use crate::quota::{Holder, Rate};
 
 /// The maximum size of the file of tokens.
 const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -98,7 +106,7 @@ enum AcceptedTokens {
     /// The token of the cluster.
     Shared(Bearer),
     /// One of the tokens in a file.
-    Listed(Arc<Reloaded<Tokens>>),
+    Listed(Arc<Listed>),
 }
 
 impl Accepted {
@@ -109,14 +117,7 @@ impl Accepted {
     pub(crate) fn new(common: &Common) -> Result<Self> {
         let is_encrypted = common.tls_cert.is_some();
         let tokens = match (common.tokens.clone(), Bearer::new(&common.token)?) {
-            (Some(file), _) => {
-                let load = {
-                    let file = file.clone();
-                    move || read(&file)
-                };
-                let listed = Reloaded::open("the tokens", vec![file], load)?;
-                AcceptedTokens::Listed(Arc::new(listed))
-            }
+            (Some(file), _) => AcceptedTokens::Listed(Arc::new(Listed::open(&file)?)),
             (None, Some(bearer)) => AcceptedTokens::Shared(bearer),
             (None, None) if is_encrypted && !common.insecure => AcceptedTokens::None,
             (None, None) => AcceptedTokens::Everyone,
@@ -149,13 +150,77 @@ impl Accepted {
             AcceptedTokens::Everyone => Ok(Caller::Trusted),
             AcceptedTokens::None => Err(refuse("no certificate with a role")),
             AcceptedTokens::Shared(bearer) => bearer.check(headers).map(|()| Caller::Trusted),
-            AcceptedTokens::Listed(tokens) => {
-                let value = headers.get(AUTHORIZATION).ok_or_else(|| refuse("no token"))?;
-                let token = value.as_bytes().strip_prefix(b"Bearer ").unwrap_or_default();
-                let role = tokens.get().role(token).cloned();
+            AcceptedTokens::Listed(_) if !headers.contains_key(AUTHORIZATION) => {
+                Err(refuse("no token"))
+            }
+            AcceptedTokens::Listed(listed) => {
+                let role = listed.tokens.get().role(token_in(headers)).cloned();
                 Ok(Caller::Holder(role.ok_or_else(|| refuse("an unknown token"))?))
             }
         }
+    }
+
+    /// Counts a call whose caller was accepted. Returns the limits of its token, if it has some,
+    /// and how long the call must wait. A caller with a role in its certificate has no limits.
+    ///
+    /// # Errors
+    /// [`Error::LimitExceeded`].
+    pub(crate) fn admit(
+        &self,
+        headers: &HeaderMap,
+        security: &Security,
+    ) -> Result<Option<(Holder, Duration)>> {
+        match (&self.tokens, security) {
+            (_, Security::Encrypted { role: Some(_) }) => Ok(None),
+            (AcceptedTokens::Listed(listed), _) => listed.admit(token_in(headers)),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// The token in the headers of a call.
+fn token_in(headers: &HeaderMap) -> &[u8] {
+    let value = headers.get(AUTHORIZATION).map(|value| value.as_bytes());
+    value.and_then(|value| value.strip_prefix(b"Bearer ")).unwrap_or_default()
+}
+
+/// The tokens in a file, and the calls with those that have a limit of them.
+#[derive(Debug)]
+struct Listed {
+    tokens: Reloaded<Tokens>,
+    rates: Mutex<Rates>,
+}
+
+#[derive(Debug)]
+struct Rates {
+    of: Arc<Tokens>,
+    by_hash: HashMap<[u8; 32], Rate>,
+}
+
+impl Listed {
+    fn open(file: &Path) -> Result<Self> {
+        let load = {
+            let file = file.to_owned();
+            move || read(&file)
+        };
+        let tokens = Reloaded::open("the tokens", vec![file.to_owned()], load)?;
+        let rates = Rates { of: tokens.get(), by_hash: HashMap::new() };
+        Ok(Self { tokens, rates: Mutex::new(rates) })
+    }
+
+    fn admit(&self, token: &[u8]) -> Result<Option<(Holder, Duration)>> {
+        let tokens = self.tokens.get();
+        let Some((hash, (role, quota))) = tokens.holder(token) else { return Ok(None) };
+        let holder = Holder { role: role.clone(), quota: *quota };
+        let Some(requests) = quota.requests else { return Ok(Some((holder, Duration::ZERO))) };
+        // The state is consistent after a panic, because each change is a single assignment.
+        let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
+        if !Arc::ptr_eq(&rates.of, &tokens) {
+            *rates = Rates { of: tokens.clone(), by_hash: HashMap::new() };
+        }
+        let rate = rates.by_hash.entry(*hash).or_default();
+        let wait = rate.admit(requests, role, Instant::now())?;
+        Ok(Some((holder, wait)))
     }
 }
 

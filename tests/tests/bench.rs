@@ -222,6 +222,21 @@ fn recovery_measures_the_time_from_a_death_to_the_next_step_and_to_all_replicas(
     assert!(seconds(1) < seconds(2) && seconds(2) < seconds(4), "{lines:?}");
 }
 
+#[test]
+fn neighbours_compares_the_steps_of_others_beside_each_manner_with_those_before_and_after() {
+    let case = ["neighbours", "--jobs", "2", "--tensors", "2", "--numel", "1000"];
+    let length = ["--large", "100000", "--seconds", "1", "--rounds", "1"];
+    let lines = bench(&[&case[..], &length].concat(), &["steps", "seconds", "p90_seconds"]);
+    let manners: Vec<_> = lines.iter().map(|line| line["manner"].as_str().unwrap()).collect();
+    let expected = ["well-behaved", "slow-reader", "huge-tensors", "job-storm", "large-job"];
+    assert_eq!(manners, expected);
+    for (line, field) in
+        lines[1..].iter().flat_map(|line| ["ratio_median", "ratio_p90"].map(|f| (line, f)))
+    {
+        assert!(line[field].as_f64().is_some_and(|ratio| ratio > 0.0), "{field} in {line}");
+    }
+}
+
 /// A fake interpreter that imports everything except DeepSpeed, and reports the same result for all
 /// systems.
 const STUB: &str = r#"#!/bin/sh

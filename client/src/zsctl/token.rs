@@ -1,9 +1,15 @@
 //! `zsctl token`: tokens with roles.
 
-use clap::Subcommand;
+use std::num::NonZero;
+
+use clap::{Args, Subcommand};
 use serde_json::json;
 use zeroshard_client::Result;
-use zeroshard_proto::{Role, Token, Tokens};
+use zeroshard_proto::{
+    Error, Role, Token, Tokens,
+    quota::{Quota, WEIGHTS},
+    size,
+};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -13,7 +19,34 @@ pub(crate) enum Command {
         /// Role of the token: server (register a shard server), admin (all jobs), job:NAME (create,
         /// train and delete this job) or job:NAME:read
         role: Role,
+        #[command(flatten)]
+        limits: Limits,
     },
+}
+
+/// The limits of a token, which servers enforce.
+#[derive(Debug, Args)]
+pub(crate) struct Limits {
+    /// Bytes that the jobs of the token may need on all servers together, such as 8GiB
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    memory: Option<u64>,
+    /// Number of jobs that the token may have
+    #[arg(long, value_name = "N")]
+    jobs: Option<u32>,
+    /// Calls to each server per second. Further ones wait up to a second, and then are refused
+    #[arg(long, value_name = "N")]
+    requests: Option<NonZero<u32>>,
+    /// Weight of each job of the token when jobs compete for the time of a server
+    #[arg(long, value_name = "WEIGHT", default_value_t = 1, value_parser = weight())]
+    weight: u32,
+}
+
+fn bytes(text: &str) -> std::result::Result<u64, &'static str> {
+    size::parse(text).ok_or(size::EXPECTED)
+}
+
+fn weight() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(i64::from(*WEIGHTS.start())..=i64::from(*WEIGHTS.end()))
 }
 
 /// Runs a command, which needs no cluster.
@@ -22,9 +55,11 @@ pub(crate) enum Command {
 /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
 #[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) fn run(command: &Command, json: bool) -> Result<()> {
-    let Command::New { role } = command;
+    let Command::New { role, limits: Limits { memory, jobs, requests, weight } } = command;
+    let quota = Quota { memory: *memory, jobs: *jobs, requests: *requests, weight: *weight };
     let token = Token::random()?;
-    let (line, text) = (Tokens::line(role, &token), token.reveal().unwrap_or_default());
+    let line = format!("{} {quota}", Tokens::line(role, &token));
+    let (line, text) = (line.trim_end(), token.reveal().unwrap_or_default());
     if json {
         println!("{}", json!({"event": "token", "token": text, "line": line}));
     } else {

@@ -20,6 +20,10 @@ unsafe impl Zeroable for Line {}
 // SAFETY: as above.
 unsafe impl Pod for Line {}
 
+/// The bytes of which the kernel provides the pages at once. Meanwhile the process can map no other
+/// memory, so that calls of other jobs would wait.
+const POPULATED: usize = 1 << 20;
+
 /// The address space that must be left after an allocation, for the connections and calls of all
 /// jobs: where these find no memory, the process ends.
 const HEADROOM: usize = 64 << 20;
@@ -64,8 +68,12 @@ impl Memory {
     /// took ten times as long as the others.
     pub(crate) fn populate(&mut self, range: Range<usize>) {
         if let Storage::Mapped(map) = &self.storage {
-            // Linux before 5.14 does not know the advice, and provides pages when they are used.
-            let _ = map.advise_range(Advice::PopulateWrite, range.start, range.len());
+            for start in range.clone().step_by(POPULATED) {
+                let length = POPULATED.min(range.end - start);
+                // Linux before 5.14 does not know the advice, and provides pages when they are
+                // used.
+                let _ = map.advise_range(Advice::PopulateWrite, start, length);
+            }
         }
     }
 

@@ -8,6 +8,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use zeroshard_proto::size;
 
 /// The error for an invalid address or size.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -302,29 +303,18 @@ impl fmt::Display for Etcd {
 #[serde(try_from = "String", into = "String")]
 pub struct Size(pub u64);
 
-/// The units of sizes, the largest first.
-const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-
 impl FromStr for Size {
     type Err = Malformed;
 
     fn from_str(text: &str) -> Result<Self, Malformed> {
-        let expected = "a number of bytes, such as 1500000, 512MiB or 8GiB";
-        let unit = UNITS.iter().find(|(unit, _)| text.ends_with(unit));
-        let (unit, bits) = unit.copied().unwrap_or_default();
-        let number = text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
-        let bytes = number.and_then(|number| number.checked_mul(1 << bits));
-        bytes.map(Self).ok_or_else(|| Malformed { found: text.to_owned(), expected })
+        let malformed = || Malformed { found: text.to_owned(), expected: size::EXPECTED };
+        size::parse(text).map(Self).ok_or_else(malformed)
     }
 }
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let whole = |&&(_, bits): &&(&str, u32)| self.0 > 0 && self.0.is_multiple_of(1 << bits);
-        match UNITS.iter().find(whole) {
-            Some((unit, bits)) => write!(f, "{}{unit}", self.0 >> bits),
-            None => self.0.fmt(f),
-        }
+        f.write_str(&size::format(self.0))
     }
 }
 

@@ -16,8 +16,9 @@ use super::{
     events::ServerId,
     jobs::Plan,
     placement::{Zones, place_within},
+    state::{Job, Phase},
 };
-use crate::listing::some_of;
+use crate::{listing::some_of, quota::Holder};
 
 /// The bytes that a job needs of each server.
 pub(crate) type Loads = BTreeMap<ServerId, Required>;
@@ -119,6 +120,15 @@ impl Plan {
     }
 }
 
+/// The bytes that a job needs on all servers.
+fn required(job: &Job) -> u64 {
+    match (&job.phase, job.phase.loads()) {
+        (_, Some(loads)) => loads.values().map(|load| load.bytes).fold(0, u64::saturating_add),
+        (Phase::Failed { .. }, None) => 0,
+        (_, None) => job.spec.required_with_replicas().bytes,
+    }
+}
+
 impl Cluster {
     /// The room of the connected servers.
     pub(super) fn rooms(&self) -> Rooms {
@@ -159,5 +169,33 @@ impl Cluster {
             remedy: "delete jobs that are not needed any more; `zsctl status` lists them"
                 .to_owned(),
         })
+    }
+
+    /// Checks that the token of a call may have the job `name`, beside the other jobs that its role
+    /// opens. These are known from their names, so that a new coordinator knows them as well.
+    ///
+    /// # Errors
+    /// [`Error::LimitExceeded`].
+    pub(super) fn check_quota(&self, name: &str, quota: Option<&(Holder, u64)>) -> Result<()> {
+        let Some((Holder { role, quota }, bytes)) = quota else { return Ok(()) };
+        let own = || self.jobs.iter().filter(|(name, _)| role.may_train(name));
+        let refuse = |what: String, limit: u64, remedy: &str| {
+            let remedy = format!("{remedy}, or ask the operator of the cluster for a higher limit");
+            Err(Error::LimitExceeded { what, limit, remedy })
+        };
+        if let Some(limit) = quota.jobs.filter(|&limit| own().count() >= limit as usize) {
+            let what = format!("jobs of role {role} (`jobs` in the file of tokens)");
+            return refuse(what, limit.into(), "delete jobs that are not needed any more");
+        }
+        let Some(limit) = quota.memory else { return Ok(()) };
+        let used = own().map(|(_, job)| required(job)).fold(0, u64::saturating_add);
+        if used.saturating_add(*bytes) <= limit {
+            return Ok(());
+        }
+        let what = format!(
+            "bytes of memory of the jobs of role {role} (`memory` in the file of tokens), of which \
+             {used} are used and job {name:?} needs {bytes} more"
+        );
+        refuse(what, limit, "make the job smaller or delete another one")
     }
 }

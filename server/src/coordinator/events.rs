@@ -25,7 +25,7 @@ use super::{
     succession::Source,
     user_data::{RankData, UserData},
 };
-use crate::attempt::Attempt;
+use crate::{attempt::Attempt, metrics::Waits, quota::Holder};
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
@@ -228,6 +228,8 @@ pub(crate) struct Create {
     pub(crate) succession: Option<Succession>,
     /// The checkpoint from which it starts, if it does. INVARIANT: not with `succession`.
     pub(crate) restore: Option<Restore>,
+    /// The limits of the token of the call, and the bytes that the job needs.
+    pub(crate) quota: Option<(Holder, u64)>,
 }
 
 /// A worker's request for a rank.

@@ -87,10 +87,11 @@ impl Cluster {
         create: Create,
         out: &mut Vec<Action>,
     ) {
-        let Create { spec, succession, restore } = create;
+        let Create { spec, succession, restore, quota } = create;
         let name = spec.name.clone();
         self.make_way_for_restored(&name, restore.as_ref(), out);
         let room = self.check_number_of_jobs();
+        let room = room.and_then(|()| self.check_quota(&name, quota.as_ref()));
         let Some(job) = self.jobs.get_mut(&name) else {
             if let Err(error) = room {
                 return out.push(Action::Answer(waiter.caller, Err(error)));

@@ -19,6 +19,7 @@ use super::{
 use crate::{
     attempt::Attempt,
     config::{Address, MAX_WAIT},
+    quota::Holder,
 };
 
 /// The maximum length of the address of a server or worker, in bytes: the longest DNS name, and a
@@ -155,7 +156,7 @@ fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
 
 /// The job that is to be created. Its cost grows with the request: call it on a thread that may
 /// block.
-pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
+pub(super) fn create(request: pb::CreateJobRequest, holder: Option<Holder>) -> Result<Create> {
     let pb::CreateJobRequest { spec, from, fresh_state, restore } = request;
     let succession = match from {
         Some(from) => Some(Succession { from: from.try_into()?, fresh_state }),
@@ -169,7 +170,9 @@ pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
         let found = format!("version of job {:?} beside `from`", restore.job);
         return Err(Error::invalid("restore", found, "absent in a request with `from`"));
     }
-    Ok(Create { spec: job_spec(spec)?, succession, restore })
+    let spec = job_spec(spec)?;
+    let quota = holder.map(|holder| (holder, spec.required_with_replicas().bytes));
+    Ok(Create { spec, succession, restore, quota })
 }
 
 fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {

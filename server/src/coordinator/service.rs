@@ -46,6 +46,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     ) -> Answer<pb::CreateJobResponse> {
         let (deadline, job_id) = (self.waits.of(&request), identity::random()?);
         let (caller, audited) = (Caller::of(request.extensions())?, Audited::of(&request));
+        let holder = request.extensions().get().cloned();
         let request = request.into_inner();
         let (spec, from) = (request.spec.as_ref(), request.from.as_ref());
         let name = spec.map_or("", |spec| &spec.name);
@@ -53,7 +54,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         caller.check_train(name)?;
         from.map_or(Ok(()), |from| caller.check_read(&from.job))?;
         request.restore.as_ref().map_or(Ok(()), |saved| caller.check_read(&saved.job))?;
-        let convert = move || Ok(Box::new(create(request)?));
+        let convert = move || Ok(Box::new(create(request, holder)?));
         let create = self.driver.failure.blocking("convert a job's spec", convert).await?;
         let wait = deadline.left();
         match self.driver.call(|caller| Event::Create { caller, job_id, create, wait }).await? {

@@ -1,11 +1,12 @@
-//! Accepts only calls that carry a token of the cluster or arrive on a connection with a
-//! certificate, and adds their caller to them.
+//! Accepts only calls that carry a token of the cluster, at the rate of the token, or arrive on a
+//! connection with a certificate, and adds their caller to them.
 //!
 //! A call without a token is answered at once, and its body is not read. Probes are accepted:
 //! they carry no secret, and the health service reveals none.
 
 use std::{
     future::{Ready, ready},
+    pin::Pin,
     task::{Context, Poll},
 };
 
@@ -13,11 +14,12 @@ use super::is_probe;
 use crate::{
     access::{Accepted, Caller},
     connection::Peer,
+    quota::Holder,
 };
-use futures_util::future::Either;
+use futures_util::{FutureExt, future::Either};
 use http::{Request, Response};
 use tonic::Status;
-use tower::{Layer, Service};
+use tower::{Layer, Service, ServiceExt};
 use zeroshard_proto::transport::tls::Security;
 
 /// Creates [`CheckToken`].
@@ -39,6 +41,9 @@ impl<S> Layer<S> for TokenLayer {
     }
 }
 
+/// A refusal, or a call that waits because others with its token came before.
+type Later<R, E> = Either<Ready<Result<R, E>>, Pin<Box<dyn Future<Output = Result<R, E>> + Send>>>;
+
 /// The wrapped service.
 #[derive(Clone, Debug)]
 pub struct CheckToken<S> {
@@ -48,12 +53,14 @@ pub struct CheckToken<S> {
 
 impl<S, In, Out> Service<Request<In>> for CheckToken<S>
 where
-    S: Service<Request<In>, Response = Response<Out>>,
+    S: Service<Request<In>, Response = Response<Out>> + Clone + Send + 'static,
+    S::Future: Send,
+    In: Send + 'static,
     Out: Default,
 {
     type Response = S::Response;
     type Error = S::Error;
-    type Future = Either<S::Future, Ready<Result<S::Response, S::Error>>>;
+    type Future = Either<S::Future, Later<S::Response, S::Error>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
@@ -65,19 +72,36 @@ where
         }
         let peer = request.extensions().get::<Peer>();
         let security = peer.map_or(Security::Plain, Peer::security);
-        match self.accepted.caller(request.headers(), security) {
-            Ok(caller) => {
-                request.extensions_mut().insert::<Caller>(caller);
-                Either::Left(self.inner.call(request))
+        let admitted = self.accepted.admit(request.headers(), &security);
+        let accepted = self.accepted.caller(request.headers(), security);
+        let (caller, admitted) = match accepted.and_then(|caller| Ok((caller, admitted?))) {
+            Ok(admitted) => admitted,
+            Err(error) => {
+                let refusal: Ready<_> = ready(Ok(Status::from(error).into_http()));
+                return Either::Right(Either::Left(refusal));
             }
-            Err(error) => Either::Right(ready(Ok(Status::from(error).into_http()))),
+        };
+        request.extensions_mut().insert::<Caller>(caller);
+        let Some((holder, wait)) = admitted else { return Either::Left(self.inner.call(request)) };
+        request.extensions_mut().insert::<Holder>(holder);
+        if wait.is_zero() {
+            return Either::Left(self.inner.call(request));
         }
+        let inner = self.inner.clone();
+        let later = async move {
+            tokio::time::sleep(wait).await;
+            inner.oneshot(request).await
+        };
+        Either::Right(Either::Right(later.boxed()))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{convert::Infallible, sync::Mutex};
+    use std::{
+        convert::Infallible,
+        sync::{Arc, Mutex},
+    };
 
     use tower::{ServiceExt, service_fn};
     use zeroshard_proto::{Error, Result, Token};
@@ -90,9 +114,10 @@ mod tests {
     /// Calls `path` with the header `authorization` in a cluster with `token`. Returns the
     /// response, and whether the call was accepted.
     async fn call(token: &str, path: &str, authorization: Option<&str>) -> Result<()> {
-        let reached = Mutex::new(false);
-        let inner = service_fn(|_: Request<()>| {
-            *reached.lock().unwrap() = true;
+        let reached = Arc::new(Mutex::new(false));
+        let set = reached.clone();
+        let inner = service_fn(move |_: Request<()>| {
+            *set.lock().unwrap() = true;
             ready(Ok::<_, Infallible>(Response::new(())))
         });
         let mut request = Request::builder().uri(path);

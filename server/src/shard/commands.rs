@@ -208,6 +208,7 @@ impl<B: Backend> Task<B> {
                 is_restored,
                 closed,
                 devices: store.devices.clone(),
+                shares: store.resources.shares(),
                 budget: store.budget.part(store.budget.limit() / 4 * 3),
                 events,
             })

@@ -23,7 +23,7 @@ use zeroshard_proto::{
 };
 
 use super::{pull, push, store::Store};
-use crate::{access::Caller, backend::Backend, connection::Peer};
+use crate::{access::Caller, backend::Backend, connection::Peer, quota::Holder};
 
 /// The maximum size of a `PullRequest` with its prefix, in bytes: about 100,000 extents.
 const MAX_PULL_REQUEST: usize = 4 << 20;
@@ -98,8 +98,10 @@ async fn answer_push<B: Backend>(
     request: Request<Body>,
 ) -> Result<pb::PushResponse> {
     let caller = Caller::of(request.extensions())?;
+    let weight = request.extensions().get::<Holder>().map(|holder| holder.quota.weight);
     let deadline = Deadline::of_call(request.headers());
-    push::push(store, &caller, request.into_body(), deadline).await
+    let caller = push::Pusher { caller, weight };
+    push::push(store, caller, request.into_body(), deadline).await
 }
 
 async fn answer_pull<B: Backend>(

@@ -29,6 +29,7 @@ use crate::simulation::{Safeguard, is_missing};
 use crate::{
     attempt::Attempt,
     backend::Backend,
+    fair::Shares,
     metrics::{self, HeldJob},
 };
 use allocation::{Allocation, check_placement};
@@ -61,6 +62,7 @@ pub(crate) struct Opening<B: Backend> {
     /// Cancelled when the job is closed, also while it is being opened.
     pub(crate) closed: CancellationToken,
     pub(crate) devices: Arc<[Device<B>]>,
+    pub(crate) shares: Shares,
     pub(crate) budget: Arc<Budget>,
     /// The events to the coordinator.
     pub(crate) events: Events,
@@ -86,6 +88,8 @@ pub(crate) struct Job<B: Backend> {
     origin: Origin,
     /// The devices of the server.
     devices: Arc<[Device<B>]>,
+    /// The parts of the server's time that the job may have.
+    pub(crate) shares: Shares,
     /// The parts of the devices' budgets that the slices take.
     spaces: Mutex<Vec<Space>>,
     /// The budget for the memory of early gradients.
@@ -151,6 +155,7 @@ impl<B: Backend> Job<B> {
             closed: &closed,
             slices: &slices,
             populates,
+            memory: &opening.shares.memory,
         };
         check_placement(&spec, &placement)?;
         let wanted = placement.slices_of(server).collect();
@@ -167,6 +172,7 @@ impl<B: Backend> Job<B> {
             served: AtomicU64::new(0),
             origin: opening.origin,
             devices,
+            shares: opening.shares,
             spaces: Mutex::new(spaces),
             budget: opening.budget,
             series: OnceLock::new(),

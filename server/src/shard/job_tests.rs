@@ -14,6 +14,7 @@ use zeroshard_proto::{
 use super::*;
 use crate::{
     backend::Cpu,
+    fair::Resources,
     shard::slice::Apply,
     tier::{
         Tiers,
@@ -79,6 +80,7 @@ impl Subject {
             is_restored: false,
             closed: CancellationToken::new(),
             devices: Arc::new([Device::new(Arc::new(Cpu::new()), tiers)]),
+            shares: Resources::new().shares(),
             budget: Budget::new(1 << 20),
             events,
         };
@@ -381,6 +383,7 @@ fn opening_stops_when_the_job_is_closed() {
         is_restored: false,
         closed,
         devices: Arc::new([Device::new(Arc::new(Cpu::new()), None)]),
+        shares: Resources::new().shares(),
         budget: Budget::new(0),
         events: Events::default(),
     });

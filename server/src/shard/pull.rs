@@ -299,6 +299,9 @@ impl<B: Backend> Pull<B> {
                 }
                 continue;
             }
+            let rest = self.wanted.front().expect("it is held").rest.len().min(self.chunk);
+            let bytes = (rest * self.dtype.size()) as u64;
+            let _turn = self.job.shares.network.turn(bytes).await;
             let wanted = self.wanted.front_mut().expect("it is held");
             let held = wanted.held.as_ref().expect("it is held");
             let end = wanted.rest.end.min(wanted.rest.start + self.chunk);

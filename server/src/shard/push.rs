@@ -25,13 +25,20 @@ use crate::{access::Caller, attempt::Attempt, backend::Backend, listing::some_of
 /// waited for longer could wait for itself.
 const PARKING_WAIT: Duration = Duration::from_millis(50);
 
+/// The sender of a push.
+pub(super) struct Pusher {
+    pub(super) caller: Caller,
+    /// The weight of the jobs of its token, if tokens have weights.
+    pub(super) weight: Option<u32>,
+}
+
 /// Receives one push; `deadline` is that of the call, if it has one.
 ///
 /// # Errors
 /// The first error of the push. Elements received before the error have been accepted.
 pub(super) async fn push<B, S>(
     store: &Store<B>,
-    caller: &Caller,
+    pusher: Pusher,
     body: S,
     deadline: Option<Deadline>,
 ) -> Result<pb::PushResponse>
@@ -50,9 +57,10 @@ where
         let what = "first message of a push";
         return Err(Error::invalid(what, "without `begin`", "a message with `begin`"));
     };
-    caller.check_train(&begin.job)?;
+    pusher.caller.check_train(&begin.job)?;
     let mut push = Push::open(store, begin, deadline)?;
     let job = push.job.clone();
+    pusher.weight.into_iter().for_each(|weight| job.shares.weigh(weight));
     let receive = async {
         push.wait_for_attempt().await?;
         push.note_absent().await?;
@@ -312,16 +320,12 @@ impl<'a, B: Backend> Push<'a, B> {
         let elements = (bytes.len() / dtype.size()) as u64;
         self.job.count(|series| series.received(bytes.len() as u64));
         let chunk = Chunk { rank: self.rank, offset: offset as usize, dtype, bytes };
-        let new = match self.what {
-            What::Start(upload) => self.job.upload(self.attempt, slice, upload, &chunk)?,
-            What::Replacement => self.job.replace(self.attempt, slice, &chunk)?,
-            What::Gradients => match self.job.contribute(self.attempt, slice, &chunk) {
-                Err(Error::ParkingFull { .. }) => {
-                    self.job.contribution(PARKING_WAIT).await;
-                    self.job.contribute(self.attempt, slice, &chunk)?
-                }
-                taken => taken?,
-            },
+        let new = match self.store_chunk(slice, &chunk).await {
+            Err(Error::ParkingFull { .. }) => {
+                self.job.contribution(PARKING_WAIT).await;
+                self.store_chunk(slice, &chunk).await?
+            }
+            stored => stored?,
         };
         self.next.offset += elements;
         self.counted.added += new;
@@ -329,6 +333,17 @@ impl<'a, B: Backend> Push<'a, B> {
         let duplicate = (elements - new) * dtype.size() as u64;
         self.job.count(|series| series.skipped(duplicate));
         Ok(())
+    }
+
+    /// Stores a chunk when the job has its turn. Returns the number of new elements.
+    async fn store_chunk(&self, slice: u32, chunk: &Chunk) -> Result<u64> {
+        let (job, attempt) = (&self.job, self.attempt);
+        let _turn = job.shares.network.turn(chunk.bytes.len() as u64).await;
+        match self.what {
+            What::Start(upload) => job.upload(attempt, slice, upload, chunk),
+            What::Replacement => job.replace(attempt, slice, chunk),
+            What::Gradients => job.contribute(attempt, slice, chunk),
+        }
     }
 }
 

@@ -11,7 +11,8 @@ use zeroshard_proto::{Deadline, Error, Result, pb};
 
 use super::{budget::Budget, device::Device, job::Job, stall::Readers};
 use crate::{
-    backend::Backend, config::MAX_WAIT, failure::Failure, memory::Budgets, metrics::Metrics,
+    backend::Backend, config::MAX_WAIT, failure::Failure, fair::Resources, memory::Budgets,
+    metrics::Metrics,
 };
 
 /// The limits on the resources of a caller.
@@ -31,6 +32,8 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) failure: Failure,
+    /// What jobs share by weight.
+    pub(crate) resources: Resources,
     pub(crate) budget: Arc<Budget>,
     /// The budget for the memory that pulls hold before they send it.
     pub(crate) held: Arc<Budget>,
@@ -54,6 +57,7 @@ impl<B: Backend> Store<B> {
     ) -> Self {
         let store = Self {
             devices: devices.into(),
+            resources: Resources::new(),
             budget: Budget::new(limits.budgets.parked),
             held: Budget::new(limits.budgets.held),
             pinned: Budget::new(limits.budgets.pinned),

@@ -27,8 +27,8 @@ use super::{
     test_jobs::job,
 };
 use crate::{
-    access::Caller, attempt::Attempt, backend::Cpu, failure::Failure, memory::Budgets,
-    metrics::Metrics,
+    access::Caller, attempt::Attempt, backend::Cpu, failure::Failure, fair::Resources,
+    memory::Budgets, metrics::Metrics,
 };
 
 const EPOCH: u64 = 1;
@@ -88,6 +88,7 @@ impl Subject {
             is_restored: false,
             closed: CancellationToken::new(),
             devices: store.devices.clone(),
+            shares: Resources::new().shares(),
             budget: store.budget.clone(),
             events,
         };
@@ -117,9 +118,8 @@ impl Subject {
         writer.extent(Extent { slice, offset, dtype: DType::F32 }, payload);
         writer.flush();
         let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
-        push::push(&self.store, &Caller::Trusted, Full::new(frames.freeze()), None)
-            .await
-            .map(|_| ())
+        let pusher = push::Pusher { caller: Caller::Trusted, weight: None };
+        push::push(&self.store, pusher, Full::new(frames.freeze()), None).await.map(|_| ())
     }
 
     /// The next message from the server to the coordinator, except about leases.

@@ -26,6 +26,7 @@ use crate::{
         events::{About, Event, Now},
         held::Held,
     },
+    fair::Resources,
     shard::{
         budget::Budget,
         commands::{Command, execute},
@@ -172,6 +173,7 @@ impl ShardServer {
             is_restored: false,
             closed: CancellationToken::new(),
             devices: Arc::new([Device::new(Arc::new(Cpu::new()), None)]),
+            shares: Resources::new().shares(),
             budget: Budget::new(1 << 20),
             events: self.events.clone(),
         })?;

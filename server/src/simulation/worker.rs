@@ -315,7 +315,7 @@ impl World {
                 let version = RestoreVersion::LatestIfAny;
                 let restore = Restore { url: URL.to_owned(), job: JOB.to_owned(), version };
                 let restore = spec.checkpoints.is_some().then_some(restore);
-                let create = Create { spec, succession: None, restore };
+                let create = Create { spec, succession: None, restore, quota: None };
                 Event::Create { caller, job_id: random, create: Box::new(create), wait: WAIT }
             });
         }

@@ -3,6 +3,7 @@
 
 mod checkpoint;
 mod kernels;
+mod neighbours;
 mod optimizer;
 mod recovery;
 mod sample;
@@ -36,12 +37,15 @@ enum Bench {
     Step(step::Options),
     Checkpoint(checkpoint::Options),
     Recovery(recovery::Options),
+    Neighbours(neighbours::Options),
     Tiers(tiers::Options),
     Torch(torch::Options),
     #[command(hide = true)]
     StepWorker(step::WorkerOptions),
     #[command(hide = true)]
     ServeRaw(transfer::RawOptions),
+    #[command(hide = true)]
+    NeighboursWorker(neighbours::WorkerOptions),
     #[command(hide = true)]
     ServePlain,
 }
@@ -55,10 +59,12 @@ fn main() -> std::process::ExitCode {
         Bench::Step(options) => step::run(&options, json),
         Bench::Checkpoint(options) => checkpoint::run(&options, json),
         Bench::Recovery(options) => recovery::run(&options, json),
+        Bench::Neighbours(options) => neighbours::run(&options, json),
         Bench::Tiers(options) => tiers::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
         Bench::StepWorker(options) => step::run_worker(&options),
         Bench::ServeRaw(options) => transfer::serve_raw(&options),
+        Bench::NeighboursWorker(options) => neighbours::run_worker(&options),
         Bench::ServePlain => transfer::serve_plain(),
     };
     match result {

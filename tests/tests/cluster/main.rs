@@ -25,6 +25,7 @@ mod operations;
 mod operators;
 mod phases;
 mod plan;
+mod quotas;
 mod reads;
 mod refusals;
 mod replicas;

@@ -5,7 +5,7 @@ use std::path::Path;
 use futures_util::stream;
 use serde_json::Value;
 use tempfile::TempDir;
-use zeroshard_client::{Cluster as Client, CreateJob, Error, Options, Result};
+use zeroshard_client::{Cluster as Client, CreateJob, Error, Job, Options, Result};
 use zeroshard_proto::{
     JobSpec, JobVersion, Token,
     pb::{
@@ -19,7 +19,7 @@ use zeroshard_tests::{Cluster, Process, Training, run, stock, synthetic, trainin
 use crate::{adamw, job, options, until};
 
 /// A cluster, and the tokens of its file by role.
-struct Guarded {
+pub(crate) struct Guarded {
     cluster: Cluster,
     directory: TempDir,
     tokens: Vec<(String, String)>,
@@ -27,7 +27,12 @@ struct Guarded {
 
 /// A new token and its line in the file, from `zsctl`.
 pub(crate) fn new_token(role: &str) -> (String, String) {
-    let output = run("zsctl", &["--json", "token", "new", role]);
+    new_token_with(role, &[])
+}
+
+/// A new token with limits, and its line in the file.
+pub(crate) fn new_token_with(role: &str, limits: &[&str]) -> (String, String) {
+    let output = run("zsctl", &[&["--json", "token", "new", role], limits].concat());
     let made: Value = serde_json::from_slice(&output.stdout).unwrap();
     let text = |key: &str| made[key].as_str().unwrap().to_owned();
     (text("token"), text("line"))
@@ -35,12 +40,18 @@ pub(crate) fn new_token(role: &str) -> (String, String) {
 
 impl Guarded {
     fn start(roles: &[&str]) -> Self {
+        Self::start_with(roles.iter().map(|role| (*role, new_token(role))))
+    }
+
+    /// A cluster with these tokens, of which one is that of a server.
+    pub(crate) fn start_with<'a>(
+        with: impl IntoIterator<Item = (&'a str, (String, String))>,
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (mut tokens, mut lines) = (Vec::new(), String::new());
-        for role in roles {
-            let (token, line) = new_token(role);
+        for (role, (token, line)) in with {
             lines += &format!("{line}\n");
-            tokens.push(((*role).to_owned(), token));
+            tokens.push((role.to_owned(), token));
         }
         let file = directory.path().join("tokens");
         std::fs::write(&file, lines).unwrap();
@@ -77,8 +88,18 @@ impl Guarded {
         Connection::lazy(address, &Credentials::new(&token, None).unwrap()).unwrap()
     }
 
-    async fn client(&self, role: &str) -> Client {
+    pub(crate) async fn client(&self, role: &str) -> Client {
         Client::connect(self.cluster.address(), self.options(role)).await.unwrap()
+    }
+
+    /// The only rank of a small job, at version 0.
+    pub(crate) async fn rank(&self, role: &str, name: &str) -> Job {
+        let spec = job(name, 1, adamw(), synthetic::small());
+        let client = self.client(role).await;
+        client.create_job(&spec).await.unwrap();
+        let rank = client.join(name, 0).await.unwrap();
+        rank.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+        rank
     }
 
     /// Trains a job, and returns its hash.

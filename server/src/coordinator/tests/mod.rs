@@ -72,7 +72,7 @@ fn spec(world: u32) -> JobSpec {
 }
 
 fn creation(spec: JobSpec) -> Box<Create> {
-    Box::new(Create { spec, succession: None, restore: None })
+    Box::new(Create { spec, succession: None, restore: None, quota: None })
 }
 
 /// The job, as its members and servers name it.
@@ -287,7 +287,7 @@ impl Script {
         succession: Option<Succession>,
     ) -> Caller {
         let caller = self.caller();
-        let create = Box::new(Create { spec, succession, restore: None });
+        let create = Box::new(Create { spec, succession, restore: None, quota: None });
         self.event(Event::Create { caller, job_id, create, wait: WAIT });
         caller
     }

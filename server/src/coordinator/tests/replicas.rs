@@ -521,7 +521,7 @@ fn servers_with_different_content_of_a_slice_fail_the_job() {
     let version = RestoreVersion::LatestIfAny;
     let restore = Some(Restore { url: "file:///c".into(), job: "job".into(), version });
     let spec = script.cluster.jobs["job"].spec.as_ref().clone();
-    let create = Box::new(Create { spec, succession: None, restore });
+    let create = Box::new(Create { spec, succession: None, restore, quota: None });
     let caller = script.caller();
     script.event(Event::Create { caller, job_id: JOB + 1, create, wait: WAIT });
     assert!(matches!(script.error(caller), Error::JobFailed { .. }));

@@ -19,7 +19,7 @@ fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {
         Restore { url: URL.into(), job: "job".into(), version: RestoreVersion::LatestIfAny };
     let create = |script: &mut Script, restore: Option<Restore>| {
         let caller = script.caller();
-        let create = Box::new(Create { spec: spec(1), succession: None, restore });
+        let create = Box::new(Create { spec: spec(1), succession: None, restore, quota: None });
         script.event(Event::Create { caller, job_id: JOB, create, wait: WAIT });
         caller
     };

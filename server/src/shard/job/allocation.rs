@@ -9,6 +9,7 @@ use super::closed_error;
 use crate::{
     attempt::Attempt,
     backend::{Backend, has_headroom},
+    fair::Share,
     shard::{
         budget::Space,
         device::{self, Device},
@@ -27,6 +28,8 @@ pub(super) struct Allocation<'a, B: Backend> {
     pub(super) slices: &'a [OnceLock<Slice<B>>],
     /// Whether the memory is provided at once.
     pub(super) populates: bool,
+    /// The job's share in the thread that provides it.
+    pub(super) memory: &'a Share,
 }
 
 impl<B: Backend> Allocation<'_, B> {
@@ -69,6 +72,7 @@ impl<B: Backend> Allocation<'_, B> {
                 unchecked = 0;
             }
             if self.populates {
+                let _turn = self.memory.blocking_turn(cut.numel as u64);
                 slice.populate();
                 slice.populate_sum();
             }

@@ -88,7 +88,8 @@ impl<B: Backend> Job<B> {
     /// Those of [`Allocation::allocate`].
     fn allocate(&self, wanted: Vec<(usize, bool)>, is_empty: bool) -> Result<()> {
         let Self { spec, closed, slices, devices, .. } = self;
-        let new = Allocation { devices, spec, closed, slices, populates: true };
+        let memory = &self.shares.memory;
+        let new = Allocation { devices, spec, closed, slices, populates: true, memory };
         let spaces = new.allocate(wanted, self.attempt(), is_empty)?;
         self.spaces.lock().expect("no holder of the lock panics").extend(spaces);
         Ok(())

@@ -4,7 +4,8 @@
 use std::{
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+        mpsc,
     },
     time::Instant,
 };
@@ -16,6 +17,7 @@ use super::{Job, of_slice, progress::Progress};
 use crate::{
     attempt::Attempt,
     backend::Backend,
+    fair::{Share, Turn},
     shard::{
         device::Device,
         events::JobEvent,
@@ -26,6 +28,9 @@ use crate::{
 /// Readers are woken after this number of elements of a step, so that they can send while the rest
 /// is computed.
 const WAKE_ELEMENTS: usize = 1 << 20;
+
+/// The elements after which a turn ends if another job waits: about 2 ms.
+const TURN_ELEMENTS: u64 = 1 << 20;
 
 impl<B: Backend> Job<B> {
     /// From now on only pushes with this lease are accepted from `rank`.
@@ -241,9 +246,58 @@ impl<B: Backend> Job<B> {
         };
         let (streamed, resident): (Vec<_>, Vec<_>) =
             self.slices().partition(|(_, slice)| slice.is_streamed());
-        let in_memory = || resident.into_par_iter().try_for_each(apply);
+        let in_memory = || in_turns(&self.shares.apply, &resident, &apply);
         apply_streamed(&self.devices, &streamed, &apply, Box::new(in_memory))
     }
+}
+
+/// Runs `apply` for slices in memory, on the threads for which the job gets turns.
+///
+/// # Errors
+/// The first one.
+fn in_turns<'a, B: Backend>(
+    share: &Share,
+    slices: &[(u32, &'a Slice<B>)],
+    apply: &(impl Fn((u32, &'a Slice<B>)) -> Result<()> + Sync),
+) -> Result<()> {
+    let (next, failed) = (&AtomicUsize::new(0), &OnceLock::new());
+    // Applies slices until the turn is over. Returns whether there are more.
+    let work = |turn: Turn| {
+        let mut elements = 0;
+        loop {
+            let Some(&slice) = slices.get(next.fetch_add(1, Ordering::Relaxed)) else {
+                turn.end(elements);
+                return false;
+            };
+            if let Err(error) = apply(slice) {
+                failed.get_or_init(|| error);
+                next.store(slices.len(), Ordering::Relaxed);
+                return false;
+            }
+            elements += slice.1.spec.numel as u64;
+            if elements >= TURN_ELEMENTS && turn.is_wanted() {
+                turn.end(elements);
+                return true;
+            }
+        }
+    };
+    let (sender, turns) = &mpsc::channel();
+    let work = &work;
+    rayon::in_place_scope(|scope| {
+        // Every turn is for a slice at least, unless an earlier one has got to it.
+        for _ in slices {
+            share.ask(TURN_ELEMENTS, sender);
+            let Ok(Some(turn)) = turns.recv() else { return };
+            let sender = sender.clone();
+            scope.spawn(move |_| {
+                if !work(turn) {
+                    // The receiver lives as long as the scope.
+                    let _ = sender.send(None);
+                }
+            });
+        }
+    });
+    failed.get().cloned().map_or(Ok(()), Err)
 }
 
 /// Runs `apply` for the streamed slices on the threads of their devices, and meanwhile `beside` on

@@ -1,0 +1,449 @@
+//! Shares a resource of a server among jobs, by weight.
+//!
+//! Work is done in bounded pieces, and each piece needs a [`Turn`]. While nobody waits, a turn is
+//! taken at once. Otherwise the next turn is that of the job that has used the least for its
+//! weight, however many calls of a job wait. The order affects no result.
+//!
+//! The algorithm is start-time fair queuing (P. Goyal, H. Vin, H. Cheng: "Start-Time Fair Queuing:
+//! A Scheduling Algorithm for Integrated Services Packet Switching Networks", SIGCOMM 1996), which
+//! does not need the capacity of the resource. The exact cost of a turn may be known at its end, as
+//! in P. Goyal, X. Guo, H. Vin: "A Hierarchical CPU Scheduler for Multimedia Operating Systems",
+//! OSDI 1996.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread,
+};
+
+use tokio::sync::oneshot;
+
+/// The weights that a job may have.
+pub(crate) use zeroshard_proto::quota::WEIGHTS;
+
+/// Units of virtual time for a unit of cost, so that a large weight does not round it to zero.
+const SCALE: u64 = *WEIGHTS.end() as u64;
+
+/// A resource of which this number of turns can be taken at the same time.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    state: Mutex<State>,
+    /// The number of waiting turns, readable without the lock.
+    waiting: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct State {
+    free: usize,
+    /// The virtual time: the start of the last turn.
+    now: u64,
+    flows: BTreeMap<u64, Flow>,
+    last_flow: u64,
+}
+
+/// The turns of a job.
+#[derive(Debug)]
+struct Flow {
+    weight: u32,
+    /// The virtual time at which its turns so far have ended.
+    end: u64,
+    /// The waiting turns and their costs.
+    waiting: VecDeque<(u64, Waiter)>,
+    /// The turns that have been taken and not returned.
+    taken: usize,
+}
+
+/// The receiver of a turn.
+#[derive(Debug)]
+enum Waiter {
+    Task(oneshot::Sender<Turn>),
+    Thread(mpsc::Sender<Option<Turn>>),
+}
+
+impl Waiter {
+    fn is_gone(&self) -> bool {
+        matches!(self, Self::Task(task) if task.is_closed())
+    }
+
+    /// Passes on a turn. It is dropped if nobody waits for it any more.
+    fn send(self, turn: Turn) {
+        match self {
+            Self::Task(task) => drop(task.send(turn)),
+            Self::Thread(thread) => drop(thread.send(Some(turn))),
+        }
+    }
+}
+
+impl Queue {
+    pub(crate) fn new(turns: usize) -> Arc<Self> {
+        let flows = BTreeMap::new();
+        let state = Mutex::new(State { free: turns, now: 0, flows, last_flow: 0 });
+        Arc::new(Self { state, waiting: AtomicUsize::new(0) })
+    }
+
+    /// The share of another job, with weight 1.
+    pub(crate) fn share(self: &Arc<Self>) -> Share {
+        let mut state = self.lock();
+        state.last_flow += 1;
+        let (flow, end) = (state.last_flow, state.now);
+        state.flows.insert(flow, Flow { weight: 1, end, waiting: VecDeque::new(), taken: 0 });
+        Share { queue: self.clone(), flow }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no holder of the lock panics")
+    }
+
+    /// Begins waiting turns while some are free.
+    fn begin_waiting(self: &Arc<Self>) {
+        loop {
+            let (turn, waiter) = {
+                let mut state = self.lock();
+                if state.free == 0 {
+                    return;
+                }
+                let Some((flow, cost, waiter)) = self.next_waiting(&mut state) else { return };
+                state.begin(flow, cost);
+                (Turn { queue: self.clone(), flow, cost }, waiter)
+            };
+            // Without the lock, because a turn that nobody waits for any more is returned here.
+            waiter.send(turn);
+        }
+    }
+
+    /// Removes the turn that is next from those that wait.
+    fn next_waiting(&self, state: &mut State) -> Option<(u64, u64, Waiter)> {
+        loop {
+            let waiting = state.flows.iter_mut().filter(|(_, flow)| !flow.waiting.is_empty());
+            let (&number, flow) = waiting.min_by_key(|(_, flow)| flow.end)?;
+            let (cost, waiter) = flow.waiting.pop_front()?;
+            self.waiting.fetch_sub(1, Ordering::Relaxed);
+            if !waiter.is_gone() {
+                return Some((number, cost, waiter));
+            }
+        }
+    }
+}
+
+impl State {
+    /// Begins a turn of a job.
+    fn begin(&mut self, flow: u64, cost: u64) {
+        self.free -= 1;
+        let Some(flow) = self.flows.get_mut(&flow) else { return };
+        self.now = self.now.max(flow.end);
+        flow.taken += 1;
+        flow.charge(cost);
+    }
+}
+
+impl Flow {
+    /// The virtual time for a cost.
+    fn scaled(&self, cost: u64) -> u64 {
+        cost.saturating_mul(SCALE) / u64::from(self.weight)
+    }
+
+    fn charge(&mut self, cost: u64) {
+        self.end = self.end.saturating_add(self.scaled(cost));
+    }
+}
+
+/// The share of a job in a resource.
+#[derive(Debug)]
+pub(crate) struct Share {
+    queue: Arc<Queue>,
+    flow: u64,
+}
+
+impl Share {
+    /// Sets the weight of the job, compared with the others.
+    pub(crate) fn weigh(&self, weight: u32) {
+        if let Some(flow) = self.queue.lock().flows.get_mut(&self.flow) {
+            flow.weight = weight.clamp(*WEIGHTS.start(), *WEIGHTS.end());
+        }
+    }
+
+    /// Waits for a turn of this cost, which is a number of bytes or of elements. It ends when it is
+    /// dropped.
+    pub(crate) async fn turn(&self, cost: u64) -> Turn {
+        let (sender, turn) = oneshot::channel();
+        match self.enter(cost, || Waiter::Task(sender)) {
+            Some(turn) => turn,
+            None => turn.await.expect("the share keeps its waiting turns"),
+        }
+    }
+
+    /// Like [`Self::turn`], on a thread that may block.
+    pub(crate) fn blocking_turn(&self, cost: u64) -> Turn {
+        let (sender, turns) = mpsc::channel();
+        self.ask(cost, &sender);
+        turns.recv().ok().flatten().expect("the share keeps its waiting turns")
+    }
+
+    /// Has a turn sent to `turns`, now or later.
+    pub(crate) fn ask(&self, cost: u64, turns: &mpsc::Sender<Option<Turn>>) {
+        if let Some(turn) = self.enter(cost, || Waiter::Thread(turns.clone())) {
+            // The receiver is dropped when it needs no turns any more.
+            let _ = turns.send(Some(turn));
+        }
+    }
+
+    /// Begins a turn if one is free, or else adds `waiter` to those that wait.
+    fn enter(&self, cost: u64, waiter: impl FnOnce() -> Waiter) -> Option<Turn> {
+        let mut state = self.queue.lock();
+        let (is_free, now) = (state.free > 0, state.now);
+        let flow = state.flows.get_mut(&self.flow)?;
+        if flow.taken == 0 && flow.waiting.is_empty() {
+            // What a job did not use while it had nothing to do is not kept for it.
+            flow.end = flow.end.max(now);
+        }
+        if is_free {
+            state.begin(self.flow, cost);
+            return Some(Turn { queue: self.queue.clone(), flow: self.flow, cost });
+        }
+        flow.waiting.push_back((cost, waiter()));
+        self.queue.waiting.fetch_add(1, Ordering::Relaxed);
+        None
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut state = self.queue.lock();
+        let flow = state.flows.remove(&self.flow);
+        drop(state);
+        let waiting = flow.map_or(0, |flow| flow.waiting.len());
+        self.queue.waiting.fetch_sub(waiting, Ordering::Relaxed);
+    }
+}
+
+/// A piece of work that a job may do.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    queue: Arc<Queue>,
+    flow: u64,
+    cost: u64,
+}
+
+impl Turn {
+    /// Whether another turn waits, so that this one should end after the current piece.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.queue.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    /// Ends the turn, whose cost was this and not what was expected.
+    pub(crate) fn end(mut self, cost: u64) {
+        let expected = std::mem::replace(&mut self.cost, cost);
+        if let Some(flow) = self.queue.lock().flows.get_mut(&self.flow) {
+            flow.end = flow.end.saturating_sub(flow.scaled(expected));
+            flow.charge(cost);
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let is_wanted = {
+            let mut state = self.queue.lock();
+            state.free += 1;
+            if let Some(flow) = state.flows.get_mut(&self.flow) {
+                flow.taken -= 1;
+            }
+            self.is_wanted()
+        };
+        if is_wanted {
+            self.queue.begin_waiting();
+        }
+    }
+}
+
+/// The resources of a shard server that jobs share.
+#[derive(Debug)]
+pub(crate) struct Resources {
+    network: Arc<Queue>,
+    apply: Arc<Queue>,
+    memory: Arc<Queue>,
+}
+
+impl Resources {
+    /// The resources of this machine.
+    pub(crate) fn new() -> Self {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            // While one task uses its turn, another may be woken.
+            network: Queue::new(2 * cores),
+            apply: Queue::new(cores),
+            // One thread keeps the memory of the machine busy.
+            memory: Queue::new(1),
+        }
+    }
+
+    /// The shares of another job.
+    pub(crate) fn shares(&self) -> Shares {
+        let Self { network, apply, memory } = self;
+        Shares { network: network.share(), apply: apply.share(), memory: memory.share() }
+    }
+}
+
+/// The shares of a job in the resources of a shard server.
+#[derive(Debug)]
+pub(crate) struct Shares {
+    /// The threads of the network, in bytes.
+    pub(crate) network: Share,
+    /// The threads that apply steps, in elements.
+    pub(crate) apply: Share,
+    /// The thread that provides the memory of jobs that are being opened, in elements.
+    pub(crate) memory: Share,
+}
+
+impl Shares {
+    /// Sets the weight of the job in all of them.
+    pub(crate) fn weigh(&self, weight: u32) {
+        [&self.network, &self.apply, &self.memory].iter().for_each(|share| share.weigh(weight));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use futures_util::{FutureExt, future::join_all};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Lets each job ask for many turns of its cost at once, and returns the jobs of the first
+    /// `served` turns.
+    fn order(jobs: &[(u32, u64)], served: usize) -> Vec<usize> {
+        let queue = Queue::new(1);
+        let shares: Vec<Share> = jobs.iter().map(|_| queue.share()).collect();
+        shares.iter().zip(jobs).for_each(|(share, (weight, _))| share.weigh(*weight));
+        let first = queue.share();
+        let busy = first.turn(0).now_or_never().unwrap();
+        let order = Mutex::new(Vec::new());
+        let turn = |job: usize| {
+            let (shares, order) = (&shares, &order);
+            async move {
+                let _turn = shares[job].turn(jobs[job].1).await;
+                order.lock().unwrap().push(job);
+            }
+        };
+        let turns = (0..jobs.len()).flat_map(|job| (0..served).map(move |_| job)).map(turn);
+        let mut all = pin!(join_all(turns));
+        assert!(all.as_mut().now_or_never().is_none());
+        drop(busy);
+        while order.lock().unwrap().len() < served {
+            assert!(all.as_mut().now_or_never().is_none());
+        }
+        let mut order = order.lock().unwrap().clone();
+        order.truncate(served);
+        order
+    }
+
+    fn count(order: &[usize], job: usize) -> usize {
+        order.iter().filter(|of| **of == job).count()
+    }
+
+    #[test]
+    fn a_turn_is_taken_at_once_while_some_are_free() {
+        let queue = Queue::new(2);
+        let (one, other) = (queue.share(), queue.share());
+        let first = one.turn(1).now_or_never().unwrap();
+        let second = other.blocking_turn(1);
+        assert!(!second.is_wanted());
+        let mut third = pin!(one.turn(1));
+        assert!(third.as_mut().now_or_never().is_none() && first.is_wanted());
+        drop(second);
+        assert!(third.now_or_never().is_some() && !first.is_wanted());
+    }
+
+    #[test]
+    fn jobs_with_the_same_weight_alternate_although_one_asked_first() {
+        let order = order(&[(1, 10), (1, 10)], 20);
+        assert!(order.chunks(2).all(|pair| count(pair, 0) == 1), "{order:?}");
+    }
+
+    #[test]
+    fn a_job_with_small_pieces_has_as_many_bytes_as_one_with_large_pieces() {
+        let order = order(&[(1, 100), (1, 10)], 55);
+        assert!((4..=6).contains(&count(&order, 0)), "{order:?}");
+    }
+
+    #[test]
+    fn a_job_with_twice_the_weight_has_twice_the_turns() {
+        let order = order(&[(1, 10), (2, 10)], 30);
+        assert!((9..=11).contains(&count(&order, 0)), "{order:?}");
+    }
+
+    #[test]
+    fn a_job_that_was_idle_does_not_get_the_time_that_it_did_not_use() {
+        let queue = Queue::new(1);
+        let (busy, idle) = (queue.share(), queue.share());
+        (0..1000).for_each(|_| drop(busy.turn(10).now_or_never().unwrap()));
+        let running = busy.turn(10).now_or_never().unwrap();
+        let mut waiting = [&idle, &idle, &busy].map(|share| Box::pin(share.turn(10)));
+        assert!(waiting.iter_mut().all(|turn| turn.as_mut().now_or_never().is_none()));
+        drop(running);
+        let first = waiting[0].as_mut().now_or_never().unwrap();
+        drop(first);
+        assert!(waiting[1].as_mut().now_or_never().is_none());
+        assert!(waiting[2].as_mut().now_or_never().is_some());
+    }
+
+    #[test]
+    fn turns_that_are_given_up_are_not_lost() {
+        let queue = Queue::new(1);
+        let (one, other) = (queue.share(), queue.share());
+        let running = one.turn(1).now_or_never().unwrap();
+        let mut given_up = Box::pin(other.turn(1));
+        assert!(given_up.as_mut().now_or_never().is_none());
+        let mut granted = Box::pin(other.turn(1));
+        assert!(granted.as_mut().now_or_never().is_none());
+        drop(given_up);
+        drop(running);
+        // Its turn has begun, and it has not noticed it.
+        drop(granted);
+        assert!(one.turn(1).now_or_never().is_some());
+        drop(other);
+        assert!(one.turn(1).now_or_never().is_some());
+    }
+
+    #[test]
+    fn a_thread_waits_for_its_turn() {
+        let queue = Queue::new(1);
+        let (one, other) = (queue.share(), queue.share());
+        let running = one.blocking_turn(1);
+        std::thread::scope(|threads| {
+            let waits = threads.spawn(|| drop(other.blocking_turn(1)));
+            while !running.is_wanted() {
+                std::thread::yield_now();
+            }
+            drop(running);
+            waits.join().unwrap();
+        });
+        assert!(one.turn(1).now_or_never().is_some());
+    }
+
+    proptest! {
+        /// The bound of start-time fair queuing: the difference of what two jobs that wait have
+        /// got, each divided by its weight, is at most the sum of their largest pieces, each
+        /// divided by its weight.
+        #[test]
+        fn no_job_is_ahead_of_another_by_more_than_a_piece_of_each(
+            jobs in prop::collection::vec((1u32..8, 1u64..50), 2..6),
+        ) {
+            let order = order(&jobs, 60);
+            let got = |job: usize| count(&order, job) as f64 * jobs[job].1 as f64 / f64::from(jobs[job].0);
+            let piece = |job: usize| jobs[job].1 as f64 / f64::from(jobs[job].0);
+            for one in 0..jobs.len() {
+                for other in 0..jobs.len() {
+                    let ahead = got(one) - got(other);
+                    prop_assert!(ahead <= piece(one) + piece(other) + 1e-6, "{one} {other} {order:?}");
+                }
+            }
+        }
+    }
+}
