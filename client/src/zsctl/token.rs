@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 use zeroshard_client::Result;
 use zeroshard_proto::{
-    Error, Role, Token, Tokens,
+    Role, Token, Tokens,
     quota::{Quota, WEIGHTS},
     size,
 };

@@ -25,7 +25,7 @@ use super::{
     succession::Source,
     user_data::{RankData, UserData},
 };
-use crate::{attempt::Attempt, metrics::Waits, quota::Holder};
+use crate::{attempt::Attempt, quota::Holder};
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
