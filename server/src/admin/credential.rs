@@ -1,5 +1,5 @@
-//! Who may see the admin pages: the holder of the cluster's token, or of a token or certificate with
-//! the role `admin` or `server`.
+//! Who may see the admin pages: the holder of the cluster's token, or of a token or certificate
+//! with the role `admin` or `server`.
 //!
 //! A program sends the token as `Authorization: Bearer TOKEN`. A browser asks for a user name,
 //! which may be anything, and a password, which is the token. A listener on a loopback address asks

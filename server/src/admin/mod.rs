@@ -1,9 +1,9 @@
 //! The admin HTTP server: metrics, probes, and a status page that needs no other tool and no
 //! internet.
 //!
-//! `listener` accepts connections, and `credential` decides who may see it. `page` is the page, `cluster` and `jobs` are its parts on a
-//! coordinator and `server` is its part on a shard server, which they find in `sources`. `charts`
-//! and `html` draw and format.
+//! `listener` accepts connections, and `credential` decides who may see it. `page` is the page,
+//! `cluster` and `jobs` are its parts on a coordinator and `server` is its part on a shard server,
+//! which they find in `sources`. `charts` and `html` draw and format.
 
 mod charts;
 mod cluster;
