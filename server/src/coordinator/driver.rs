@@ -263,8 +263,9 @@ impl Driver {
     }
 
     /// Runs the timer until `shutdown`, then ends every call and stream. When it is asked to stop,
-    /// jobs are saved first. A checkpoint that is being completed at the end has the rest of `drain`
-    /// to finish, because later only another checkpoint of the job would remove its old ones.
+    /// jobs are saved first. A checkpoint that is being completed at the end has the rest of
+    /// `drain` to finish, because later only another checkpoint of the job would remove its old
+    /// ones.
     pub(crate) async fn run(&self, shutdown: &Shutdown, drain: Duration) {
         let (mut leaving, mut asked_at) = (Some(shutdown.leaving()), None);
         loop {

@@ -4,8 +4,8 @@
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `admission`, `placement`,
 //! `disposal`.
 //! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `departures`,
-//! `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
-//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`.
+//! `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`.
+//! Steps: `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics: `figures`.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
 //! for which the coordinator decides. `service`, `requests`,
