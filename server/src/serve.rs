@@ -87,6 +87,9 @@ pub async fn bind(listen: Listen) -> Result<(TcpListener, SocketAddr), Error> {
     Ok((listener, address))
 }
 
+/// The maximum size of a request for reflection.
+const MAX_REFLECTION: usize = 1024;
+
 /// The context of serving, in addition to the role's own services.
 #[derive(Clone, Debug)]
 pub struct Context {
@@ -152,7 +155,9 @@ pub async fn serve(
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(pb::FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()?;
+        .build_v1()?
+        // Its errors repeat the request.
+        .max_decoding_message_size(MAX_REFLECTION);
     let routes = routes.add_service(health.service()).add_service(reflection).prepare();
     let (interval, timeout) = common.keepalive();
     let (connections, acceptor) = (Connections::new(*max_connections), acceptor.clone());

@@ -103,7 +103,10 @@ impl Facts {
     pub(crate) fn any(&self, random: &mut Rng) -> Member {
         let members = self.lock();
         let chosen = members.values().nth(random.usize(..members.len().max(1)));
-        chosen.cloned().unwrap_or_default()
+        // A job may be created again at the moment.
+        chosen
+            .cloned()
+            .unwrap_or_else(|| Member { job: "fuzz/job0".to_owned(), ..Member::default() })
     }
 
     /// A refusal tells which step, epoch or attempt is open.

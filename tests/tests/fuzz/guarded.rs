@@ -63,9 +63,15 @@ impl Guarded {
         }
     }
 
+    /// What each process uses.
+    pub(crate) fn usage(&self) -> Vec<Usage> {
+        self.processes().map(|(name, of)| Usage::of(name, of)).into()
+    }
+
     /// Deletes all jobs except the bystander's, and waits until no call is open that has been
-    /// begun for the test. Nothing may be sent meanwhile. Returns what each process uses.
-    pub(crate) async fn rest(&self) -> Vec<Usage> {
+    /// begun for the test, and the servers hold as much as at the `beginning`. Nothing may be sent
+    /// meanwhile. Returns what each process uses.
+    pub(crate) async fn rest(&self, beginning: &[Usage]) -> Vec<Usage> {
         let options = Options::default().token(Token::from("token-of-an-admin".to_owned()));
         let admin = Client::connect(self.cluster.address(), options).await.unwrap();
         let deadline = Instant::now() + SETTLE;
@@ -76,12 +82,13 @@ impl Guarded {
                 // Another server may be opening it.
                 let _ = admin.delete_job(&job.name).await;
             }
-            let usage: Vec<_> = self.processes().map(|(name, of)| Usage::of(name, of)).into();
-            let open: Vec<_> = usage.iter().filter(|of| !of.is_at_rest()).collect();
-            if others.is_empty() && open.is_empty() {
+            let usage = self.usage();
+            let changed = |(of, begun): (&Usage, &Usage)| of.changes(begun);
+            let changes: Vec<String> = usage.iter().zip(beginning).flat_map(changed).collect();
+            if others.is_empty() && changes.is_empty() {
                 return usage;
             }
-            assert!(Instant::now() < deadline, "jobs {others:?} or calls are left: {open:?}");
+            assert!(Instant::now() < deadline, "jobs {others:?} are left, or {changes:#?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -130,15 +137,20 @@ impl Usage {
         Self { process, memory: of.memory(), files, series }
     }
 
-    /// Whether only the calls of the cluster itself and of the bystander are open: two control
-    /// streams, and the streams of two ranks.
-    fn is_at_rest(&self) -> bool {
-        self.series.iter().all(|(name, value)| match name {
+    /// The calls that are open beside those of the cluster itself and of the bystander (two control
+    /// streams, and the streams of two ranks), and the bytes that are not as at the `beginning`.
+    fn changes(&self, beginning: &Self) -> Vec<String> {
+        let expected = |name: &String| match name {
             name if !name.starts_with("zeroshard_requests_in_flight") => {
-                !name.contains("parked") || value == "0"
+                beginning.series.get(name).map_or("0", String::as_str)
             }
-            name if name.contains("/Serve\"") || name.contains("/Join\"") => value == "2",
-            _ => value == "0",
-        })
+            name if name.contains("/Serve\"") || name.contains("/Join\"") => "2",
+            _ => "0",
+        };
+        let changed = self.series.iter().filter(|(name, value)| *value != expected(name));
+        let text = |(name, value): (&String, &String)| {
+            format!("{}: {name} is {value}, not {}", self.process, expected(name))
+        };
+        changed.map(text).collect()
     }
 }

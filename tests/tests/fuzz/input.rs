@@ -99,13 +99,16 @@ pub(crate) struct Target {
     pub(crate) number: usize,
 }
 
-/// Chooses a call that the server offers. Registrations of servers are rare, because jobs are
-/// placed on servers that are registered.
+/// The calls that are sent seldom.
+const RARE: [&str; 3] = ["Serve", "DeleteJob", "Leave"];
+
+/// Chooses a call that the server offers. Some are rare: jobs are placed on servers that are
+/// registered, and most calls are about jobs and ranks that exist.
 fn choose(random: &mut Rng, calls: &[Rpc], serves: Server) -> usize {
     loop {
         let rpc = random.usize(..calls.len());
         let is_any = calls[rpc].server == Server::Any && serves != Server::Worker;
-        let is_rare = calls[rpc].method.name() == "Serve" || is_any;
+        let is_rare = is_any || RARE.contains(&calls[rpc].method.name());
         if (calls[rpc].server == serves || is_any) && (!is_rare || random.u32(..4) == 0) {
             return rpc;
         }

@@ -11,6 +11,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -27,6 +28,8 @@ use crate::{
 
 /// The number of calls to each target at the same time.
 const LANES: usize = 3;
+/// The pause after a connection was refused or has broken.
+const PAUSE: Duration = Duration::from_millis(10);
 /// The number of bytes of a frame that the report of a fault shows.
 const SHOWN: usize = 2048;
 /// The number of bytes of the text of a fault by which faults are told apart.
@@ -105,6 +108,10 @@ impl Fuzz {
             };
             let stays_open = self.calls[input.rpc].method.is_server_streaming();
             let answer = connection.call(&input, token(input.identity), stays_open).await;
+            if matches!(answer, Answer::Broken(_)) {
+                // A worker may not listen yet.
+                sleep(PAUSE).await;
+            }
             let verdict = judge(&input.path, &answer);
             counts.lock().unwrap().add(&input.path, &verdict);
             match verdict {

