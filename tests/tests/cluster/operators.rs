@@ -60,7 +60,7 @@ async fn status_fails_while_a_job_cannot_continue_and_says_what_it_waits_for() {
     let is_lost = || status(&cluster).0 == PROBLEM;
     until("rank 1 is lost", is_lost).await;
     let waiting_for = status(&cluster).1["waiting_for"].as_str().unwrap().to_owned();
-    assert!(waiting_for.contains("ranks without a worker (1)"), "{waiting_for}");
+    assert!(waiting_for.contains("ranks without a worker (rank 1)"), "{waiting_for}");
     let text = stdout(&zsctl(&cluster, &["status"]));
     assert!(text.contains("blocked") && text.contains(&waiting_for), "{text}");
 
@@ -121,9 +121,12 @@ async fn why_explains_a_lost_rank_and_what_to_do() {
     let message = why["trouble"]["message"].as_str().unwrap();
     assert!(message.contains("step 1") && message.contains("rank 1 was lost"), "{message}");
     let text = stdout(&zsctl(&cluster, &["why", "asked"]));
-    for part in
-        ["open, at version 1", "1 of 2 workers", "ranks without a worker (1)", "start a worker"]
-    {
+    for part in [
+        "open, at version 1",
+        "1 of 2 workers",
+        "ranks without a worker (rank 1)",
+        "start a worker",
+    ] {
         assert!(text.contains(part), "{part}: {text}");
     }
     let unknown = zsctl(&cluster, &["why", "other"]);
@@ -260,6 +263,7 @@ async fn a_job_without_replicas_keeps_a_server_until_it_may_return_to_its_checkp
         training::step(&rank, number).await.unwrap();
     }
     until_saved(directory.path(), "saved", 2).await;
+    until("the coordinator knows it", || status(&cluster).1["saved_version"] == 2).await;
     let before = rank.state_hash(2).await.unwrap();
     let address = cluster.shards[0].address();
     let refused = zsctl(&cluster, &["drain", address]);

@@ -153,7 +153,7 @@ fn a_wait_names_its_cause_and_lasts_since_the_last_step() {
     assert_eq!(script.cluster.jobs["job"].progress.since(), script.now);
     script.lose(1, leases[1]);
     let (reason, lacks_workers, _) = wait(&script).unwrap();
-    assert!(reason.contains("ranks without a worker (1)") && lacks_workers, "{reason}");
+    assert!(reason.contains("ranks without a worker (rank 1)") && lacks_workers, "{reason}");
     script.lose_link(script.links[&1]);
     let (reason, _, lacks_servers) = wait(&script).unwrap();
     assert!(reason.contains("host:1, which is not connected") && lacks_servers, "{reason}");
