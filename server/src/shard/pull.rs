@@ -16,7 +16,7 @@ use zeroshard_proto::{
 };
 
 use super::{budget::Space, job::Job, part::Part, pin::Pin, slice::Slice, store::Store};
-use crate::{attempt::Attempt, backend::Backend, tier::Array};
+use crate::{attempt::Attempt, backend::Backend, fair::end_after_others, tier::Array};
 
 /// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -301,7 +301,7 @@ impl<B: Backend> Pull<B> {
             }
             let rest = self.wanted.front().expect("it is held").rest.len().min(self.chunk);
             let bytes = (rest * self.dtype.size()) as u64;
-            let _turn = self.job.shares.network.turn(bytes).await;
+            end_after_others(self.job.shares.network.turn(bytes).await).await;
             let wanted = self.wanted.front_mut().expect("it is held");
             let held = wanted.held.as_ref().expect("it is held");
             let end = wanted.rest.end.min(wanted.rest.start + self.chunk);

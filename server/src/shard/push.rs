@@ -18,7 +18,9 @@ use super::{
     slice::Upload,
     store::Store,
 };
-use crate::{access::Caller, attempt::Attempt, backend::Backend, listing::some_of};
+use crate::{
+    access::Caller, attempt::Attempt, backend::Backend, fair::end_after_others, listing::some_of,
+};
 
 /// The time for which a push waits when there is no space for gradients whose turn has not come.
 /// Then it is refused, so that the caller can send data that other ranks wait for: a stream that
@@ -338,12 +340,14 @@ impl<'a, B: Backend> Push<'a, B> {
     /// Stores a chunk when the job has its turn. Returns the number of new elements.
     async fn store_chunk(&self, slice: u32, chunk: &Chunk) -> Result<u64> {
         let (job, attempt) = (&self.job, self.attempt);
-        let _turn = job.shares.network.turn(chunk.bytes.len() as u64).await;
-        match self.what {
+        let turn = job.shares.network.turn(chunk.bytes.len() as u64).await;
+        let stored = match self.what {
             What::Start(upload) => job.upload(attempt, slice, upload, chunk),
             What::Replacement => job.replace(attempt, slice, chunk),
             What::Gradients => job.contribute(attempt, slice, chunk),
-        }
+        };
+        end_after_others(turn).await;
+        stored
     }
 }
 

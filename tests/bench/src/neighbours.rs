@@ -7,6 +7,7 @@ use std::{
     collections::BTreeMap,
     fmt, fs,
     io::{BufRead, BufReader, Write},
+    num::NonZero,
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc::{self, Receiver},
     thread,
@@ -16,7 +17,7 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use zeroshard_proto::{Role, Token, Tokens};
+use zeroshard_proto::{Role, Token, Tokens, quota::Quota};
 use zeroshard_tests::{Cluster, binary};
 
 use crate::{
@@ -45,7 +46,8 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(300);
 ///
 /// - huge-tensors: four ranks push and pull a job of 16 times the size in many streams.
 ///
-/// - job-storm: it creates and deletes jobs and asks for the status, in 96 tasks.
+/// - job-storm: it creates and deletes jobs and asks for the status, in 96 tasks, as fast as the
+///   limit of its token allows.
 ///
 /// - large-job: it creates and deletes a job of 4 GiB.
 ///
@@ -66,6 +68,9 @@ pub(crate) struct Options {
     /// Number of elements of the job that the manner large-job creates
     #[arg(long, default_value_t = 1 << 28)]
     large: u64,
+    /// Calls per second that the token of each job may make to each server; 0: no limit
+    #[arg(long, default_value_t = 250)]
+    requests: u32,
     /// Length of a phase in seconds
     #[arg(long, default_value_t = 6)]
     seconds: u64,
@@ -265,7 +270,9 @@ impl Guarded {
         let mut tokens = BTreeMap::new();
         for role in std::iter::once(Role::Server).chain(roles) {
             let token = format!("token-of-{role}");
-            lines += &(Tokens::line(&role, &Token::from(token.clone())) + "\n");
+            let requests = NonZero::new(options.requests).filter(|_| role != Role::Server);
+            let quota = Quota { requests, ..Quota::default() };
+            lines += &format!("{} {quota}\n", Tokens::line(&role, &Token::from(token.clone())));
             tokens.insert(role.to_string(), token);
         }
         let file = directory.path().join("tokens");
