@@ -188,8 +188,8 @@ mod tests {
     async fn a_cluster_starts_answers_and_stops() {
         let cluster = Cluster::start(Options::new(0)).await.unwrap();
         let token = cluster.token().reveal().expect("a random token").to_owned();
-        assert_eq!(token.len(), 32);
-        assert_eq!(status(&cluster.address(), &token).await, Ok(pb::StatusResponse::default()));
+        let answer = status(&cluster.address(), &token).await.unwrap();
+        assert!(answer.servers.is_empty() && answer.jobs.is_empty(), "{answer:?}");
         let refused = status(&cluster.address(), "").await;
         assert!(matches!(refused, Err(ClusterError::Unauthenticated { .. })), "{refused:?}");
         cluster.shutdown().await.unwrap();

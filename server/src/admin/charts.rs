@@ -203,7 +203,8 @@ mod tests {
     use super::*;
 
     fn curve(points: Vec<(u64, Option<f64>)>) -> String {
-        Curve { title: "Loss", now: Some(2.0), points, from_zero: false, empty: "none" }.figure()
+        Curve { title: "Loss", now: Some(2.0), points, from_zero: false, empty: "No steps" }
+            .figure()
     }
 
     #[test]
@@ -218,8 +219,8 @@ mod tests {
 
     #[test]
     fn a_curve_without_values_says_so() {
-        assert!(curve(vec![]).contains("none") && curve(vec![(1, None)]).contains("none"));
-        assert!(!curve(vec![(1, Some(3.0))]).contains("none"));
+        assert!(curve(vec![]).contains("No steps") && curve(vec![(1, None)]).contains("No steps"));
+        assert!(!curve(vec![(1, Some(3.0))]).contains("No steps"));
     }
 
     #[test]

@@ -231,10 +231,10 @@ fn other_machines_can_connect_only_with_a_token_or_if_the_operator_says_so() {
 fn a_flag_with_the_token_overrides_the_variable_with_a_file() {
     let config = shard(&["--token", "other"]).unwrap();
     assert_eq!(config.common.token.reveal(), Some("other"));
-    let secret = file("from the flag");
+    let secret = file("from-the-flag");
     let flag = ["--token-file", secret.path().to_str().unwrap()];
-    assert_eq!(shard(&flag).unwrap().common.token.reveal(), Some("from the flag"));
-    let config = with_file("[common]\ntoken = \"of the file\"\n", &[]).unwrap();
+    assert_eq!(shard(&flag).unwrap().common.token.reveal(), Some("from-the-flag"));
+    let config = with_file("[common]\ntoken = \"of-the-file\"\n", &[]).unwrap();
     assert_eq!(config.common.token.reveal(), Some("s3cret"), "the variable overrides the file");
 }
 

@@ -232,6 +232,10 @@ async fn servers_with_their_own_tokens_build_backups_from_each_other() {
     assert!(training::step(&rank, 0).await.unwrap().applied);
     let before = client.state_hash("a").await.unwrap();
     guarded.cluster.shards.remove(0).kill();
+    let placed = async || client.describe_job("a").await.map(|job| job.placement.servers().len());
+    while placed().await.unwrap_or(3) > 2 {
+        tokio::task::yield_now().await;
+    }
     // The lost slices are copied from one server to the other.
     let is_redundant = || {
         let metrics = guarded.cluster.coordinator.get("/metrics");
