@@ -38,8 +38,8 @@ fn stderr(output: &Output) -> String {
 /// The exit code of `status`, and what it prints about the only job.
 fn status(cluster: &Cluster) -> (i32, Value) {
     let output = zsctl(cluster, &["status", "--json"]);
-    let jobs = lines(&output).into_iter().filter(|line| line["event"] == "job");
-    let job = jobs.last().unwrap_or_default();
+    let mut jobs = lines(&output).into_iter().filter(|line| line["event"] == "job");
+    let job = jobs.next_back().unwrap_or_default();
     (output.status.code().unwrap(), job)
 }
 

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::{judge::Verdict, schema::Rpc};
 
+/// The RPCs that need the role `admin`.
+const FOR_OPERATORS: [&str; 3] = ["/CordonServer", "/DrainServer", "/EvictRank"];
+
 /// The counts of one RPC.
 #[derive(Debug, Default, Clone)]
 struct Count {
@@ -54,11 +57,13 @@ impl Counts {
     }
 
     /// Asserts that every RPC was called, and that some of its calls were accepted, so that the
-    /// wrong input came further than the first check.
+    /// wrong input came further than the first check. An operator could disturb the bystander, so
+    /// no caller is one.
     pub(crate) fn check(&self) {
         for (path, count) in &self.0 {
             assert!(count.calls > 0, "{path} was not called");
-            assert!(count.answered > 0, "{path} has accepted no call");
+            let is_for_operators = FOR_OPERATORS.iter().any(|rpc| path.ends_with(rpc));
+            assert!(count.answered > 0 || is_for_operators, "{path} has accepted no call");
         }
     }
 }

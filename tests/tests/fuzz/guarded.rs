@@ -68,6 +68,19 @@ impl Guarded {
         self.processes().map(|(name, of)| Usage::of(name, of)).into()
     }
 
+    /// What each process uses when the metrics of all shard servers show the job of the bystander.
+    pub(crate) async fn usage_with_a_job(&self) -> Vec<Usage> {
+        let deadline = Instant::now() + SETTLE;
+        loop {
+            let usage = self.usage();
+            if usage.iter().filter(|of| of.holds_a_job()).count() == self.cluster.shards.len() {
+                return usage;
+            }
+            assert!(Instant::now() < deadline, "the servers do not hold the job: {usage:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Deletes all jobs except the bystander's, and waits until no call is open that has been
     /// begun for the test, and the servers hold as much as at the `beginning`. Nothing may be sent
     /// meanwhile. Returns what each process uses.
@@ -135,6 +148,14 @@ impl Usage {
         let files = fs::read_dir(format!("/proc/{}/fd", of.id())).unwrap().count();
         let series = text.lines().filter(kept).map(pair).collect();
         Self { process, memory: of.memory(), files, series }
+    }
+
+    /// Whether the process holds parameters, optimizer state and gradients.
+    fn holds_a_job(&self) -> bool {
+        ["master", "state", "accumulator"].iter().all(|kind| {
+            let bytes = self.series.get(&format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}"));
+            bytes.is_some_and(|bytes| bytes != "0")
+        })
     }
 
     /// The calls that are open beside those of the cluster itself and of the bystander (two control

@@ -63,7 +63,7 @@ async fn servers_withstand_wrong_input_to_every_call_and_nothing_grows() {
     let url = format!("file://{}/checkpoints", guarded.directory.path().display());
     let facts = Facts::new(bystander.member(), url);
     let mut fuzz = Fuzz::new(seed, facts, targets(&guarded));
-    let beginning = guarded.usage();
+    let beginning = guarded.usage_with_a_job().await;
 
     let stop = CancellationToken::new();
     let warm = Duration::from_secs_f64(seconds as f64 * WARM_UP);

@@ -46,8 +46,11 @@ pub struct Parameters<'a, S> {
     /// The parameters in memory, by tensor.
     resident: Vec<Option<Resident>>,
     /// The running pulls with their tensors, in the order in which they were started.
-    pulling: VecDeque<(Vec<usize>, Task<Vec<(Buffer, Lease)>>)>,
+    pulling: VecDeque<(Vec<usize>, Task<Vec<Pulled>>)>,
 }
+
+/// The values of a parameter, and their share of the memory.
+type Pulled = (Buffer, Lease);
 
 struct Resident {
     leaf: Leaf,
