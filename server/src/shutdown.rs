@@ -2,7 +2,7 @@
 //! finish, and the process ends. A second signal ends it at once.
 //!
 //! The parts of the process agree on the time to stop: each part that has jobs to leave holds a
-//! [`Leaving`] until it has left them.
+//! `Leaving` until it has left them.
 
 use std::{io, process, time::Duration};
 

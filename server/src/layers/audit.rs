@@ -1,4 +1,4 @@
-//! Records the requests that change the cluster in the audit log (see [`crate::audit`]).
+//! Records the requests that change the cluster in the audit log (see `audit`).
 
 use std::{
     pin::Pin,
