@@ -15,7 +15,7 @@ from programs import ROOT, check_command, check_variables, help_of
 EVERYTHING = [*OVERLAYS, *COMPONENTS, "workers"]
 CLUSTERS = [*OVERLAYS, *COMPONENTS]
 #: Kinds without a schema in Kubernetes; the tests below check their fields.
-CUSTOM = {"JobSet", "RayJob", "ServiceMonitor", "TrainJob", "TrainingRuntime"}
+CUSTOM = {"Certificate", "JobSet", "RayJob", "ServiceMonitor", "TrainJob", "TrainingRuntime"}
 #: Models of custom resources in the package of Kubeflow Trainer.
 MODELS = {
     "JobSet": trainer.JobsetV1alpha2JobSet,
@@ -125,6 +125,51 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
         # The name of Prometheus' job, for which the alerts look.
         assert service["metadata"]["labels"][specification["jobLabel"]].startswith("zeroshard")
         assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_the_certificate_of_servers_has_their_role_and_the_names_at_which_they_are_dialled() -> (
+    None
+):
+    (certificate,) = of_kind("tls", "Certificate").values()
+    assert certificate["apiVersion"] == "cert-manager.io/v1"
+    specification = certificate["spec"]
+    assert specification.keys() == {
+        "secretName",
+        "issuerRef",
+        "duration",
+        "renewBefore",
+        "privateKey",
+        "usages",
+        "uris",
+        "dnsNames",
+    }
+    assert specification["uris"] == ["zeroshard:server"]
+    assert {"server auth", "client auth"} <= set(specification["usages"])
+    namespace = certificate["metadata"]["namespace"]
+    servers = of_kind("tls", "StatefulSet")
+    assert len(servers) == 2
+    for name, server in servers.items():
+        pod = server["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        variables = environment(container)
+        dialled = [
+            variables[key]
+            for key in ("ZEROSHARD_ADVERTISE", "ZEROSHARD_COORDINATOR")
+            if key in variables
+        ]
+        for address in dialled:
+            host = address.rpartition(":")[0]
+            host = host.replace("$(POD_NAME)", f"{name}-0").replace("$(POD_NAMESPACE)", namespace)
+            assert any(
+                host == known or known[:2] == "*." and host.partition(".")[2] == known[2:]
+                for known in specification["dnsNames"]
+            ), host
+        files = {"CA": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
+        (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
+        for key, file in files.items():
+            assert variables[f"ZEROSHARD_TLS_{key}"] == f"{mount['mountPath']}/{file}"
+        (volume,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "tls"]
+        assert volume["secretName"] == specification["secretName"]
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
