@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use tokio::time::sleep;
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
@@ -21,6 +22,9 @@ use crate::{
     shards::Shards,
     state,
 };
+
+/// The interval at which a reader that waits for servers asks where slices are.
+const MOVED_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A connection to a cluster. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -212,15 +216,32 @@ impl Cluster {
     /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was applied meanwhile,
     /// [`Error::Timeout`].
     pub async fn state_hash(&self, job: &str) -> Result<String> {
-        let description = self.describe_job(job).await?;
-        let version = description.version.ok_or_else(|| {
-            Error::invalid(
-                format!("state of job {job:?}"),
-                "not initialised",
-                "initialised by uploading its parameters",
-            )
-        })?;
-        state::hash(self, &description, version).await
+        loop {
+            let description = self.describe_job(job).await?;
+            let version = description.version.ok_or_else(|| {
+                Error::invalid(
+                    format!("state of job {job:?}"),
+                    "not initialised",
+                    "initialised by uploading its parameters",
+                )
+            })?;
+            tokio::select! {
+                hash = state::hash(self, &description, version) => return hash,
+                () = self.has_moved(job, &description) => {}
+            }
+        }
+    }
+
+    /// Waits until slices of the job are on other servers than in its `description`. Without it, a
+    /// reader would wait for a lost server.
+    async fn has_moved(&self, job: &str, description: &Description) {
+        loop {
+            sleep(MOVED_INTERVAL).await;
+            let found = self.describe_job(job).await;
+            if found.is_ok_and(|found| found.placement != description.placement) {
+                return;
+            }
+        }
     }
 
     /// The number of payload bytes that all jobs of this connection have transferred.

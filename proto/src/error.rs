@@ -522,7 +522,12 @@ impl Error {
         ours.unwrap_or_else(|| match status.code() {
             // The status comes from the transport and not from a ZeroShard server: the call may be
             // repeated.
-            Code::Unavailable if let Some(error) = tls_error(status) => error.clone(),
+            Code::Unavailable if let Some(error) = dial_error(status) => match error {
+                Self::Unavailable { cause, .. } => {
+                    Self::Unavailable { peer: peer.to_owned(), cause: cause.clone() }
+                }
+                error => error.clone(),
+            },
             Code::Unavailable | Code::Cancelled | Code::Unknown => {
                 Self::Unavailable { peer: peer.to_owned(), cause: transport_cause(status) }
             }
@@ -545,11 +550,10 @@ fn of_slice(slice: Option<u32>) -> String {
     slice.map_or_else(String::new, |slice| format!("slice {slice}: "))
 }
 
-/// The error with which the connection of a call could not be encrypted.
-fn tls_error(status: &Status) -> Option<&Error> {
+/// The error with which the connection of a call could not be opened.
+fn dial_error(status: &Status) -> Option<&Error> {
     let mut sources = std::iter::successors(status.source(), |&error| error.source());
-    let error = sources.find_map(|error| error.downcast_ref::<Error>());
-    error.filter(|error| matches!(error, Error::Tls { .. }))
+    sources.find_map(|error| error.downcast_ref::<Error>())
 }
 
 /// The message of a status that comes from the transport, and its root cause.

@@ -5,6 +5,7 @@ use std::{convert::Infallible, fmt, fs, path::Path, str::FromStr};
 
 use http::{HeaderMap, HeaderValue, header::AUTHORIZATION};
 use serde::{Deserialize, Serialize};
+use zeroize::{Zeroize as _, Zeroizing};
 
 use crate::{Error, Result};
 
@@ -58,6 +59,7 @@ impl Token {
             return Err(invalid(format!("larger than {MAX_FILE_BYTES} bytes")));
         }
         let text = fs::read_to_string(file).map_err(|cause| invalid(cause.to_string()))?;
+        let text = Zeroizing::new(text);
         match text.trim_end_matches(['\r', '\n']) {
             "" => Err(invalid("empty".to_owned())),
             token => Ok(Self(token.to_owned())),
@@ -94,8 +96,15 @@ impl From<String> for Token {
 }
 
 impl From<Token> for String {
-    fn from(token: Token) -> Self {
-        token.0
+    fn from(mut token: Token) -> Self {
+        std::mem::take(&mut token.0)
+    }
+}
+
+/// The memory of a token that is not needed any more does not show it.
+impl Drop for Token {
+    fn drop(&mut self) {
+        self.0.zeroize();
     }
 }
 

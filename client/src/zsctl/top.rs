@@ -99,11 +99,12 @@ impl Rates<'_> {
             let before = self.before.servers.iter().find(|before| before.server == server.server);
             let before = before.map_or(&[][..], |before| &before.jobs);
             for held in server.jobs.iter().filter(|held| job.is_none_or(|job| held.job == job)) {
-                let Some(before) = before.iter().find(|before| before.job == held.job) else {
-                    continue;
-                };
-                rates[0] += self.per_second(before.sent_bytes, held.sent_bytes);
-                rates[1] += self.per_second(before.received_bytes, held.received_bytes);
+                // A job that the server had not reported yet has begun meanwhile.
+                let before = before.iter().find(|before| before.job == held.job);
+                let [sent, received] =
+                    before.map_or([0; 2], |before| [before.sent_bytes, before.received_bytes]);
+                rates[0] += self.per_second(sent, held.sent_bytes);
+                rates[1] += self.per_second(received, held.received_bytes);
             }
         }
         rates

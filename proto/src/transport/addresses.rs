@@ -114,13 +114,14 @@ async fn first_that_answers(dialled: &[String], tls: Option<&Tls>) -> Result<Box
             Err(error) => errors.push(error),
         }
     }
-    match errors.iter().find(|error| matches!(error, Error::Tls { .. })) {
-        Some(error) => Err(error.clone()),
-        None => {
-            let causes = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-            Err(Error::Unavailable { peer: dialled.join(","), cause: causes })
-        }
+    if let Some(error) = errors.iter().find(|error| matches!(error, Error::Tls { .. })) {
+        return Err(error.clone());
     }
+    if let [error] = &errors[..] {
+        return Err(error.clone());
+    }
+    let cause = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    Err(Error::Unavailable { peer: dialled.join(","), cause })
 }
 
 /// Connects and, if the server `may_be_silent`, waits for its first byte, with which HTTP/2 begins.

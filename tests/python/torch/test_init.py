@@ -26,7 +26,7 @@ from torch import nn
 
 import ranks
 import zeroshard as zs
-from servers import servers
+from servers import BINARY, servers
 from zeroshard._native import Cluster
 from zeroshard.torch import group_sharded_parallel
 
@@ -361,6 +361,39 @@ def tries_tokens(rank: int, address: str) -> None:
 def test_only_the_right_token_opens_a_cluster() -> None:
     with servers(1, ["--token", "secret"]) as address:
         ranks.run(1, tries_tokens, address, init=None)
+
+
+def tries_certificates(rank: int, address: str, directory: str) -> None:
+    """Connects without encryption, without a certificate, and with that of an operator."""
+    with pytest.raises(zs.TlsError, match="set ZEROSHARD_TLS_CA"), zs.init(address):
+        pass
+    os.environ["ZEROSHARD_TLS_CA"] = f"{directory}/ca.pem"
+    with pytest.raises(zs.UnauthenticatedError), zs.init(address):
+        pass
+    os.environ["ZEROSHARD_TLS_CERT"] = f"{directory}/admin.pem"
+    with pytest.raises(zs.InvalidArgumentError, match="key"), zs.init(address):
+        pass
+    os.environ["ZEROSHARD_TLS_KEY"] = f"{directory}/admin-key.pem"
+    with zs.init(address):
+        sharded()
+    # A cluster that the program starts itself does not use TLS.
+    with zs.init():
+        sharded()
+    del os.environ["ZEROSHARD_TLS_CA"]
+    with pytest.raises(zs.InvalidArgumentError, match="ZEROSHARD_TLS_CA"), zs.init(address):
+        pass
+
+
+def test_a_certificate_opens_a_cluster_with_tls(tmp_path: Path) -> None:
+    directory = tmp_path / "certs"
+    subprocess.run([BINARY, "dev-certs", directory], check=True, stdout=subprocess.DEVNULL)
+    flags = [
+        f"--tls-ca={directory}/ca.pem",
+        f"--tls-cert={directory}/server.pem",
+        f"--tls-key={directory}/server-key.pem",
+    ]
+    with servers(1, flags) as address:
+        ranks.run(1, tries_certificates, address, str(directory), init=None)
 
 
 def uploads(rank: int, terminal: bool) -> str:

@@ -234,9 +234,13 @@ async fn a_drained_server_can_be_stopped_and_changes_no_bit() {
         both(number).await;
     }
     crate::replicas::until_redundant(&cluster.coordinator, "drained").await;
-    let shown = lines(&zsctl(&cluster, &["status", "--json"]));
-    let server = shown.iter().find(|line| line["address"] == address.as_str()).unwrap();
-    assert_eq!((&server["cordoned"], &server["slices"]), (&true.into(), &0.into()));
+    let is_empty = || {
+        let shown = lines(&zsctl(&cluster, &["status", "--json"]));
+        let server = shown.iter().find(|line| line["address"] == address.as_str()).unwrap();
+        assert_eq!(server["cordoned"], true);
+        server["slices"] == 0
+    };
+    until("the server reports that it has no slices", is_empty).await;
     let epoch = jobs[0].epoch();
     assert!(drained.stop().success());
     for number in 4..STEPS {
