@@ -11,7 +11,8 @@ use crate::{
     table::{ago, human, table},
 };
 
-/// A job that waits for ranks and servers that are there is mentioned after this time.
+/// The time after which the output mentions that a job waits, although no rank or server is
+/// missing.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// Flags of `zsctl status`.

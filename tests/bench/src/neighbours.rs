@@ -145,7 +145,7 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// A part of the run in which the first job had one manner.
+/// A part of the run in which the first job behaved in one way.
 struct Phase {
     manner: Manner,
     /// The steps of the other jobs that began in the phase, in seconds.

@@ -4,14 +4,16 @@
 use std::process::Output;
 
 use serde_json::Value;
-use zeroshard_client::{Commit, Error, Job};
+use zeroshard_client::Error;
 use zeroshard_proto::JobSpec;
 use zeroshard_tests::{Cluster, Training, run, synthetic, training};
 
 use crate::{
     adamw,
     checkpoints::{directory, policy, until_saved},
-    connect, job, start, until,
+    connect, job,
+    replicas::{step, until_redundant},
+    start, until,
 };
 
 /// The exit code of a command that has found a problem.
@@ -195,21 +197,6 @@ async fn a_cordoned_server_is_given_no_slices_also_by_the_next_coordinator() {
     assert!(stderr(&unknown).contains("nowhere:1"), "{unknown:?}");
 }
 
-/// Makes a step, again if the servers of the job have changed meanwhile.
-async fn step(job: &Job, step: u64) {
-    loop {
-        match training::step(job, step).await {
-            Ok(_) => return,
-            Err(Error::StepAborted { .. }) => {}
-            Err(Error::StepMismatch { .. }) => {
-                training::commit(job, step, Commit::default()).await.unwrap();
-                return;
-            }
-            Err(error) => panic!("step {step}: {error}"),
-        }
-    }
-}
-
 #[tokio::test]
 async fn a_drained_server_can_be_stopped_and_changes_no_bit() {
     const STEPS: u64 = 8;
@@ -233,7 +220,7 @@ async fn a_drained_server_can_be_stopped_and_changes_no_bit() {
     for number in 1..4 {
         both(number).await;
     }
-    crate::replicas::until_redundant(&cluster.coordinator, "drained").await;
+    until_redundant(&cluster.coordinator, "drained").await;
     let is_empty = || {
         let shown = lines(&zsctl(&cluster, &["status", "--json"]));
         let server = shown.iter().find(|line| line["address"] == address.as_str()).unwrap();

@@ -15,7 +15,7 @@ use crate::input::Identity;
 
 /// The job that must not be disturbed.
 pub(crate) const BYSTANDER: &str = "bystander";
-/// The time limit for the end of all calls after the last one was sent.
+/// The time that all calls may take to end after the last one was sent.
 const SETTLE: Duration = Duration::from_secs(60);
 
 const ROLES: [(&str, &str); 5] = [

@@ -33,12 +33,12 @@ pub async fn run(flags: &Train, count: u32, token: &Token) -> Result<()> {
     if !server.is_file() {
         return Err(Error::NoProgram { program: server });
     }
-    let start = async |arguments: &[&str]| Server::start(&server, arguments, token).await;
-    let coordinator = start(&["coordinator", "--admin-listen", "off"]).await?;
+    let coordinator =
+        Server::start(&server, &["coordinator", "--admin-listen", "off"], token).await?;
     let mut servers = vec![];
     for _ in 0..flags.shards {
         let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
-        servers.push(start(&arguments).await?);
+        servers.push(Server::start(&server, &arguments, token).await?);
     }
     let mut workers = JoinSet::new();
     for rank in 0..count {

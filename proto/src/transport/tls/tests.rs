@@ -156,12 +156,17 @@ async fn a_server_without_tls_is_named_as_such() {
 #[tokio::test]
 async fn new_connections_use_the_files_as_they_are_now() {
     let (directory, ca) = (tempfile::tempdir().unwrap(), authority());
-    let server = tls(&directory, &ca, Some(issue(&ca, &["other"], &[], unchanged)));
+    let [certificate, key] =
+        issue(&ca, &["other"], &[], unchanged).map(|text| file(&directory, &text));
+    let identity = Some((certificate.clone(), key.clone()));
+    let server = Tls::open(TlsFiles { ca: file(&directory, &ca.pem()), identity }).unwrap();
     let client = tls(&directory, &ca, None);
     refusal(connect(server.clone(), &client).await);
-    let new = tls(&directory, &ca, Some(issue(&ca, &["127.0.0.1"], &[], unchanged)));
-    // As `Reloaded` does it when the files have changed.
-    assert!(connect(new, &client).await.is_ok());
+    for (file, text) in [certificate, key].iter().zip(issue(&ca, &["127.0.0.1"], &[], unchanged)) {
+        fs::write(file, text).unwrap();
+    }
+    server.0.reload();
+    assert!(connect(server, &client).await.is_ok());
 }
 
 #[test]
