@@ -12,6 +12,7 @@ use tokio::time::sleep;
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
+    trace,
     transport::{Addresses, CONNECT_TIMEOUT, Connection, Credentials, MAX_CONTROL_MESSAGE},
 };
 
@@ -93,6 +94,7 @@ impl Cluster {
     /// [`Error::VersionMismatch`] if this client is of another minor version than the coordinator,
     /// [`Error::Unavailable`] if no coordinator answers at this address.
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
+        trace::start_from_environment("zeroshard-worker")?;
         let peer = format!("coordinator {address}");
         let limit = options.connect_timeout.min(options.timeout);
         // At least two tries, so that the cause is known if the host does not respond at all.

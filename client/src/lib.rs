@@ -65,7 +65,7 @@ pub use status::{
 };
 pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};
-pub use zeroshard_proto::{Error, Result, TensorId};
+pub use zeroshard_proto::{Error, Result, TensorId, trace};
 
 use zeroshard_proto::{DType, Token, transport::tls::Tls};
 

@@ -12,6 +12,7 @@ use zeroshard_proto::{
     frame::{Extent, Writer},
     geometry::LocalTensor,
     pb::{self, push_begin::Contents as Wire},
+    trace::{Span, SpanKind, Trace},
 };
 
 use crate::{
@@ -53,6 +54,20 @@ pub(crate) struct ServerPush {
     overflow: Vec<pb::Overflow>,
     /// Whether the server may still be opening the job, to become a backup.
     may_be_opening: bool,
+}
+
+/// How a push is sent.
+#[derive(Debug)]
+pub(crate) struct Sending<'a> {
+    pub(crate) shards: &'a Shards,
+    pub(crate) options: &'a Options,
+    /// The first message.
+    pub(crate) begin: &'a pb::PushBegin,
+    /// The dtype on the wire.
+    pub(crate) dtype: DType,
+    pub(crate) deadline: Deadline,
+    /// The trace of the step.
+    pub(crate) trace: Trace,
 }
 
 /// The maximum number of absent slices in one push. The message that opens a push is at most 4 KiB
@@ -252,15 +267,20 @@ impl ServerPush {
     /// receives again.
     ///
     /// # Errors
-    /// Those of the server; [`Error::Timeout`] after `deadline`.
-    pub(crate) async fn send(
-        mut self,
-        shards: &Shards,
-        options: &Options,
-        begin: &pb::PushBegin,
-        dtype: DType,
-        deadline: Deadline,
-    ) -> Result<()> {
+    /// Those of the server; [`Error::Timeout`] after the deadline.
+    pub(crate) async fn send(self, how: &Sending<'_>) -> Result<()> {
+        let mut span = how
+            .trace
+            .span("push", SpanKind::Client)
+            .with("server.address", self.server.address.clone())
+            .with("zeroshard.rank", i64::from(how.begin.rank))
+            .with("zeroshard.bytes", self.bytes(how.dtype) as i64);
+        let sent = self.send_in(&span, how).await;
+        sent.inspect_err(|error| span.fail(error))
+    }
+
+    async fn send_in(mut self, span: &Span, how: &Sending<'_>) -> Result<()> {
+        let &Sending { shards, options, begin, dtype, deadline, .. } = how;
         let what = match &begin.contents {
             Some(Wire::Gradients(gradients)) => format!("push of step {}", gradients.step),
             _ => "upload".to_owned(),
@@ -273,7 +293,7 @@ impl ServerPush {
         loop {
             let shard = shards.get(&self.server)?;
             let body = StreamBody::new(self.frames(begin, dtype, options.chunk_bytes));
-            let connection = shard.push.within(tries.timeout());
+            let connection = shard.push.within(tries.timeout()).in_span(span);
             let pushed = unary(&connection, "/zeroshard.v1.DataService/Push", body, &shard.peer);
             let before = self.bytes(dtype);
             let pushed: Result<pb::PushResponse> =

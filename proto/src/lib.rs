@@ -22,6 +22,7 @@ pub mod role;
 pub mod size;
 pub mod succession;
 pub mod token;
+pub mod trace;
 pub mod transport;
 pub mod version;
 

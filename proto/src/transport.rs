@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use http::{Request, Response};
+use http::{HeaderValue, Request, Response};
 use tonic::{
     body::Body,
     transport::{Channel, Endpoint, channel::ResponseFuture},
@@ -19,6 +19,7 @@ use tower::Service;
 use crate::{
     Error, Result, deadline,
     token::{Bearer, Token},
+    trace::{Span, TRACE_PARENT},
 };
 
 use tls::Tls;
@@ -89,7 +90,7 @@ impl Credentials {
 
     /// A connection on a channel.
     fn connection(&self, channel: Channel) -> Connection {
-        Connection { channel, bearer: self.bearer.clone(), timeout: None }
+        Connection { channel, bearer: self.bearer.clone(), timeout: None, span: None }
     }
 }
 
@@ -100,6 +101,8 @@ pub struct Connection {
     channel: Channel,
     bearer: Option<Bearer>,
     timeout: Option<Duration>,
+    /// The header that names the span of the calls.
+    span: Option<HeaderValue>,
 }
 
 impl Connection {
@@ -118,6 +121,12 @@ impl Connection {
     pub fn within(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }
     }
+
+    /// The same channel for calls whose spans at the server are children of `span`.
+    #[must_use]
+    pub fn in_span(self, span: &Span) -> Self {
+        Self { span: span.header(), ..self }
+    }
 }
 
 impl Service<Request<Body>> for Connection {
@@ -135,6 +144,9 @@ impl Service<Request<Body>> for Connection {
         }
         if let Some(timeout) = self.timeout {
             deadline::write(request.headers_mut(), timeout);
+        }
+        if let Some(span) = &self.span {
+            request.headers_mut().insert(TRACE_PARENT, span.clone());
         }
         self.channel.call(request)
     }

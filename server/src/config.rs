@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zeroshard_proto::{
     Token,
     token::Bearer,
+    trace,
     transport::{FRAME_BYTES, WINDOW_BYTES, tls::TlsFiles},
 };
 
@@ -162,6 +163,14 @@ pub struct Common {
     /// File with the private key of --tls-cert, in PEM format
     #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
+    /// URL of an OpenTelemetry collector, such as http://localhost:4317, to which the traces of
+    /// steps are sent (OTLP over gRPC). Without it nothing is recorded
+    #[arg(long, env = "ZEROSHARD_OTLP_ENDPOINT", value_name = "URL")]
+    pub otlp_endpoint: Option<String>,
+    /// Fraction of the steps whose traces are sent, from 0 to 1. Servers and workers need the same
+    /// value, so that they send the same traces
+    #[arg(long, env = "ZEROSHARD_TRACE_RATIO", value_name = "RATIO", default_value_t = 1.0)]
+    pub trace_ratio: f64,
     /// Accept connections from other machines without a token or certificate. Everyone who can
     /// connect can then read, change and delete all jobs
     #[arg(long, env = "ZEROSHARD_INSECURE")]
@@ -217,6 +226,11 @@ impl Common {
         TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
     }
 
+    /// The collector of traces, if there is one.
+    pub fn collector(&self) -> Option<&str> {
+        self.otlp_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty())
+    }
+
     /// Checks that other machines cannot connect to `listen` without a token or certificate.
     fn check_open(&self, listen: Listen) -> Result<(), Error> {
         let has_token = self.token.reveal().is_some() || self.tokens.is_some();
@@ -267,6 +281,14 @@ impl Common {
             Bearer::new(&self.token)
         {
             return Err(Error::value("common", "token", found, &expected));
+        }
+        if !(0.0..=1.0).contains(&self.trace_ratio) {
+            return Err(Error::value("common", "trace_ratio", self.trace_ratio, "0 to 1"));
+        }
+        if let Some(Err(zeroshard_proto::Error::Invalid { found, expected, .. })) =
+            self.collector().map(|endpoint| trace::check(endpoint, self.trace_ratio))
+        {
+            return Err(Error::value("common", "otlp_endpoint", found, &expected));
         }
         Ok(())
     }

@@ -4,6 +4,7 @@ use std::{process::ExitCode, time::Duration};
 
 use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
+use zeroshard_proto::trace;
 use zeroshard_server::{
     config::{self, Command, Config, DevCerts, Probe},
     dev_certs, failure, logging, roles,
@@ -58,6 +59,9 @@ fn make(certs: &DevCerts) -> Outcome {
 }
 
 fn run(config: Config) -> Outcome {
+    if let Some(collector) = config.common.collector() {
+        trace::start(collector, config.common.trace_ratio, "zeroshard-server")?;
+    }
     let runtime = Runtime::new()?;
     let result = runtime.block_on(async {
         let shutdown = CancellationToken::new();
@@ -65,5 +69,6 @@ fn run(config: Config) -> Outcome {
         Ok(roles::run(config, shutdown).await?)
     });
     runtime.shutdown_timeout(LAST_TASKS);
+    trace::flush();
     result
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import urllib.parse
 from typing import Any
 
 import kubeflow_trainer_api.models as trainer
@@ -170,6 +171,24 @@ def test_the_certificate_of_servers_has_their_role_and_the_names_at_which_they_a
             assert variables[f"ZEROSHARD_TLS_{key}"] == f"{mount['mountPath']}/{file}"
         (volume,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "tls"]
         assert volume["secretName"] == specification["secretName"]
+
+
+def test_servers_may_connect_to_the_collector_of_their_traces() -> None:
+    servers = of_kind("traces", "StatefulSet")
+    assert len(servers) == 2
+    for server in servers.values():
+        (container,) = server["spec"]["template"]["spec"]["containers"]
+        variables = environment(container)
+        collector = urllib.parse.urlsplit(variables["ZEROSHARD_OTLP_ENDPOINT"])
+        assert 0 < float(variables["ZEROSHARD_TRACE_RATIO"]) <= 1
+    (egress,) = of_kind("traces", "NetworkPolicy")["zeroshard-traces"]["spec"]["egress"]
+    assert [port["port"] for port in egress["ports"]] == [collector.port]
+    (namespace,) = (
+        peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        for peer in egress["to"]
+    )
+    assert collector.hostname is not None
+    assert collector.hostname.endswith(f".{namespace}")
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

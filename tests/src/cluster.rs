@@ -1,6 +1,10 @@
 //! A coordinator and shard servers.
 
-use std::{net::SocketAddr, process::Command};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    process::{self, Command},
+    sync::atomic::{AtomicU32, Ordering::Relaxed},
+};
 
 use zeroshard_proto::token::TOKEN_VARIABLE;
 
@@ -70,7 +74,10 @@ impl Cluster {
     /// # Panics
     /// If it does not start.
     pub fn coordinator_with(flags: &[&str]) -> Process {
-        let mut command = coordinator();
+        // Certificates name this address.
+        let has_certificate = flags.iter().any(|flag| flag.starts_with("--tls-cert"));
+        let host = if has_certificate { Ipv4Addr::LOCALHOST } else { unique_loopback() };
+        let mut command = coordinator_on(host);
         command.args(flags);
         Process::start(command)
     }
@@ -167,7 +174,22 @@ impl Cluster {
 }
 
 fn coordinator() -> Command {
-    server(&["coordinator", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+    coordinator_on(unique_loopback())
+}
+
+fn coordinator_on(host: Ipv4Addr) -> Command {
+    let listen = format!("{host}:0");
+    server(&["coordinator", "--listen", &listen, "--admin-listen", "127.0.0.1:0"])
+}
+
+/// A loopback address that no other process uses. The port of a coordinator there stays free until
+/// another one starts at the same address.
+fn unique_loopback() -> Ipv4Addr {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = process::id().wrapping_mul(251).wrapping_add(COUNT.fetch_add(1, Relaxed));
+    let [_, a, b, c] = number.to_be_bytes();
+    // 127.0.0.0 and 127.255.255.255 are not addresses of hosts.
+    Ipv4Addr::new(127, a.clamp(1, 254), b, c)
 }
 
 fn shard(coordinator: &str, flags: &[&str]) -> Command {

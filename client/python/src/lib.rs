@@ -50,6 +50,12 @@ mod _native {
     #[pymodule_export]
     use transfer::{Rest, Transfer};
 
+    /// Sends the spans that have ended to the collector of traces, if there is one.
+    #[pyfunction]
+    fn flush_traces(py: Python<'_>) {
+        py.detach(zeroshard_client::trace::flush);
+    }
+
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))

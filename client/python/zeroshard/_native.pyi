@@ -27,6 +27,7 @@ __all__ = [
     "TensorSpec",
     "Transfer",
     "__version__",
+    "flush_traces",
     "hashes",
     "redistribution",
     "user_data",
@@ -62,6 +63,11 @@ class Array:
     ) -> Array: ...
     def wait(self) -> None:
         """Waits until the memory has the values."""
+
+def flush_traces() -> None:
+    """Sends the spans that have ended to the collector of traces, if there is one. Waits for at
+    most five seconds.
+    """
 
 def hashes(arrays: Sequence[Array]) -> list[int]:
     """A 64-bit hash of the elements of each array (XXH3), to find out whether they are the same.

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ._connection import Connection
 from ._credentials import tls_files, token_of
-from ._native import Cluster
+from ._native import Cluster, flush_traces
 from ._rendezvous import Rendezvous, reachable_host, world_group
 from ._status import Status
 from .errors import Error, InvalidArgumentError, NotInitialisedError, UnavailableError
@@ -221,9 +221,10 @@ def status() -> Status:
 
 
 def shutdown() -> None:
-    """Closes the session, if one is open."""
+    """Closes the session, if one is open, and sends the last traces to the collector."""
     if _current is not None:
         _current.close()
+    flush_traces()
 
 
 atexit.register(shutdown)

@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use zeroshard_proto::{
     DType, Deadline, Error, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},
+    trace::{Span, SpanKind, Trace},
 };
 
 use super::{Job, Member};
@@ -259,6 +260,7 @@ impl Attempt {
             user_data: commit.user_data,
             user_data_follows: commit.user_data_follows,
         };
+        let mut span = self.span("commit");
         // The call is sent regardless of the known epoch, because the step may have been decided
         // before.
         let report = cluster.retry("the decision", |mut client| {
@@ -270,7 +272,11 @@ impl Attempt {
                 self.decided();
                 Ok(StepReport::new(&report, &spec.manifest))
             }
-            Err(error) => Err(self.noted(error, deadline).await),
+            Err(error) => {
+                span.fail(&error);
+                drop(span);
+                Err(self.noted(error, deadline).await)
+            }
         }
     }
 
@@ -314,13 +320,18 @@ impl Attempt {
         let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.timeout);
         let request = pb::ReduceRequest { turn: Some(self.turn()), loss_scale };
+        let mut span = self.span("reduce");
         let report = cluster.retry("the gradient's norm", |mut client| {
             let request = request.clone();
             async move { client.reduce(request).await }
         });
         match report.await {
             Ok(report) => Ok(Reduced::new(&report, &spec.manifest)),
-            Err(error) => Err(self.noted(error, deadline).await),
+            Err(error) => {
+                span.fail(&error);
+                drop(span);
+                Err(self.noted(error, deadline).await)
+            }
         }
     }
 
@@ -424,6 +435,16 @@ impl Attempt {
         }
     }
 
+    /// The trace of the step in the epoch of the attempt.
+    pub(super) fn trace(&self) -> Trace {
+        Trace::of_step(self.job.0.id, self.state.epoch, self.state.step)
+    }
+
+    /// A span for a call to the coordinator.
+    fn span(&self, name: &'static str) -> Span {
+        self.trace().span(name, SpanKind::Client).with("zeroshard.rank", i64::from(self.job.0.rank))
+    }
+
     fn turn(&self) -> pb::Turn {
         let Member { spec, id, lease, rank, .. } = &*self.job.0;
         let State { epoch, step, number: attempt, .. } = *self.state;
@@ -474,6 +495,7 @@ impl Attempt {
     /// ended.
     async fn noted(&self, error: Error, deadline: Deadline) -> Error {
         let State { epoch, number, .. } = *self.state;
+        let error = self.trace().name_in(error);
         if let Some(error) = self.rolled_back() {
             return error;
         }
@@ -545,7 +567,7 @@ impl Attempt {
 
     fn aborted(&self, epoch: u64, cause: String) -> Error {
         let (job, step) = (self.job.0.spec.name.clone(), self.state.step);
-        Error::StepAborted { job, step, epoch, cause }
+        self.trace().name_in(Error::StepAborted { job, step, epoch, cause })
     }
 
     /// Ends the attempt because the step was decided, and returns the error for further pushes.

@@ -12,7 +12,7 @@ use zeroshard_proto::{
 use super::{Attempt, Job, Member, membership::Membership};
 use crate::{
     Exchange, Slots, StatePart, Target, TensorData, pull,
-    push::{self, Contents},
+    push::{self, Contents, Sending},
     retry::{Next, Tries, drops_job},
 };
 
@@ -119,9 +119,15 @@ impl Job {
             attempt.check_epoch(deadline).await?;
         }
         let pushes = push::plan(&spec.manifest, &self.current()?.placement, locals, contents)?;
-        let (shards, options) = (&cluster.shards, &cluster.options);
-        let sends =
-            pushes.into_iter().map(|push| push.send(shards, options, &begin, dtype, deadline));
+        let how = Sending {
+            shards: &cluster.shards,
+            options: &cluster.options,
+            begin: &begin,
+            dtype,
+            deadline,
+            trace: attempt.map(Attempt::trace).unwrap_or_default(),
+        };
+        let sends = pushes.into_iter().map(|push| push.send(&how));
         let sent = async { self.unless_ended(try_join_all(sends)).await.map(drop) };
         let had_version = self.version().is_some();
         match attempt {

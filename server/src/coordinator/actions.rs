@@ -10,7 +10,7 @@ use super::{
     events::{Action, Command, Event, Link, Placed, Placing, ServerId},
     jobs::Plan,
     save::Completion,
-    storage,
+    storage, traces,
 };
 use crate::metrics::CoordinatedJob;
 
@@ -44,8 +44,10 @@ impl Driver {
                 Action::Dismiss(link) => inner.dismiss(link),
                 Action::Probe(server) => self.probe(inner, server),
                 Action::Decided { job, step } => {
-                    inner.count(&job, |series| series.decided(step.applied, &step.waits));
-                    inner.histories.entry(job).or_default().add(&step, self.now());
+                    inner.count(&job.name, |series| series.decided(step.applied, &step.waits));
+                    let history = inner.histories.entry(job.name.clone()).or_default();
+                    traces::decided(&job, &step, history.since_last(self.now()));
+                    history.add(&step, self.now());
                 }
                 Action::Tick(due) => self.arm(inner, due),
                 Action::Complete(completion) => self.complete(completion),
@@ -54,9 +56,13 @@ impl Driver {
                     None => of.not_saved(),
                 }),
                 Action::Redundant { after } => self.metrics.coordinator.redundant(after),
-                Action::Aborted { job } => {
-                    inner.count(&job, CoordinatedJob::aborted);
-                    inner.histories.entry(job).or_default().aborted += 1;
+                Action::Aborted { job, attempt } => {
+                    inner.count(&job.name, CoordinatedJob::aborted);
+                    let history = inner.histories.entry(job.name.clone()).or_default();
+                    if let Some(attempt) = attempt {
+                        traces::aborted(&job, attempt, history.since_last(self.now()));
+                    }
+                    history.aborted += 1;
                 }
                 Action::Forgotten { job } => {
                     inner.histories.remove(&job);

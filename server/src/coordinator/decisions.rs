@@ -214,13 +214,14 @@ impl Cluster {
         }
         let (decision, report) = decide(spec, *epoch, open, terms);
         let job = JobRef { name: name.to_owned(), id: *id };
-        open.send(&Command::Decide { job, decision: decision.clone() }, out);
+        open.send(&Command::Decide { job: job.clone(), decision: decision.clone() }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         open.lateness.add(&open.round.lateness());
         let &Report { version, applied, loss, ref norm, .. } = &report;
         let waits = open.round.waits(now);
-        let step = Step { version, applied, loss, norm: norm.value, waits };
-        out.push(Action::Decided { job: name.to_owned(), step });
+        let attempt = decision.attempt;
+        let step = Step { version, attempt, applied, loss, norm: norm.value, waits };
+        out.push(Action::Decided { job, step });
         if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
             out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
         }

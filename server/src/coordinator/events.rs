@@ -478,15 +478,15 @@ pub(crate) enum Action {
     /// Find out whether a server without a control stream still runs: [`Event::Refused`].
     Probe(Server),
     /// Count a decided step.
-    Decided { job: String, step: Step },
+    Decided { job: JobRef, step: Step },
     /// Complete a checkpoint, then send [`Event::Completed`].
     Complete(Completion),
     /// Count the time without all replicas of a job.
     Redundant { after: Duration },
     /// Count a save. `complete`: its version and its duration, unless it was given up.
     SaveEnded { job: String, complete: Option<(u64, Duration)> },
-    /// Count an aborted step.
-    Aborted { job: String },
+    /// Count an aborted step, and end its trace. `attempt`: the one that was open.
+    Aborted { job: JobRef, attempt: Option<Attempt> },
     /// Send [`Event::Tick`] at this time, or earlier.
     Tick(Now),
     /// Release the resources of a deleted job.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::events::Now;
-use crate::metrics::Waits;
+use crate::{attempt::Attempt, metrics::Waits};
 
 /// The maximum number of points of a curve.
 const POINTS: usize = 240;
@@ -23,6 +23,8 @@ const MAX_EVENT: usize = 600;
 pub(crate) struct Step {
     /// The version that the step has produced.
     pub(crate) version: u64,
+    /// The attempt that was decided.
+    pub(crate) attempt: Attempt,
     /// Whether the step was applied and not skipped.
     pub(crate) applied: bool,
     /// The mean loss of the ranks, if each of them passed one.
@@ -151,7 +153,7 @@ impl History {
         while self.points.last().as_ref().is_some_and(is_undone) {
             self.points.pop();
         }
-        let took = self.last.map(|last| now.saturating_sub(last));
+        let took = self.since_last(now);
         let point = Point {
             version: step.version,
             steps: 1,
@@ -173,6 +175,11 @@ impl History {
             self.recent.push_front(Recent { since, work, ranks, servers });
         }
         self.last = Some(now);
+    }
+
+    /// The time since the last decision.
+    pub(super) fn since_last(&self, now: Now) -> Option<Duration> {
+        self.last.map(|last| now.saturating_sub(last))
     }
 
     fn halve(&mut self) {
@@ -254,7 +261,8 @@ mod tests {
     fn step(version: u64, loss: f64) -> Step {
         let ms = Duration::from_millis;
         let waits = Waits { lateness: Vec::new(), ranks: ms(20), servers: ms(30) };
-        Step { version, applied: true, loss: Some(loss), norm: 2.0, waits }
+        let attempt = Attempt::first(1, version - 1);
+        Step { version, attempt, applied: true, loss: Some(loss), norm: 2.0, waits }
     }
 
     /// A job with these versions, one every 100 ms.

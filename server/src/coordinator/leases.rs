@@ -355,6 +355,7 @@ impl Cluster {
         let new = self.next_epoch();
         let Some(job) = self.jobs.get_mut(name) else { return };
         let Job { spec, id, epoch, progress, phase: Phase::Open(open), .. } = job else { return };
+        let attempt = open.attempt(*epoch);
         *epoch = new;
         progress.disturbed(error(open.step(), new));
         let (job, step) = (JobRef { name: name.to_owned(), id: *id }, open.step());
@@ -369,7 +370,7 @@ impl Cluster {
         }
         announce(spec, open, new, out);
         if !open.round.is_empty() {
-            out.push(Action::Aborted { job: job.name.clone() });
+            out.push(Action::Aborted { job, attempt: Some(attempt) });
         }
         waiters.extend(open.round.drop_all());
         let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error(step, new)));

@@ -58,6 +58,7 @@ pub(crate) mod state;
 mod storage;
 mod succession;
 mod terms;
+mod traces;
 pub(crate) mod user_data;
 
 use std::{sync::Arc, time::Duration};

@@ -216,8 +216,12 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
-        let Some(Job { spec, epoch, progress, phase, .. }) = self.jobs.get_mut(name) else {
+        let Some(Job { id, spec, epoch, progress, phase, .. }) = self.jobs.get_mut(name) else {
             return false;
+        };
+        let attempt = match phase {
+            Phase::Open(open) => Some(open.attempt(*epoch)),
+            _ => None,
         };
         let policy = spec.checkpoints.as_ref().filter(|_| spec.is_restored_on_loss());
         let Some(policy) = policy else { return false };
@@ -253,7 +257,8 @@ impl Cluster {
         progress.disturbed(Error::Unavailable { peer: format!("job {name:?}"), cause });
         let error = being_restored(name);
         out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error.clone()))));
-        out.push(Action::Aborted { job: name.to_owned() });
+        let job = JobRef { name: name.to_owned(), id: *id };
+        out.push(Action::Aborted { job, attempt });
         out.push(Action::Note(format!(
             "{gone}; job {name:?} is restored from its last checkpoint"
         )));

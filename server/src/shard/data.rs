@@ -100,7 +100,8 @@ async fn answer_push<B: Backend>(
     let caller = Caller::of(request.extensions())?;
     let weight = request.extensions().get::<Holder>().map(|holder| holder.quota.weight);
     let deadline = Deadline::of_call(request.headers());
-    let caller = push::Pusher { caller, weight };
+    let headers = request.headers().clone();
+    let caller = push::Pusher { caller, weight, headers };
     push::push(store, caller, request.into_body(), deadline).await
 }
 

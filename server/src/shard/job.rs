@@ -13,7 +13,10 @@ use tokio::{
     sync::{Notify, watch},
 };
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{AppliedSteps, Error, JobSpec, Placement, Result, pb};
+use zeroshard_proto::{
+    AppliedSteps, Error, JobSpec, Placement, Result, pb,
+    trace::{SpanKind, Trace},
+};
 
 use super::{
     budget::{Budget, Space},
@@ -196,6 +199,11 @@ impl<B: Backend> Job<B> {
     /// The open attempt.
     pub(crate) fn attempt(&self) -> Attempt {
         self.progress().attempt
+    }
+
+    /// The trace of the step of an attempt.
+    pub(super) fn trace(&self, attempt: Attempt) -> Trace {
+        Trace::of_step(self.id, attempt.epoch, attempt.step)
     }
 
     pub(crate) fn version(&self) -> Option<u64> {
@@ -412,6 +420,7 @@ impl<B: Backend> Job<B> {
         if let Some(reduced) = ready {
             let took = progress.end_phase();
             self.count(|series| series.reduce.observe(took.as_secs_f64()));
+            drop(self.trace(attempt).span("reduce", SpanKind::Internal).since(took));
             self.tell(JobEvent::Ready { attempt, reduced });
         }
         drop(progress);

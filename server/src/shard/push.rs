@@ -3,11 +3,13 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
+use http::HeaderMap;
 use http_body::Body;
 use zeroshard_proto::{
     AppliedSteps, DType, Deadline, Error, JobSpec, Result,
     frame::{Event, Extent, Reader},
     pb::{self, push_begin::Contents},
+    trace::{Span, SpanKind, Trace},
 };
 
 use super::{
@@ -32,6 +34,8 @@ pub(super) struct Pusher {
     pub(super) caller: Caller,
     /// The weight of the jobs of its token, if tokens have weights.
     pub(super) weight: Option<u32>,
+    /// The headers of the call, which may name its span.
+    pub(super) headers: HeaderMap,
 }
 
 /// Receives one push; `deadline` is that of the call, if it has one.
@@ -63,6 +67,7 @@ where
     let mut push = Push::open(store, begin, deadline)?;
     let job = push.job.clone();
     pusher.weight.into_iter().for_each(|weight| job.shares.weigh(weight));
+    let mut span = push.span(&pusher.headers);
     let receive = async {
         push.wait_for_attempt().await?;
         push.note_absent().await?;
@@ -81,10 +86,11 @@ where
     };
     let received = job.closed().run_until_cancelled(receive).await;
     // Elements accepted into a job that has been closed since are lost.
-    match received.filter(|_| !job.closed().is_cancelled()) {
+    let received = match received.filter(|_| !job.closed().is_cancelled()) {
         Some(received) => received.map(|()| push.counted),
         None => Err(job.closed_error()),
-    }
+    };
+    received.inspect_err(|error| span.fail(error))
 }
 
 /// The contents of the extents of a push.
@@ -163,6 +169,16 @@ impl<'a, B: Backend> Push<'a, B> {
         let next = Extent { slice: 0, offset: 0, dtype: DType::F32 };
         let counted = pb::PushResponse::default();
         Ok(Self { store, job, rank, what, attempt, absent, overflows, deadline, next, counted })
+    }
+
+    /// The span of the push, a child of the caller's span. The upload of initial parameters is not
+    /// part of a step.
+    fn span(&self, headers: &HeaderMap) -> Span {
+        let trace = match self.what {
+            What::Gradients | What::Replacement => self.job.trace(self.attempt).within(headers),
+            What::Start(_) => Trace::default(),
+        };
+        trace.span("receive", SpanKind::Server).with("zeroshard.rank", i64::from(self.rank))
     }
 
     /// Waits until the coordinator has announced the push's attempt to this server; the rank may

@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use std::thread;
 
 use tokio::runtime::{Builder, Handle, Runtime};
-use zeroshard_proto::Token;
+use zeroshard_proto::{Token, trace};
 use zeroshard_server::embedded;
 
 use super::cli::Train;
@@ -52,6 +52,7 @@ pub fn run(flags: &Train) -> Result<()> {
     };
     // Does not wait for transfers, which may hang.
     runtime.shutdown_background();
+    trace::flush();
     result
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use rayon::prelude::*;
-use zeroshard_proto::{Error, Result, pb};
+use zeroshard_proto::{Error, Result, pb, trace::SpanKind};
 
 use super::{Job, of_slice, progress::Progress};
 use crate::{
@@ -183,8 +183,9 @@ impl<B: Backend> Job<B> {
             self.spec.validate_step(apply.groups)?;
         }
         let next = self.begin_step(decision, attempt)?;
-        let began = Instant::now();
+        let (began, span) = (Instant::now(), self.trace(attempt).span("apply", SpanKind::Internal));
         self.apply(&Step { apply, next, absent: &decision.absent })?;
+        drop(span);
         self.count(|series| series.apply.observe(began.elapsed().as_secs_f64()));
         self.progress().version = Some(next.step);
         self.changed.send_replace(());
