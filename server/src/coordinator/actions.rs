@@ -3,10 +3,11 @@
 
 use std::task::Waker;
 
+use tokio::sync::mpsc::error::TrySendError;
 use zeroshard_proto::Result;
 
 use super::{
-    driver::{Driver, Inner, MemberStream},
+    driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
     events::{Action, Command, Event, Link, Placed, Placing, ServerId},
     jobs::Plan,
     save::Completion,
@@ -41,7 +42,7 @@ impl Driver {
                         member.waker.take().into_iter().for_each(Waker::wake);
                     }
                 }
-                Action::Dismiss(link) => inner.dismiss(link),
+                Action::Dismiss(link) => inner.dismiss(link, "it was lost"),
                 Action::Probe(server) => self.probe(inner, server),
                 Action::Decided { job, step } => {
                     inner.count(&job.name, |series| series.decided(step.applied, &step.waits));
@@ -141,19 +142,22 @@ impl Inner {
     /// Sends a command. A server that does not read its commands is dismissed, and the end of its
     /// control stream is then an ordinary event.
     fn send(&mut self, server: ServerId, command: Command) {
-        if let Some(outbox) = self.servers.get(&server)
-            && outbox.commands.try_send(command).is_err()
-        {
-            let link = Link { server, stream: outbox.stream };
-            self.dismiss(link);
+        let Some(outbox) = self.servers.get(&server) else { return };
+        let link = Link { server, stream: outbox.stream };
+        match outbox.commands.try_send(command) {
+            Ok(()) => {}
+            Err(TrySendError::Full(_)) => {
+                self.dismiss(link, &format!("it did not read {MAX_COMMANDS} commands"));
+            }
+            Err(TrySendError::Closed(_)) => self.dismiss(link, "its control stream ended"),
         }
     }
 
-    fn dismiss(&mut self, link: Link) {
+    fn dismiss(&mut self, link: Link, cause: &str) {
         if self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
             && let Some(server) = self.servers.remove(&link.server)
         {
-            server.dismissed.cancel();
+            server.dismissal.dismiss(cause);
         }
     }
 }

@@ -48,9 +48,7 @@ pub(super) fn commands(
             Ok(pb::ServeResponse { command: Some(command), term })
         }
     };
-    ReceiverStream::new(control.commands)
-        .take_until(control.dismissed.cancelled_owned())
-        .then(convert)
+    ReceiverStream::new(control.commands).take_until(control.dismissal.ended()).then(convert)
 }
 
 /// The time limit for the first messages of a server, which describe its jobs.

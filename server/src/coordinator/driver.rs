@@ -8,7 +8,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, Weak},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, Weak},
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -17,7 +17,10 @@ use tokio::{
     sync::{Notify, mpsc, oneshot},
     time::Instant,
 };
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::{
+    sync::{CancellationToken, WaitForCancellationFutureOwned},
+    task::TaskTracker,
+};
 use zeroshard_proto::{Error, Result};
 
 use super::{
@@ -78,7 +81,7 @@ pub(super) struct Inner {
 pub(super) struct ServerStream {
     pub(super) stream: u64,
     pub(super) commands: mpsc::Sender<Command>,
-    pub(super) dismissed: CancellationToken,
+    pub(super) dismissal: Dismissal,
 }
 
 #[derive(Debug, Default)]
@@ -94,8 +97,41 @@ pub(super) struct MemberStream {
 pub(crate) struct Control {
     pub(crate) link: Link,
     pub(crate) commands: mpsc::Receiver<Command>,
-    /// Cancelled when the server is dismissed.
-    pub(crate) dismissed: CancellationToken,
+    pub(crate) dismissal: Dismissal,
+}
+
+/// The end of a control stream by the coordinator, with its cause.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Dismissal {
+    dismissed: CancellationToken,
+    cause: Arc<OnceLock<String>>,
+}
+
+impl Dismissal {
+    /// Ends the stream. The cause of the first call counts.
+    pub(super) fn dismiss(&self, cause: impl Into<String>) {
+        self.cause.get_or_init(|| cause.into());
+        self.dismissed.cancel();
+    }
+
+    /// Waits until the stream is ended.
+    pub(super) fn ended(&self) -> WaitForCancellationFutureOwned {
+        self.dismissed.clone().cancelled_owned()
+    }
+
+    /// Runs `work`, unless the stream is ended before.
+    ///
+    /// # Errors
+    /// The cause of the end.
+    pub(super) async fn until<T>(&self, work: impl Future<Output = T>) -> Result<T, String> {
+        let done = self.dismissed.run_until_cancelled(work).await;
+        done.ok_or_else(|| self.cause().unwrap_or_default().to_owned())
+    }
+
+    /// The cause; `None` before the end.
+    pub(super) fn cause(&self) -> Option<&str> {
+        self.cause.get().map(String::as_str)
+    }
 }
 
 impl Driver {
@@ -210,20 +246,20 @@ impl Driver {
         let mut inner = self.lock();
         self.check_running(&mut inner)?;
         inner.last_stream += 1;
-        let (link, dismissed) =
-            (Link { server: server.id, stream: inner.last_stream }, CancellationToken::new());
+        let (link, dismissal) =
+            (Link { server: server.id, stream: inner.last_stream }, Dismissal::default());
         let (outbox, commands) = mpsc::channel(MAX_COMMANDS);
         let new =
-            ServerStream { stream: link.stream, commands: outbox, dismissed: dismissed.clone() };
+            ServerStream { stream: link.stream, commands: outbox, dismissal: dismissal.clone() };
         if let Some(old) = inner.servers.insert(server.id, new) {
-            old.dismissed.cancel();
+            old.dismissal.dismiss("it has registered again");
         }
         let is_new = before != 0 && before != term;
         self.handle(
             &mut inner,
             Event::ServerJoined { stream: link.stream, server, about, held, is_new },
         );
-        Ok(Control { link, commands, dismissed })
+        Ok(Control { link, commands, dismissal })
     }
 
     /// The server is not dialled any more.
@@ -325,7 +361,7 @@ impl Driver {
             member.waker.take().into_iter().for_each(Waker::wake);
         }
         for server in std::mem::take(&mut inner.servers).into_values() {
-            server.dismissed.cancel();
+            server.dismissal.dismiss("this coordinator has stopped");
         }
     }
 

@@ -16,7 +16,7 @@ use zeroshard_proto::{
 
 use super::{
     control::{commands, listen, registration},
-    driver::{Driver, MAX_COMMANDS},
+    driver::Driver,
     events::{Attach, Event, JobRef, Join, Lease, Leave, Reply},
     requests::{Waits, attached_data, create, dialled, rank_data},
     responses::{reduced, status},
@@ -258,18 +258,17 @@ impl coordinator_service_server::CoordinatorService for Service {
         let address = registration.server.address.clone();
         audited.is("register server", &address);
         let control = self.driver.add_server(registration)?;
-        let (driver, from, dismissed) =
-            (self.driver.clone(), control.link, control.dismissed.clone());
+        let (driver, from, dismissal) =
+            (self.driver.clone(), control.link, control.dismissal.clone());
         tokio::spawn(async move {
-            let cause =
-                match dismissed.run_until_cancelled(listen(&driver, from, &mut events)).await {
-                    Some(Ok(())) => "its control stream ended".to_owned(),
-                    Some(Err(status)) => {
-                        tracing::warn!(address, %status, "the control stream failed");
-                        format!("its control stream failed: {}", status.message())
-                    }
-                    None => format!("it did not read {MAX_COMMANDS} commands"),
-                };
+            let cause = match dismissal.until(listen(&driver, from, &mut events)).await {
+                Ok(Ok(())) => "its control stream ended".to_owned(),
+                Ok(Err(status)) => {
+                    tracing::warn!(address, %status, "the control stream failed");
+                    format!("its control stream failed: {}", status.message())
+                }
+                Err(cause) => cause,
+            };
             audit::lost(&address, &cause);
             driver.tell(Event::ServerLost { from, cause });
         });

@@ -396,6 +396,40 @@ def test_a_certificate_opens_a_cluster_with_tls(tmp_path: Path) -> None:
         ranks.run(1, tries_certificates, address, str(directory), init=None)
 
 
+def trains_traced(rank: int, collector: str) -> None:
+    """A step whose spans go to a collector; an endpoint that is not a URL is refused before."""
+    os.environ["ZEROSHARD_OTLP_ENDPOINT"] = "nowhere"
+    with pytest.raises(zs.InvalidArgumentError, match="OTLP"):
+        zs.init()
+    os.environ["ZEROSHARD_OTLP_ENDPOINT"] = collector
+    zs.init()
+    model, optimizer = sharded()
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+
+
+def test_the_spans_of_a_script_are_sent_before_it_ends() -> None:
+    """The collector only receives. The spans are not compressed, so their names are readable."""
+    received = bytearray()
+
+    def receive() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not all(name in received for name in (b"zeroshard-worker", b"commit", b"apply")):
+                piece = connection.recv(65536)
+                if not piece:
+                    break
+                received.extend(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reader = threading.Thread(target=receive)
+        reader.start()
+        ranks.run(1, trains_traced, f"http://127.0.0.1:{listener.getsockname()[1]}", init=None)
+        reader.join(TIMEOUT)
+    for name in (b"zeroshard-worker", b"push", b"receive", b"commit", b"apply"):
+        assert name in received, bytes(received)
+
+
 def uploads(rank: int, terminal: bool) -> str:
     """The output on standard error during an upload of 280 MB."""
     read, write = pty.openpty() if terminal else os.pipe()

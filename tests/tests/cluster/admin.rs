@@ -126,9 +126,17 @@ async fn changes_of_the_cluster_are_in_the_audit_log_with_their_callers() {
     assert!(matches!(unsaved, Err(Error::UnknownJob { .. })), "{unsaved:?}");
     client(&admin.0).await.delete_job("a").await.unwrap();
     shard.kill();
+    let losses = || audit(&log).iter().filter(|line| line["verb"] == "lose server").count();
+    until("the loss is logged", || losses() == 1).await;
 
-    let is_lost = || audit(&log).iter().any(|line| line["verb"] == "lose server");
-    until("the loss is logged", is_lost).await;
+    let stopped =
+        Cluster::shard(coordinator.address(), &[&flags[..], &["--token", &server.0]].concat());
+    let address = format!("{:?}", stopped.address());
+    assert!(stopped.stop().success());
+    until("the end is logged", || losses() == 2).await;
+    let mut lines = audit(&log).into_iter().filter(|line| line["verb"] == "lose server");
+    let end = lines.find(|line| line["subject"] == address).unwrap();
+    assert_eq!(end["cause"], "\"its control stream ended\"");
     let found = audit(&log);
     let line = |verb: &str, outcome: &str| {
         let mut lines = found.iter();

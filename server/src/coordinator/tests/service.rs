@@ -404,14 +404,15 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     assert_eq!(creator.await.unwrap(), Ok(Reply::Created { epoch: 1, job_id: JOB }));
     // Each join that is given up costs a GrantLease and a NewEpoch.
     for number in 0..=(MAX_COMMANDS as u64 / 2) {
-        assert!(!control.dismissed.is_cancelled() || number == MAX_COMMANDS as u64 / 2);
+        assert!(control.dismissal.cause().is_none() || number == MAX_COMMANDS as u64 / 2);
         let (caller, lease) = (Caller(1000 + number), Lease(1 + number));
         let join =
             Join { job: "job".into(), rank: 0, address: None, lease, rank_wait: WAIT, wait: WAIT };
         driver.tell(Event::Join { caller, join });
         driver.tell(Event::LeaseEnded { job: "job".into(), rank: 0, lease });
     }
-    assert!(control.dismissed.is_cancelled());
+    let cause = format!("it did not read {MAX_COMMANDS} commands");
+    assert_eq!(control.dismissal.cause(), Some(cause.as_str()));
     assert_eq!(control.commands.len(), MAX_COMMANDS);
 }
 
