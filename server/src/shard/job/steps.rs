@@ -254,7 +254,7 @@ impl<B: Backend> Job<B> {
 /// Runs `apply` for slices in memory. Each thread works only while the job has a turn.
 ///
 /// # Errors
-/// The first one.
+/// The first error of `apply`.
 fn in_turns<'a, B: Backend>(
     share: &Share,
     slices: &[(u32, &'a Slice<B>)],
