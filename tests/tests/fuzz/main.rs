@@ -79,7 +79,7 @@ async fn servers_withstand_invalid_input_to_every_call_without_leaks() {
     };
     let (usage, ()) = tokio::join!(disturb, bystander.train(&stop));
     guarded.assert_alive();
-    status.finish("calls with wrong input");
+    status.finish("calls with invalid input");
     check(&usage.0, &usage.1);
     fuzz.counts.check();
     bystander.check(&address).await;
