@@ -227,8 +227,8 @@ impl Common {
             return Ok(());
         }
         let found = format!("missing, and other machines can connect to {listen}");
-        let expected = "set to a secret (or set --token-file, --tokens, or --tls-ca with --tls-cert \
-                        and --tls-key; --insecure accepts every call)";
+        let expected = "set to a secret (or set --token-file, --tokens, or --tls-ca with \
+                        --tls-cert and --tls-key; --insecure accepts every call)";
         Err(Error::value("common", "token", found, expected))
     }
 

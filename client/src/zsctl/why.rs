@@ -73,7 +73,8 @@ fn advice(job: &JobStatus) -> String {
     match (job.state, &job.wait) {
         (JobState::Failed, _) => format!(
             "correct the cause, delete the job (zsctl delete {name}), and create it again; \
-             `zsctl checkpoint ls {name} --url URL` lists the checkpoints from which it can continue"
+             `zsctl checkpoint ls {name} --url URL` lists its checkpoints, from which it can \
+             continue"
         ),
         (_, Some(wait)) if wait.lacks_servers => "start the missing shard servers, or uncordon \
              one (zsctl uncordon SERVER); `zsctl doctor` checks the connections"

@@ -79,8 +79,8 @@ fn servers(html: &mut String, overview: &Overview) {
     html.push_str("</tbody></table></div>");
     html.push_str(&legend(KINDS));
     html.push_str(
-        "<p class=note>In use: memory that the server has allocated; the bar shows its share of the \
-         capacity for slices. Reserved: memory that the jobs of the server need.</p>",
+        "<p class=note>In use: memory that the server has allocated; the bar shows its share of \
+         the capacity for slices. Reserved: memory that the jobs of the server need.</p>",
     );
     let awaited = shown.iter().filter(|server| server.awaited_by > 0).count();
     left_out(html, shown.len(), overview.connected + awaited, "server");

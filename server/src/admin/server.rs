@@ -52,8 +52,8 @@ fn memory(html: &mut String, overview: &Overview) {
         budget(html, name, used, limit);
     }
     html.push_str(
-        "</tbody></table><p class=note>Budgets of the server, and the tiers that store the arrays of slices.\
-         </p></section>",
+        "</tbody></table><p class=note>Budgets of the server, and the tiers that store the arrays \
+         of slices.</p></section>",
     );
 }
 
@@ -123,7 +123,8 @@ fn jobs(html: &mut String, overview: &Overview) {
     overview.jobs.iter().for_each(|job| row(html, job));
     html.push_str(
         "</tbody></table></div><p class=note>Mean times of a step. Reduce: from the first \
-         gradient to the last sum. Decide: from the report to the decision. Apply: the optimizer.</p>",
+         gradient to the last sum. Decide: from the report to the decision. Apply: the optimizer.\
+         </p>",
     );
     left_out(html, overview.jobs.len(), overview.all_jobs, "job");
     let mapped = overview.jobs.iter().take(MAX_MAPS);

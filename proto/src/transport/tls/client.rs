@@ -59,7 +59,7 @@ fn explain(error: &rustls::Error) -> String {
             ("it refuses our certificate, which has expired".to_owned(), "issue a new one")
         }
         AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => (
-            "it refuses our certificate, because it does not trust the authority that has signed it".to_owned(),
+            "it refuses our certificate, because it does not trust its authority".to_owned(),
             "set --tls-cert to a certificate from the authority of the cluster",
         ),
         AlertReceived(alert) => {
