@@ -24,7 +24,7 @@ use crate::{
     state,
 };
 
-/// The interval at which a reader that waits for servers asks where slices are.
+/// The interval at which a reader that waits for servers checks whether slices have moved.
 const MOVED_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A connection to a cluster. Cheap to clone.
@@ -91,7 +91,7 @@ impl Cluster {
     /// # Errors
     /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
     /// token, [`Error::Tls`] if one side does not trust the certificate of the other,
-    /// [`Error::VersionMismatch`] if this client is of another minor version than the coordinator,
+    /// [`Error::VersionMismatch`] if the minor version of the coordinator is another one,
     /// [`Error::Unavailable`] if no coordinator answers at this address.
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         trace::start_from_environment("zeroshard-worker")?;
@@ -234,8 +234,8 @@ impl Cluster {
         }
     }
 
-    /// Waits until slices of the job are on other servers than in its `description`. Without it, a
-    /// reader would wait for a lost server.
+    /// Waits until the placement of the job differs from `description`, so that a reader does not
+    /// wait for a lost server.
     async fn has_moved(&self, job: &str, description: &Description) {
         loop {
             sleep(MOVED_INTERVAL).await;

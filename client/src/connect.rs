@@ -63,11 +63,11 @@ async fn answer(cluster: &Cluster, tries: &mut Tries) -> Result<()> {
         let status = client.status(status_request());
         match tries.limit(String::new, status).await? {
             Ok(status) => {
-                // A coordinator before version negotiation accepts every client.
+                // A coordinator that does not state its version accepts every client.
                 return version::check("this client", VERSION, &status.get_ref().version);
             }
             Err(status) => match Error::from_status(&status, &cluster.peer) {
-                // The certificates are those of files, and will hardly change meanwhile.
+                // A retry would use the same certificates and fail again.
                 error @ Error::Tls { .. } => return Err(error),
                 error => tries.next(error).await?,
             },

@@ -27,12 +27,11 @@ pub struct CredentialFlags {
     /// File with the token, instead of --token
     #[arg(long, env = "ZEROSHARD_TOKEN_FILE", value_name = "FILE", global = true)]
     token_file: Option<PathBuf>,
-    /// File with the certificates of the authorities of the cluster, in PEM format. All connections
-    /// are then encrypted
+    /// File with the certificates of the cluster's certificate authorities, in PEM format. If it is
+    /// set, all connections are encrypted
     #[arg(long, env = "ZEROSHARD_TLS_CA", value_name = "FILE", global = true)]
     tls_ca: Option<PathBuf>,
-    /// File with the certificate of this program, in PEM format, whose role opens the cluster
-    /// instead of a token
+    /// File with the certificate of this program, in PEM format. Its role can replace a token
     #[arg(long, env = "ZEROSHARD_TLS_CERT", value_name = "FILE", global = true)]
     tls_cert: Option<PathBuf>,
     /// File with the private key of --tls-cert, in PEM format
@@ -60,18 +59,18 @@ impl CredentialFlags {
         }
     }
 
-    /// The files of TLS; `None` without encryption.
+    /// The TLS files; `None` without encryption.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if some of them are missing.
+    /// [`zeroshard_proto::Error::Invalid`] if only some of the required files are set.
     pub fn tls_files(&self) -> Result<Option<TlsFiles>> {
         TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
     }
 
-    /// The TLS of the program; `None` without encryption.
+    /// The TLS configuration; `None` without encryption.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for files that are missing or invalid.
+    /// [`zeroshard_proto::Error::Invalid`] for missing or invalid files.
     pub fn tls(&self) -> Result<Option<Tls>> {
         self.tls_files()?.map(Tls::open).transpose()
     }

@@ -84,7 +84,7 @@ pub struct Options {
     pub connect_timeout: Duration,
     /// The token of the cluster, which every call carries. `Debug` does not show it.
     pub token: Token,
-    /// The encryption of all connections, perhaps with a certificate.
+    /// The TLS configuration of all connections; `None` without encryption.
     pub tls: Option<Tls>,
 }
 

@@ -9,7 +9,7 @@ use zeroshard_proto::{
 
 use crate::Cluster;
 
-/// A measurement.
+/// The result of a measurement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Measured {
     /// The version of the server.
@@ -18,9 +18,9 @@ pub struct Measured {
     pub unix_ms: u64,
     /// The time until the first message arrived.
     pub latency: Duration,
-    /// The number of bytes that have arrived.
+    /// The number of received bytes.
     pub bytes: u64,
-    /// The time between the first message and the last.
+    /// The time from the first to the last message.
     pub took: Duration,
 }
 
@@ -28,8 +28,8 @@ impl Cluster {
     /// Receives this number of bytes, at most 256 MiB, from a shard server in one stream.
     ///
     /// # Errors
-    /// [`Error::Unavailable`], [`Error::LimitExceeded`] while the server is being measured by
-    /// another client, [`Error::Timeout`].
+    /// [`Error::LimitExceeded`] while another client measures the server, [`Error::Unavailable`],
+    /// [`Error::Timeout`].
     pub async fn measure(&self, server: &Server, bytes: u64) -> Result<Measured> {
         let shard = self.shards.get(server)?;
         let deadline = Deadline::after(self.options.timeout);

@@ -1,17 +1,18 @@
-//! Calls of operators: cordon and drain servers, evict ranks. They need a token of the role admin.
+//! Calls for operators: they cordon and drain servers, and evict ranks. The caller needs the role
+//! `admin`.
 
 use zeroshard_proto::{Error, Result, Server, pb};
 
 use crate::Cluster;
 
-/// What is left on a server that is being drained.
+/// The progress of draining a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drained {
     /// The server.
     pub server: Server,
-    /// The jobs that have slices on the server, by name.
+    /// The jobs that still have slices on the server, by name.
     pub stays: Vec<Stays>,
-    /// The number of slices of all jobs with fewer replicas than the jobs ask for.
+    /// The number of slices, over all jobs, that have fewer replicas than their job requires.
     pub degraded_slices: u64,
 }
 
@@ -20,15 +21,15 @@ pub struct Drained {
 pub struct Stays {
     /// The name of the job.
     pub job: String,
-    /// Why its slices were not moved.
+    /// The reason why its slices were not moved.
     pub reason: String,
-    /// Whether they can be moved without anybody's help when the call is repeated later.
+    /// Whether a later call can move them without an action of the operator.
     pub transient: bool,
 }
 
 impl Cluster {
-    /// Gives a server no new slices, or gives it slices again. `server` is its address, or its id
-    /// in decimal or hexadecimal digits.
+    /// Cordons a server, so that it receives no new slices, or uncordons it. `server` is its
+    /// address, or its id in decimal or hexadecimal digits.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown server, [`Error::Forbidden`], [`Error::Timeout`].
@@ -41,9 +42,10 @@ impl Cluster {
         named(answer.await?.server)
     }
 
-    /// Gives a server no new slices, and moves its slices to other servers as far as that is
-    /// possible at once. The call is repeated until no job is left on the server. `restore`: jobs
-    /// without replicas return to their last checkpoint, if their policy is to do so after a loss.
+    /// Cordons a server, and moves to other servers the slices that can be moved immediately. The
+    /// caller repeats the call until no job is left on the server. With `restore`, jobs without
+    /// replicas return to their last checkpoint, if their policy does so after the loss of a
+    /// server.
     ///
     /// # Errors
     /// Those of [`Self::cordon_server`].
@@ -59,8 +61,8 @@ impl Cluster {
         Ok(Drained { server: named(server)?, stays, degraded_slices })
     }
 
-    /// Ends the lease of a rank whose worker hangs, as if the worker had been lost. Returns the
-    /// epoch that has begun.
+    /// Ends the lease of a rank whose worker hangs, as if the worker had been lost. Returns the new
+    /// epoch.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::Invalid`] for a rank that no worker holds,

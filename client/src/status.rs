@@ -43,16 +43,16 @@ pub struct ServerStatus {
     pub assigned_bytes: u64,
     /// The version of the server; empty if it does not state it.
     pub version: String,
-    /// Whether it is given no new slices.
+    /// Whether the server is cordoned: it receives no new slices.
     pub cordoned: bool,
-    /// The jobs of which it has slices.
+    /// The jobs that have slices on the server.
     pub jobs: Vec<JobOnServer>,
 }
 
 /// A job on a shard server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobOnServer {
-    /// The name.
+    /// The name of the job.
     pub job: String,
     /// Bytes of parameters that the server has sent since it opened the job.
     pub sent_bytes: u64,
@@ -85,25 +85,26 @@ pub struct JobStatus {
     pub failure: Option<String>,
     /// The ranks that rest, ascending.
     pub resting: Vec<u32>,
-    /// The state.
+    /// The state of the job.
     pub state: JobState,
-    /// What the job waits for; `None` if nothing is missing, the job has failed, or all of its
-    /// ranks have ended.
+    /// The input that the job waits for; `None` if nothing is missing, the job has failed, or all
+    /// of its ranks have ended.
     pub wait: Option<JobWait>,
     /// The rank that commits last, on average over the last steps; `None` in a job with one rank,
     /// and before the first step.
     pub slowest: Option<SlowRank>,
-    /// The number of slices with fewer replicas than the job asks for.
+    /// The number of slices that have fewer replicas than the job requires.
     pub degraded_slices: u32,
-    /// The last event that has ended a step or an attempt at it since the coordinator started.
+    /// The last event since the start of the coordinator that has aborted a step or an attempt.
     pub trouble: Option<Trouble>,
-    /// The version of the last checkpoint since the coordinator started.
+    /// The version of the last checkpoint that was completed since the start of the coordinator.
     pub saved_version: Option<u64>,
 }
 
 impl JobStatus {
-    /// Why the job needs attention: it has failed, it cannot continue because workers or servers
-    /// are missing, or a further loss could destroy its state. `None` if all is well.
+    /// The reason why the job needs attention: it has failed, it cannot continue because workers or
+    /// servers are missing, or the loss of one more server could destroy its state. `None` for a
+    /// healthy job.
     pub fn problem(&self) -> Option<String> {
         if let Some(failure) = &self.failure {
             return Some(format!("it has failed: {failure}"));
@@ -119,20 +120,20 @@ impl JobStatus {
 /// The state of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum JobState {
-    /// Unknown: the coordinator is of another version.
+    /// A state that this client does not know, because the coordinator has another version.
     #[default]
     Unknown,
-    /// It waits for shard servers, or for its placement.
+    /// The job waits for shard servers or for its placement.
     Waiting,
-    /// Its servers allocate memory.
+    /// The servers of the job allocate memory.
     Opening,
-    /// Workers can join and train it.
+    /// Workers can join and train the job.
     Open,
-    /// It returns to its last checkpoint.
+    /// The job returns to its last checkpoint.
     Restoring,
-    /// The coordinator was restarted, and learns the job from its servers.
+    /// The coordinator was restarted, and learns the job from its shard servers.
     Recovering,
-    /// It has failed.
+    /// The job has failed.
     Failed,
 }
 
@@ -164,10 +165,10 @@ impl From<pb::JobState> for JobState {
     }
 }
 
-/// What a job waits for.
+/// The input that a job waits for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobWait {
-    /// The ranks, servers or data that are missing, as text.
+    /// A description of the missing ranks, servers or data.
     pub reason: String,
     /// The time since the last step of the job, or since its last change of state.
     pub waited: Duration,
@@ -178,19 +179,19 @@ pub struct JobWait {
 }
 
 impl JobWait {
-    /// Whether the job cannot continue until workers or servers come. Otherwise it waits for ranks
-    /// and servers that are there, as it does in every step.
+    /// Whether the job cannot continue until missing workers or servers connect. Otherwise it waits
+    /// for connected ranks and servers, as it does in every step.
     pub fn is_blocked(&self) -> bool {
         self.lacks_workers || self.lacks_servers
     }
 }
 
-/// A rank that is late.
+/// A rank that commits later than others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlowRank {
     /// The rank.
     pub rank: u32,
-    /// How much later than the first rank it commits, on average over the last steps.
+    /// The average delay of its commit after the first commit, over the last steps.
     pub late: Duration,
 }
 
@@ -199,9 +200,9 @@ pub struct SlowRank {
 pub struct Trouble {
     /// The name of the error that the ranks received, such as `STEP_ABORTED`.
     pub error: String,
-    /// Its message.
+    /// The message of the error.
     pub message: String,
-    /// How long ago it was.
+    /// The time since the event.
     pub ago: Duration,
 }
 

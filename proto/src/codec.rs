@@ -86,9 +86,10 @@ where
 
     fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
         let decoded = beside_other_tasks(bytes::Buf::remaining(buffer), || self.0.decode(buffer));
-        // prost's status has the code of a bug, and no details.
+        // prost reports this error with the code of a bug, and without details.
         decoded.map_err(|status| {
-            Error::invalid("message", status.message(), "a message of this call's type").into()
+            let found = format!("invalid ({})", status.message());
+            Error::invalid("message", found, "an encoded message of this call's type").into()
         })
     }
 }

@@ -40,9 +40,9 @@ pub enum Error {
     /// The two sides of a connection do not trust each other, or only one of them uses TLS.
     #[error("no secure connection to {peer}: {cause}")]
     Tls {
-        /// The other side.
+        /// The other side of the connection.
         peer: String,
-        /// What is wrong, and what to do.
+        /// The cause, and how to correct it.
         cause: String,
     },
     /// The call carried neither a token of the cluster nor a certificate with a role.
@@ -65,15 +65,15 @@ pub enum Error {
         /// What the call would have done.
         action: String,
     },
-    /// A client or a shard server has another minor version than the coordinator.
+    /// A client or a shard server does not have the same minor version as the coordinator.
     #[error(
         "{program} has version {version} and the coordinator has version {coordinator}; they work \
-         together only if major and minor version are the same: install the same version of both"
+         together only if the major and minor versions are equal: install the same version of both"
     )]
     VersionMismatch {
         /// The client, or the shard server with its address.
         program: String,
-        /// Its version.
+        /// The version of the client or shard server.
         version: String,
         /// The version of the coordinator.
         coordinator: String,
@@ -416,7 +416,7 @@ impl Error {
         }
     }
 
-    /// The name of the variant in messages, such as `STEP_ABORTED`.
+    /// The name of the variant as it is sent over the network, such as `STEP_ABORTED`.
     pub fn name(&self) -> String {
         let value = serde_json::to_value(self).unwrap_or_default();
         value["reason"].as_str().unwrap_or_default().to_owned()
@@ -427,7 +427,7 @@ impl Error {
         match self {
             // The peer may return, or the ranks that come first may have pushed.
             Self::Unavailable { .. } | Self::ParkingFull { .. } => Remedy::Retry,
-            // A certificate may be replaced.
+            // The operator may replace a certificate while the caller retries.
             Self::Tls { .. } => Remedy::Retry,
             // The coordinator has informed the caller first; the server will learn of the change
             // shortly.
@@ -550,7 +550,7 @@ fn of_slice(slice: Option<u32>) -> String {
     slice.map_or_else(String::new, |slice| format!("slice {slice}: "))
 }
 
-/// The error with which the connection of a call could not be opened.
+/// The error for which the connection of a call could not be opened.
 fn dial_error(status: &Status) -> Option<&Error> {
     let mut sources = std::iter::successors(status.source(), |&error| error.source());
     sources.find_map(|error| error.downcast_ref::<Error>())

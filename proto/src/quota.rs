@@ -1,4 +1,4 @@
-//! The limits of a token, which an operator writes behind it in the file of tokens.
+//! The limits of a token, which an operator appends to its line in the file of tokens.
 
 use std::{fmt, num::NonZero, ops::RangeInclusive};
 
@@ -10,29 +10,30 @@ pub const WEIGHTS: RangeInclusive<u32> = 1..=1000;
 /// The limits of a token, and the weight of its jobs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quota {
-    /// The bytes that its jobs may need on all servers together, with their replicas.
+    /// The total number of bytes that its jobs may need on all servers, including replicas.
     pub memory: Option<u64>,
-    /// The number of jobs.
+    /// The maximum number of jobs.
     pub jobs: Option<u32>,
-    /// The calls to each server per second.
+    /// The maximum number of calls per second to each server.
     pub requests: Option<NonZero<u32>>,
     /// The weight of each of its jobs when jobs compete for the time of a server.
     pub weight: u32,
 }
 
 impl Default for Quota {
-    /// No limits, and the weight 1.
+    /// No limits, and a weight of 1.
     fn default() -> Self {
         Self { memory: None, jobs: None, requests: None, weight: *WEIGHTS.start() }
     }
 }
 
 impl Quota {
-    /// Sets the limit that a word in the file of tokens contains. Returns false for a word that is
-    /// no limit.
+    /// Sets the limit that a word in the file of tokens contains. Returns false if the word is not
+    /// a limit.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an unknown limit, or a wrong number; `what` is the place of the word.
+    /// [`Error::Invalid`] for an unknown limit or an invalid number. `what` describes the location
+    /// of the word.
     pub fn read(&mut self, word: &str, what: impl Fn() -> String) -> Result<bool> {
         let Some((name, number)) = word.split_once('=') else { return Ok(false) };
         let wrong = |expected: &str| Error::invalid(what(), word, expected);
@@ -50,18 +51,20 @@ impl Quota {
             "weight" => {
                 self.weight = whole()?;
                 if !WEIGHTS.contains(&self.weight) {
-                    return Err(wrong("a weight of 1 to 1000"));
+                    return Err(wrong("a weight from 1 to 1000"));
                 }
             }
             _ => {
-                return Err(wrong("memory=, jobs=, requests= or weight=; a comment begins with #"));
+                return Err(wrong(
+                    "memory=, jobs=, requests= or weight=, or a comment that begins with #",
+                ));
             }
         }
         Ok(true)
     }
 }
 
-/// Writes the limits as in the file of tokens.
+/// Writes the limits in the format of the file of tokens.
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
@@ -95,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_limit_is_refused_and_another_word_is_none() {
+    fn an_invalid_limit_is_refused_and_other_words_are_not_limits() {
         for wrong in [
             "memory=much",
             "memory=-1",

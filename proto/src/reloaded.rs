@@ -1,5 +1,5 @@
-//! A value that is read from files, and again when they change: tokens and certificates are
-//! replaced while servers run.
+//! A value that is read from files, and read again when the files change. Operators replace tokens
+//! and certificates in this way while servers run.
 
 use std::{
     fmt, fs,
@@ -10,12 +10,12 @@ use std::{
 
 use crate::Result;
 
-/// The time after which a change of the files is noticed.
+/// The interval at which the files are checked for changes.
 const INTERVAL: Duration = Duration::from_secs(5);
 
 /// A value that is read from files.
 pub struct Reloaded<T> {
-    /// What the files are, for the log.
+    /// The description of the files in the log.
     what: &'static str,
     files: Vec<PathBuf>,
     load: Box<dyn Fn() -> Result<T> + Send + Sync>,
@@ -28,11 +28,11 @@ struct State<T> {
     checked: Instant,
 }
 
-/// Differs when a file has changed: the time of its last change, and its size.
+/// The modification time and the size of each file, by which changes are detected.
 type Version = Vec<Option<(SystemTime, u64)>>;
 
 impl<T> Reloaded<T> {
-    /// Loads the value from files, which `what` describes.
+    /// Loads the value from files. `what` describes the files in the log.
     ///
     /// # Errors
     /// Those of `load`.
@@ -41,14 +41,15 @@ impl<T> Reloaded<T> {
         files: Vec<PathBuf>,
         load: impl Fn() -> Result<T> + Send + Sync + 'static,
     ) -> Result<Self> {
-        // The version comes first: a file that changes while it is read is read once more.
+        // The version is read first, so that a file that changes during `load` is loaded once more.
         let version = version(&files);
         let state = State { value: Arc::new(load()?), version, checked: Instant::now() };
         Ok(Self { what, files, load: Box::new(load), state: Mutex::new(state) })
     }
 
-    /// The value. At most every five seconds, one caller looks at the files, while the others get
-    /// the value as it is. Files that have become invalid leave it unchanged.
+    /// The current value. Once every five seconds, one caller checks the files and reloads them if
+    /// they have changed; other callers receive the existing value without waiting. If the new
+    /// files are invalid, the value does not change.
     pub fn get(&self) -> Arc<T> {
         let mut state = self.lock();
         if state.checked.elapsed() < INTERVAL {
@@ -60,7 +61,7 @@ impl<T> Reloaded<T> {
         self.lock().value.clone()
     }
 
-    /// Reads files that have changed.
+    /// Loads the value again if the files have changed.
     pub(crate) fn reload(&self) {
         let found = version(&self.files);
         if self.lock().version == found {
@@ -72,11 +73,12 @@ impl<T> Reloaded<T> {
                 let mut state = self.lock();
                 (state.value, state.version) = (Arc::new(value), found);
             }
-            // The next try is after the interval: of two files only one may have been replaced.
+            // The load is retried after the interval, because so far only one of two files may have
+            // been replaced.
             Err(error) => tracing::warn!(
                 target: "audit",
                 verb = "reload", subject = self.what, outcome = "failed", %error,
-                "what was read before stays valid"
+                "the previous content stays in use"
             ),
         }
     }
@@ -95,7 +97,7 @@ fn version(files: &[PathBuf]) -> Version {
     files.iter().map(of).collect()
 }
 
-/// Shows the files, and not the value, which may be secret.
+/// Shows only the names of the files, because the value may be secret.
 impl<T> fmt::Debug for Reloaded<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reloaded").field("files", &self.files).finish_non_exhaustive()
@@ -139,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn the_files_are_looked_at_again_after_the_interval() {
+    fn files_are_checked_again_after_the_interval() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("text");
         fs::write(&file, "a").unwrap();
@@ -155,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn others_do_not_wait_while_the_files_are_read() {
+    fn other_callers_do_not_wait_while_files_are_loaded() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("text");
         fs::write(&file, "a").unwrap();

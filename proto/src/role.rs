@@ -100,7 +100,7 @@ impl FromStr for Role {
     }
 }
 
-/// The tokens of a cluster, of which only hashes are known, their roles and limits.
+/// The tokens of a cluster, stored as hashes, with their roles and limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tokens(HashMap<[u8; 32], (Role, Quota)>);
 
@@ -112,12 +112,12 @@ impl Tokens {
         format!("{role} {HASH}{}", hash.to_hex())
     }
 
-    /// Parses the lines of a file: a role, a hash, and perhaps limits and a comment, separated by
-    /// spaces. A comment begins with `#`, or with a word that is no limit.
-    /// Empty lines and lines that begin with `#` are ignored.
+    /// Parses the lines of a file. A line consists of a role, a hash, optional limits and an
+    /// optional comment, separated by spaces. A comment begins with `#`, or with a word that does
+    /// not contain `=`. Empty lines and lines that begin with `#` are ignored.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the number of a line that is none of these.
+    /// [`Error::Invalid`] with the number of the invalid line.
     pub fn parse(text: &str) -> Result<Self> {
         let mut tokens = HashMap::new();
         for (number, line) in text.lines().enumerate() {

@@ -1,12 +1,12 @@
-//! Numbers of bytes in flags and files: 1500000, 512MiB or 8GiB.
+//! Parses and formats numbers of bytes in flags and files, such as 1500000, 512MiB or 8GiB.
 
-/// The units, the largest first.
+/// The units and their exponents of two, largest first.
 const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
 
-/// What [`parse`] accepts, for error messages.
+/// A description of the input that [`parse`] accepts, for error messages.
 pub const EXPECTED: &str = "a number of bytes, such as 1500000, 512MiB or 8GiB";
 
-/// The number of bytes that a text names; `None` if it names none.
+/// Parses a number of bytes. Returns `None` for invalid input.
 pub fn parse(text: &str) -> Option<u64> {
     let unit = UNITS.iter().find(|(unit, _)| text.ends_with(unit));
     let (unit, bits) = unit.copied().unwrap_or_default();
@@ -14,7 +14,7 @@ pub fn parse(text: &str) -> Option<u64> {
     number.checked_mul(1 << bits)
 }
 
-/// Writes a number of bytes in the largest unit of which it is a multiple.
+/// Formats a number of bytes in the largest unit that divides it.
 pub fn format(bytes: u64) -> String {
     let whole = |&&(_, bits): &&(&str, u32)| bytes > 0 && bytes.is_multiple_of(1 << bits);
     match UNITS.iter().find(whole) {

@@ -34,11 +34,12 @@ impl Token {
     /// A new token of 256 random bits.
     ///
     /// # Errors
-    /// [`Error::Internal`] if the system has no random numbers.
+    /// [`Error::Internal`] if the system cannot provide random numbers.
     pub fn random() -> Result<Self> {
         let mut bytes = [0; 32];
-        getrandom::fill(&mut bytes)
-            .map_err(|e| Error::Internal { cause: format!("cannot draw a random number: {e}") })?;
+        getrandom::fill(&mut bytes).map_err(|e| Error::Internal {
+            cause: format!("cannot generate a random token: {e}"),
+        })?;
         let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Self(format!("zs-{hex}")))
     }
@@ -101,7 +102,7 @@ impl From<Token> for String {
     }
 }
 
-/// The memory of a token that is not needed any more does not show it.
+/// Overwrites the token, so that it does not remain in memory.
 impl Drop for Token {
     fn drop(&mut self) {
         self.0.zeroize();

@@ -68,7 +68,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint> {
         .max_frame_size(FRAME_BYTES))
 }
 
-/// What a process shows to servers, and how it connects to them. Cheap to clone.
+/// The token and the TLS configuration with which a process connects to servers. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Credentials {
     bearer: Option<Bearer>,
@@ -76,10 +76,11 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// A token, which is not sent if it is empty, and encryption, perhaps with a certificate.
+    /// Creates credentials from a token and a TLS configuration. An empty token is not sent;
+    /// without `tls`, connections are not encrypted.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a token that no header can carry.
+    /// [`Error::Invalid`] for a token that is not valid in an HTTP header.
     pub fn new(token: &Token, tls: Option<Tls>) -> Result<Self> {
         Ok(Self { bearer: Bearer::new(token)?, tls })
     }
@@ -88,7 +89,7 @@ impl Credentials {
         self.tls.as_ref()
     }
 
-    /// A connection on a channel.
+    /// Creates a connection that uses `channel`.
     fn connection(&self, channel: Channel) -> Connection {
         Connection { channel, bearer: self.bearer.clone(), timeout: None, span: None }
     }
@@ -106,8 +107,8 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// A connection to `address`, `host:port`, that is opened before the first call, and again
-    /// after it has broken.
+    /// A connection to `address` (`host:port`). It is opened before the first call, and opened
+    /// again after it has broken.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an invalid address.

@@ -25,7 +25,7 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 pub(crate) enum Caller {
     /// May do everything: the cluster has one token, or none.
     Trusted,
-    /// Has a token or a certificate with this role.
+    /// The caller has a token or a certificate with this role.
     Holder(Role),
 }
 
@@ -99,21 +99,22 @@ pub(crate) struct Accepted {
 
 #[derive(Debug, Clone)]
 enum AcceptedTokens {
-    /// All calls, also those without a token.
+    /// All calls are accepted, even without a token.
     Everyone,
-    /// No token: a call needs a certificate with a role.
+    /// No token is accepted: a call needs a certificate with a role.
     None,
-    /// The token of the cluster.
+    /// The token of the cluster is accepted.
     Shared(Bearer),
-    /// One of the tokens in a file.
+    /// The tokens in a file are accepted.
     Listed(Arc<Listed>),
 }
 
 impl Accepted {
-    /// What the configuration of a server says.
+    /// Creates the accepted credentials from the configuration of a server.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a token that no header can carry, or an invalid file of tokens.
+    /// [`Error::Invalid`] for a token that is not valid in an HTTP header, or an invalid file of
+    /// tokens.
     pub(crate) fn new(common: &Common) -> Result<Self> {
         let is_encrypted = common.tls_cert.is_some();
         let tokens = match (common.tokens.clone(), Bearer::new(&common.token)?) {
@@ -125,21 +126,22 @@ impl Accepted {
         Ok(Self { tokens, is_encrypted })
     }
 
-    /// All calls.
+    /// Accepts all calls.
     pub(crate) fn everyone() -> Self {
         Self { tokens: AcceptedTokens::Everyone, is_encrypted: false }
     }
 
-    /// The caller that sends these headers on a connection. A role in its certificate takes
-    /// precedence over a token.
+    /// Identifies the caller from the headers of a call and the security of its connection. The
+    /// role in a certificate takes precedence over a token.
     ///
     /// # Errors
-    /// [`Error::Unauthenticated`], and [`Error::Tls`] for a connection that is not encrypted.
+    /// [`Error::Unauthenticated`], or [`Error::Tls`] for a connection that is not encrypted but
+    /// must be.
     pub(crate) fn caller(&self, headers: &HeaderMap, security: Security) -> Result<Caller> {
         match security {
             Security::Encrypted { role: Some(role) } => return Ok(Caller::Holder(role)),
             Security::Plain if self.is_encrypted => {
-                let cause = "it only accepts encrypted connections; set ZEROSHARD_TLS_CA to the \
+                let cause = "it accepts only encrypted connections; set ZEROSHARD_TLS_CA to the \
                              authority of the cluster";
                 return Err(Error::Tls { peer: "this server".to_owned(), cause: cause.to_owned() });
             }
@@ -160,11 +162,12 @@ impl Accepted {
         }
     }
 
-    /// Counts a call whose caller was accepted. Returns the limits of its token, if it has some,
-    /// and how long the call must wait. A caller with a role in its certificate has no limits.
+    /// Counts a call against the limits of its token. Returns the limits, and the time that the
+    /// call must wait. Returns `None` if no limits apply: only tokens in a file have limits, and a
+    /// caller with a role in its certificate has none.
     ///
     /// # Errors
-    /// [`Error::LimitExceeded`].
+    /// [`Error::LimitExceeded`] if the token has too many calls.
     pub(crate) fn admit(
         &self,
         headers: &HeaderMap,
@@ -178,13 +181,13 @@ impl Accepted {
     }
 }
 
-/// The token in the headers of a call.
+/// The token in the headers of a call; empty without a token.
 fn token_in(headers: &HeaderMap) -> &[u8] {
     let value = headers.get(AUTHORIZATION).map(|value| value.as_bytes());
     value.and_then(|value| value.strip_prefix(b"Bearer ")).unwrap_or_default()
 }
 
-/// The tokens in a file, and the calls with those that have a limit of them.
+/// The tokens in a file, and the call rates of the tokens with a limit of requests.
 #[derive(Debug)]
 struct Listed {
     tokens: Reloaded<Tokens>,

@@ -1,10 +1,11 @@
-//! The audit log: a line with the target `audit` for each request that changes the cluster, with
-//! the caller and the outcome, also if it was refused.
+//! The audit log: one line with the target `audit` for each request that creates, deletes or saves
+//! a job or registers a server, even if the request was refused. The line contains the caller and
+//! the outcome.
 //!
 //! The handler of such a request names it ([`Audited::is`]), and the layer around all handlers
-//! ([`AuditLayer`](crate::layers::audit::AuditLayer)) logs it with its outcome. The line contains
-//! the role of the caller's token and the first eight digits of its hash, which find the token in
-//! the file of tokens, and never the token.
+//! ([`AuditLayer`](crate::layers::audit::AuditLayer)) logs it with its outcome. The line identifies
+//! the caller's token by its role and the first eight digits of its hash in the file of tokens. It
+//! never contains the token.
 
 use std::{
     net::SocketAddr,
@@ -18,20 +19,20 @@ use zeroshard_proto::Error;
 
 use crate::{access::Caller, connection::Peer};
 
-/// The target of the lines, for filters of the log.
+/// The target of the lines, by which log filters select them.
 const TARGET: &str = "audit";
 
-/// The name of a request for the audit log, which its handler sets.
+/// The name of a request in the audit log. The handler of the request sets it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Audited(Arc<Mutex<Option<(&'static str, String)>>>);
 
 impl Audited {
-    /// The name of this request.
+    /// The audit name of this request.
     pub(crate) fn of<T>(request: &Request<T>) -> Self {
         request.extensions().get::<Self>().cloned().unwrap_or_default()
     }
 
-    /// The request is logged with a verb such as `delete job`, and with the name of the job or the
+    /// Sets the name of the request: a verb such as `delete job`, and the name of the job or the
     /// address of the server. A later call replaces an earlier one.
     pub(crate) fn is(&self, verb: &'static str, subject: &str) {
         // Each change is a single assignment.
@@ -43,21 +44,21 @@ impl Audited {
     }
 }
 
-/// A request from its arrival to its answer. If it is dropped without an answer, because the caller
-/// has disconnected, the log says that.
+/// The record of a request from its arrival to its answer. If it is dropped before the answer,
+/// because the caller has disconnected, it logs the outcome `abandoned`.
 #[derive(Debug)]
 pub(crate) struct Record {
     audited: Audited,
-    /// The role of the token; `cluster` in a cluster with one token, or with none.
+    /// The role of the caller; `cluster` in a cluster with one token or without tokens.
     role: String,
-    /// The beginning of the hash of the token, in a cluster with a file of tokens.
+    /// The first digits of the hash of the token, in a cluster with a file of tokens.
     token: Option<String>,
     peer: Option<SocketAddr>,
     began: Instant,
 }
 
 impl Record {
-    /// Begins the record of a request with these headers, whose caller is known.
+    /// Begins the record of a request whose caller has been identified.
     pub(crate) fn begin(headers: &HeaderMap, extensions: &mut Extensions) -> Self {
         let (audited, peer) = (Audited::default(), extensions.get::<Peer>());
         let peer = peer.and_then(Peer::address);
@@ -73,7 +74,7 @@ impl Record {
         Self { audited, role, token, peer, began: Instant::now() }
     }
 
-    /// Logs the outcome, if the handler has named the request. `error`: that of the answer.
+    /// Logs the outcome if the handler has named the request. `error` is the error of the answer.
     pub(crate) fn end(self, error: Option<&Status>) {
         let Some(status) = error else { return self.log("ok", None) };
         let refused = matches!(Error::from_status(status, "caller"), Error::Forbidden { .. });
@@ -85,7 +86,8 @@ impl Record {
         let Self { role, token, peer, began, .. } = self;
         let (token, peer) = (token.as_deref(), peer.map(tracing::field::display));
         let seconds = began.elapsed().as_secs_f64();
-        // With Debug, names and errors of a caller cannot begin a line of their own.
+        // The Debug format escapes line breaks, so that a name or an error from a caller cannot
+        // forge a line.
         let (role, error) = (tracing::field::debug(role), error.map(tracing::field::debug));
         tracing::info!(target: TARGET, verb, ?subject, outcome, role, token, peer, seconds, error);
     }

@@ -127,7 +127,8 @@ pub struct Common {
     /// has a limit of its own
     #[arg(long, env = "ZEROSHARD_WAIT_SECONDS", value_name = "SECONDS", default_value_t = 60)]
     pub wait_seconds: u64,
-    /// How long open calls may take to finish after SIGTERM or SIGINT
+    /// Time limit of a shutdown after SIGTERM or SIGINT. Three quarters of it are for saving jobs
+    /// or handing them over, and the rest is for open calls
     #[arg(long, env = "ZEROSHARD_DRAIN_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub drain_seconds: u64,
     /// The token of the cluster: calls without it are refused, except health probes. All servers
@@ -150,14 +151,15 @@ pub struct Common {
     /// itself, and its role in the file must be `server`
     #[arg(long, env = "ZEROSHARD_TOKENS", value_name = "FILE")]
     pub tokens: Option<PathBuf>,
-    /// File with the certificates of the authorities of the cluster, in PEM format. All connections
-    /// are then encrypted, and the other side needs a certificate of one of them; callers may have
-    /// a token instead. The role of a certificate is its URI, such as `zeroshard:server`,
-    /// `zeroshard:admin` or `zeroshard:job:NAME`
+    /// File with the certificates of the cluster's certificate authorities, in PEM format. All
+    /// connections are then encrypted, servers need a certificate from one of these authorities,
+    /// and callers need one or a token. The role of a certificate is a URI in it:
+    /// `zeroshard:server`, `zeroshard:admin`, `zeroshard:job:NAME` or `zeroshard:job:NAME:read`
     #[arg(long, env = "ZEROSHARD_TLS_CA", value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
-    /// File with the certificate of this server, in PEM format, for the names and addresses that
-    /// others dial, and with the role `zeroshard:server`. It is read again when it changes
+    /// File with the certificate of this server, in PEM format. It must be valid for the names and
+    /// addresses at which others dial this server, and have the role `zeroshard:server`. It is read
+    /// again when it changes
     #[arg(long, env = "ZEROSHARD_TLS_CERT", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
     /// File with the private key of --tls-cert, in PEM format
@@ -197,7 +199,8 @@ impl Common {
         Duration::from_secs(self.drain_seconds)
     }
 
-    /// Of a token and a file of a token, keeps the one from the source with the higher precedence.
+    /// If both a token and a token file are set, keeps the one whose source has the higher
+    /// precedence.
     fn choose_token(&mut self, precedence: impl Fn(&str) -> u8) {
         match precedence("token").cmp(&precedence("token_file")) {
             Ordering::Greater => self.token_file = None,
@@ -218,10 +221,10 @@ impl Common {
         Ok(())
     }
 
-    /// The files of TLS; `None` without encryption.
+    /// The TLS files; `None` without encryption.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if some of them are missing.
+    /// [`zeroshard_proto::Error::Invalid`] if only some of the required files are set.
     pub fn tls_files(&self) -> zeroshard_proto::Result<Option<TlsFiles>> {
         TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
     }
@@ -238,8 +241,8 @@ impl Common {
             return Ok(());
         }
         let found = format!("missing, and other machines can connect to {listen}");
-        let expected = "a secret (also with --token-file or --tokens); or set --tls-ca, --tls-cert \
-                        and --tls-key, or --insecure to accept every call";
+        let expected = "set to a secret (or set --token-file, --tokens, or --tls-ca with \
+                        --tls-cert and --tls-key; --insecure accepts every call)";
         Err(Error::value("common", "token", found, expected))
     }
 
@@ -351,9 +354,9 @@ enum Roles {
     All(Flags<All>),
     /// Ask a server whether it is ready, for health checks. Succeeds if it is
     Probe(Probe),
-    /// Make a certificate authority, and certificates for servers, operators and jobs, for trying
-    /// TLS out. They are valid for localhost and the names of --host, and the key of the authority
-    /// is not kept. In production, use the authority of your organization
+    /// Make certificates for servers, operators and jobs to try out TLS, signed by a new
+    /// certificate authority. They are valid for localhost and the names in --host. The key of the
+    /// authority is discarded. In production, use the authority of your organisation
     DevCerts(DevCerts),
 }
 
@@ -382,7 +385,7 @@ pub struct Config {
     pub json: bool,
 }
 
-/// What a process was started for.
+/// The task of a process.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Command {
     /// To run a server.
@@ -470,8 +473,8 @@ fn without_source(message: &str) -> String {
     message.lines().filter(|line| !quoted(line)).collect::<Vec<_>>().join("\n")
 }
 
-/// The precedence of the source from which a value of a section comes: flags, the environment, the
-/// file, defaults.
+/// The precedence of the source of a value, highest first: flags, the environment, the file,
+/// defaults.
 fn precedence(section: &str, key: &str, matches: &ArgMatches, file: Option<&File>) -> u8 {
     match matches.value_source(key) {
         Some(ValueSource::CommandLine) => 3,

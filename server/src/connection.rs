@@ -49,7 +49,8 @@ impl Connections {
         Self { open: Budget::new(limit as u64), refused: Budget::new(REFUSED) }
     }
 
-    /// Accepts a connection from `address`; `None` if there are far too many.
+    /// Accepts a connection from `address`. Returns `None` if the number of connections is far
+    /// above the limit.
     pub(crate) fn accept<Io>(
         &self,
         io: Io,
@@ -80,7 +81,7 @@ impl Peer {
         self.hangup.cancel();
     }
 
-    /// Whether the connection is encrypted, and the role of the other side.
+    /// The encryption of the connection, and the role of the other side.
     pub(crate) fn security(&self) -> Security {
         self.security.get()
     }

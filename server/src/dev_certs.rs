@@ -1,5 +1,5 @@
-//! `zeroshard-server dev-certs`: a certificate authority and the certificates of a cluster, for
-//! trying TLS out.
+//! `zeroshard-server dev-certs`: makes the certificates of a cluster to try out TLS, signed by a
+//! new certificate authority.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
@@ -19,23 +19,25 @@ use zeroshard_proto::Role;
 
 /// The names by which a machine reaches itself.
 const LOCAL: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
-/// What is escaped in the name of a file.
+/// The characters that are escaped in the name of a file.
 const IN_FILE: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.');
-/// What is escaped in a URI.
+/// The characters that are escaped in a URI.
 const IN_URI: &AsciiSet = &IN_FILE.remove(b':').remove(b'/');
-/// A certificate is valid from this time before now, because clocks differ.
+/// Certificates are valid from this long before their creation, because clocks differ.
 const CLOCK_DIFFERENCE: Duration = Duration::from_secs(3600);
 
-/// What certificates are made, and where.
+/// Flags of `zeroshard-server dev-certs`.
 #[derive(Debug, Clone, PartialEq, Args)]
 pub struct DevCerts {
-    /// Directory for the files, which is made and must not have certificates yet
+    /// Directory for the files. It is created if it does not exist, and must not contain
+    /// certificates
     #[arg(value_name = "DIR")]
     directory: PathBuf,
-    /// Name or IP address at which a machine is dialled, in addition to localhost; may be repeated
+    /// Name or IP address at which a machine of the cluster is dialled, in addition to localhost.
+    /// May be repeated
     #[arg(long = "host", value_name = "NAME")]
     hosts: Vec<String>,
-    /// Job for which a certificate is made; may be repeated
+    /// Job for which a certificate is made. May be repeated
     #[arg(long = "job", value_name = "NAME")]
     jobs: Vec<String>,
     /// Number of days for which the certificates are valid
@@ -43,7 +45,7 @@ pub struct DevCerts {
     days: u32,
 }
 
-/// Why no certificates were made.
+/// The reasons why certificates cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A name cannot be part of a certificate.
@@ -63,10 +65,10 @@ pub enum Error {
 }
 
 impl DevCerts {
-    /// Makes the certificates. The key of the authority is not kept.
+    /// Makes the certificates. The key of the authority is discarded.
     ///
     /// # Errors
-    /// [`Error`] for an invalid name, and for a file that exists or cannot be written.
+    /// [`Error`] for an invalid name, or for a file that already exists or cannot be written.
     pub fn make(&self) -> Result<Vec<PathBuf>, Error> {
         let failed = |cause| Error::File { file: self.directory.clone(), cause };
         DirBuilder::new().recursive(true).mode(0o700).create(&self.directory).map_err(failed)?;
@@ -98,7 +100,8 @@ impl DevCerts {
         Ok(CertifiedIssuer::self_signed(params, KeyPair::generate()?)?)
     }
 
-    /// A certificate for all machines of the cluster, because workers also listen.
+    /// The parameters of a certificate that is valid for all machines of the cluster, because
+    /// workers also listen.
     fn certificate(&self, role: &Role) -> Result<CertificateParams, Error> {
         let hosts = LOCAL.map(str::to_owned).into_iter().chain(self.hosts.iter().cloned());
         let mut params = self.params(hosts.collect(), &format!("ZeroShard {role}"))?;
@@ -131,7 +134,7 @@ impl DevCerts {
     }
 }
 
-/// `server`, `admin` or `job-NAME`.
+/// The file name for a role: `server`, `admin` or `job-NAME`.
 fn file_name(role: &Role) -> String {
     match role {
         Role::Job { name, .. } => format!("job-{}", utf8_percent_encode(name, IN_FILE)),
@@ -139,7 +142,7 @@ fn file_name(role: &Role) -> String {
     }
 }
 
-/// Prints the files, and how they are used.
+/// Prints the names of the files, and instructions to use them.
 ///
 /// # Errors
 /// Those of the output.
@@ -150,11 +153,14 @@ pub fn print(directory: &Path, files: &[PathBuf]) -> io::Result<()> {
     }
     let directory = fs::canonicalize(directory)?;
     let directory = directory.display();
-    writeln!(out, "\nservers and workers read them from the environment:")?;
+    writeln!(out, "\nservers read them from these environment variables:")?;
     writeln!(out, "  export ZEROSHARD_TLS_CA={directory}/ca.pem")?;
     writeln!(out, "  export ZEROSHARD_TLS_CERT={directory}/server.pem")?;
     writeln!(out, "  export ZEROSHARD_TLS_KEY={directory}/server-key.pem")?;
-    writeln!(out, "and clients likewise, with admin.pem or the certificate of a job")
+    writeln!(
+        out,
+        "operators and workers use the same variables, with admin.pem or the certificate of a job"
+    )
 }
 
 #[cfg(test)]

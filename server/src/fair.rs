@@ -1,8 +1,9 @@
-//! Shares a resource of a server among jobs, by weight.
+//! Shares a resource of a server among jobs by weight.
 //!
-//! Work is done in bounded pieces, and each piece needs a [`Turn`]. While nobody waits, a turn is
-//! taken at once. Otherwise the next turn is that of the job that has used the least for its
-//! weight, however many calls of a job wait. The order affects no result.
+//! Work is done in pieces of bounded size, and each piece needs a [`Turn`]. While the resource is
+//! free, a job takes a turn immediately. Otherwise, the next turn goes to the waiting job that has
+//! used the least in relation to its weight, regardless of the number of its waiting calls. The
+//! order of turns does not affect results.
 //!
 //! The algorithm is start-time fair queuing (P. Goyal, H. Vin, H. Cheng: "Start-Time Fair Queuing:
 //! A Scheduling Algorithm for Integrated Services Packet Switching Networks", SIGCOMM 1996), which
@@ -25,21 +26,22 @@ use tokio::sync::oneshot;
 /// The weights that a job may have.
 pub(crate) use zeroshard_proto::quota::WEIGHTS;
 
-/// Units of virtual time for a unit of cost, so that a large weight does not round it to zero.
+/// The units of virtual time per unit of cost, so that a division by a large weight does not round
+/// to zero.
 const SCALE: u64 = *WEIGHTS.end() as u64;
 
-/// A resource of which this number of turns can be taken at the same time.
+/// A resource with a fixed number of turns that can be taken at the same time.
 #[derive(Debug)]
 pub(crate) struct Queue {
     state: Mutex<State>,
-    /// The number of waiting turns, readable without the lock.
+    /// The number of waiting turns. It can be read without the lock.
     waiting: AtomicUsize,
 }
 
 #[derive(Debug)]
 struct State {
     free: usize,
-    /// The virtual time: the start of the last turn.
+    /// The current virtual time: the start of the last turn.
     now: u64,
     flows: BTreeMap<u64, Flow>,
     last_flow: u64,
@@ -49,7 +51,7 @@ struct State {
 #[derive(Debug)]
 struct Flow {
     weight: u32,
-    /// The virtual time at which its turns so far have ended.
+    /// The virtual time at which the last turn of the job ends.
     end: u64,
     /// The waiting turns and their costs.
     waiting: VecDeque<(u64, Waiter)>,
@@ -69,7 +71,7 @@ impl Waiter {
         matches!(self, Self::Task(task) if task.is_closed())
     }
 
-    /// Passes on a turn. It is dropped if nobody waits for it any more.
+    /// Passes on a turn. The turn is dropped, and thereby returned, if its receiver has gone.
     fn send(self, turn: Turn) {
         match self {
             Self::Task(task) => drop(task.send(turn)),
@@ -85,7 +87,7 @@ impl Queue {
         Arc::new(Self { state, waiting: AtomicUsize::new(0) })
     }
 
-    /// The share of another job, with weight 1.
+    /// Creates the share of a job, with the weight 1.
     pub(crate) fn share(self: &Arc<Self>) -> Share {
         let mut state = self.lock();
         state.last_flow += 1;
@@ -98,7 +100,7 @@ impl Queue {
         self.state.lock().expect("no holder of the lock panics")
     }
 
-    /// Begins waiting turns while some are free.
+    /// Begins waiting turns while turns are free.
     fn begin_waiting(self: &Arc<Self>) {
         loop {
             let (turn, waiter) = {
@@ -110,12 +112,12 @@ impl Queue {
                 state.begin(flow, cost);
                 (Turn { queue: self.clone(), flow, cost }, waiter)
             };
-            // Without the lock, because a turn that nobody waits for any more is returned here.
+            // The lock must not be held, because a turn whose receiver has gone is returned here.
             waiter.send(turn);
         }
     }
 
-    /// Removes the turn that is next from those that wait.
+    /// Removes and returns the next waiting turn.
     fn next_waiting(&self, state: &mut State) -> Option<(u64, u64, Waiter)> {
         loop {
             let waiting = state.flows.iter_mut().filter(|(_, flow)| !flow.waiting.is_empty());
@@ -141,7 +143,7 @@ impl State {
 }
 
 impl Flow {
-    /// The virtual time for a cost.
+    /// The virtual time that a cost takes.
     fn scaled(&self, cost: u64) -> u64 {
         cost.saturating_mul(SCALE) / u64::from(self.weight)
     }
@@ -159,15 +161,15 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Sets the weight of the job, compared with the others.
+    /// Sets the weight of the job in relation to other jobs.
     pub(crate) fn weigh(&self, weight: u32) {
         if let Some(flow) = self.queue.lock().flows.get_mut(&self.flow) {
             flow.weight = weight.clamp(*WEIGHTS.start(), *WEIGHTS.end());
         }
     }
 
-    /// Waits for a turn of this cost, which is a number of bytes or of elements. It ends when it is
-    /// dropped.
+    /// Waits for a turn of this cost, which is a number of bytes or elements. The turn ends when it
+    /// is dropped.
     pub(crate) async fn turn(&self, cost: u64) -> Turn {
         let (sender, turn) = oneshot::channel();
         match self.enter(cost, || Waiter::Task(sender)) {
@@ -183,21 +185,21 @@ impl Share {
         turns.recv().ok().flatten().expect("the share keeps its waiting turns")
     }
 
-    /// Has a turn sent to `turns`, now or later.
+    /// Requests a turn, which is sent to `turns` immediately or later.
     pub(crate) fn ask(&self, cost: u64, turns: &mpsc::Sender<Option<Turn>>) {
         if let Some(turn) = self.enter(cost, || Waiter::Thread(turns.clone())) {
-            // The receiver is dropped when it needs no turns any more.
+            // The receiver is dropped when it needs no further turns.
             let _ = turns.send(Some(turn));
         }
     }
 
-    /// Begins a turn if one is free, or else adds `waiter` to those that wait.
+    /// Begins a turn if one is free. Otherwise adds `waiter` to the waiting turns.
     fn enter(&self, cost: u64, waiter: impl FnOnce() -> Waiter) -> Option<Turn> {
         let mut state = self.queue.lock();
         let (is_free, now) = (state.free > 0, state.now);
         let flow = state.flows.get_mut(&self.flow)?;
         if flow.taken == 0 && flow.waiting.is_empty() {
-            // What a job did not use while it had nothing to do is not kept for it.
+            // A job cannot save up the time in which it was idle.
             flow.end = flow.end.max(now);
         }
         if is_free {
@@ -220,7 +222,7 @@ impl Drop for Share {
     }
 }
 
-/// A piece of work that a job may do.
+/// The permission to do a piece of work.
 #[derive(Debug)]
 pub(crate) struct Turn {
     queue: Arc<Queue>,
@@ -234,7 +236,7 @@ impl Turn {
         self.queue.waiting.load(Ordering::Relaxed) > 0
     }
 
-    /// Ends the turn, whose cost was this and not what was expected.
+    /// Ends the turn, and replaces its expected cost by the actual cost.
     pub(crate) fn end(mut self, cost: u64) {
         let expected = std::mem::replace(&mut self.cost, cost);
         if let Some(flow) = self.queue.lock().flows.get_mut(&self.flow) {
@@ -275,22 +277,22 @@ impl Resources {
         Self {
             network: Queue::new(cores),
             apply: Queue::new(cores),
-            // One thread keeps the memory of the machine busy.
+            // A single thread is enough to saturate the memory of the machine.
             memory: Queue::new(1),
         }
     }
 
-    /// The shares of another job.
+    /// Creates the shares of a job.
     pub(crate) fn shares(&self) -> Shares {
         let Self { network, apply, memory } = self;
         Shares { network: network.share(), apply: apply.share(), memory: memory.share() }
     }
 }
 
-/// Ends a turn of the network when the tasks that wait for a thread have had one: these receive
-/// and send the bytes of the turn, among others. It takes no time while threads are idle, and the
-/// longer the busier they are, so that the turns of jobs with many streams are then taken one by
-/// one.
+/// Ends a turn of the network after all tasks that wait for a thread have run, among them those
+/// that receive and send the bytes of the turn. This takes no time while threads are idle. On a
+/// busy server it takes longer, so that a job with many streams takes its turns one after the
+/// other.
 pub(crate) async fn end_after_others(turn: Turn) {
     tokio::task::yield_now().await;
     drop(turn);
@@ -303,12 +305,12 @@ pub(crate) struct Shares {
     pub(crate) network: Share,
     /// The threads that apply steps, in elements.
     pub(crate) apply: Share,
-    /// The thread that provides the memory of jobs that are being opened, in elements.
+    /// The thread that populates the memory of jobs that are being opened, in elements.
     pub(crate) memory: Share,
 }
 
 impl Shares {
-    /// Sets the weight of the job in all of them.
+    /// Sets the weight of the job in all resources.
     pub(crate) fn weigh(&self, weight: u32) {
         [&self.network, &self.apply, &self.memory].iter().for_each(|share| share.weigh(weight));
     }
@@ -323,8 +325,8 @@ mod tests {
 
     use super::*;
 
-    /// Lets each job ask for many turns of its cost at once, and returns the jobs of the first
-    /// `served` turns.
+    /// Lets each job request many turns of its cost at the same time, and returns the jobs of the
+    /// first `served` turns.
     fn order(jobs: &[(u32, u64)], served: usize) -> Vec<usize> {
         let queue = Queue::new(1);
         let shares: Vec<Share> = jobs.iter().map(|_| queue.share()).collect();
@@ -367,25 +369,25 @@ mod tests {
     }
 
     #[test]
-    fn jobs_with_the_same_weight_alternate_although_one_asked_first() {
+    fn jobs_with_the_same_weight_alternate_even_if_one_has_asked_first() {
         let order = order(&[(1, 10), (1, 10)], 20);
         assert!(order.chunks(2).all(|pair| count(pair, 0) == 1), "{order:?}");
     }
 
     #[test]
-    fn a_job_with_small_pieces_has_as_many_bytes_as_one_with_large_pieces() {
+    fn a_job_with_small_pieces_gets_as_many_bytes_as_one_with_large_pieces() {
         let order = order(&[(1, 100), (1, 10)], 55);
         assert!((4..=6).contains(&count(&order, 0)), "{order:?}");
     }
 
     #[test]
-    fn a_job_with_twice_the_weight_has_twice_the_turns() {
+    fn a_job_with_twice_the_weight_gets_twice_the_turns() {
         let order = order(&[(1, 10), (2, 10)], 30);
         assert!((9..=11).contains(&count(&order, 0)), "{order:?}");
     }
 
     #[test]
-    fn a_job_that_was_idle_does_not_get_the_time_that_it_did_not_use() {
+    fn an_idle_job_does_not_save_up_turns() {
         let queue = Queue::new(1);
         let (busy, idle) = (queue.share(), queue.share());
         (0..1000).for_each(|_| drop(busy.turn(10).now_or_never().unwrap()));
@@ -400,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_that_are_given_up_are_not_lost() {
+    fn abandoned_turns_are_returned() {
         let queue = Queue::new(1);
         let (one, other) = (queue.share(), queue.share());
         let running = one.turn(1).now_or_never().unwrap();
@@ -410,7 +412,7 @@ mod tests {
         assert!(granted.as_mut().now_or_never().is_none());
         drop(given_up);
         drop(running);
-        // Its turn has begun, and it has not noticed it.
+        // The turn has begun, and its receiver has not been polled.
         drop(granted);
         assert!(one.turn(1).now_or_never().is_some());
         drop(other);
@@ -434,9 +436,9 @@ mod tests {
     }
 
     proptest! {
-        /// The bound of start-time fair queuing: the difference of what two jobs that wait have
-        /// got, each divided by its weight, is at most the sum of their largest pieces, each
-        /// divided by its weight.
+        /// The bound of start-time fair queuing: the amounts of service that two waiting jobs have
+        /// received, each divided by the weight of the job, differ by at most the sum of the
+        /// largest pieces of the two jobs, each divided by its weight.
         #[test]
         fn no_job_is_ahead_of_another_by_more_than_a_piece_of_each(
             jobs in prop::collection::vec((1u32..8, 1u64..50), 2..6),

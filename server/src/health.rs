@@ -17,7 +17,7 @@ pub(crate) const READINESS: &str = "readiness";
 pub struct Health {
     reporter: HealthReporter,
     ready: watch::Sender<bool>,
-    /// Whether the process is about to stop, and is not ready any more.
+    /// Cancelled when the process is about to stop, and is no longer ready.
     stopping: CancellationToken,
 }
 
@@ -32,13 +32,13 @@ impl Health {
         health
     }
 
-    /// The process is about to stop: it is not ready any more.
+    /// Makes the process unready, because it is about to stop.
     pub(crate) async fn stop(&self) {
         self.stopping.cancel();
         self.set_ready(false).await;
     }
 
-    /// Sets whether calls can be answered now. A process that is about to stop is never ready.
+    /// Sets whether the process can answer calls. A process that is about to stop is never ready.
     pub async fn set_ready(&self, ready: bool) {
         let ready = ready && !self.stopping.is_cancelled();
         let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };

@@ -1,5 +1,4 @@
-//! The limits of the tokens of a cluster: who the holder of a token is, and how fast its calls may
-//! follow each other.
+//! The limits of the tokens of a cluster: the holder of a token, and the rate limit of its calls.
 
 use std::{
     num::NonZero,
@@ -8,30 +7,31 @@ use std::{
 
 use zeroshard_proto::{Error, Result, Role, quota::Quota};
 
-/// The calls that may come at once: those of this time.
+/// The burst of calls that may arrive at the same time, as a duration at the permitted rate.
 const BURST: Duration = Duration::from_secs(1);
-/// How long a call that comes too early waits. Beyond it, calls are refused.
+/// The maximum time that a call above the rate waits. Calls that would wait longer are refused.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
-/// The role and the limits of the token of a request, which is an extension of it.
+/// The role and the limits of the token of a request. It is an extension of the request.
 #[derive(Debug, Clone)]
 pub(crate) struct Holder {
     pub(crate) role: Role,
     pub(crate) quota: Quota,
 }
 
-/// The calls with one token: a bucket of tokens that is refilled at a constant rate, stored as the
-/// time at which it would be full (the generic cell rate algorithm of ITU-T I.371).
+/// The rate limit of one token: a bucket that is refilled at a constant rate. It is stored as the
+/// time at which the bucket would be full (the generic cell rate algorithm of ITU-T I.371).
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Rate {
     full: Option<Instant>,
 }
 
 impl Rate {
-    /// Counts a call at `now`. Returns how long it must wait.
+    /// Counts a call at `now`. Returns the time that the call must wait.
     ///
     /// # Errors
-    /// [`Error::LimitExceeded`] if that is too long; the call does not count then.
+    /// [`Error::LimitExceeded`] if the call would wait for more than [`MAX_WAIT`]. The call does
+    /// not count in this case.
     pub(crate) fn admit(
         &mut self,
         requests: NonZero<u32>,
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_beyond_the_rate_wait_and_then_are_refused() {
+    fn calls_above_the_rate_wait_and_are_refused_above_the_maximum_wait() {
         let (mut rate, now) = (Rate::default(), Instant::now());
         let mut admit = |now| rate.admit(NonZero::new(10).unwrap(), &Role::Admin, now);
         for _ in 0..10 {

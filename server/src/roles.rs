@@ -54,8 +54,8 @@ impl Site {
         Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
     }
 
-    /// Serves `parts` until `shutdown`, and is not ready from the moment when it is asked to stop.
-    /// After a panic, all calls receive an error until then.
+    /// Serves `parts` until `shutdown`. The process becomes unready as soon as it is asked to stop.
+    /// After a panic, all calls receive an error until the shutdown.
     pub(crate) async fn run(self, parts: Parts, shutdown: Shutdown) -> Result<(), Error> {
         let Parts { routes, background } = parts;
         let failure = &self.context.failure;
@@ -77,7 +77,7 @@ impl Site {
     }
 }
 
-/// Runs the role of `config` until `asked` is cancelled, and its jobs are saved or handed over.
+/// Runs the role of `config` until `asked` is cancelled and its jobs are saved or handed over.
 ///
 /// # Errors
 /// [`Error`] if an address cannot be bound or the transport fails.
@@ -236,7 +236,7 @@ impl AdminSite {
         let (listener, address) = bind(listen).await?;
         let Context { metrics, health, sources, accepted, acceptor, .. } = context.clone();
         metrics.show_role(role);
-        // Only programs of this machine can connect to a loopback address.
+        // Only programs on this machine can connect to a loopback address.
         let accepted = if address.ip().is_loopback() { Accepted::everyone() } else { accepted };
         let admin = Admin {
             role,

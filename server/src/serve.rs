@@ -99,7 +99,7 @@ pub struct Context {
     pub(crate) accepted: Accepted,
     /// Accepts connections with TLS, if the server has a certificate.
     pub(crate) acceptor: Acceptor,
-    /// For calls to other servers.
+    /// The credentials for calls to other servers.
     pub(crate) credentials: Credentials,
     /// The maximum number of connections.
     pub max_connections: usize,
@@ -109,7 +109,7 @@ pub struct Context {
     pub health: Health,
     /// Whether a task has panicked, shared by all servers of a process.
     pub failure: Failure,
-    /// What the status page shows.
+    /// The state that the status page shows.
     pub(crate) sources: Sources,
 }
 
@@ -117,8 +117,8 @@ impl Context {
     /// The context of a process that is not ready yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a token that no call can carry, and for an invalid file of tokens,
-    /// certificates or keys.
+    /// [`Error::Invalid`] for a token that is not valid in an HTTP header, and for an invalid file
+    /// of tokens, certificates or keys.
     pub async fn new(
         common: Common,
         max_connections: usize,
@@ -140,7 +140,7 @@ impl Context {
 }
 
 /// Serves `routes`, health and reflection on `listener` until `shutdown`. Open calls then have the
-/// rest of `drain_seconds` to finish. The role must end its endless streams at the same time.
+/// rest of `drain_seconds` to finish. The role must end its unbounded streams at the same time.
 ///
 /// # Errors
 /// Those of the transport.
@@ -156,7 +156,7 @@ pub async fn serve(
         .register_encoded_file_descriptor_set(pb::FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()?
-        // Its errors repeat the request.
+        // The errors of the reflection service repeat the request.
         .max_decoding_message_size(MAX_REFLECTION);
     let routes = routes.add_service(health.service()).add_service(reflection).prepare();
     let (interval, timeout) = common.keepalive();

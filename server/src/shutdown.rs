@@ -1,8 +1,8 @@
-//! The shutdown of a process: it stops being ready, jobs are saved or handed over, open calls
-//! finish, and the process ends. A second signal ends it at once.
+//! The shutdown of a process: it becomes unready, saves its jobs or hands them over, finishes open
+//! calls, and exits. A second signal ends the process immediately.
 //!
-//! The parts of the process agree on the time to stop: each part that has jobs to leave holds a
-//! `Leaving` until it has left them.
+//! The parts of a process stop together: each part that still has jobs to leave holds a `Leaving`
+//! until it has left them.
 
 use std::{io, process, time::Duration};
 
@@ -15,7 +15,7 @@ use tokio_util::{
     task::{TaskTracker, task_tracker::TaskTrackerToken},
 };
 
-/// The part of the drain time in which jobs are saved. The rest is for calls that are still open.
+/// The share of the drain time for saving jobs. The rest is for open calls.
 const LEAVING: f64 = 0.75;
 
 /// The shutdown of the parts of a process. Clones share the state.
@@ -26,66 +26,68 @@ pub struct Shutdown {
     leaving: TaskTracker,
 }
 
-/// A part that still has jobs to leave. The others wait until it is dropped.
+/// A part of the process that still has jobs to leave. The other parts do not stop before it is
+/// dropped.
 #[derive(Debug)]
 pub(crate) struct Leaving {
     _token: TaskTrackerToken,
 }
 
 impl Shutdown {
-    /// All parts stop when `stop` is cancelled, and leave their jobs as they are.
+    /// A shutdown in which all parts stop as soon as `stop` is cancelled, without saving jobs.
     pub fn at_once(stop: CancellationToken) -> Self {
         Self { asked: stop.clone(), stop, leaving: TaskTracker::new() }
     }
 
-    /// The parts leave their jobs when `asked` is cancelled, and then stop: see [`Self::drive`].
+    /// A shutdown in which the parts leave their jobs when `asked` is cancelled, and then stop.
+    /// [`Self::drive`] must run.
     pub(crate) fn in_order(asked: CancellationToken) -> Self {
         Self { asked, stop: CancellationToken::new(), leaving: TaskTracker::new() }
     }
 
-    /// Waits until the process is asked to stop.
+    /// Waits until the process has been asked to stop.
     pub(crate) async fn asked(&self) {
         self.asked.cancelled().await;
     }
 
-    /// Whether the process is asked to stop.
+    /// Whether the process has been asked to stop.
     pub(crate) fn is_asked(&self) -> bool {
         self.asked.is_cancelled()
     }
 
-    /// Is cancelled when the parts stop.
+    /// The token that is cancelled when the parts must stop.
     pub(crate) fn stop(&self) -> &CancellationToken {
         &self.stop
     }
 
-    /// Stops all parts when it is dropped.
+    /// A guard that stops all parts when it is dropped.
     pub(crate) fn guard(&self) -> DropGuard {
         self.stop.clone().drop_guard()
     }
 
-    /// A part with jobs to leave.
+    /// Registers a part with jobs to leave.
     pub(crate) fn leaving(&self) -> Leaving {
         Leaving { _token: self.leaving.token() }
     }
 
-    /// Stops the parts when they are asked to stop and have left their jobs, or after a part of
-    /// the drain time.
+    /// Waits until the process is asked to stop, and then until all parts have left their jobs or
+    /// the time for that is over. Then stops the parts.
     pub(crate) async fn drive(&self, drain: Duration) {
         self.asked().await;
         self.leaving.close();
         let limit = drain.mul_f64(LEAVING);
         if timeout(limit, self.leaving.wait()).await.is_err() {
-            tracing::warn!(?limit, "jobs were not saved or handed over in time");
+            tracing::warn!(?limit, "not all jobs were saved or handed over in time");
         }
         self.stop.cancel();
     }
 }
 
-/// Cancels `asked` on SIGTERM or SIGINT. A second signal ends the process at once, with the exit
-/// code 143 or 130 (128 and the number of the signal), as if the signal were not handled.
+/// Cancels `asked` on SIGTERM or SIGINT. A second signal ends the process immediately. The exit
+/// code is then 143 or 130 (128 plus the number of the signal), as if the signal were not handled.
 ///
 /// # Errors
-/// If the process cannot watch for signals.
+/// The error of the system if signal handlers cannot be installed.
 pub fn stop_on_signals(asked: CancellationToken) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -96,10 +98,10 @@ pub fn stop_on_signals(asked: CancellationToken) -> io::Result<()> {
                 _ = interrupt.recv() => ("SIGINT", SignalKind::interrupt()),
             };
             if asked.is_cancelled() {
-                tracing::warn!(signal, "a second signal; the server exits now");
+                tracing::warn!(signal, "received a second signal; the server exits immediately");
                 process::exit(128 + kind.as_raw_value());
             }
-            tracing::info!(signal, "stopping; a second signal ends the server at once");
+            tracing::info!(signal, "stopping; a second signal ends the server immediately");
             asked.cancel();
         }
     });

@@ -107,7 +107,7 @@ def short(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 def zsctl(project: Project, *arguments: str) -> list[dict[str, Any]]:
     """Runs zsctl in the container of the coordinator, which has the token."""
     command = ["exec", project.container("coordinator"), "zsctl", "--json", *arguments]
-    # `status` has the exit code 3 while a job lacks workers or replicas.
+    # `status` exits with 3 while a job lacks workers or replicas.
     output = docker(*command, check="status" not in arguments)
     return [json.loads(line) for line in output.splitlines()]
 

@@ -108,7 +108,7 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
     (endpoint,) = specification["endpoints"]
     keys = {"port", "path", "honorLabels", "interval", "scrapeTimeout", "authorization"}
     assert endpoint.keys() == keys
-    # The token that the servers have.
+    # The token must be that of the servers.
     token = endpoint["authorization"]["credentials"]
     servers = of_kind("service-monitor", "StatefulSet")
     assert len(servers) == 2

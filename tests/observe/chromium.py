@@ -1,4 +1,4 @@
-"""A headless Chromium, controlled through its DevTools protocol over a pipe."""
+"""Controls a headless Chromium through the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: Seconds that the browser may take to start, to load a page, and to answer.
+#: The time limit in seconds for the browser to start, to load a page, and to answer.
 TIMEOUT = 30
 
 
 class Tab:
-    """A page, with everything that it has reported."""
+    """A page of the browser, with the events that it has reported."""
 
     def __init__(self, commands: int, messages: int) -> None:
         self._commands = commands
@@ -70,7 +70,7 @@ class Tab:
         self.wait("document.readyState === 'complete' && !!document.querySelector('main')")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in JavaScript."""
+        """Returns the value of an expression in JavaScript."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -88,7 +88,7 @@ class Tab:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def problems(self) -> list[str]:
-        """The errors and warnings of the console so far."""
+        """Returns the errors and warnings of the console so far."""
         found = []
         for event in self._events:
             parameters = event["params"]
@@ -101,7 +101,7 @@ class Tab:
         return found
 
     def requested(self) -> set[str]:
-        """The URLs that were requested so far."""
+        """Returns the URLs that were requested so far."""
         events = [event for event in self._events if event["method"] == "Network.requestWillBeSent"]
         return {event["params"]["request"]["url"] for event in events}
 
@@ -115,7 +115,7 @@ def chromium() -> Iterator[Tab]:
         command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu"]
         command += ["--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking"]
         command += ["--hide-scrollbars", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        # The browser reads commands from the file descriptor 3, and writes its answers to 4.
+        # The browser reads commands from file descriptor 3, and writes answers to descriptor 4.
         shell = f'exec "$@" 3<&{to_read} 4>&{from_write}'
         process = subprocess.Popen(
             ["bash", "-c", shell, "bash", *command],

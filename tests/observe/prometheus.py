@@ -21,7 +21,7 @@ TIMEOUT = 20
 
 
 def get(url: str, token: str | None = None) -> str:
-    """The text at a URL, for the holder of a token."""
+    """Returns the text at a URL, which is requested with a token if there is one."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, headers=headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
@@ -76,7 +76,7 @@ def _free_port() -> int:
 
 
 def configuration(directory: Path, token: str) -> Path:
-    """Copies the configuration to a directory, which must not exist, with the file of a token."""
+    """Copies the configuration to a new directory, with a file that contains the token."""
     shutil.copytree(DEPLOY / "prometheus", directory)
     (directory / "token").write_text(token)
     path = directory / "prometheus.yml"
@@ -88,7 +88,7 @@ def configuration(directory: Path, token: str) -> Path:
 
 
 def _configure(path: Path, targets: Mapping[str, Sequence[str]], alertmanager: str) -> None:
-    """Changes a configuration to these targets, and to intervals of a second."""
+    """Sets the targets of a configuration, and its intervals to one second."""
     directory = path.parent
     for role, addresses in targets.items():
         # JSON is YAML.
@@ -129,8 +129,8 @@ def prometheus(
     directory: Path, targets: Mapping[str, Sequence[str]], token: str
 ) -> Iterator[Prometheus]:
     """Runs Prometheus and Alertmanager with the files in `directory`, which must not exist.
-    `targets`: the admin addresses, by the name of the file in `deploy/prometheus/targets`.
-    `token`: that of the cluster."""
+    `targets` contains the admin addresses, by the name of the file in `deploy/prometheus/targets`.
+    `token` is the token of the cluster."""
     address, alertmanager = (f"127.0.0.1:{_free_port()}" for _ in range(2))
     config = configuration(directory, token)
     _configure(config, targets, alertmanager)

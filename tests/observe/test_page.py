@@ -1,4 +1,4 @@
-"""The status page in a real browser, under training, in light and dark, wide and narrow."""
+"""Tests the status page in a real browser during training, in both colour schemes and widths."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT / "tests" / "python"))
 import servers  # noqa: E402
 
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-#: The directory of the pictures.
+#: The directory for screenshots.
 PICTURES = TARGET / "status-page"
 WIDTHS = {"wide": 1600, "narrow": 400}
 #: The minimum contrast of text, from the Web Content Accessibility Guidelines, level AA.
 CONTRAST = 4.5
 
-#: The texts whose contrast with their background is too low.
+#: A script that finds texts whose contrast with their background is too low.
 LOW_CONTRAST = """
 (() => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
@@ -53,7 +53,7 @@ LOW_CONTRAST = """
 })()
 """.replace("LIMIT", str(CONTRAST))
 
-#: The elements beside a table that are wider than the window.
+#: A script that finds elements outside of tables that are wider than the window.
 OVERFLOWING = """
 [...document.querySelectorAll("body *")].filter((element) =>
   element.getBoundingClientRect().right > innerWidth + 1 && !element.closest(".scroll table, svg")
@@ -81,10 +81,10 @@ class Page(unittest.TestCase):
                 for url in tab.requested()
                 if not url.startswith((*hosts, *credentials, "data:"))
             }
-            self.assertEqual(elsewhere, set(), "the page needs no internet")
+            self.assertEqual(elsewhere, set(), "the page loads nothing from other hosts")
 
     def check_layouts(self, tab: Tab, url: str, name: str) -> None:
-        """Nothing is wider than the window, and all text can be read."""
+        """Checks that nothing is wider than the window, and that all text is readable."""
         for scheme in ("light", "dark"):
             for size, width in WIDTHS.items():
                 with self.subTest(f"{name}, {scheme}, {size}"):
@@ -96,11 +96,11 @@ class Page(unittest.TestCase):
                     self.assertEqual(tab.evaluate(LOW_CONTRAST), [])
 
     def check_cluster(self, tab: Tab, url: str, addresses: list[str]) -> None:
-        """The coordinator shows jobs, curves, phases, late ranks, slices, servers and events."""
+        """Checks the page of a coordinator: jobs, curves, phases, late ranks, servers, events."""
         tab.show(url, WIDTHS["wide"], "light")
         has_curves = "document.querySelectorAll('.curve .line').length === 3"
         tab.wait(f"{has_curves} && document.body.textContent.includes('late ranks')")
-        # A curve with enough points, and reports of all servers.
+        # Waits for a curve with enough points, and for reports of all servers.
         tab.wait("document.querySelector('.line').getAttribute('d').split('L').length > 20")
         used = "document.querySelectorAll('#scroll-servers .bar:has(rect)').length"
         tab.wait(f"{used} === 3")
@@ -132,7 +132,7 @@ class Page(unittest.TestCase):
         self.check_layouts(tab, url, "coordinator")
 
     def check_refresh(self, tab: Tab) -> None:
-        """The content is replaced, and the scroll positions of the page and of tables stay."""
+        """Checks that a refresh keeps the focus, and the scroll positions of page and tables."""
         tab.evaluate("document.querySelector('main').className = 'old'")
         tab.evaluate("scrollTo(0, 500); document.querySelector('#scroll-jobs').scrollLeft = 120")
         tab.evaluate("document.querySelector('#scroll-jobs').focus({ preventScroll: true })")
@@ -143,7 +143,7 @@ class Page(unittest.TestCase):
         self.assertTrue(tab.evaluate("document.querySelector('#stale').hidden"))
 
     def check_shard(self, tab: Tab, url: str) -> None:
-        """A shard server shows its own slices, memory and requests."""
+        """Checks the page of a shard server: its slices, memory and requests."""
         tab.show(url, WIDTHS["wide"], "light")
         text = tab.evaluate("document.body.textContent")
         for expected in (

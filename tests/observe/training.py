@@ -1,4 +1,4 @@
-"""A small model that trains, so that there is something to observe."""
+"""Trains a small model, which the tests observe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN = "a-token-of-the-observed-cluster"
 
 
 def tiers(directory: Path) -> list[str]:
-    """Flags of a shard server with budgets, in whose memory not all of its slices fit."""
+    """Returns the flags of a shard server whose memory budget is too small for its slices."""
     return ["--host-memory", "64KiB", "--disk", str(directory), "--disk-bytes", "256MiB"]
 
 

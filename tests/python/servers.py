@@ -83,8 +83,8 @@ def observed_servers(
 ) -> Iterator[tuple[str, list[str], list[subprocess.Popen[str]]]]:
     """Runs a coordinator, and a shard server for each list of flags, which a test may kill. Returns
     the coordinator's address, the addresses of the metrics (the coordinator's first), and the
-    processes of the shard servers. The metrics can be seen from other machines, and therefore only
-    with the token."""
+    processes of the shard servers. The metrics are reachable from other machines, and therefore
+    require the token."""
     with contextlib.ExitStack() as stack:
         metrics, running = [], []
 

@@ -31,7 +31,7 @@ impl Bystander {
         Self::start_with(address, Options::default().timeout(crate::timeout()))
     }
 
-    /// Starts to call the coordinator with these options, like [`Self::start`].
+    /// Like [`Self::start`], with these options.
     ///
     /// # Panics
     /// If it cannot connect; the thread panics if a call fails.

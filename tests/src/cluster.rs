@@ -128,7 +128,7 @@ impl Cluster {
         let script = format!("ulimit -v {} && exec \"$@\"", bytes / 1024);
         command.args(["-c", &script, "sh"]).arg(server.get_program()).args(server.get_args());
         command.env_remove(TOKEN_VARIABLE);
-        // With many cores, the arenas of malloc would use up the address space.
+        // With many cores, the arenas of malloc would exhaust the address space.
         command.env("MALLOC_ARENA_MAX", "1");
         Process::start(command)
     }

@@ -148,10 +148,10 @@ impl Process {
         self.child.id()
     }
 
-    /// How the process has ended; `None` while it runs.
+    /// The exit status of the process; `None` while it runs.
     ///
     /// # Panics
-    /// If the system does not tell.
+    /// If the status cannot be read.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("the process is a child")
     }

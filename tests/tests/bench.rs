@@ -223,7 +223,7 @@ fn recovery_measures_the_time_from_a_death_to_the_next_step_and_to_all_replicas(
 }
 
 #[test]
-fn neighbours_compares_the_steps_of_others_beside_each_manner_with_those_before_and_after() {
+fn neighbours_reports_the_slowdown_by_each_manner() {
     let case = ["neighbours", "--jobs", "2", "--tensors", "2", "--numel", "1000"];
     let length = ["--large", "100000", "--seconds", "1", "--rounds", "1"];
     let lines = bench(&[&case[..], &length].concat(), &["steps", "seconds", "p90_seconds"]);

@@ -44,7 +44,7 @@ fn options(
     Ok(options.timeout(seconds("timeout", timeout)?).token(token.unwrap_or_default().into()))
 }
 
-/// The TLS with the files of the authorities, of the certificate and of its key.
+/// The TLS configuration from the files of the authorities, the certificate and the key.
 fn encryption(
     (ca, certificate, key): (PathBuf, Option<PathBuf>, Option<PathBuf>),
 ) -> Result<Tls, Error> {

@@ -9,12 +9,12 @@ from .errors import InvalidArgumentError
 
 
 def tls_files() -> tuple[str, str | None, str | None] | None:
-    """The files of TLS: ``ZEROSHARD_TLS_CA`` with the authorities of the cluster, and perhaps
-    ``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY`` with the certificate of this process and its
-    key. None without encryption.
+    """The TLS files from the environment: ``ZEROSHARD_TLS_CA`` names the authorities of the
+    cluster, and the optional ``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY`` name the certificate
+    of this process and its key. Returns None if connections are not encrypted.
 
     Raises:
-        InvalidArgumentError: there is a certificate or a key, and no file with authorities.
+        InvalidArgumentError: a certificate or a key is set, but the authorities are not.
     """
     ca, certificate, key = (
         os.environ.get(f"ZEROSHARD_TLS_{name}") or None for name in ("CA", "CERT", "KEY")

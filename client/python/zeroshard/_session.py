@@ -83,8 +83,8 @@ def init(
             ``torch.multiprocessing.spawn``) rank 0 hosts it and the others connect to it.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default, or the content of the file
             ``ZEROSHARD_TOKEN_FILE``. A cluster that is started has a random one by default. With
-            ``ZEROSHARD_TLS_CA`` the connections to a cluster that runs already are encrypted, and
-            ``ZEROSHARD_TLS_CERT`` with ``ZEROSHARD_TLS_KEY`` can replace the token.
+            ``ZEROSHARD_TLS_CA``, the connections to a running cluster are encrypted, and a
+            certificate (``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY``) can replace the token.
         shards: the number of shard servers of a cluster that is started.
         name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
             checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.
@@ -126,7 +126,7 @@ def init(
         return Cluster.connect(
             address,
             token=token,
-            # A cluster that a rank has started does not use TLS.
+            # A cluster that this program has started does not use TLS.
             tls=None if is_ours else tls_files(),
             wire=wire,
             chunk_bytes=chunk_bytes,

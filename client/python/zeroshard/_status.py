@@ -13,7 +13,7 @@ from ._native import Cluster
 class ServerStatus:
     """A shard server, and the bytes that it holds. ``zone`` is empty unless it was started with
     ``--zone``. ``capacity_bytes`` are those that it has for slices (None: no limit), of which jobs
-    need ``assigned_bytes``. A server that is ``cordoned`` is given no new slices."""
+    need ``assigned_bytes``. A ``cordoned`` server receives no new slices."""
 
     id: int
     address: str

@@ -35,7 +35,7 @@ class TlsError(Error, ConnectionError):
 
 
 class VersionMismatchError(Error):
-    """The client has another minor version than the coordinator."""
+    """The client and the coordinator do not have the same minor version."""
 
 
 class UnknownJobError(Error):

@@ -1,4 +1,4 @@
-//! `zsctl completion`.
+//! `zsctl completion`: scripts for completion in shells.
 
 use std::io::stdout;
 
@@ -11,11 +11,11 @@ use clap_complete::{
 /// Flags of `zsctl completion`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// The shell. Bash reads the output with `source <(zsctl completion bash)`
+    /// Shell that reads the output; for bash: `source <(zsctl completion bash)`
     shell: Shell,
 }
 
-/// A shell with completions.
+/// A supported shell.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Shell {
     Bash,
@@ -23,7 +23,7 @@ enum Shell {
     Fish,
 }
 
-/// Prints the completions.
+/// Prints the completion script.
 pub(crate) fn run(arguments: &Arguments) {
     let (mut command, mut out) = (crate::Arguments::command(), stdout());
     match arguments.shell {

@@ -1,4 +1,4 @@
-//! `zsctl delete`.
+//! `zsctl delete`: deletes a job after a confirmation.
 
 use std::io::{IsTerminal, Write, stderr, stdin};
 
@@ -10,15 +10,15 @@ use zeroshard_client::{Cluster, Error, JobStatus, Result};
 pub(crate) struct Arguments {
     /// Name of the job; `zsctl status` lists the jobs
     job: String,
-    /// Delete it without asking
+    /// Delete the job without asking for confirmation
     #[arg(long, short)]
     yes: bool,
 }
 
-/// Deletes the job when the user has confirmed it.
+/// Deletes the job after the user has confirmed it.
 ///
 /// # Errors
-/// [`Error::Invalid`] if it is not confirmed; those of [`Cluster::delete_job`].
+/// [`Error::Invalid`] if the deletion is not confirmed; those of [`Cluster::delete_job`].
 pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) -> Result<()> {
     let Arguments { job, yes } = arguments;
     if !yes {
@@ -32,7 +32,7 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
     Ok(())
 }
 
-/// Asks on the terminal whether the job is to be deleted.
+/// Asks the user on the terminal to confirm the deletion.
 fn confirm(job: &JobStatus) -> Result<()> {
     let refused = |found: &str| {
         let expected = "confirmed on a terminal, or with --yes";

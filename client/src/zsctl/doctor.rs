@@ -1,4 +1,4 @@
-//! `zsctl doctor`: the connections of this machine to a cluster.
+//! `zsctl doctor`: checks the connections from this machine to a cluster.
 
 use std::{
     process::ExitCode,
@@ -18,7 +18,7 @@ use crate::{
     table::{human, table},
 };
 
-/// A difference of clocks that is reported as a problem.
+/// The clock difference above which a problem is reported.
 const CLOCK_LIMIT: Duration = Duration::from_secs(2);
 
 /// Flags of `zsctl doctor`.
@@ -29,20 +29,20 @@ pub(crate) struct Arguments {
     bytes: u64,
 }
 
-/// What was found out about a process of the cluster.
+/// The results of the checks of one process.
 #[derive(Debug, Default)]
 struct Finding {
     role: &'static str,
     address: String,
     path: Option<Path>,
     version: Option<String>,
-    /// How far its clock is ahead of the clock here, in milliseconds.
+    /// The time by which its clock is ahead of the local clock, in milliseconds.
     ahead_ms: Option<i64>,
     measured: Option<Measured>,
     problems: Vec<String>,
 }
 
-/// Checks the connections, and prints what was found.
+/// Checks the connections, and prints the results.
 ///
 /// # Errors
 /// [`zeroshard_client::Error::Invalid`] for an invalid address or token.
@@ -63,7 +63,8 @@ pub(crate) async fn run(
     match Cluster::connect(address, options).await {
         Ok(cluster) => {
             let status = cluster.status().await?;
-            // Of several coordinators, the leader has answered, whose address is not known.
+            // With several coordinators, the status comes from the leader. Its address is not
+            // known, so the status is shown for the first reachable coordinator.
             let leader = findings.iter_mut().find(|finding| finding.path.is_some());
             if let Some(leader) = leader {
                 leader.compare(status.version, status.unix_ms, Duration::ZERO);
@@ -125,8 +126,8 @@ impl Finding {
         Ok(())
     }
 
-    /// Compares version and clock with those of this program. The clock was read about half of
-    /// `latency` ago.
+    /// Compares the version and the clock with those of this program. The server read its clock
+    /// about half of `latency` ago.
     fn compare(&mut self, version: String, unix_ms: u64, latency: Duration) {
         if let Err(error) = version::check("zsctl", VERSION, &version) {
             self.problems.push(error.to_string());
@@ -139,13 +140,13 @@ impl Finding {
         if unix_ms != 0 && u128::from(ahead.unsigned_abs()) > CLOCK_LIMIT.as_millis() {
             let expected = "synchronise the clocks, for example with chrony";
             self.problems
-                .push(format!("its clock differs from that here by {ahead} ms; {expected}"));
+                .push(format!("its clock differs from the local clock by {ahead} ms; {expected}"));
         }
         self.version = Some(version);
         self.ahead_ms = (unix_ms != 0).then_some(ahead);
     }
 
-    /// Bytes per second of one stream.
+    /// The throughput of one stream in bytes per second.
     fn throughput(&self) -> Option<f64> {
         let measured = self.measured.as_ref().filter(|measured| measured.bytes > 0)?;
         Some(measured.bytes as f64 / measured.took.as_secs_f64().max(f64::MIN_POSITIVE))

@@ -21,8 +21,8 @@ use clap::{Parser, Subcommand};
 use serde_json::{Value, json};
 use zeroshard_client::{Cluster, CredentialFlags, Options, Result};
 
-/// The exit code of a command that has found a problem. (1 stands for an error, 2 for invalid
-/// flags.)
+/// The exit code of a command that has found a problem. 1 stands for an error, and 2 for invalid
+/// flags.
 const PROBLEM: u8 = 3;
 
 /// Inspect a ZeroShard cluster and manage its jobs
@@ -30,8 +30,8 @@ const PROBLEM: u8 = 3;
 #[command(
     name = "zsctl",
     version,
-    after_help = "Exit codes: 0 success, 1 error, 2 invalid flags, 3 the command has found a \
-                  problem (status, doctor)"
+    after_help = "Exit codes: 0 success, 1 error, 2 invalid flags, 3 a problem was found (status, \
+                  doctor)"
 )]
 struct Arguments {
     /// The address of the coordinator; several coordinators, of which one is the leader, are
@@ -62,13 +62,13 @@ enum Command {
     /// has failed, cannot continue because workers or servers are missing, or has slices with too
     /// few replicas because a server was lost
     Status(status::Arguments),
-    /// Explain the state of a job: what it waits for and since when, what has disturbed it last,
-    /// and what to do
+    /// Explain the state of a job: the cause and the duration of a wait, the last error, and the
+    /// recommended action
     Why {
         /// Name of the job; `zsctl status` lists the jobs
         job: String,
     },
-    /// Show the speed of jobs and the memory of servers, again every second until Ctrl-C
+    /// Show the speed of jobs and the memory of servers, refreshed every second until Ctrl-C
     Top(top::Arguments),
     /// Show the tensors of a job: names, shapes, dtypes, layouts and sizes
     Tensors {
@@ -92,19 +92,19 @@ enum Command {
     Token(token::Command),
     /// Delete a job and free its memory on the servers; its state is lost
     Delete(delete::Arguments),
-    /// Give a shard server no new slices. It keeps those that it has
+    /// Exclude a shard server from new slices. The server keeps its current slices
     Cordon(operate::Server),
-    /// Give a cordoned shard server slices again
+    /// Let a cordoned shard server receive new slices again
     Uncordon(operate::Server),
     /// Cordon a shard server and move its slices to other servers, so that it can be stopped
     Drain(operate::Drain),
     /// End the lease of a rank whose worker hangs, so that another worker can take the rank
     Evict(operate::Evict),
-    /// Check the connection of this machine to the coordinator and to every shard server: versions,
-    /// clocks, latency, the size of packets, and the throughput of one stream. The exit code is 3
-    /// if something is wrong
+    /// Check the connections from this machine to the coordinator and to every shard server:
+    /// versions, clocks, latency, packet size, and the throughput of one stream. The exit code is 3
+    /// if there is a problem
     Doctor(doctor::Arguments),
-    /// Print the completions for a shell
+    /// Print a completion script for a shell
     Completion(completion::Arguments),
 }
 
@@ -154,7 +154,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
             let event = json!({"event": "hash", "job": job, "state_hash": hash});
             print(is_json, &event, &hash);
         }
-        // They have been run above, without a cluster.
+        // These commands do not need a cluster, and have been handled above.
         Command::Token(_) | Command::Estimate(_) | Command::Completion(_) | Command::Doctor(_) => {}
         Command::Checkpoint(command) => checkpoint::online(command, &cluster, is_json).await?,
         Command::Delete(delete) => delete::run(delete, &cluster, is_json).await?,
@@ -166,7 +166,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints an event as JSON, or its text.
+/// Prints the event as JSON, or the text.
 #[expect(clippy::print_stdout, reason = "the program's output")]
 fn print(json: bool, event: &Value, text: &str) {
     match json {

@@ -8,7 +8,7 @@ use zeroshard_client::{Cluster, Drained, Error, Result, Stays};
 
 use crate::print;
 
-/// The pause between two requests of a drain.
+/// The pause between two drain requests.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// A shard server.
@@ -23,11 +23,11 @@ pub(crate) struct Server {
 pub(crate) struct Drain {
     #[command(flatten)]
     server: Server,
-    /// Let jobs without replicas return to their last checkpoint, if they do so when a server is
-    /// lost. They make the steps since then again
+    /// Let jobs without replicas return to their last checkpoint and repeat the steps since then,
+    /// if their policy does so after the loss of a server
     #[arg(long)]
     restore: bool,
-    /// Number of seconds after which to give up; the server then stays cordoned
+    /// Number of seconds after which to give up. The server then stays cordoned
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     within: u64,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Drain {
 pub(crate) struct Evict {
     /// Name of the job; `zsctl status` lists the jobs
     job: String,
-    /// The rank
+    /// Rank to evict
     rank: u32,
 }
 
@@ -53,7 +53,7 @@ pub(crate) async fn cordon(
 ) -> Result<()> {
     let server = cluster.cordon_server(server, cordoned).await?;
     let (event, what) = match cordoned {
-        true => ("cordoned", "is cordoned: it is given no new slices"),
+        true => ("cordoned", "is cordoned: it receives no new slices"),
         false => ("uncordoned", "is not cordoned"),
     };
     let event = json!({"event": event, "server": server.id, "address": server.address});
@@ -80,17 +80,19 @@ pub(crate) async fn drain(drain: &Drain, cluster: &Cluster, json: bool) -> Resul
             });
             let copied = match degraded_slices {
                 0 => String::new(),
-                slices => format!("; {slices} slices are being copied to get all their replicas"),
+                slices => {
+                    format!("; {slices} slices are still being copied to have all their replicas")
+                }
             };
-            let text = format!("shard server {address} has no slices and can be stopped{copied}");
+            let text = format!("shard server {address} has no slices, and can be stopped{copied}");
             print(json, &event, &text);
             return Ok(());
         }
         let reasons: Vec<String> = stays.iter().map(reason).collect();
         if stays.iter().all(|stays| !stays.transient) {
-            let what = format!("shard server {address}, which is cordoned now,");
+            let what = format!("shard server {address} (now cordoned)");
             let found = format!("needed by {}", reasons.join("; "));
-            return Err(Error::invalid(what, found, "without jobs to be stopped"));
+            return Err(Error::invalid(what, found, "without jobs before it is stopped"));
         }
         if began.elapsed() + PAUSE >= limit {
             let waiting_for = format!("shard server {address}: {}", reasons.join("; "));
@@ -119,8 +121,7 @@ pub(crate) async fn evict(
 ) -> Result<()> {
     let epoch = cluster.evict_rank(job, *rank).await?;
     let event = json!({"event": "evicted", "job": job, "rank": rank, "epoch": epoch});
-    let text =
-        format!("rank {rank} of job {job:?} has no worker; another one can join, epoch {epoch}");
+    let text = format!("rank {rank} of job {job:?} is free for another worker, in epoch {epoch}");
     print(json, &event, &text);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The path to an address: whether it accepts connections, and the size of packets.
+//! Measures the network path to an address: the time to connect, and the packet size.
 
 use std::{
     io,
@@ -9,25 +9,25 @@ use std::{
 use socket2::SockRef;
 use tokio::{net::TcpStream, time::timeout};
 
-/// The bytes of a packet beside the data of TCP, with the option for timestamps: 20 of IPv4, 32 of
-/// TCP.
+/// The bytes of the headers of an IPv4 packet: 20 for IPv4, and 32 for TCP with timestamps.
 const HEADERS: u32 = 52;
-/// The further bytes of IPv6.
+/// The additional bytes of an IPv6 header.
 const HEADERS_V6: u32 = 20;
 
-/// A path that has been measured.
+/// A measured path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Path {
-    /// The time for opening a connection.
+    /// The time to open a connection.
     pub(crate) connect: Duration,
-    /// The size of packets that the system has found, about; `None` if it does not report it.
+    /// The approximate MTU, computed from the segment size of TCP; `None` if the system does not
+    /// report it.
     pub(crate) mtu: Option<u32>,
 }
 
-/// Opens a connection to `address`, `host:port` or a URI, and closes it.
+/// Opens a connection to `address` (`host:port` or a URI), and closes it.
 ///
 /// # Errors
-/// That of the system; [`io::ErrorKind::TimedOut`] after `limit`.
+/// The error of the system, or [`io::ErrorKind::TimedOut`] after `limit`.
 pub(crate) async fn probe(address: &str, limit: Duration) -> io::Result<Path> {
     let address = address.split_once("://").map_or(address, |(_, address)| address);
     let began = Instant::now();
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn an_address_that_listens_has_a_path_and_another_has_none() {
+    async fn a_listening_address_has_a_path_and_a_closed_one_is_an_error() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let path = probe(&format!("http://{address}"), Duration::from_secs(5)).await.unwrap();

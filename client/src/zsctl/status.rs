@@ -11,20 +11,19 @@ use crate::{
     table::{ago, human, table},
 };
 
-/// The time after which the output mentions that a job waits, although no rank or server is
-/// missing.
+/// The duration above which the output mentions a wait, even if no rank or server is missing.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// Flags of `zsctl status`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// A job that has made no step for this time counts as one that cannot continue, also if all of
-    /// its workers and servers are there [default: no limit]
+    /// Time without a step after which a job counts as a problem, even if all of its workers and
+    /// servers are connected [default: no limit]
     #[arg(long, value_name = "SECONDS")]
     late: Option<u64>,
 }
 
-/// Prints servers and jobs. The exit code says whether a job has a problem.
+/// Prints servers and jobs. Returns [`PROBLEM`] if a job needs attention.
 ///
 /// # Errors
 /// Those of [`Cluster::status`].
@@ -51,14 +50,14 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
     }
 }
 
-/// Why a job needs attention.
+/// The reason why a job needs attention.
 fn problem(job: &JobStatus, late: Option<Duration>) -> Option<String> {
     let is_late = |waited: Duration| late.is_some_and(|late| waited >= late);
     let waits = job.wait.as_ref().filter(|wait| is_late(wait.waited));
     job.problem().or_else(|| waits.map(|wait| wait.reason.clone()))
 }
 
-/// A line about a job that has a problem, or waits for long.
+/// A line for a job that has a problem or waits for a long time.
 fn note(job: &JobStatus, problem: Option<&str>) -> Option<String> {
     let name = &job.name;
     match (&job.wait, problem) {
@@ -133,7 +132,7 @@ fn table_of(jobs: &[JobStatus]) -> Table {
     table
 }
 
-/// The rank that commits last, and how late it is.
+/// The rank that commits last, and its delay.
 pub(crate) fn late_rank(job: &JobStatus) -> String {
     let late =
         |slowest: zeroshard_client::SlowRank| format!("{} (+{})", slowest.rank, ago(slowest.late));

@@ -1,4 +1,4 @@
-//! `zsctl tensors`.
+//! `zsctl tensors`: the tensors of a job.
 
 use serde_json::json;
 use zeroshard_client::{Cluster, Result};
@@ -63,7 +63,7 @@ pub(crate) async fn run(job: &str, cluster: &Cluster, json: bool) -> Result<()> 
     Ok(())
 }
 
-/// What the tensor is to the optimizer.
+/// The role of the tensor: a tied, frozen or trained tensor, or a buffer.
 pub(crate) fn kind(tensor: &TensorSpec) -> String {
     match &tensor.alias_of {
         Some(owner) => format!("tied to {owner}"),

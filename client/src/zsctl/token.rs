@@ -27,16 +27,17 @@ pub(crate) enum Command {
 /// The limits of a token, which servers enforce.
 #[derive(Debug, Args)]
 pub(crate) struct Limits {
-    /// Bytes that the jobs of the token may need on all servers together, such as 8GiB
+    /// Total memory that the jobs of the token may need on all servers, such as 8GiB
     #[arg(long, value_name = "SIZE", value_parser = bytes)]
     memory: Option<u64>,
-    /// Number of jobs that the token may have
+    /// Maximum number of jobs of the token
     #[arg(long, value_name = "N")]
     jobs: Option<u32>,
-    /// Calls to each server per second. Further ones wait up to a second, and then are refused
+    /// Calls per second to each server. Further calls wait up to a second, and are refused beyond
+    /// that
     #[arg(long, value_name = "N")]
     requests: Option<NonZero<u32>>,
-    /// Weight of each job of the token when jobs compete for the time of a server
+    /// Weight of each job of the token in sharing the time of a server with other jobs
     #[arg(long, value_name = "WEIGHT", default_value_t = 1, value_parser = weight())]
     weight: u32,
 }
@@ -52,7 +53,7 @@ fn weight() -> clap::builder::RangedI64ValueParser<u32> {
 /// Runs a command, which needs no cluster.
 ///
 /// # Errors
-/// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
+/// [`zeroshard_proto::Error::Internal`] if the system cannot provide random numbers.
 #[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) fn run(command: &Command, json: bool) -> Result<()> {
     let Command::New { role, limits: Limits { memory, jobs, requests, weight } } = command;

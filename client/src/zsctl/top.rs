@@ -20,7 +20,7 @@ use crate::{
 const INTERVAL: Duration = Duration::from_secs(1);
 /// The number of intervals over which rates are averaged. Servers report once a second.
 const INTERVALS: usize = 5;
-/// The number of intervals before the only output of `--once`.
+/// The number of intervals before the output of `--once`.
 const ONCE: usize = 2;
 
 /// Moves the cursor to the upper left corner of the terminal, and clears the screen.
@@ -29,8 +29,8 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 /// Flags of `zsctl top`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// Measure for two seconds, print once and end. This is the default if the output is not a
-    /// terminal
+    /// Measure for two seconds, print the tables once, and exit. This is the default if the output
+    /// is not a terminal
     #[arg(long)]
     once: bool,
 }
@@ -76,12 +76,12 @@ struct Rates<'a> {
 }
 
 impl Rates<'_> {
-    /// A rate; 0 for a counter that has started again.
+    /// The rate of a counter; 0 if the counter was reset.
     fn per_second(&self, before: u64, now: u64) -> f64 {
         now.saturating_sub(before) as f64 / self.seconds.max(f64::MIN_POSITIVE)
     }
 
-    /// The steps of a job per second. `None` if it is another job, or was restored meanwhile.
+    /// The steps of a job per second; `None` if the job was replaced or restored meanwhile.
     fn steps(&self, job: &JobStatus) -> Option<f64> {
         let before = self.before.jobs.iter().find(|before| before.id == job.id)?;
         Some(self.per_second(before.version?, job.version?))
@@ -99,7 +99,7 @@ impl Rates<'_> {
             let before = self.before.servers.iter().find(|before| before.server == server.server);
             let before = before.map_or(&[][..], |before| &before.jobs);
             for held in server.jobs.iter().filter(|held| job.is_none_or(|job| held.job == job)) {
-                // A job that the server had not reported yet has begun meanwhile.
+                // A job that is missing in the earlier report counts from 0.
                 let before = before.iter().find(|before| before.job == held.job);
                 let [sent, received] =
                     before.map_or([0; 2], |before| [before.sent_bytes, before.received_bytes]);

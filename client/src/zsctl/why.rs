@@ -1,4 +1,4 @@
-//! `zsctl why`: the state of a job in sentences.
+//! `zsctl why`: explains the state of a job in sentences.
 
 use serde_json::json;
 use zeroshard_client::{Cluster, Error, JobState, JobStatus, JobWait, Result};
@@ -36,17 +36,14 @@ pub(crate) async fn run(name: &str, cluster: &Cluster, json: bool) -> Result<()>
     }
     if let Some(trouble) = trouble {
         let (error, message) = (&trouble.error, &trouble.message);
-        lines.push(format!(
-            "The last disturbance was {} ago: {error}: {message}.",
-            ago(trouble.ago)
-        ));
+        lines.push(format!("The last error was {} ago: {error}: {message}.", ago(trouble.ago)));
     }
-    lines.push(format!("What to do: {advice}."));
+    lines.push(format!("Recommended action: {advice}."));
     crate::print(json, &event, &lines.join("\n"));
     Ok(())
 }
 
-/// State, version and workers.
+/// A sentence about the state, the version and the workers.
 fn state(job: &JobStatus) -> String {
     let name = &job.name;
     if let Some(failure) = &job.failure {
@@ -70,31 +67,32 @@ fn state(job: &JobStatus) -> String {
     text + "."
 }
 
-/// What an operator can do.
+/// The action that is recommended to the operator.
 fn advice(job: &JobStatus) -> String {
     let name = &job.name;
     match (job.state, &job.wait) {
         (JobState::Failed, _) => format!(
             "correct the cause, delete the job (zsctl delete {name}), and create it again; \
-             `zsctl checkpoint ls {name}` lists checkpoints from which it can continue"
+             `zsctl checkpoint ls {name} --url URL` lists its checkpoints, from which it can \
+             continue"
         ),
         (_, Some(wait)) if wait.lacks_servers => "start the missing shard servers, or uncordon \
              one (zsctl uncordon SERVER); `zsctl doctor` checks the connections"
             .to_owned(),
         (_, Some(wait)) if wait.lacks_workers => {
-            "start a worker for each missing rank; it continues from the current version".to_owned()
+            "start a worker for each missing rank; the job continues from the current version"
+                .to_owned()
         }
         (JobState::Open, Some(_)) => format!(
-            "nothing, unless it lasts too long: then look at the logs of the ranks that are \
-             named; if one of them hangs, `zsctl evict {name} RANK` lets another worker take its \
-             rank"
+            "none, unless the wait lasts too long: then look at the logs of these ranks; if one of \
+             them hangs, `zsctl evict {name} RANK` lets another worker take its rank"
         ),
         (JobState::Open, None) if job.degraded_slices > 0 => {
-            "start another shard server, if too few are connected".to_owned()
+            "start another shard server if too few are connected".to_owned()
         }
         (JobState::Open, None) if job.joined.is_empty() => {
-            format!("nothing; all ranks have ended, and `zsctl delete {name}` frees its memory")
+            format!("none; all ranks have ended, and `zsctl delete {name}` frees the memory")
         }
-        _ => "nothing".to_owned(),
+        _ => "none".to_owned(),
     }
 }

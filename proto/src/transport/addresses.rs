@@ -52,7 +52,7 @@ impl Addresses {
         Self { endpoint: self.endpoint.connect_timeout(limit), ..self }
     }
 
-    /// A connection that is opened before the first call, and again after it has broken.
+    /// A connection that is opened before the first call, and opened again after it has broken.
     pub fn connect_lazy(&self, credentials: &Credentials) -> Connection {
         let (endpoint, tls) = (&self.endpoint, credentials.tls());
         credentials.connection(if self.is_plain(tls) {
@@ -65,7 +65,8 @@ impl Addresses {
     /// Opens a connection.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] if no address answers, and [`Error::Tls`].
+    /// [`Error::Unavailable`] if no address answers, and [`Error::Tls`] if the connection cannot be
+    /// encrypted.
     pub async fn connect(&self, credentials: &Credentials) -> Result<Connection> {
         let (endpoint, tls) = (&self.endpoint, credentials.tls());
         let opened = if self.is_plain(tls) {
@@ -79,14 +80,14 @@ impl Addresses {
         Ok(credentials.connection(opened.map_err(failed)?))
     }
 
-    /// Whether tonic opens the connections: it dials one address, and the settings of its TLS are
-    /// read once.
+    /// Whether tonic opens the connections. It supports only one address, and reads TLS files only
+    /// once.
     fn is_plain(&self, tls: Option<&Tls>) -> bool {
         tls.is_none() && self.dialled.len() == 1 && network::simulated().is_none()
     }
 }
 
-/// What opens connections to the first address that answers.
+/// A service that connects to the first address that answers.
 fn connector(
     dialled: Arc<[String]>,
     tls: Option<Tls>,
@@ -124,9 +125,9 @@ async fn first_that_answers(dialled: &[String], tls: Option<&Tls>) -> Result<Box
     Err(Error::Unavailable { peer: dialled.join(","), cause })
 }
 
-/// Connects and, if the server `may_be_silent`, waits for its first byte, with which HTTP/2 begins.
-/// The system accepts connections to a process that stands still, but the process does not send
-/// anything.
+/// Connects to `address`. With `may_be_silent`, also waits for the first byte of the server's
+/// HTTP/2 preface: for a process that is suspended, the operating system accepts connections, but
+/// the process does not send anything.
 async fn dial(address: &str, tls: Option<&Tls>, may_be_silent: bool) -> Result<Box<dyn Stream>> {
     let failed = |error: io::Error| Error::Unavailable {
         peer: address.to_owned(),

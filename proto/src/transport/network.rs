@@ -4,7 +4,7 @@ use std::{future::Future, io, pin::Pin, sync::OnceLock};
 
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// A connection.
+/// A byte stream between two processes, on a real or a simulated network.
 pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}

@@ -1,8 +1,8 @@
-//! TLS 1.3, with certificates from files, which are read again when they change.
+//! TLS 1.3 with certificates from files, which are read again when they change.
 //!
 //! A certificate authority of the cluster signs the certificates of servers and clients. Each side
-//! checks that of the other: a client also that its name is the dialled one, a server also which
-//! role it has.
+//! verifies the certificate of the other. A client also checks that the certificate is valid for
+//! the dialled name, and a server reads the role of the client from it.
 
 mod client;
 mod server;
@@ -25,20 +25,18 @@ use crate::{Error, Result, Role, reloaded::Reloaded};
 
 pub use server::{Acceptor, PeerSecurity, Security, ServerStream};
 
-/// The environment variable with the file from which every program reads the certificates of the
-/// authorities that it trusts.
+/// The environment variable that names the file with the certificates of the trusted authorities.
 pub const CA_VARIABLE: &str = "ZEROSHARD_TLS_CA";
-/// The environment variable with the file from which every program reads its own certificate.
+/// The environment variable that names the file with the certificate of the program.
 pub const CERTIFICATE_VARIABLE: &str = "ZEROSHARD_TLS_CERT";
-/// The environment variable with the file from which every program reads the key of its
-/// certificate.
+/// The environment variable that names the file with the private key of the certificate.
 pub const KEY_VARIABLE: &str = "ZEROSHARD_TLS_KEY";
 
 /// The maximum size of a file with certificates or a key.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The protocol of calls.
+/// The ALPN protocol of gRPC calls.
 const HTTP_2: &[u8] = b"h2";
-/// The protocol of the admin server.
+/// The ALPN protocol of the admin server.
 const HTTP_1: &[u8] = b"http/1.1";
 
 /// The files of a process that uses TLS, in PEM format.
@@ -46,23 +44,25 @@ const HTTP_1: &[u8] = b"http/1.1";
 pub struct TlsFiles {
     /// The certificates of the authorities that sign the certificates of the other side.
     pub ca: PathBuf,
-    /// The certificate of this process, followed by those between it and the authority, and its
-    /// private key. A server needs them; a client without them has a token.
+    /// The file with the certificate of this process, followed by any intermediate certificates,
+    /// and the file with its private key. A server needs both. A client without them needs a token.
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
 impl TlsFiles {
-    /// The files of a process, of which each may be given or not.
+    /// Checks the combination of files. Returns `None` if no file is given.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if files that belong together are missing.
+    /// [`Error::Invalid`] for a certificate without its key, a key without its certificate, or
+    /// either of them without authorities.
     pub fn of(
         ca: Option<&Path>,
         certificate: Option<&Path>,
         key: Option<&Path>,
     ) -> Result<Option<Self>> {
         let missing = |what: &str, because: &str| {
-            let expected = format!("a file in PEM format, because of {because}");
+            let expected =
+                format!("a file in PEM format, because {because} cannot be used without it");
             Err(Error::invalid(what, "missing", expected))
         };
         match (ca, certificate, key) {
@@ -120,8 +120,8 @@ impl TlsFiles {
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
     ) -> Result<ServerConfig> {
-        // A caller without a certificate may have a token. Which of them a call needs is decided
-        // when it arrives, so that it is refused with a message.
+        // A caller without a certificate may have a token. The credentials are checked for each
+        // call and not in the handshake, so that a refusal has a message.
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider())
             .allow_unauthenticated()
             .build()
@@ -133,7 +133,7 @@ impl TlsFiles {
             .with_single_cert(chain, key)
             .map_err(|cause| self.invalid(&cause))?;
         config.alpn_protocols = vec![HTTP_2.to_vec()];
-        // A session that is resumed would not check the certificates again.
+        // A resumed session would not verify the certificates again.
         config.send_tls13_tickets = 0;
         Ok(config)
     }
@@ -141,31 +141,32 @@ impl TlsFiles {
     fn invalid(&self, cause: &dyn std::error::Error) -> Error {
         let certificate = self.identity.as_ref().map(|(certificate, _)| certificate);
         let what = format!("certificate {}", certificate.unwrap_or(&self.ca).display());
-        Error::invalid(what, cause, "valid, and the one of the private key")
+        let expected = "a valid certificate that matches the private key";
+        Error::invalid(what, format!("not usable ({cause})"), expected)
     }
 }
 
 type Pair = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
-/// The TLS of a process. Cheap to clone.
+/// The TLS configuration of a process. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Tls(Arc<Reloaded<Configs>>);
 
 struct Configs {
     client: Arc<ClientConfig>,
     server: Option<Arc<ServerConfig>>,
-    /// The one of the admin server.
+    /// The configuration of the admin server.
     admin: Option<Arc<ServerConfig>>,
-    /// The role in the certificate.
+    /// The role in the certificate of this process.
     role: Option<Role>,
 }
 
 impl Tls {
-    /// Reads the files. Connections that are opened more than five seconds after a change of them
-    /// use the new certificates.
+    /// Reads the files. Changed files are used for connections that are opened more than five
+    /// seconds after the change.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a file that cannot be read, or that has something else.
+    /// [`Error::Invalid`] for a file that cannot be read or has invalid content.
     pub fn open(files: TlsFiles) -> Result<Self> {
         let mut watched = vec![files.ca.clone()];
         watched.extend(files.identity.iter().flat_map(|(file, key)| [file.clone(), key.clone()]));
@@ -173,12 +174,12 @@ impl Tls {
         Ok(Self(Arc::new(Reloaded::open("the certificates", watched, load)?)))
     }
 
-    /// The configuration of connections that this process opens.
+    /// The configuration for outgoing connections.
     pub fn client_config(&self) -> Arc<ClientConfig> {
         self.0.get().client.clone()
     }
 
-    /// The configuration of connections that this process accepts; `None` without a certificate.
+    /// The configuration for incoming connections; `None` without a certificate.
     pub fn server_config(&self) -> Option<Arc<ServerConfig>> {
         self.0.get().server.clone()
     }
@@ -189,8 +190,8 @@ impl Tls {
     }
 }
 
-/// AES-128 comes first: it is a third faster than AES-256, and as safe for the lifetime of a
-/// connection.
+/// The cryptography of connections. AES-128 is preferred, because it is a third faster than AES-256
+/// and secure enough for the lifetime of a connection.
 fn provider() -> Arc<CryptoProvider> {
     use ring::cipher_suite::{
         TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
@@ -205,19 +206,20 @@ fn roots(file: &Path) -> Result<RootCertStore> {
     for certificate in certificates(file)? {
         roots.add(certificate).map_err(|cause| {
             let what = format!("certificate in {}", file.display());
-            Error::invalid(what, cause, "that of a certificate authority")
+            let expected = "the certificate of a certificate authority";
+            Error::invalid(what, format!("not usable ({cause})"), expected)
         })?;
     }
     Ok(roots)
 }
 
-/// Checks the size before a file is read.
+/// Reads a file of limited size.
 fn read(file: &Path, expected: &str) -> Result<Vec<u8>> {
     let invalid = |found| Error::invalid(format!("file {}", file.display()), found, expected);
     if fs::metadata(file).is_ok_and(|found| found.len() > MAX_FILE_BYTES) {
         return Err(invalid(format!("larger than {MAX_FILE_BYTES} bytes")));
     }
-    fs::read(file).map_err(|cause| invalid(cause.to_string()))
+    fs::read(file).map_err(|cause| invalid(format!("unreadable ({cause})")))
 }
 
 fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>> {
@@ -226,7 +228,7 @@ fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>> {
         |found: String| Error::invalid(format!("file {}", file.display()), found, expected);
     let pem = read(file, expected)?;
     let parsed = CertificateDer::pem_slice_iter(&pem).collect::<Result<Vec<_>, _>>();
-    let parsed = parsed.map_err(|cause| invalid(cause.to_string()))?;
+    let parsed = parsed.map_err(|cause| invalid(format!("invalid ({cause})")))?;
     if parsed.is_empty() {
         return Err(invalid("a file without a certificate".to_owned()));
     }
@@ -236,7 +238,7 @@ fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>> {
 fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>> {
     let expected = "a readable file with a private key in PEM format";
     PrivateKeyDer::from_pem_slice(&read(file, expected)?).map_err(|_| {
-        // The cause could show a part of the file.
+        // The cause could contain a part of the key.
         let found = "a file without a private key";
         Error::invalid(format!("file {}", file.display()), found, expected)
     })

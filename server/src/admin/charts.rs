@@ -1,21 +1,21 @@
-//! Curves, bars and maps as SVG inside HTML. They have no inline styles, which the security policy
-//! of the page forbids: colours are classes, and sizes are attributes.
+//! Draws curves, bars and maps as SVG inside HTML. The security policy of the page forbids inline
+//! styles, so colours are classes and sizes are attributes.
 
 use std::fmt::Write as _;
 
 use super::html::{count, number, optional};
 
-/// The size of the coordinates of a curve. The browser stretches it.
+/// The coordinate system of a curve. The browser scales it to the size of the figure.
 const WIDTH: f64 = 600.0;
 const HEIGHT: f64 = 100.0;
-/// A curve whose greatest value is so many times its smallest has a logarithmic axis.
+/// The ratio of the largest to the smallest value above which a curve has a logarithmic axis.
 const LOGARITHMIC: f64 = 50.0;
-/// The minimum width of a part of a bar, in percent.
+/// The minimum width of a part of a bar in percent, so that small parts remain visible.
 const VISIBLE: f64 = 0.3;
 /// The maximum number of columns of a map of slices.
 const COLUMNS: usize = 128;
 
-/// A curve over versions.
+/// A curve of values over versions.
 pub(super) struct Curve<'a> {
     pub(super) title: &'a str,
     /// The current value, beside the title.
@@ -24,12 +24,12 @@ pub(super) struct Curve<'a> {
     pub(super) points: Vec<(u64, Option<f64>)>,
     /// Whether the axis begins at 0.
     pub(super) from_zero: bool,
-    /// The text in place of a curve without values.
+    /// The text that replaces a curve without values.
     pub(super) empty: &'a str,
 }
 
 impl Curve<'_> {
-    /// A figure with the title, the current value, and the curve with its axes.
+    /// Draws a figure with the title, the current value, and the curve with its axes.
     pub(super) fn figure(&self) -> String {
         let Self { title, now, ref points, from_zero, empty } = *self;
         let values: Vec<f64> = points.iter().filter_map(|(_, value)| *value).collect();
@@ -76,12 +76,12 @@ impl Axis {
         Self { low: if from_zero { low.min(0.0) } else { low }, high, is_logarithmic }
     }
 
-    /// The distance from the top, of [`HEIGHT`].
+    /// The distance of a value from the top, between 0 and [`HEIGHT`].
     fn place(&self, value: f64) -> f64 {
         let map = |value: f64| if self.is_logarithmic { value.ln() } else { value };
         let (low, high) = (map(self.low), map(self.high));
         let part = if high > low { (map(value) - low) / (high - low) } else { 0.5 };
-        // The line is not cut off at the edges.
+        // The margin keeps the line from being cut off at the edges.
         1.0 + (HEIGHT - 2.0) * (1.0 - part)
     }
 }
@@ -101,7 +101,7 @@ fn path(points: &[(u64, Option<f64>)], axis: &Axis) -> String {
         // Writing to a String cannot fail.
         let _ = write!(path, "{}{x:.1} {y:.1}", if is_drawing { 'L' } else { 'M' });
         if is_alone {
-            // A line of this length is a dot, because its ends are round.
+            // A line of this length appears as a dot, because its ends are round.
             path.push_str("h.01");
         }
         is_drawing = true;
@@ -109,8 +109,8 @@ fn path(points: &[(u64, Option<f64>)], axis: &Axis) -> String {
     path
 }
 
-/// A bar of parts: the number of a colour, a label and a size each. `whole`: the size of the full
-/// width.
+/// Draws a bar of parts. Each part has the number of a colour, a label and a size; `whole` is the
+/// size that fills the full width.
 pub(super) fn bar(parts: &[(u8, String, f64)], whole: f64) -> String {
     let whole = whole.max(parts.iter().map(|(_, _, size)| size).sum()).max(f64::MIN_POSITIVE);
     let mut svg = String::from("<svg class=bar role=presentation>");
@@ -128,7 +128,7 @@ pub(super) fn bar(parts: &[(u8, String, f64)], whole: f64) -> String {
     svg
 }
 
-/// The labels of the parts of a bar: the number of a colour, and the text.
+/// Draws the legend of a bar. Each label has the number of a colour and a text.
 pub(super) fn legend<'a>(labels: impl IntoIterator<Item = (u8, &'a str)>) -> String {
     let mut list = String::from("<ul class=legend>");
     for (colour, label) in labels {
@@ -142,9 +142,9 @@ pub(super) fn legend<'a>(labels: impl IntoIterator<Item = (u8, &'a str)>) -> Str
     list
 }
 
-/// One row of a map of slices: which of `slices` slices a server has as their primary, and as a
-/// backup. Where there are more slices than columns, a column stands for several, and is filled as
-/// far as the server has them.
+/// One row of a map of slices: the slices that a server holds as their primary or as a backup. If a
+/// job has more slices than the map has columns, each column stands for several slices, and is
+/// filled in proportion to the slices that the server holds.
 pub(super) struct Row {
     slices: usize,
     /// The numbers of slices with the server as the primary and as a backup, by column.
@@ -156,7 +156,7 @@ impl Row {
         Self { slices, cells: vec![[0; 2]; slices.min(COLUMNS)] }
     }
 
-    /// The server has a slice.
+    /// Adds a slice that the server holds.
     pub(super) fn add(&mut self, slice: usize, is_primary: bool) {
         let column = slice * self.cells.len() / self.slices.max(1);
         if let Some(cell) = self.cells.get_mut(column) {
@@ -171,7 +171,7 @@ impl Row {
         })
     }
 
-    /// Primaries fill a column from the bottom, and backups from the top.
+    /// Draws the row. Primaries fill a column from the bottom, and backups fill it from the top.
     pub(super) fn svg(&self) -> String {
         let columns = self.cells.len();
         let mut svg = format!(
@@ -179,7 +179,7 @@ impl Row {
              role=presentation><rect class=room width={columns} height=10 />"
         );
         for (column, [primary, backup]) in self.cells.iter().enumerate() {
-            // The slices of a column.
+            // The range of slices that the column stands for.
             let end = ((column + 1) * self.slices).div_ceil(columns);
             let slices = (end - (column * self.slices).div_ceil(columns)).max(1);
             let height = |of: u32| 10.0 * f64::from(of) / slices as f64;
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_curve_has_a_gap_where_a_value_is_missing_and_a_dot_for_a_value_alone() {
+    fn a_curve_has_a_gap_for_a_missing_value_and_a_dot_for_a_single_value() {
         let of = |points: &[(u64, Option<f64>)]| {
             path(points, &Axis { low: 0.0, high: 1.0, is_logarithmic: false })
         };
@@ -218,13 +218,13 @@ mod tests {
     }
 
     #[test]
-    fn a_curve_without_values_says_so() {
+    fn a_curve_without_values_is_replaced_by_a_text() {
         assert!(curve(vec![]).contains("No steps") && curve(vec![(1, None)]).contains("No steps"));
         assert!(!curve(vec![(1, Some(3.0))]).contains("No steps"));
     }
 
     #[test]
-    fn values_of_very_different_size_have_a_logarithmic_axis() {
+    fn a_wide_range_of_values_has_a_logarithmic_axis() {
         assert!(curve(vec![(1, Some(1.0)), (2, Some(1e4))]).contains("log"));
         assert!(!curve(vec![(1, Some(1.0)), (2, Some(2.0))]).contains("log"));
         assert!(!curve(vec![(1, Some(-1.0)), (2, Some(1e4))]).contains("log"));

@@ -1,5 +1,4 @@
-//! The part of the status page that a coordinator shows: the cluster and its servers. `jobs` has
-//! the jobs.
+//! The status page of a coordinator: the cluster and its servers. `jobs` draws the jobs.
 
 use std::{fmt::Write as _, time::SystemTime};
 
@@ -21,7 +20,7 @@ const KINDS: [(u8, &str); 5] = [
     (5, "early gradients"),
 ];
 
-/// The sections of a coordinator.
+/// The sections of the page of a coordinator.
 pub(super) fn sections(overview: &Overview, now: SystemTime) -> String {
     let mut html = String::new();
     summary(&mut html, overview);
@@ -80,8 +79,8 @@ fn servers(html: &mut String, overview: &Overview) {
     html.push_str("</tbody></table></div>");
     html.push_str(&legend(KINDS));
     html.push_str(
-        "<p class=note>In use is what a server has allocated, and the bar shows its part of the \
-         capacity for slices. Reserved is what its jobs need of it.</p>",
+        "<p class=note>In use: memory that the server has allocated; the bar shows its share of \
+         the capacity for slices. Reserved: memory that the jobs of the server need.</p>",
     );
     let awaited = shown.iter().filter(|server| server.awaited_by > 0).count();
     left_out(html, shown.len(), overview.connected + awaited, "server");
@@ -120,7 +119,7 @@ fn row(html: &mut String, server: &ServerOverview) {
     );
 }
 
-/// The memory of a server, by kind.
+/// The parts of a server's memory, by kind.
 pub(super) fn kinds(stats: &pb::Stats) -> Vec<(u8, String, f64)> {
     let sizes = [
         stats.master_bytes,
@@ -135,7 +134,7 @@ pub(super) fn kinds(stats: &pb::Stats) -> Vec<(u8, String, f64)> {
     KINDS.into_iter().zip(sizes).map(part).collect()
 }
 
-/// The labels of [`kinds`].
+/// The legend for [`kinds`].
 pub(super) fn legend_of_kinds() -> String {
     legend(KINDS)
 }
@@ -143,7 +142,7 @@ pub(super) fn legend_of_kinds() -> String {
 fn events(html: &mut String, events: &[Happened], now: SystemTime) {
     html.push_str("<section aria-labelledby=events><h2 id=events>Events</h2>");
     if events.is_empty() {
-        html.push_str("<p class=empty>Nothing has happened since this coordinator started.</p>");
+        html.push_str("<p class=empty>No event has occurred since this coordinator started.</p>");
     } else {
         html.push_str("<ol class=events id=scroll-events tabindex=0 aria-labelledby=events>");
         for Happened { at, text } in events {
@@ -161,15 +160,15 @@ fn events(html: &mut String, events: &[Happened], now: SystemTime) {
     html.push_str("</section>");
 }
 
-/// `13:05:59` in UTC.
+/// The time of day in UTC, such as `13:05:59`.
 fn clock(at: SystemTime) -> String {
     let seconds = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs() % 86_400;
     format!("{:02}:{:02}:{:02}", seconds / 3600, seconds % 3600 / 60, seconds % 60)
 }
 
-/// States how many of `all` things a list does not show.
+/// States the number of entries that a list does not show.
 pub(super) fn left_out(html: &mut String, shown: usize, all: usize, thing: &str) {
     if let Some(left @ 1..) = all.checked_sub(shown) {
-        let _ = write!(html, "<p class=note>{} more not shown.</p>", counted(left, thing));
+        let _ = write!(html, "<p class=note>Not shown: {}.</p>", counted(left, thing));
     }
 }

@@ -1,10 +1,11 @@
-//! Who may see the admin pages: the holder of the cluster's token, or of a token or certificate
-//! with the role `admin` or `server`.
+//! Access control for the admin pages. They are open to callers with the token of the cluster, or
+//! with a token or certificate of the role `admin` or `server`.
 //!
 //! A program sends the token as `Authorization: Bearer TOKEN`. A browser asks for a user name,
-//! which may be anything, and a password, which is the token. A listener on a loopback address asks
-//! nobody. (The address of the peer is not sufficient: a proxy on the same host, or
-//! `kubectl port-forward`, connects from a loopback address.)
+//! which may be anything, and a password, which is the token. A listener on a loopback address
+//! requires no credential. The address of the peer would not be sufficient for this exception,
+//! because a proxy on the same host and `kubectl port-forward` also connect from a loopback
+//! address.
 
 use axum::{
     extract::{ConnectInfo, Request, State},
@@ -18,11 +19,11 @@ use zeroshard_proto::{Error, transport::tls::Security};
 use super::listener::Origin;
 use crate::access::Accepted;
 
-/// The answer to a browser without a credential.
+/// The challenge in the answer to a browser without a credential.
 const CHALLENGE: &str = "Basic realm=\"ZeroShard: any user name, and a token as the password\", \
                          charset=\"UTF-8\"";
 
-/// Passes on a request whose caller may see the admin pages.
+/// Passes on a request if its caller may see the admin pages.
 pub(super) async fn check(
     State(accepted): State<Accepted>,
     ConnectInfo(Origin(security)): ConnectInfo<Origin>,
@@ -48,7 +49,7 @@ fn may_see(accepted: &Accepted, headers: &HeaderMap, security: Security) -> Resu
     accepted.caller(headers, security)?.check_observe()
 }
 
-/// The header with the password of a `Basic` credential as the token.
+/// Converts a `Basic` credential to a bearer token, which is its password.
 fn bearer(value: &HeaderValue) -> Option<HeaderValue> {
     let (scheme, encoded) = value.to_str().ok()?.split_once(' ')?;
     if !scheme.eq_ignore_ascii_case("basic") {
@@ -89,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn operators_and_servers_see_the_pages_and_jobs_do_not() {
+    fn the_roles_admin_and_server_see_the_pages_and_jobs_do_not() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("tokens");
         let roles = ["admin", "server", "job:a", "job:a:read"];

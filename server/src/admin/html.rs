@@ -1,8 +1,8 @@
-//! Text and numbers in HTML.
+//! Formats text and numbers for HTML.
 
 use std::{fmt, time::Duration};
 
-/// A text of a job, a server or an error, escaped.
+/// Text from a job, a server or an error. It is escaped when it is displayed.
 pub(super) struct Text<'a>(pub(super) &'a str);
 
 impl fmt::Display for Text<'_> {
@@ -23,7 +23,7 @@ impl fmt::Display for Text<'_> {
     }
 }
 
-/// `1.25 GiB`.
+/// Formats a number of bytes, such as `1.25 GiB`.
 pub(super) fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
@@ -37,7 +37,7 @@ pub(super) fn bytes(bytes: u64) -> String {
     format!("{value:.digits$} {}", UNITS[unit])
 }
 
-/// `1,234,567`.
+/// Formats a number, such as `1,234,567`.
 pub(super) fn count(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() + digits.len() / 3);
@@ -50,12 +50,12 @@ pub(super) fn count(number: u64) -> String {
     text
 }
 
-/// A number of things: `1 slice`, `2 slices`.
+/// Formats a number with a noun, such as `1 slice` or `2 slices`.
 pub(super) fn counted(number: usize, thing: &str) -> String {
     format!("{} {thing}{}", count(number as u64), if number == 1 { "" } else { "s" })
 }
 
-/// `124.4 M`, for numbers of parameters.
+/// Formats a number of parameters, such as `124.4 M`.
 pub(super) fn short(number: u64) -> String {
     let units = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")];
     match units.into_iter().find(|(unit, _)| number as f64 >= *unit) {
@@ -64,7 +64,7 @@ pub(super) fn short(number: u64) -> String {
     }
 }
 
-/// A measured number with four significant digits.
+/// Formats a measured number with four significant digits.
 pub(super) fn number(value: f64) -> String {
     let size = value.abs();
     if !value.is_finite() || (size > 0.0 && !(1e-4..1e7).contains(&size)) {
@@ -80,12 +80,12 @@ pub(super) fn number(value: f64) -> String {
     format!("{value:.digits$}")
 }
 
-/// A measured number, or a dash.
+/// Formats a measured number, or a dash for a missing value.
 pub(super) fn optional(value: Option<f64>) -> String {
     value.map_or("–".to_owned(), number)
 }
 
-/// `12.3 ms`, `1.20 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`.
+/// Formats a duration, such as `12.3 ms`, `1.20 s`, `3 min 20 s`, `2 h 5 min` or `3 d 4 h`.
 pub(super) fn duration(duration: Duration) -> String {
     let (seconds, whole) = (duration.as_secs_f64(), duration.as_secs());
     match whole {
@@ -99,7 +99,7 @@ pub(super) fn duration(duration: Duration) -> String {
     }
 }
 
-/// The age of an event, in one unit: `now`, `12 s`, `3 min`, `2 h`, `3 d`.
+/// Formats the age of an event in one unit: `now`, `12 s`, `3 min`, `2 h` or `3 d`.
 pub(super) fn age(duration: Duration) -> String {
     match duration.as_secs() {
         0 => "now".to_owned(),
@@ -110,7 +110,7 @@ pub(super) fn age(duration: Duration) -> String {
     }
 }
 
-/// `73 %`.
+/// Formats a share in percent, such as `73 %`.
 pub(super) fn percent(part: u64, whole: u64) -> String {
     format!("{:.0} %", 100.0 * part as f64 / whole.max(1) as f64)
 }
@@ -120,13 +120,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_of_others_is_escaped() {
+    fn text_from_users_is_escaped() {
         let escaped = Text("<script>'a' & \"ä\"</script>").to_string();
         assert_eq!(escaped, "&lt;script&gt;&#39;a&#39; &amp; &quot;ä&quot;&lt;/script&gt;");
     }
 
     #[test]
-    fn numbers_are_short() {
+    fn numbers_are_formatted_briefly() {
         assert_eq!(
             [0, 1023, 1024, 1 << 20, 45 << 30].map(bytes),
             ["0 B", "1023 B", "1.00 KiB", "1.00 MiB", "45.0 GiB"]

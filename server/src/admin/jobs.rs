@@ -1,4 +1,5 @@
-//! The jobs on the status page of a coordinator: a table of all, and a card of each of the first.
+//! The jobs on the status page of a coordinator: a table of all jobs, and a card for each of the
+//! first jobs.
 
 use std::{fmt::Write as _, time::Duration};
 
@@ -19,7 +20,7 @@ use crate::{
 
 /// The maximum number of servers in the map of a job's slices.
 const MAX_ROWS: usize = 16;
-/// The time without a step after which the page shows what the job waits for.
+/// The time without a step after which the page shows the input that the job waits for.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// The table of jobs.
@@ -78,7 +79,7 @@ fn checkpoint(job: &JobOverview) -> String {
     }
 }
 
-/// The state as a label, whose colour is not its only meaning.
+/// The state as a coloured label. The text alone also identifies the state.
 fn state(job: &JobOverview) -> String {
     let state = job.figures.state;
     let (class, text) = match state {
@@ -92,7 +93,7 @@ fn state(job: &JobOverview) -> String {
     format!("<span class='state {class}'>{text}</span>")
 }
 
-/// The figures, curves and slices of a job.
+/// The card of a job: its figures, curves and slices.
 pub(super) fn card(html: &mut String, job: &JobOverview, details: &Details) {
     let _ = write!(
         html,
@@ -137,7 +138,7 @@ fn facts(html: &mut String, job: &JobOverview, history: &History) {
         ("Tensors", count(manifest.tensors().len() as u64)),
         ("Slices", count(manifest.number_of_slices() as u64)),
         ("Replicas", spec.replicas.to_string()),
-        ("Steps here", steps),
+        ("Steps since start", steps),
         ("Checkpoint", checkpoint(job)),
     ];
     for (name, ranks) in [("Ranks resting", *resting), ("Ranks done", *done)] {
@@ -152,7 +153,7 @@ fn facts(html: &mut String, job: &JobOverview, history: &History) {
     html.push_str("</dl>");
 }
 
-/// What the job waits for, if it does.
+/// The input that the job waits for, if any.
 fn waiting(html: &mut String, job: &JobOverview, details: &Details) {
     let JobOverview { figures, uninitialised, spec, .. } = job;
     let mut reasons = Vec::new();
@@ -195,14 +196,14 @@ fn curves(html: &mut String, job: &JobOverview, history: &History) {
             now: job.norm,
             points: points(Point::norm),
             from_zero: false,
-            empty: "No step has been decided here.",
+            empty: "No step has been decided since this coordinator started.",
         },
         Curve {
             title: "Steps per second",
             now: job.rate,
             points: points(Point::rate),
             from_zero: true,
-            empty: "Fewer than two steps have been decided here.",
+            empty: "Fewer than two steps have been decided since this coordinator started.",
         },
     ];
     html.push_str("<div class=curves>");
@@ -217,7 +218,10 @@ fn curves(html: &mut String, job: &JobOverview, history: &History) {
 fn phases(html: &mut String, phases: Option<Phases>) {
     html.push_str("<figure><figcaption><span>Phases of a step</span>");
     let Some(Phases { work, ranks, servers }) = phases else {
-        html.push_str("</figcaption><p class=empty>No step has been timed here.</p></figure>");
+        html.push_str(
+            "</figcaption><p class=empty>No step has been measured since this coordinator \
+             started.</p></figure>",
+        );
         return;
     };
     let all = work + ranks + servers;
@@ -231,9 +235,9 @@ fn phases(html: &mut String, phases: Option<Phases>) {
         .map(|(colour, name, text, _)| (*colour, format!("{name} <strong>{text}</strong>")));
     let _ = write!(
         html,
-        " <strong>{}</strong></figcaption>{}{}<p class=note>Means of the last steps. Workers: until \
-         the first rank commits. Late ranks: until the last one does. Servers: until the step is \
-         decided.</p></figure>",
+        " <strong>{}</strong></figcaption>{}{}<p class=note>Mean times of the last steps. Workers: \
+         until the first rank commits. Late ranks: until the last rank commits. Servers: until the \
+         step is decided.</p></figure>",
         duration(all),
         bar(&sized, all.as_secs_f64()),
         legend(labels.iter().map(|(colour, label)| (*colour, label.as_str()))),
@@ -257,12 +261,12 @@ fn late(html: &mut String, late: &[(u32, f64)]) {
         );
     }
     html.push_str(
-        "</tbody></table><p class=note>After the first rank to commit, on average over about the \
+        "</tbody></table><p class=note>Delay after the first commit, on average over about the \
          last 10 steps.</p></figure>",
     );
 }
 
-/// The map of who holds which slices.
+/// The map of slices by server.
 fn slices(html: &mut String, placement: &Placement) {
     let shown = &placement.servers()[..placement.servers().len().min(MAX_ROWS)];
     let mut rows: Vec<Row> = shown.iter().map(|_| Row::new(placement.slices())).collect();
@@ -279,7 +283,7 @@ fn slices(html: &mut String, placement: &Placement) {
     html.push_str("</figure>");
 }
 
-/// Rows of a map of slices, each with a name.
+/// Draws a map of slices from rows with names.
 pub(super) fn map<'a>(html: &mut String, rows: impl Iterator<Item = (&'a str, &'a Row)>) {
     html.push_str("<table class=bars><tbody>");
     for (name, row) in rows {

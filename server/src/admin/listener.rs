@@ -1,4 +1,4 @@
-//! The listener of the admin server, with TLS if the server has a certificate.
+//! The listener of the admin server. It uses TLS if the server has a certificate.
 
 use std::{io, net::SocketAddr};
 
@@ -29,7 +29,7 @@ impl Listener for AdminListener {
     }
 }
 
-/// The connection on which a request arrived.
+/// The security of the connection on which a request arrived.
 #[derive(Debug, Clone)]
 pub(super) struct Origin(pub(super) PeerSecurity);
 

@@ -1,9 +1,10 @@
 //! The admin HTTP server: metrics, probes, and a status page that needs no other tool and no
-//! internet.
+//! internet access.
 //!
-//! `listener` accepts connections, and `credential` decides who may see it. `page` is the page,
-//! `cluster` and `jobs` are its parts on a coordinator and `server` is its part on a shard server,
-//! which they find in `sources`. `charts` and `html` draw and format.
+//! `listener` accepts connections, and `credential` controls access. `page` renders the status
+//! page: `cluster` and `jobs` draw its sections on a coordinator, and `server` draws those on a
+//! shard server. They read the state of the roles from `sources`. `charts` draws figures, and
+//! `html` formats text and numbers.
 
 mod charts;
 mod cluster;
@@ -36,8 +37,8 @@ use sources::Sources;
 const CSS: &str = include_str!("status.css");
 const SCRIPT: &str = include_str!("status.js");
 
-/// The headers of the status page. Even if a name of a job were not escaped, nothing of it would
-/// run, and nothing would be loaded from elsewhere.
+/// The headers of the status page. Even if the name of a job were not escaped, they would keep the
+/// browser from running scripts in it and from loading anything from another host.
 const SECURITY: [(HeaderName, &str); 4] = [
     (
         header::CONTENT_SECURITY_POLICY,
@@ -64,7 +65,7 @@ pub struct Admin {
     pub health: Health,
     /// The state of the roles.
     pub(crate) sources: Sources,
-    /// The credentials that open all pages but the probes.
+    /// The credentials that all pages require, except the probes.
     pub(crate) accepted: Accepted,
     /// Accepts connections with TLS, if the server has a certificate.
     pub(crate) acceptor: Acceptor,
@@ -87,7 +88,7 @@ pub async fn serve(
         .route("/status.css", get(async || file("text/css; charset=utf-8", CSS)))
         .route("/status.js", get(async || file("text/javascript; charset=utf-8", SCRIPT)))
         .route_layer(from_fn_with_state(accepted, credential::check))
-        // A process that answers is alive. Probes carry no credential.
+        // A process that answers is alive. Probes need no credential.
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
         .with_state(admin);
@@ -115,7 +116,8 @@ fn file(content_type: &'static str, content: &'static str) -> impl IntoResponse 
     (SECURITY, [(header::CONTENT_TYPE, content_type)], content)
 }
 
-/// The page, which is computed on a thread that may block: it takes milliseconds for large jobs.
+/// The status page. It is rendered on a thread that may block, because large jobs take
+/// milliseconds.
 async fn status(State(admin): State<Admin>) -> Result<impl IntoResponse, StatusCode> {
     let page = tokio::task::spawn_blocking(move || page::render(&admin)).await;
     let page = page.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?;

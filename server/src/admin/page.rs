@@ -1,4 +1,4 @@
-//! The status page: its frame, and the gRPC requests of the process.
+//! The frame of the status page, and its section about the gRPC requests of the process.
 
 use std::{
     collections::BTreeMap,
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::metrics::Metrics;
 
-/// The page as it is now.
+/// Renders the page from the current state.
 pub(super) fn render(admin: &Admin) -> String {
     let role = admin.role;
     let overviews = (admin.sources.cluster.read(), admin.sources.shard.read());
@@ -23,7 +23,7 @@ pub(super) fn render(admin: &Admin) -> String {
     match &overviews.0 {
         Some(cluster) => sections.push_str(&cluster::sections(cluster, SystemTime::now())),
         None if role != "shard" => sections.push_str(
-            "<p class=notice>This coordinator is a standby: another one is the leader, and shows \
+            "<p class=notice>This coordinator is a standby. The status page of the leader shows \
              the cluster.</p>",
         ),
         None => {}
@@ -55,7 +55,7 @@ pub(super) fn render(admin: &Admin) -> String {
     )
 }
 
-/// The requests of a method.
+/// The counts of the requests of a method.
 #[derive(Debug, Default)]
 struct Method {
     ok: u64,
@@ -71,7 +71,7 @@ fn requests(html: &mut String, metrics: &Metrics) {
         "<section aria-labelledby=requests><h2 id=requests>Requests to this process</h2>",
     );
     if methods.is_empty() {
-        html.push_str("<p class=empty>There were none.</p></section>");
+        html.push_str("<p class=empty>No requests have arrived.</p></section>");
         return;
     }
     html.push_str(
@@ -94,7 +94,7 @@ fn requests(html: &mut String, metrics: &Metrics) {
     html.push_str("</tbody></table></div></section>");
 }
 
-/// The requests by method, of which there is a limited number.
+/// The requests by method. The number of methods is limited.
 fn methods(metrics: &Metrics) -> BTreeMap<String, Method> {
     let mut methods = BTreeMap::<String, Method>::new();
     let of_requests = |name: &str| {

@@ -1,4 +1,4 @@
-//! The part of the status page that a shard server shows: its memory and its slices.
+//! The status page of a shard server: its memory and its slices.
 
 use std::fmt::Write as _;
 
@@ -16,7 +16,7 @@ use crate::{
 /// The maximum number of jobs with a map of slices.
 const MAX_MAPS: usize = 12;
 
-/// The sections of a shard server.
+/// The sections of the page of a shard server.
 pub(super) fn sections(overview: &Overview) -> String {
     let mut html = String::new();
     memory(&mut html, overview);
@@ -52,12 +52,12 @@ fn memory(html: &mut String, overview: &Overview) {
         budget(html, name, used, limit);
     }
     html.push_str(
-        "</tbody></table><p class=note>Budgets, and the tiers in which the arrays of slices are.\
-         </p></section>",
+        "</tbody></table><p class=note>Budgets of the server, and the tiers that store the arrays \
+         of slices.</p></section>",
     );
 }
 
-/// A row with a bar of the part of a budget that is in use.
+/// Draws a row with a bar that shows the used share of a budget.
 fn budget(html: &mut String, name: &str, used: u64, limit: u64) {
     let (text, whole) = match limit {
         u64::MAX => (bytes(used), used),
@@ -99,7 +99,7 @@ fn devices(html: &mut String, devices: &[(String, Option<Usage>)]) {
         }
         let _ = write!(
             html,
-            "<tr><th><td colspan=2>{} copied to it, {} from it, {} in kernels",
+            "<tr><th><td colspan=2>{} copied to the device, {} copied from it, {} in kernels",
             bytes(*uploaded),
             bytes(*downloaded),
             duration(*kernels)
@@ -122,8 +122,9 @@ fn jobs(html: &mut String, overview: &Overview) {
     );
     overview.jobs.iter().for_each(|job| row(html, job));
     html.push_str(
-        "</tbody></table></div><p class=note>Mean times of a step: reduce is from the first \
-         gradient to the last sum, decide from the report to the decision, apply the optimizer.</p>",
+        "</tbody></table></div><p class=note>Mean times of a step. Reduce: from the first \
+         gradient to the last sum. Decide: from the report to the decision. Apply: the optimizer.\
+         </p>",
     );
     left_out(html, overview.jobs.len(), overview.all_jobs, "job");
     let mapped = overview.jobs.iter().take(MAX_MAPS);

@@ -1,4 +1,4 @@
-//! Where the status page finds the state of the roles of this process.
+//! The state of the roles of this process, for the status page.
 
 use std::{
     fmt,
@@ -7,28 +7,28 @@ use std::{
 
 use crate::{coordinator, shard};
 
-/// The roles of this process, as far as they run.
+/// The roles of this process that are running.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sources {
-    /// The cluster, on the coordinator that is the leader.
+    /// The state of the cluster; set on the coordinator that is the leader.
     pub(crate) cluster: Source<coordinator::overview::Overview>,
-    /// The shard server.
+    /// The state of the shard server.
     pub(crate) shard: Source<shard::overview::Overview>,
 }
 
 type Read<T> = Arc<dyn Fn() -> Option<T> + Send + Sync>;
 
-/// The state of a role, which sets it when it begins.
+/// The state of a role. The role provides it when it starts.
 pub(crate) struct Source<T>(Arc<Mutex<Option<Read<T>>>>);
 
 impl<T> Source<T> {
-    /// Sets how the state is read; the function returns `None` when the role has ended.
+    /// Sets the function that reads the state. It returns `None` after the role has ended.
     pub(crate) fn set(&self, read: impl Fn() -> Option<T> + Send + Sync + 'static) {
         // Each change is a single assignment.
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(read));
     }
 
-    /// The current state, if the role runs.
+    /// The current state; `None` if the role is not running.
     pub(crate) fn read(&self) -> Option<T> {
         let read = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         read?()

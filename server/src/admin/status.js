@@ -1,5 +1,5 @@
-// Replaces the content of the page every two seconds. Scroll positions, also those of tables, and
-// the focus stay.
+// Replaces the content of the page every two seconds. The focus and the scroll positions of the page
+// and of tables are kept.
 "use strict";
 
 const INTERVAL = 2000;
@@ -7,7 +7,7 @@ const INTERVAL = 2000;
 const TIMEOUT = 10000;
 const stale = document.getElementById("stale");
 
-// The elements that can be scrolled, or have the focus, have ids.
+// Elements that can be scrolled or have the focus are found again by their ids or links.
 function replaceMain(page) {
   const next = page.querySelector("main");
   if (!next) throw new Error("the answer is not a status page");
@@ -30,7 +30,7 @@ function replaceMain(page) {
 }
 
 async function refresh() {
-  // What the reader has selected would be lost.
+  // A refresh would clear the selection.
   const isSelecting = getSelection() && !getSelection().isCollapsed;
   if (document.hidden || isSelecting) return;
   try {
@@ -41,7 +41,7 @@ async function refresh() {
   } catch (error) {
     if (stale.hidden) {
       const time = new Date().toLocaleTimeString();
-      stale.textContent = `Not up to date since ${time}: ${error.message}`;
+      stale.textContent = `The page has not been updated since ${time}: ${error.message}`;
       stale.hidden = false;
     }
   }

@@ -20,8 +20,8 @@ unsafe impl Zeroable for Line {}
 // SAFETY: as above.
 unsafe impl Pod for Line {}
 
-/// The bytes of which the kernel provides the pages at once. Meanwhile the process can map no other
-/// memory, so that calls of other jobs would wait.
+/// The number of bytes that the kernel populates in one call. The process cannot map other memory
+/// during the call, so a larger number would delay the calls of other jobs.
 const POPULATED: usize = 1 << 20;
 
 /// The address space that must be left after an allocation, for the connections and calls of all
@@ -70,8 +70,8 @@ impl Memory {
         if let Storage::Mapped(map) = &self.storage {
             for start in range.clone().step_by(POPULATED) {
                 let length = POPULATED.min(range.end - start);
-                // Linux before 5.14 does not know the advice, and provides pages when they are
-                // used.
+                // Linux before 5.14 does not support this advice, and populates pages at their
+                // first use.
                 let _ = map.advise_range(Advice::PopulateWrite, start, length);
             }
         }

@@ -17,11 +17,11 @@ use super::{
 #[serde(deny_unknown_fields)]
 pub struct Coordinator {
     /// Address on which the coordinator serves workers and shard servers. With 0.0.0.0:7400 other
-    /// machines can connect: then also set --token or the flags for TLS
+    /// machines can connect; then also set --token or the TLS flags
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
-    /// address other than loopback, /metrics and the status page need the token
+    /// address other than loopback, /metrics and the status page require the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -83,11 +83,11 @@ impl Coordinator {
 #[serde(deny_unknown_fields)]
 pub struct Shard {
     /// Address on which the server serves workers. With 0.0.0.0:7401 (and --advertise) other
-    /// machines can connect: then also set --token or the flags for TLS
+    /// machines can connect; then also set --token or the TLS flags
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub listen: Listen,
     /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
-    /// address other than loopback, /metrics and the status page need the token
+    /// address other than loopback, /metrics and the status page require the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -174,14 +174,14 @@ impl Default for Shard {
 #[serde(deny_unknown_fields)]
 pub struct All {
     /// Address on which the coordinator serves workers and further shard servers. With an address
-    /// other than loopback, also set --token or the flags for TLS
+    /// other than loopback, also set --token or the TLS flags
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Address on which the shard server serves workers
     #[arg(long, env = "ZEROSHARD_SHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub shard_listen: Listen,
     /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them. With an
-    /// address other than loopback, /metrics and the status page need the token
+    /// address other than loopback, /metrics and the status page require the token
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",

@@ -225,9 +225,9 @@ fn other_machines_can_connect_only_with_a_token_or_if_the_operator_says_so() {
     shard(&["--listen", "[::1]:0"]).unwrap();
 }
 
-/// Run by the test below, in a process with the variable.
+/// The test below runs this one in a process with an environment variable.
 #[test]
-#[ignore = "it needs an environment of its own"]
+#[ignore = "another test runs it with an environment variable"]
 fn a_flag_with_the_token_overrides_the_variable_with_a_file() {
     let config = shard(&["--token", "other"]).unwrap();
     assert_eq!(config.common.token.reveal(), Some("other"));
@@ -239,7 +239,7 @@ fn a_flag_with_the_token_overrides_the_variable_with_a_file() {
 }
 
 #[test]
-fn of_a_token_and_a_file_the_one_from_the_source_of_higher_precedence_counts() {
+fn a_token_and_a_token_file_follow_the_precedence_of_their_sources() {
     let secret = file("s3cret");
     let name = "config::tests::a_flag_with_the_token_overrides_the_variable_with_a_file";
     let mut test = std::process::Command::new(std::env::current_exe().unwrap());

@@ -120,7 +120,7 @@ impl Plan {
     }
 }
 
-/// The bytes that a job needs on all servers.
+/// The number of bytes that a job needs on all servers together.
 fn required(job: &Job) -> u64 {
     match (&job.phase, job.phase.loads()) {
         (_, Some(loads)) => loads.values().map(|load| load.bytes).fold(0, u64::saturating_add),
@@ -171,8 +171,9 @@ impl Cluster {
         })
     }
 
-    /// Checks that the token of a call may have the job `name`, beside the other jobs that its role
-    /// opens. These are known from their names, so that a new coordinator knows them as well.
+    /// Checks that the job `name` fits into the quota of the token of the call. The jobs of a token
+    /// are all jobs whose names its role permits, so that a new coordinator needs no record of
+    /// them.
     ///
     /// # Errors
     /// [`Error::LimitExceeded`].
@@ -196,6 +197,6 @@ impl Cluster {
             "bytes of memory of the jobs of role {role} (`memory` in the file of tokens), of which \
              {used} are used and job {name:?} needs {bytes} more"
         );
-        refuse(what, limit, "make the job smaller or delete another one")
+        refuse(what, limit, "make the job smaller, or delete another one")
     }
 }

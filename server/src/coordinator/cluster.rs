@@ -21,7 +21,8 @@ pub(crate) struct Cluster {
     pub(super) servers: BTreeMap<ServerId, ServerState>,
     /// The zones of servers that have one, also while they are away.
     pub(super) zones: Zones,
-    /// The connected servers that are about to stop, and whether each has been released.
+    /// The connected servers that are about to stop. The value is true for a server that was
+    /// released.
     pub(super) departing: BTreeMap<ServerId, bool>,
     /// Whether this coordinator is about to stop.
     is_stopping: bool,

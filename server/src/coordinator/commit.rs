@@ -310,7 +310,7 @@ impl Cluster {
         format!("step {step} of job {name:?} (epoch {epoch}): {}", some_of(parts))
     }
 
-    /// The missing input of the open step: ranks, and servers with the input that they wait for.
+    /// Describes the missing input of the open step: ranks, and the input that servers wait for.
     pub(super) fn step_lacks(&self, job: &Job, open: &Open) -> Vec<String> {
         let late = "ranks that have not committed";
         let mut parts = missing_ranks(&job.spec, open, &open.round.votes, late);

@@ -1,10 +1,10 @@
-//! Departures: a shard server, or this coordinator, is about to stop. Jobs that would be lost with
-//! it are saved first, if their policy says where.
+//! Departures: a shard server or this coordinator is about to stop. Jobs that would be lost are
+//! saved first, if they have a checkpoint policy.
 //!
-//! A server that departs keeps its jobs until the coordinator releases it, or until its own time is
-//! over. Jobs with replicas need no save: their backups take over when the server has gone. The
-//! coordinator itself has no state of jobs, but all processes of a cluster may be asked to stop at
-//! the same time.
+//! A departing server keeps its jobs until the coordinator releases it, or until its time limit has
+//! passed. Jobs with replicas are not saved, because their backups take over when the server has
+//! stopped. A coordinator that stops saves all jobs: it has no state of jobs itself, but all
+//! processes of the cluster may be stopping at the same time.
 
 use super::{
     cluster::Cluster,
@@ -21,7 +21,7 @@ impl Cluster {
         self.save_all(is_only_there, now, out);
     }
 
-    /// The control stream of a server that was about to stop has ended: it does not come back.
+    /// The control stream of a departing server has ended: its jobs do not wait for its return.
     pub(super) fn departed(&mut self, server: ServerId, now: Now, out: &mut Vec<Action>) {
         let waits =
             |job: &&Job| matches!(&job.phase, Phase::Open(open) if open.away.contains_key(&server));
@@ -37,7 +37,7 @@ impl Cluster {
         self.save_all(|_| true, now, out);
     }
 
-    /// Whether nothing is being saved.
+    /// Whether no job is being saved.
     pub(crate) fn is_settled(&self) -> bool {
         let saves = |job: &Job| match &job.phase {
             Phase::Open(open) => open.saves.current().is_some(),
@@ -54,7 +54,7 @@ impl Cluster {
         }
     }
 
-    /// Tells servers that are about to stop that none of their jobs is being saved any more.
+    /// Releases the departing servers of which no job is being saved.
     pub(super) fn release(&mut self, out: &mut Vec<Action>) {
         let saves = |server: ServerId| {
             self.jobs.values().any(|job| match &job.phase {

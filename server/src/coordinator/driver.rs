@@ -67,7 +67,7 @@ pub(super) struct Inner {
     pub(super) probed: HashSet<ServerId>,
     /// The metrics of each job.
     pub(super) series: HashMap<String, CoordinatedJob>,
-    /// The steps of each job that has had one.
+    /// The history of each job that has made a step.
     pub(super) histories: BTreeMap<String, History>,
     pub(super) journal: Journal,
     last_caller: u64,
@@ -181,10 +181,10 @@ impl Driver {
         self.inspect(|inner| read(&inner.cluster))
     }
 
-    /// Reads the state, and what is kept beside it for operators.
+    /// Reads the state, and the history and the events that the driver keeps for operators.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// Those of [`Self::read`].
     pub(super) fn inspect<T>(&self, read: impl FnOnce(&Inner) -> T) -> Result<T> {
         let mut inner = self.lock();
         self.check_running(&mut inner)?;
@@ -309,10 +309,10 @@ impl Driver {
         self.lock().cluster.next_membership(job, lease)
     }
 
-    /// Runs the timer until `shutdown`, then ends every call and stream. When it is asked to stop,
-    /// jobs are saved first. A checkpoint that is being completed at the end has the rest of
-    /// `drain` to finish, because later only another checkpoint of the job would remove its old
-    /// ones.
+    /// Runs the timer until `shutdown`, then ends every call and stream. When the process is asked
+    /// to stop, jobs are saved first. A checkpoint that is being completed at the end has the rest
+    /// of `drain` to finish, because otherwise the old checkpoints of the job would remain until it
+    /// is saved again.
     pub(crate) async fn run(&self, shutdown: &Shutdown, drain: Duration) {
         let (mut leaving, mut asked_at) = (Some(shutdown.leaving()), None);
         loop {

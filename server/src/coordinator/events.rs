@@ -112,7 +112,7 @@ pub(crate) enum Event {
     Save { caller: Caller, save: Save },
     /// SendUserData.
     UserData { caller: Caller, data: RankData },
-    /// CordonServer. The server is named by its address or id.
+    /// CordonServer. `server` is an address or an id.
     Cordon { caller: Caller, server: String, cordoned: bool },
     /// DrainServer.
     Drain { caller: Caller, server: String, restore: bool },
@@ -171,18 +171,18 @@ impl Event {
     }
 }
 
-/// What a shard server says about itself when it registers.
+/// The properties that a shard server reports when it registers.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct About {
-    /// Empty: a zone of its own.
+    /// The zone of the server. Empty: the server is a zone of its own.
     pub(crate) zone: String,
-    /// Its room for the arrays of slices; `None` if it has no known limit.
+    /// The memory for the arrays of slices; `None` without a known limit.
     pub(crate) capacity: Option<Capacity>,
-    /// Why jobs have failed on it, by the id of the job.
+    /// The reasons for which jobs have failed on the server, by job id.
     pub(crate) failed: BTreeMap<u64, String>,
-    /// Its version; empty if it does not state it.
+    /// The version of the server; empty if it is unknown.
     pub(crate) version: String,
-    /// Whether it has been cordoned.
+    /// Whether the server is cordoned.
     pub(crate) cordoned: bool,
 }
 
@@ -228,7 +228,8 @@ pub(crate) struct Create {
     pub(crate) succession: Option<Succession>,
     /// The checkpoint from which it starts, if it does. INVARIANT: not with `succession`.
     pub(crate) restore: Option<Restore>,
-    /// The limits of the token of the call, and the bytes that the job needs.
+    /// The role and the limits of the token of the call, and the number of bytes that the job
+    /// needs.
     pub(crate) quota: Option<(Holder, u64)>,
 }
 
@@ -348,10 +349,10 @@ pub(crate) enum Reply {
     Saved(Saved),
     /// The data of the rank has been stored.
     UserDataStored,
-    /// The server is cordoned, or is not any more.
+    /// The server was cordoned or uncordoned.
     Cordoned(Server),
     Drained(Drained),
-    /// The rank has no lease any more.
+    /// The lease of the rank was ended.
     Evicted {
         epoch: u64,
     },
@@ -417,7 +418,7 @@ pub(crate) enum Command {
     Copy { job: JobRef, number: u64, version: u64, slices: Vec<u32> },
     /// Send a version to those who ask for it.
     ServeVersion { job: JobRef, version: u64 },
-    /// Remember whether the server is cordoned.
+    /// The server is cordoned or uncordoned.
     Cordon { cordoned: bool },
     /// Write the slices of a version.
     Write { job: JobRef, plan: SavePlan },
@@ -425,7 +426,7 @@ pub(crate) enum Command {
     CancelSave { job: JobRef, save: u64 },
     /// State that all earlier commands have been received.
     Confirm { number: u64 },
-    /// The server may stop: none of its jobs is being saved.
+    /// The server may stop, because none of its jobs is being saved.
     Release,
 }
 

@@ -39,8 +39,8 @@ impl Lateness {
         self.slowest
     }
 
-    /// The ranks with the highest averages, highest first, at most `count` of them; none in a job
-    /// with one rank.
+    /// At most `count` ranks with the highest averages, highest first. Empty for a job with one
+    /// rank.
     pub(super) fn latest(&self, count: usize) -> Vec<(u32, f64)> {
         let ranks = self.mean.iter().filter(|_| self.mean.len() > 1);
         let mut ranks: Vec<_> = ranks.map(|(&rank, &mean)| (rank, mean)).collect();

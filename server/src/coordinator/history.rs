@@ -1,5 +1,5 @@
-//! The last events and the steps of each job, for the status page. The state machine does not
-//! read them.
+//! The steps of each job, and the last events of the cluster, for the status page. The state
+//! machine does not read them.
 
 use std::{
     collections::VecDeque,
@@ -11,39 +11,39 @@ use crate::{attempt::Attempt, metrics::Waits};
 
 /// The maximum number of points of a curve.
 const POINTS: usize = 240;
-/// The number of steps from which the current rate and the current phases are computed.
+/// The number of recent steps from which the current rate and phases are computed.
 const RECENT: usize = 32;
-/// The number of events that are kept.
+/// The maximum number of events.
 const EVENTS: usize = 100;
-/// The maximum length of an event, in bytes. Errors may contain what others have sent.
+/// The maximum length of an event in bytes. Events may contain text that clients have sent.
 const MAX_EVENT: usize = 600;
 
-/// The figures of a decided step.
+/// The results of a decided step.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Step {
     /// The version that the step has produced.
     pub(crate) version: u64,
     /// The attempt that was decided.
     pub(crate) attempt: Attempt,
-    /// Whether the step was applied and not skipped.
+    /// Whether the step was applied; otherwise it was skipped.
     pub(crate) applied: bool,
-    /// The mean loss of the ranks, if each of them passed one.
+    /// The mean loss of the ranks; `None` unless every rank has reported a loss.
     pub(crate) loss: Option<f64>,
     /// The norm of the mean gradient, before clipping. It is not finite after an overflow.
     pub(crate) norm: f64,
     pub(crate) waits: Waits,
 }
 
-/// The steps of a job since this coordinator started. The curve covers all of them with a bounded
-/// number of points: when it is full, each two neighbours become one.
+/// The steps of a job since this coordinator started. The curve covers all steps with a bounded
+/// number of points: when it is full, pairs of neighbouring points are merged.
 #[derive(Debug, Clone)]
 pub(crate) struct History {
-    /// By ascending version.
+    /// The points of the curve, by ascending version.
     points: Vec<Point>,
-    /// The number of steps of each point; the last one may have fewer.
+    /// The number of steps in each point. The last point may have fewer.
     stride: u64,
     recent: VecDeque<Recent>,
-    /// When the last step was decided.
+    /// The time at which the last step was decided.
     last: Option<Now>,
     pub(crate) applied: u64,
     pub(crate) skipped: u64,
@@ -57,19 +57,19 @@ impl Default for History {
     }
 }
 
-/// Consecutive steps.
+/// A point of the curve: the means of consecutive steps.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Point {
     /// The version that the last of the steps has produced.
     pub(crate) version: u64,
     steps: u64,
-    /// From each step to the next.
+    /// The time from each step to the next.
     seconds: Mean,
     loss: Mean,
     norm: Mean,
 }
 
-/// The mean of finite values.
+/// The mean of the finite values.
 #[derive(Debug, Clone, Copy, Default)]
 struct Mean {
     sum: f64,
@@ -119,20 +119,20 @@ impl Point {
     }
 }
 
-/// The times of a step.
+/// The durations of the phases of one step.
 #[derive(Debug, Clone, Copy)]
 struct Recent {
     since: Now,
-    /// From the decision before to the first commit.
+    /// From the previous decision to the first commit.
     work: Duration,
     ranks: Duration,
     servers: Duration,
 }
 
-/// The mean times of the phases of the last steps.
+/// The mean durations of the phases of the last steps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Phases {
-    /// From the decision before to the first commit: pulls, computation and pushes of the fastest
+    /// From the previous decision to the first commit: pulls, computation and pushes of the fastest
     /// rank.
     pub(crate) work: Duration,
     /// From the first to the last commit.
@@ -142,8 +142,8 @@ pub(crate) struct Phases {
 }
 
 impl History {
-    /// Adds a step that was decided `now`. Steps that the job has undone, because it has returned
-    /// to a checkpoint, are dropped.
+    /// Adds a step that was decided at `now`. Drops later steps that the job has undone by
+    /// returning to a checkpoint.
     pub(super) fn add(&mut self, step: &Step, now: Now) {
         match step.applied {
             true => self.applied += 1,
@@ -197,12 +197,12 @@ impl History {
         &self.points
     }
 
-    /// The number of steps of each point of the curve.
+    /// The number of steps in each point of the curve.
     pub(crate) fn stride(&self) -> u64 {
         self.stride
     }
 
-    /// The last steps per second. The rate of a job that stands still decreases.
+    /// The current number of steps per second. It decreases while a job makes no steps.
     pub(crate) fn rate(&self, now: Now) -> Option<f64> {
         let since = self.recent.back()?.since;
         let seconds = now.saturating_sub(since).as_secs_f64();

@@ -25,7 +25,7 @@ pub(super) const MAX_AHEAD: u64 = 1 << 32;
 pub(super) enum Cause {
     /// The rank's worker was lost.
     Lost,
-    /// An operator has ended the lease, because the worker hangs.
+    /// An operator has ended the lease, for example because the worker hangs.
     Evicted,
     /// The rank's worker left in order.
     Left,
@@ -235,7 +235,7 @@ impl Cluster {
         self.end_any_lease(name, rank, lease, Cause::Lost, now, out);
     }
 
-    /// Ends a lease of a job in any phase.
+    /// Ends a lease, whatever the phase of the job.
     pub(super) fn end_any_lease(
         &mut self,
         name: &str,

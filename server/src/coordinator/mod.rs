@@ -115,7 +115,7 @@ impl Coordinator {
     }
 
     /// Enforces deadlines until `shutdown`, then ends every call and stream with a typed error.
-    /// When it is asked to stop, jobs are saved before.
+    /// When the process is asked to stop, jobs are saved first.
     pub async fn run(&self, shutdown: Shutdown) {
         self.context.health.set_ready(true).await;
         self.driver.run(&shutdown, self.context.common.drain()).await;

@@ -1,9 +1,10 @@
-//! Commands of operators: a server is cordoned or drained, a rank is evicted.
+//! Commands of operators: cordon, uncordon and drain servers, and evict ranks.
 //!
-//! A cordoned server is given no new slices. It remembers that for later coordinators, as long as
-//! its process lives. To drain a server means to cordon it and to continue its jobs on their
-//! backups, as if the server had been lost, but only where every slice keeps a server and the other
-//! servers can hold new backups. A request does what is possible at once, and is repeated.
+//! A cordoned server receives no new slices. Its process keeps this state for later coordinators.
+//! Draining a server cordons it, and continues its jobs on their backups as if the server had been
+//! lost, but only if every slice remains on a server and the other servers have room for new
+//! backups. A drain request moves the slices that can be moved immediately, and the client repeats
+//! it.
 
 use zeroshard_proto::{Error, Result, Server};
 
@@ -14,12 +15,12 @@ use super::{
     state::{Job, Open, Phase},
 };
 
-/// What is left on a server that is being drained.
+/// The progress of draining a server.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Drained {
     pub(crate) server: Server,
     pub(crate) stays: Vec<Stays>,
-    /// The slices of all jobs with too few replicas.
+    /// The number of slices, over all jobs, with too few replicas.
     pub(crate) degraded: u64,
 }
 
@@ -28,7 +29,7 @@ pub(crate) struct Drained {
 pub(crate) struct Stays {
     pub(crate) job: String,
     pub(crate) reason: String,
-    /// Whether a later request can succeed without anybody's help.
+    /// Whether a later request can succeed without an action of the operator.
     pub(crate) transient: bool,
 }
 
@@ -60,7 +61,7 @@ impl Cluster {
         }
         known.cordoned = cordoned;
         out.push(Action::Command(server.id, Command::Cordon { cordoned }));
-        let what = if cordoned { "cordoned" } else { "not cordoned any more" };
+        let what = if cordoned { "cordoned" } else { "no longer cordoned" };
         out.push(Action::Note(format!("shard server {} is {what}", server.address)));
         if !cordoned {
             let names: Vec<String> = self.jobs.keys().cloned().collect();
@@ -74,7 +75,7 @@ impl Cluster {
 
     /// The connected server with this address or id.
     fn find_server(&self, name: &str) -> Result<Server> {
-        // Logs show ids in hexadecimal digits, and tables in decimal ones.
+        // Logs show ids in hexadecimal digits, and tables show them in decimal digits.
         let ids = [10, 16].map(|radix| ServerId::from_str_radix(name, radix).ok());
         let is_named = |server: &Server| server.address == name || ids.contains(&Some(server.id));
         self.live().into_iter().find(is_named).ok_or_else(|| {
@@ -84,7 +85,7 @@ impl Cluster {
         })
     }
 
-    /// Cordons a server, and moves its slices as far as that is possible at once.
+    /// Cordons a server, and moves the slices that can be moved immediately.
     pub(super) fn drain(
         &mut self,
         caller: Caller,
@@ -115,7 +116,7 @@ impl Cluster {
         out.push(Action::Answer(caller, Ok(Reply::Drained(drained))));
     }
 
-    /// Continues a job without the server, if no slice is lost by that.
+    /// Continues a job without the server, unless a slice would be lost.
     fn move_off(
         &mut self,
         job: String,
@@ -142,20 +143,20 @@ impl Cluster {
             }
             return match self.fail_over(&job, server.id, &gone, now, out) {
                 true => Ok(()),
-                false => stays(&job, "the server has the only copy of a slice".to_owned(), true),
+                false => stays(&job, "the server holds the only copy of a slice".to_owned(), true),
             };
         }
         let reason = match found.spec.is_restored_on_loss() {
             false => {
-                "it has no replicas and does not return to checkpoints (on_loss): wait for \
-                      its end, or save it, delete it and restore it (zsctl checkpoint)"
+                "it has no replicas and does not return to checkpoints (on_loss): wait until it \
+                      ends, or save it, delete it and restore it (zsctl checkpoint)"
             }
             true if !restore => {
                 "it has no replicas, but it can return to its last checkpoint: \
                                  repeat with --restore"
             }
             true if open.saves.last().is_none() => {
-                "no checkpoint has been completed since the coordinator was started: save it \
+                "no checkpoint has been completed since the coordinator started: save the job \
                  first (zsctl checkpoint save)"
             }
             true if self.interrupt(&job, &gone, now, out) => {
@@ -167,13 +168,14 @@ impl Cluster {
         stays(&job, reason.to_owned(), false)
     }
 
-    /// Why a job with replicas needs the server, and whether that ends by itself.
+    /// The reason why a job with replicas needs the server, and whether this can change without an
+    /// action of the operator.
     fn keeps(&self, job: &Job, open: &Open, server: ServerId) -> Option<(String, bool)> {
         if open.version.is_none() {
             return Some(("its initial parameters are being uploaded".to_owned(), true));
         }
         if let Some(&away) = open.away.keys().next() {
-            return Some((format!("{} may come back", self.name(away)), true));
+            return Some((format!("it waits for the return of {}", self.name(away)), true));
         }
         let degraded = open.degraded_slices(&job.spec);
         if degraded > 0 {
@@ -185,8 +187,8 @@ impl Cluster {
         let (needed, found) = (job.spec.replicas as usize, others.len());
         if found < needed {
             let reason = format!(
-                "its {needed} replicas need {needed} other servers that are not cordoned, and \
-                 {found} are connected: start another one"
+                "its {needed} replicas need {needed} other servers that are not cordoned, but only \
+                 {found} are connected: start another shard server"
             );
             return Some((reason, false));
         }
@@ -197,8 +199,8 @@ impl Cluster {
             .try_fold(0u64, |sum, other| Some(sum.saturating_add(rooms.free(other.id)?.bytes)));
         let free = free.filter(|&free| free < load.bytes)?;
         let reason = format!(
-            "it needs {} bytes on the server, and the other servers have {free} bytes free: start \
-             another one",
+            "it needs {} bytes on the server, but the other servers have only {free} bytes free: \
+             start another shard server",
             load.bytes
         );
         Some((reason, false))
@@ -217,7 +219,7 @@ impl Cluster {
             Ok(lease) => lease,
             Err(error) => return out.push(Action::Answer(caller, Err(error))),
         };
-        out.push(Action::Note(format!("rank {rank} of job {job:?} is evicted by an operator")));
+        out.push(Action::Note(format!("rank {rank} of job {job:?} was evicted by an operator")));
         let lost = Error::LeaseLost { job: job.to_owned(), rank };
         out.push(Action::End(lease, Some(lost)));
         self.end_any_lease(job, rank, lease, Cause::Evicted, now, out);

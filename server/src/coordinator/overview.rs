@@ -1,5 +1,5 @@
-//! The state of the cluster for the status page. It is read under the driver's lock, so it is a
-//! selection of bounded size, and what is large is shared.
+//! The state of the cluster for the status page. It is read under the driver's lock, so its size is
+//! bounded, and large parts are shared instead of copied.
 
 use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -27,23 +27,24 @@ const MAX_LATE: usize = 8;
 /// The servers and jobs of a cluster.
 #[derive(Debug)]
 pub(crate) struct Overview {
-    /// Servers that jobs wait for first, then by the part of the memory that is in use, at most
-    /// [`MAX_SERVERS`].
+    /// At most [`MAX_SERVERS`] servers: first those that jobs wait for, then by the share of memory
+    /// in use, highest first.
     pub(crate) servers: Vec<ServerOverview>,
     /// The number of connected servers.
     pub(crate) connected: usize,
-    /// Failed jobs first, then jobs that do not train, then those with the latest step. At most
-    /// [`MAX_JOBS`].
+    /// At most [`MAX_JOBS`] jobs: first failed jobs, then jobs that do not train, then the jobs
+    /// with the most recent steps.
     pub(crate) jobs: Vec<JobOverview>,
-    /// The number of jobs.
+    /// The total number of jobs.
     pub(crate) all_jobs: usize,
     /// The number of workers of all jobs.
     pub(crate) workers: usize,
-    /// The sum of the bytes that jobs need, and of the capacities, if all are known.
+    /// The number of bytes that all jobs need, and the total capacity of the servers if all
+    /// capacities are known.
     pub(crate) memory: (u64, Option<u64>),
     /// Whether servers may still describe jobs of an earlier coordinator.
     pub(crate) is_learning: bool,
-    /// Newest first.
+    /// The last events, newest first.
     pub(crate) events: Vec<Happened>,
 }
 
@@ -53,13 +54,13 @@ pub(crate) struct ServerOverview {
     pub(crate) id: ServerId,
     pub(crate) address: String,
     pub(crate) zone: String,
-    /// Its room for the arrays of slices.
+    /// The capacity for the arrays of slices.
     pub(crate) capacity: Option<Capacity>,
-    /// The bytes that the jobs need of it.
+    /// The number of bytes that the jobs need on the server.
     pub(crate) assigned: u64,
-    /// Its last report.
+    /// The last report of the server.
     pub(crate) stats: Option<pb::Stats>,
-    /// The jobs that wait for it, if it is not connected.
+    /// The number of jobs that wait for the server, if it is not connected.
     pub(crate) awaited_by: usize,
 }
 
@@ -69,11 +70,11 @@ pub(crate) struct JobOverview {
     pub(crate) id: u64,
     pub(crate) spec: Arc<JobSpec>,
     pub(crate) figures: JobFigures,
-    /// Why it has failed.
+    /// The reason for the failure of the job.
     pub(crate) failure: Option<String>,
-    /// The number of servers that do not have their initial parameters yet.
+    /// The number of servers that lack initial parameters.
     pub(crate) uninitialised: usize,
-    /// The numbers of ranks that rest, and of those that have no more data.
+    /// The number of resting ranks, and the number of ranks that have finished.
     pub(crate) resting: usize,
     pub(crate) done: usize,
     pub(crate) saved: Option<u64>,
@@ -84,7 +85,7 @@ pub(crate) struct JobOverview {
     pub(crate) idle: Option<Duration>,
     pub(crate) loss: Option<f64>,
     pub(crate) norm: Option<f64>,
-    /// Of the first [`MAX_DETAILED`] jobs.
+    /// The details, for the first [`MAX_DETAILED`] jobs.
     pub(crate) details: Option<Details>,
 }
 
@@ -92,16 +93,16 @@ pub(crate) struct JobOverview {
 #[derive(Debug)]
 pub(crate) struct Details {
     pub(crate) history: History,
-    /// Absent if the slices are not placed.
+    /// The placement of the slices; `None` before they are placed.
     pub(crate) placement: Option<Arc<Placement>>,
     /// The slowest ranks, with their mean lateness in seconds.
     pub(crate) late: Vec<(u32, f64)>,
-    /// What a server lacks for the open step or for version 0, as text.
+    /// The input that a server lacks for the open step or for version 0, as text.
     pub(crate) waiting_for: Option<String>,
 }
 
 impl Driver {
-    /// The state of the cluster; `None` if this coordinator is not the leader any more.
+    /// The state of the cluster; `None` if this coordinator is no longer the leader.
     pub(crate) fn overview(&self) -> Option<Overview> {
         let now = self.now();
         let read = self.inspect(|inner| {
@@ -171,7 +172,7 @@ impl Cluster {
         (servers, (in_use, capacity))
     }
 
-    /// The servers that are not connected, and that open jobs wait for.
+    /// The disconnected servers that open jobs wait for.
     fn awaited_servers(&self, assigned: impl Fn(ServerId) -> u64) -> Vec<ServerOverview> {
         let mut awaited = BTreeMap::<ServerId, ServerOverview>::new();
         for job in self.jobs.values() {
@@ -231,7 +232,7 @@ impl Cluster {
         }
     }
 
-    /// What the first server of the job that waits lacks.
+    /// The input that the first waiting server of the job lacks.
     fn waiting_for(&self, job: &Job) -> Option<String> {
         let servers = job.phase.placement()?.servers().iter();
         servers.filter_map(|server| self.servers.get(&server.id)).find_map(|known| {
@@ -241,7 +242,7 @@ impl Cluster {
     }
 }
 
-/// Orders jobs: an operator must see the highest first.
+/// The urgency of a job for an operator. Jobs with a higher value come first.
 fn urgency(figures: &JobFigures) -> u8 {
     match figures.state {
         JobState::Failed => 3,

@@ -1,4 +1,5 @@
-//! For operators: what each job waits for and since when, and what has disturbed it last.
+//! The progress of each job for operators: the input that it waits for, the duration of the wait,
+//! and the last error.
 
 use zeroshard_proto::Error;
 
@@ -12,16 +13,16 @@ use crate::{listing::some_of, metrics::JobState};
 /// The progress of a job.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
-    /// The state and the version since `since`.
+    /// The state and the version of the job, which it has had since `since`.
     mark: Option<(JobState, Option<u64>)>,
     since: Now,
     /// The last error that has ended a step or an attempt, and its time.
     trouble: Option<(Error, Now)>,
-    /// Such an error of the event that is being handled.
+    /// Such an error that the current event has caused.
     fresh: Option<Error>,
 }
 
-/// What a job waits for.
+/// The input that a job waits for.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Wait {
     pub(super) reason: String,
@@ -32,7 +33,7 @@ pub(super) struct Wait {
 }
 
 impl Progress {
-    /// An error has ended a step or an attempt.
+    /// Records an error that has ended a step or an attempt.
     pub(super) fn disturbed(&mut self, error: Error) {
         self.fresh = Some(error);
     }
@@ -49,7 +50,7 @@ impl Progress {
 }
 
 impl Cluster {
-    /// Notes when jobs have made a step, have changed their state or were disturbed.
+    /// Updates the progress of all jobs after an event at `now`.
     pub(super) fn note_progress(&mut self, now: Now) {
         for job in self.jobs.values_mut() {
             let version = match &job.phase {
@@ -66,8 +67,8 @@ impl Cluster {
         }
     }
 
-    /// What the job waits for; `None` if nothing is missing, the job has failed, or all of its
-    /// ranks have ended.
+    /// The input that the job waits for; `None` if nothing is missing, the job has failed, or all
+    /// of its ranks have ended.
     pub(super) fn wait_of(&self, job: &Job) -> Option<Wait> {
         let name = &job.spec.name;
         let servers =
@@ -102,7 +103,7 @@ impl Cluster {
             .any(|rank| open.takes_part(rank) && open.members.get(rank).is_none());
         let lacks_servers = !parts.is_empty();
         if open.replicas.is_copying() {
-            parts.push("slices that are being copied to a backup".to_owned());
+            parts.push("the copies of slices to a backup".to_owned());
         }
         parts.extend(self.step_lacks(job, open));
         let step = open.step();

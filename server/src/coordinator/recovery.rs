@@ -86,7 +86,7 @@ impl Recovery {
         differs.then(|| (server, "predecessors of the job".to_owned()))
     }
 
-    /// The servers that have not described the job, and are not lost.
+    /// The servers that are not lost and have not described the job yet.
     pub(super) fn missing(&self) -> impl Iterator<Item = &Server> {
         let is_known = |id| self.held.contains_key(id) || self.lost.contains_key(id);
         self.plan.placement.servers().iter().filter(move |of| !is_known(&of.id))

@@ -110,7 +110,7 @@ impl Stats {
     }
 }
 
-/// The answer to Status.
+/// The response to `Status`.
 pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
     let assigned = cluster.assigned();
     let server = |(server, known): (Server, &ServerState)| pb::ServerStatus {
@@ -197,7 +197,7 @@ impl From<&Job> for pb::JobStatus {
             state: pb::JobState::from(job.phase.shown()).into(),
             slowest: open.and_then(|open| open.lateness.slowest()).map(slow_rank),
             degraded_slices: open.map_or(0, |open| open.degraded_slices(&job.spec) as u32),
-            // They depend on the cluster and on the time.
+            // These fields depend on the whole cluster and on the time; the caller sets them.
             wait: None,
             trouble: None,
         }

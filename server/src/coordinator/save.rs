@@ -320,8 +320,8 @@ impl Cluster {
         true
     }
 
-    /// Saves the current version of a job before a server with slices of it, or the coordinator,
-    /// stops, if the job has a policy and steps that are not saved.
+    /// Saves the current version of a job before one of its servers or the coordinator stops. Does
+    /// nothing if the job has no checkpoint policy or no unsaved steps.
     pub(super) fn save_last(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         if !self.save_before_disposal(name, now, out) {
             return;

@@ -116,7 +116,7 @@ impl Cluster {
         self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
     }
 
-    /// The connected shard servers that can hold further slices, by id.
+    /// The connected shard servers that are not about to stop, by id.
     pub(super) fn live(&self) -> Vec<Server> {
         let server = |(&id, known): (&ServerId, &ServerState)| Server {
             id,
@@ -127,7 +127,8 @@ impl Cluster {
         self.servers.iter().filter(stay).map(server).collect()
     }
 
-    /// The connected shard servers that are not cordoned, by id.
+    /// The shard servers that may receive new slices, by id: they are connected, not about to stop,
+    /// and not cordoned.
     pub(super) fn placeable(&self) -> Vec<Server> {
         let mut servers = self.live();
         servers.retain(|server| !self.servers[&server.id].cordoned);

@@ -43,9 +43,9 @@ pub(crate) struct ServerState {
     pub(crate) stats: Option<Stats>,
     /// Why jobs had failed on it when it connected, by the id of the job.
     pub(crate) failed: BTreeMap<u64, String>,
-    /// Its version; empty if it did not state it.
+    /// The version of the server; empty if it is unknown.
     pub(crate) version: String,
-    /// Whether it is given no new slices.
+    /// Whether the server is cordoned: it receives no new slices.
     pub(crate) cordoned: bool,
 }
 

@@ -12,10 +12,10 @@ use tower::{Layer, Service};
 
 use crate::audit::Record;
 
-/// The beginning of the paths of requests that may change the cluster.
+/// The path prefix of requests that may change the cluster.
 const COORDINATOR: &str = "/zeroshard.v1.CoordinatorService/";
 
-/// Creates [`Audit`]. It belongs inside of [`TokenLayer`](super::token::TokenLayer), which
+/// Creates [`Audit`]. This layer must be inside [`TokenLayer`](super::token::TokenLayer), which
 /// identifies the caller.
 #[derive(Clone, Debug)]
 pub struct AuditLayer;
@@ -57,7 +57,7 @@ where
         let answer = self.inner.call(Request::from_parts(head, body));
         Either::Right(Box::pin(async move {
             let answer = answer.await;
-            // An error is in the headers, because no message precedes it.
+            // The error of an answer without messages is in the headers.
             let error = answer.as_ref().ok().and_then(|of| Status::from_header_map(of.headers()));
             record.end(error.as_ref());
             answer

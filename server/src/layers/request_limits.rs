@@ -148,20 +148,20 @@ fn busy(what: &str, limit: u64) -> Error {
 /// The bytes that have been received of a request.
 type Received = Arc<Mutex<Option<Space>>>;
 
-/// The size of the prefix of a gRPC message: a flag, and the size of the rest.
+/// The size of the prefix of a gRPC message: the compression flag, and the size of the message.
 const PREFIX: usize = 5;
 
 /// The body of a request whose bytes are counted.
 struct Metered {
     body: Body,
-    /// The most bytes that the request may have.
+    /// The maximum number of bytes of the request.
     largest: u64,
     bytes: Arc<Budget>,
-    /// The bytes that have arrived.
+    /// The number of received bytes.
     arrived: u64,
-    /// The beginning of the body, up to [`PREFIX`] bytes.
+    /// The first bytes of the body, up to [`PREFIX`] bytes.
     prefix: Vec<u8>,
-    /// The bytes for which there is room.
+    /// The number of bytes that are reserved in the budget.
     reserved: u64,
     received: Received,
     /// Whether the bytes count until the call is answered, because the message that was decoded
@@ -171,7 +171,7 @@ struct Metered {
 }
 
 impl Metered {
-    /// Counts the bytes of `body`, which may have `largest` bytes.
+    /// Counts the bytes of `body`, which may have at most `largest` bytes.
     fn new(
         body: Body,
         largest: u64,
@@ -185,8 +185,8 @@ impl Metered {
         Self { body, largest, bytes, arrived, prefix, reserved, received, is_held, limit }
     }
 
-    /// Counts what has arrived, and the rest of the message as soon as its size is known: a request
-    /// that does not fit is refused at its beginning, and not after it has filled memory.
+    /// Counts received bytes, and reserves the declared size of the message as soon as it is known.
+    /// A request that does not fit is thus refused at its beginning, before it fills memory.
     fn count(&mut self, data: &[u8]) -> Result<(), Status> {
         self.arrived += data.len() as u64;
         if self.arrived > self.largest {
@@ -216,8 +216,8 @@ impl Metered {
         Ok(())
     }
 
-    /// The size that the message declares, if it is known. A size above all limits is refused by
-    /// the service.
+    /// The declared size of the message with its prefix; 0 while it is unknown. Also 0 for a size
+    /// above the limit, which the service refuses.
     fn declared(&self) -> u64 {
         match self.prefix[..] {
             [_, a, b, c, d] => {
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_counts_with_the_size_that_it_declares() {
+    async fn a_request_counts_with_its_declared_size() {
         let limits = limits(10, 4 * SMALL);
         let begun = |declared: u64| {
             let prefix = [&[0][..], &(declared as u32).to_be_bytes()].concat();

@@ -1,5 +1,6 @@
-//! Accepts only calls that carry a token of the cluster, at the rate of the token, or arrive on a
-//! connection with a certificate, and adds their caller to them.
+//! Accepts only calls that carry a token of the cluster, within the rate limit of the token, or
+//! that arrive on a connection with a certificate. Adds the caller to the extensions of each
+//! accepted call.
 //!
 //! A call without a token is answered at once, and its body is not read. Probes are accepted:
 //! they carry no secret, and the health service reveals none.
@@ -41,7 +42,7 @@ impl<S> Layer<S> for TokenLayer {
     }
 }
 
-/// A refusal, or a call that waits because others with its token came before.
+/// A refusal, or a call that waits because of the rate limit of its token.
 type Later<R, E> = Either<Ready<Result<R, E>>, Pin<Box<dyn Future<Output = Result<R, E>> + Send>>>;
 
 /// The wrapped service.

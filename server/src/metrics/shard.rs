@@ -245,7 +245,7 @@ impl JobSeries {
         self.job_push_received.inc_by(bytes);
     }
 
-    /// The bytes of the job that were sent and received.
+    /// The numbers of bytes of the job that were sent and received.
     pub(crate) fn transferred(&self) -> [u64; 2] {
         [self.job_pull_sent.get(), self.job_push_received.get()]
     }

@@ -63,7 +63,7 @@ async fn lead(
 ) -> Result<(), Error> {
     let stop = shutdown.child_token();
     let leadership = leader.leadership.clone();
-    // Another coordinator takes over the jobs, so that nothing needs to be saved.
+    // Another coordinator takes over the jobs, so they are not saved.
     let shutdown = Shutdown::at_once(stop.clone());
     let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
     let holding = async {

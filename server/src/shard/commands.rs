@@ -104,7 +104,7 @@ pub(super) struct Task<B: Backend> {
     pub(super) events: Events,
     /// This server's id in placements.
     pub(super) server: u64,
-    /// For calls to other servers.
+    /// The credentials for calls to other servers.
     pub(super) credentials: Credentials,
     /// The commands for the job, each of which may be malformed.
     pub(super) commands: mpsc::Receiver<Result<Command>>,

@@ -226,7 +226,7 @@ impl<'a, B: Backend> Session<'a, B> {
             |cause: &str| Error::Unavailable { peer: self.peer.clone(), cause: cause.to_owned() };
         let (hung_up, released, overflow) = (
             unavailable("it closed the stream"),
-            unavailable("it has released this server, which is about to stop"),
+            unavailable("it has released this server for its shutdown"),
             unavailable("it does not read the events of this server"),
         );
         loop {
@@ -277,7 +277,7 @@ impl<'a, B: Backend> Session<'a, B> {
                 return self.close_job(&job, job_id);
             }
             Wire::Cordon(pb::Cordon { cordoned }) => {
-                tracing::info!(cordoned, "an operator has cordoned or uncordoned this server");
+                tracing::info!(cordoned, "an operator has changed whether this server is cordoned");
                 return self.tasks.cordoned = cordoned;
             }
             Wire::Confirm(pb::Confirm { number }) => {

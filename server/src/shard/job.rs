@@ -91,7 +91,7 @@ pub(crate) struct Job<B: Backend> {
     origin: Origin,
     /// The devices of the server.
     devices: Arc<[Device<B>]>,
-    /// The parts of the server's time that the job may have.
+    /// The shares of the job in the resources of the server.
     pub(crate) shares: Shares,
     /// The parts of the devices' budgets that the slices take.
     spaces: Mutex<Vec<Space>>,
@@ -443,7 +443,7 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// The payload bytes that the job has sent and received.
+    /// The numbers of payload bytes that the job has sent and received.
     pub(super) fn transferred(&self) -> [u64; 2] {
         self.series.get().map_or([0; 2], |series| series.transferred())
     }

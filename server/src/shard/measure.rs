@@ -10,11 +10,11 @@ use zeroshard_proto::{Error, Result, pb, version::VERSION};
 
 use crate::clock::unix_ms;
 
-/// The maximum number of bytes of a measurement.
+/// The maximum size of a measurement.
 const MAX_BYTES: u64 = 256 << 20;
-/// The time after which a measurement ends, also if its caller reads nothing.
+/// The time limit of a measurement. It applies even if the caller reads nothing.
 const LIMIT: Duration = Duration::from_secs(30);
-/// The zeros of one message.
+/// The payload of one message.
 static ZEROS: [u8; 256 << 10] = [0; 256 << 10];
 
 /// Permits one measurement at a time, so that measurements do not displace the traffic of jobs.
@@ -27,10 +27,10 @@ impl Default for Gate {
     }
 }
 
-/// The messages of a measurement.
+/// Starts a measurement, and returns its messages.
 ///
 /// # Errors
-/// [`Error::Invalid`] for more than [`MAX_BYTES`], [`Error::LimitExceeded`] while there is another
+/// [`Error::Invalid`] for more than [`MAX_BYTES`], [`Error::LimitExceeded`] during another
 /// measurement.
 pub(super) fn measure(
     gate: &Gate,
@@ -41,13 +41,14 @@ pub(super) fn measure(
         return Err(Error::invalid("number of bytes of a measurement", bytes, expected));
     }
     let permit = gate.0.clone().try_acquire_owned().map_err(|_| Error::LimitExceeded {
-        what: "measurements of a shard server at a time".to_owned(),
+        what: "simultaneous measurements of a shard server".to_owned(),
         limit: 1,
-        remedy: "repeat it when the other one has ended".to_owned(),
+        remedy: "try again after the other measurement has ended".to_owned(),
     })?;
     let ended = CancellationToken::new();
     let guard = ended.clone().drop_guard();
-    // The stream is not polled while its caller reads nothing.
+    // A separate task enforces the limit, because the stream is not polled while the caller reads
+    // nothing.
     let limit = ended.clone();
     tokio::spawn(async move {
         let _permit = permit;
@@ -64,7 +65,7 @@ pub(super) fn measure(
     let messages = stream::iter(std::iter::once(first).chain(data));
     let messages = messages.take_until(ended.cancelled_owned());
     Ok(messages.map(move |message| {
-        // The permit is given back when the stream is dropped.
+        // The permit is released when the stream is dropped.
         let _ = &guard;
         message
     }))
@@ -84,7 +85,7 @@ mod tests {
         assert_eq!(messages[0].version, VERSION);
         let sent: usize = messages.iter().map(|message| message.data.len()).sum();
         assert_eq!(sent as u64, bytes);
-        // The permit is given back by another task.
+        // Another task releases the permit.
         while measure(&gate, 0).is_err() {
             tokio::task::yield_now().await;
         }

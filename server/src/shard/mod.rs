@@ -124,8 +124,8 @@ impl<B: Backend> Shard<B> {
 
     /// Registers with the coordinator, and carries out its commands until `shutdown`. If the
     /// coordinator is lost, the server keeps its jobs, and dials the coordinator again. The next
-    /// one learns the jobs from their servers, and continues them. When it is asked to stop, it
-    /// keeps its jobs until the coordinator has saved them.
+    /// one learns the jobs from their servers, and continues them. When the process is asked
+    /// to stop, the server keeps its jobs until the coordinator has saved them.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) {
         // After `shutdown`, the drain time of the server limits all calls.
         tokio::select! {
@@ -169,7 +169,7 @@ impl<B: Backend> Shard<B> {
             }
         }
         drop(leaving);
-        // Calls that are open may still finish.
+        // Open calls may still finish.
         shutdown.stop().cancelled().await;
         self.disconnected().await;
         self.store.close_all();

@@ -14,24 +14,24 @@ const MAX_JOBS: usize = 100;
 /// The slices and the memory of a server.
 #[derive(Debug)]
 pub(crate) struct Overview {
-    /// What the coordinator is told, of all jobs.
+    /// The statistics of all jobs, as reported to the coordinator.
     pub(crate) stats: pb::Stats,
-    /// Bytes of versions that readers have pinned, and of second copies of slices.
+    /// The number of bytes of pinned versions, and of second copies of slices for saves.
     pub(crate) pinned: u64,
     pub(crate) snapshots: u64,
-    /// The limits of `parked`, `pinned` and `snapshots`, and of all memory; [`u64::MAX`]: none.
+    /// The limits of the memory; [`u64::MAX`] means no limit.
     pub(crate) limits: Limits,
-    /// The tiers that have a budget: name, used bytes and limit.
+    /// The tiers with a budget: name, used bytes and limit.
     pub(crate) tiers: Vec<(&'static str, u64, u64)>,
-    /// The devices, and what those that are GPUs have done.
+    /// The names of the devices, with their usage if they are GPUs.
     pub(crate) devices: Vec<(String, Option<Usage>)>,
-    /// The jobs with the most slices, at most [`MAX_JOBS`].
+    /// At most [`MAX_JOBS`] jobs, those with the most slices first.
     pub(crate) jobs: Vec<JobOverview>,
-    /// The number of jobs.
+    /// The total number of jobs.
     pub(crate) all_jobs: usize,
 }
 
-/// Limits in bytes; [`u64::MAX`]: none.
+/// Limits in bytes; [`u64::MAX`] means no limit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) memory: u64,
@@ -40,18 +40,19 @@ pub(crate) struct Limits {
     pub(crate) snapshots: u64,
 }
 
-/// A job of which the server holds slices.
+/// A job with slices on the server.
 #[derive(Debug)]
 pub(crate) struct JobOverview {
     pub(crate) name: String,
     pub(crate) epoch: u64,
     pub(crate) version: Option<u64>,
     pub(crate) waiting_for: Option<String>,
-    /// The number of slices of the job.
+    /// The number of slices of the job on all servers.
     pub(crate) slices: usize,
-    /// The slices that the server holds, ascending, and whether it is their primary.
+    /// The slices that the server holds, in ascending order, and whether the server is their
+    /// primary.
     pub(crate) held: Vec<(u32, bool)>,
-    /// Bytes of its arrays.
+    /// The number of bytes of its arrays.
     pub(crate) bytes: u64,
     /// The mean times of a step since the job was opened.
     pub(crate) phases: Vec<(&'static str, Duration)>,

@@ -32,7 +32,7 @@ const PARKING_WAIT: Duration = Duration::from_millis(50);
 /// The sender of a push.
 pub(super) struct Pusher {
     pub(super) caller: Caller,
-    /// The weight of the jobs of its token, if tokens have weights.
+    /// The weight of its token; `None` without a file of tokens.
     pub(super) weight: Option<u32>,
     /// The headers of the call, which may name its span.
     pub(super) headers: HeaderMap,
@@ -353,7 +353,7 @@ impl<'a, B: Backend> Push<'a, B> {
         Ok(())
     }
 
-    /// Stores a chunk when the job has its turn. Returns the number of new elements.
+    /// Waits for a turn of the job, and stores a chunk. Returns the number of new elements.
     async fn store_chunk(&self, slice: u32, chunk: &Chunk) -> Result<u64> {
         let (job, attempt) = (&self.job, self.attempt);
         let turn = job.shares.network.turn(chunk.bytes.len() as u64).await;

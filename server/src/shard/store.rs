@@ -32,7 +32,7 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) failure: Failure,
-    /// What jobs share by weight.
+    /// The resources that jobs share by weight.
     pub(crate) resources: Resources,
     pub(crate) budget: Arc<Budget>,
     /// The budget for the memory that pulls hold before they send it.

@@ -1,4 +1,4 @@
-//! Measures what a hostile job costs the others. Servers and jobs are processes.
+//! Measures the effect of a hostile job on other jobs. Servers and jobs are separate processes.
 
 mod hostile;
 mod worker;
@@ -31,29 +31,30 @@ type Error = Box<dyn std::error::Error>;
 
 /// The number of shard servers.
 const SERVERS: usize = 2;
-/// The beginning of a phase, whose steps do not count.
+/// The time at the beginning of a phase in which steps do not count.
 const SETTLE: Duration = Duration::from_millis(500);
-/// How long a job may take to start, or to end what it does.
+/// The time limit for a job to start, or to end its current manner.
 const ANSWER_WITHIN: Duration = Duration::from_secs(300);
 
-/// Measure what a hostile job costs the steps of seven other jobs
+/// Measure the effect of a hostile job on the steps of seven other jobs
 ///
-/// A coordinator, two shard servers and eight jobs are processes. Each job has one worker, which
-/// steps (push, decide, apply, pull) without a model and without a pause. Phases in which all jobs
-/// behave well alternate with phases in which the first one is hostile:
+/// A coordinator, two shard servers and eight jobs run as separate processes. Each job has one
+/// worker, which makes steps (push, decide, apply, pull) without a model and without a pause.
+/// Phases in which all jobs behave well alternate with phases in which the first job is hostile:
 ///
-/// - slow-reader: it steps, and opens pulls of which it reads nothing.
+/// - slow-reader: it makes steps, and opens pulls that it does not read.
 ///
-/// - huge-tensors: four ranks push and pull a job of 16 times the size in many streams.
+/// - huge-tensors: four ranks push and pull a job of 16 times the size over many streams.
 ///
 /// - job-storm: it creates and deletes jobs and asks for the status, in 96 tasks, as fast as the
 ///   limit of its token allows.
 ///
 /// - large-job: it creates and deletes a job of 4 GiB.
 ///
-/// The table shows the step times of the other jobs, and their ratios to the phases before and
-/// after, in which all jobs behave well. `hostile_cores` is the time that the process of the
-/// hostile job itself was computing; here it takes it from the others, which no server can prevent.
+/// The table shows the step times of the other jobs, and the ratios to their step times in the
+/// well-behaved phases before and after. `hostile_cores` is the processor time of the hostile job's
+/// own process. On the same machine, it takes this time from the other jobs, which no server can
+/// prevent.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Number of jobs
@@ -65,7 +66,7 @@ pub(crate) struct Options {
     /// Number of elements of each tensor
     #[arg(long, default_value_t = 1 << 18)]
     numel: usize,
-    /// Number of elements of the job that the manner large-job creates
+    /// Number of elements of the job that large-job creates
     #[arg(long, default_value_t = 1 << 28)]
     large: u64,
     /// Calls per second that the token of each job may make to each server; 0: no limit
@@ -74,22 +75,22 @@ pub(crate) struct Options {
     /// Length of a phase in seconds
     #[arg(long, default_value_t = 6)]
     seconds: u64,
-    /// Number of rounds, each of which has all manners
+    /// Number of rounds. Each round measures all manners
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// The manners; several are separated by commas
+    /// Manners to measure, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Manner::HOSTILE)]
     manners: Vec<Manner>,
 }
 
-/// How the first job behaves.
+/// The behaviour of the first job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Manner {
-    /// It steps, like the others
+    /// It makes steps, like the other jobs
     WellBehaved,
-    /// It steps, and opens pulls of which it reads nothing
+    /// It makes steps, and opens pulls that it does not read
     SlowReader,
-    /// It pushes and pulls much more than the others
+    /// It pushes and pulls much more than the other jobs
     HugeTensors,
     /// It creates and deletes jobs, and asks for the status
     JobStorm,
@@ -101,7 +102,7 @@ impl Manner {
     const HOSTILE: [Self; 4] =
         [Self::SlowReader, Self::HugeTensors, Self::JobStorm, Self::LargeJob];
 
-    /// The manner of this name.
+    /// The manner with this name.
     fn named(name: &str) -> Result<Self, String> {
         Self::from_str(name, false)
     }
@@ -113,7 +114,7 @@ impl fmt::Display for Manner {
     }
 }
 
-/// The time since 1970 in seconds, which is the same in all processes.
+/// The time since 1970 in seconds. All processes on a machine share this clock.
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
@@ -145,14 +146,14 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// A part of the run in which the first job behaved in one way.
+/// A part of the run in which the first job kept one manner.
 struct Phase {
     manner: Manner,
-    /// The steps of the other jobs that began in the phase, in seconds.
+    /// The durations in seconds of the steps of other jobs that began in the phase.
     steps: Vec<f64>,
-    /// The processor time of the first job's process per second.
+    /// The average number of cores that the process of the first job used.
     cores: f64,
-    /// The load average of the machine at the end.
+    /// The load average of the machine at the end of the phase.
     load: f64,
 }
 
@@ -160,7 +161,7 @@ fn row(phases: &[&Phase], around: Option<&[&Phase]>) -> Result<Value, Error> {
     let all = |phases: &[&Phase]| -> Result<Vec<f64>, Error> {
         let steps: Vec<_> = phases.iter().flat_map(|phase| phase.steps.iter().copied()).collect();
         if steps.is_empty() {
-            Err("no step began in a phase; --seconds must be longer".into())
+            Err("no step began in a phase; increase --seconds".into())
         } else {
             Ok(steps)
         }
@@ -217,7 +218,7 @@ fn measure(options: &Options) -> Result<Vec<Phase>, Error> {
     Ok(spans.into_iter().map(phase).collect())
 }
 
-/// The time of a phase.
+/// The time span of a phase.
 struct Span {
     manner: Manner,
     began: f64,
@@ -227,15 +228,15 @@ struct Span {
 }
 
 impl Span {
-    /// Lets the first of the jobs behave like this, and the others step.
+    /// Runs a phase in which the first job has this manner and the other jobs make steps.
     fn of(options: &Options, jobs: &mut [Neighbour], manner: Manner) -> Result<Self, Error> {
         let first = &mut jobs[0];
         first.tell(manner)?;
         thread::sleep(SETTLE);
         let (began, cpu) = (now(), cpu_seconds(first.child.id())?);
         thread::sleep(Duration::from_secs(options.seconds));
-        // The end of what the job has begun, such as the creation of a large job, is part of the
-        // phase.
+        // The phase includes the time until the job has ended its work, such as the creation of a
+        // large job.
         first.stop()?;
         let ended = now();
         let cores = (cpu_seconds(first.child.id())? - cpu) / (ended - began);
@@ -254,7 +255,7 @@ fn cpu_seconds(pid: u32) -> Result<f64, Error> {
     Ok(ticks.iter().sum::<f64>() / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// A cluster with a token for each job.
+/// A cluster with a separate token for each job.
 struct Guarded {
     cluster: Cluster,
     tokens: BTreeMap<String, String>,
@@ -285,7 +286,7 @@ impl Guarded {
     }
 }
 
-/// The name of a job, and of its token.
+/// The name of a job, and of the role of its token.
 fn name(number: u32) -> String {
     format!("job-{number}")
 }
@@ -327,20 +328,20 @@ impl Neighbour {
         let (sender, answers) = mpsc::channel();
         thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                // The receiver is dropped after an error of another job.
+                // The receiver is dropped if another job has failed.
                 let _ = serde_json::from_str(&line).map(|answer| sender.send(answer));
             }
         });
         Ok(Self { name, orders: child.stdin.take(), child, answers, steps: Vec::new() })
     }
 
-    /// Lets the job behave like this until [`Self::stop`].
+    /// Starts this manner, which lasts until [`Self::stop`].
     fn tell(&mut self, manner: Manner) -> Result<(), Error> {
         let orders = self.orders.as_mut().ok_or("the job has been finished")?;
         Ok(writeln!(orders, "{manner}")?)
     }
 
-    /// Ends what the job does, and waits until it has ended.
+    /// Ends the current manner, and waits until the job has stopped.
     fn stop(&mut self) -> Result<(), Error> {
         let orders = self.orders.as_mut().ok_or("the job has been finished")?;
         writeln!(orders, "stop")?;
@@ -372,7 +373,7 @@ impl Neighbour {
 
 impl Drop for Neighbour {
     fn drop(&mut self) {
-        // This fails only if the process has ended.
+        // An error means that the process has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -48,7 +48,7 @@ pub(crate) struct Options {
     tls: bool,
 }
 
-/// The times of a transfer in seconds: of ours and of the two baselines.
+/// The durations of transfers in seconds: with ZeroShard, and with the two baselines.
 type Samples = [Vec<f64>; 3];
 
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
@@ -79,7 +79,7 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     }
 }
 
-/// A directory with certificates.
+/// Creates a directory with certificates.
 fn certificates() -> Result<TempDir, Error> {
     let directory = tempfile::tempdir()?;
     let mut command = Command::new(binary("zeroshard-server"));
@@ -90,14 +90,14 @@ fn certificates() -> Result<TempDir, Error> {
     }
 }
 
-/// What is compared with ours.
+/// A baseline for the transfers of ZeroShard.
 enum Baseline {
     Raw(raw::Client),
     Plain(plain::Client),
 }
 
 impl Baseline {
-    /// Starts a process of this program that serves a raw stream, and connects to it.
+    /// Starts another process of this program that serves a raw stream, and connects to it.
     fn raw(bytes: usize, certificates: Option<&Path>) -> Result<(Self, Process), Error> {
         let mut command = Command::new(binary("zs-bench"));
         command.arg("serve-raw");
@@ -110,7 +110,7 @@ impl Baseline {
         Ok((Self::Raw(client), process))
     }
 
-    /// Starts a process of this program that serves generated code, and connects to it.
+    /// Starts another process of this program that serves generated code, and connects to it.
     async fn plain(bytes: usize) -> Result<(Self, Process), Error> {
         let mut command = Command::new(binary("zs-bench"));
         command.arg("serve-plain");
@@ -172,7 +172,7 @@ async fn measure(
     Ok((pull, push))
 }
 
-/// A coordinator and a shard server, and the options of their clients.
+/// Starts a coordinator and a shard server, and returns the options for clients.
 fn servers(
     certificates: Option<&Path>,
 ) -> Result<(zeroshard_tests::Cluster, zeroshard_client::Options), Error> {

@@ -364,7 +364,7 @@ def test_only_the_right_token_opens_a_cluster() -> None:
 
 
 def tries_certificates(rank: int, address: str, directory: str) -> None:
-    """Connects without encryption, without a certificate, and with that of an operator."""
+    """Connects without TLS, then without a certificate, then with an operator's certificate."""
     with pytest.raises(zs.TlsError, match="set ZEROSHARD_TLS_CA"), zs.init(address):
         pass
     os.environ["ZEROSHARD_TLS_CA"] = f"{directory}/ca.pem"

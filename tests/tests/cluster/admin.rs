@@ -1,4 +1,4 @@
-//! The admin port: who may see it, what the page shows, and the audit log.
+//! Tests of the admin port: access control, the status page, and the audit log.
 
 use std::{
     fs::File,
@@ -14,10 +14,10 @@ use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
 
 use crate::{adamw, job, options, roles::new_token, sgd, start, until};
 
-/// `root:s3cret` in base64.
+/// The credential `root:s3cret` in base64.
 const BASIC: &str = "Basic cm9vdDpzM2NyZXQ=";
 
-/// Sends `GET path` to the admin port, and returns the answer with its head.
+/// Sends `GET path` to the admin port, and returns the status code, headers and body of the answer.
 fn get(process: &Process, path: &str, authorization: Option<&str>) -> String {
     let mut stream = TcpStream::connect(process.admin().replace("0.0.0.0", "127.0.0.1")).unwrap();
     let credential = authorization.map(|of| format!("authorization: {of}\r\n")).unwrap_or_default();
@@ -28,7 +28,7 @@ fn get(process: &Process, path: &str, authorization: Option<&str>) -> String {
     answer.strip_prefix("HTTP/1.1 ").unwrap().to_owned()
 }
 
-/// A coordinator whose admin port other machines can reach, with its log in `log`.
+/// Starts a coordinator whose admin port is reachable from other machines. It logs to `log`.
 fn reachable(flags: &[&str], log: &Path) -> Process {
     let mut command = Command::new(binary("zeroshard-server"));
     command.args(["coordinator", "--listen", "127.0.0.1:0", "--admin-listen", "0.0.0.0:0"]);
@@ -38,7 +38,7 @@ fn reachable(flags: &[&str], log: &Path) -> Process {
 }
 
 #[test]
-fn beyond_loopback_all_but_the_probes_need_the_token_of_the_cluster() {
+fn a_reachable_admin_port_requires_the_token_except_for_probes() {
     let directory = tempfile::tempdir().unwrap();
     let process = reachable(&["--token", "s3cret"], &directory.path().join("log"));
     for path in ["/", "/metrics", "/status.css", "/status.js"] {
@@ -55,7 +55,7 @@ fn beyond_loopback_all_but_the_probes_need_the_token_of_the_cluster() {
     }
     assert!(get(&process, "/healthz", None).starts_with("200 "));
     assert!(get(&process, "/readyz", None).starts_with("200 "));
-    // A listener on a loopback address asks nobody.
+    // A listener on a loopback address requires no credential.
     let local = Cluster::start_guarded(0, "s3cret");
     assert!(get(&local.coordinator, "/metrics", None).starts_with("200 "));
 }
@@ -77,7 +77,7 @@ fn the_token_of_a_job_does_not_open_the_admin_port() {
 }
 
 #[tokio::test]
-async fn the_page_shows_the_jobs_and_their_names_are_text() {
+async fn the_page_shows_jobs_and_escapes_their_names() {
     let cluster = Cluster::start(1);
     let spec = job("<script>alert(1)</script>", 1, adamw(), synthetic::small());
     Training { steps: 3, ..Training::new(spec) }.run(cluster.address()).await.unwrap();
@@ -102,7 +102,7 @@ fn audit(log: &Path) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn changes_of_the_cluster_are_in_the_audit_log_with_their_callers() {
+async fn changes_of_jobs_and_servers_are_in_the_audit_log_with_their_callers() {
     let directory = tempfile::tempdir().unwrap();
     let (file, log) = (directory.path().join("tokens"), directory.path().join("log"));
     let [server, admin, reader] = ["server", "admin", "job:a:read"].map(new_token);
@@ -144,7 +144,7 @@ async fn changes_of_the_cluster_are_in_the_audit_log_with_their_callers() {
             panic!("{verb} {outcome} is not in {found:?}");
         })
     };
-    // The beginning of the hash in the file of tokens.
+    // The first digits of the hash in the file of tokens.
     let short = |line: &str| line.split_once("blake3:").unwrap().1[..8].to_owned();
     for (verb, outcome, subject, (role, (_, of_token))) in [
         ("register server", "ok", shard.address(), ("server", &server)),

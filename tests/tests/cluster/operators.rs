@@ -1,4 +1,4 @@
-//! The commands of `zsctl` for operators: the state of jobs, and servers and ranks that are taken
+//! Tests of the commands of `zsctl` for operators: they inspect jobs, and take servers and ranks
 //! out of use.
 
 use std::process::Output;
@@ -50,9 +50,9 @@ fn spec(name: &str, world: u32) -> JobSpec {
 }
 
 #[tokio::test]
-async fn status_fails_while_a_job_cannot_continue_and_says_what_it_waits_for() {
+async fn status_fails_and_names_the_reason_while_a_job_cannot_continue() {
     let mut cluster = Cluster::start(1);
-    assert_eq!(status(&cluster), (0, Value::Null), "a cluster without jobs is well");
+    assert_eq!(status(&cluster), (0, Value::Null), "a cluster without jobs has no problem");
     let mut jobs = start(cluster.address(), &spec("watched", 2)).await;
     let (code, shown) = status(&cluster);
     assert_eq!((code, &shown["state"], &shown["problem"]), (0, &"open".into(), &Value::Null));
@@ -68,7 +68,7 @@ async fn status_fails_while_a_job_cannot_continue_and_says_what_it_waits_for() {
 
     jobs.push(connect(cluster.address()).await.join("watched", 1).await.unwrap());
     assert_eq!(status(&cluster).0, 0);
-    // A limit for the time without a step.
+    // With a limit on the time without a step, a wait for connected ranks is a problem too.
     let late = zsctl(&cluster, &["status", "--late", "0"]);
     assert_eq!(late.status.code(), Some(PROBLEM));
 
@@ -111,7 +111,7 @@ async fn a_job_is_deleted_only_after_a_confirmation() {
 }
 
 #[tokio::test]
-async fn why_explains_a_lost_rank_and_what_to_do() {
+async fn why_names_a_lost_rank_and_a_remedy() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("asked", 2)).await;
     let (one, other) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
@@ -154,7 +154,7 @@ async fn tensors_are_listed_with_shapes_and_sizes() {
 }
 
 #[test]
-fn completions_know_the_commands() {
+fn completion_scripts_contain_the_commands() {
     for shell in ["bash", "zsh", "fish"] {
         let output = run("zsctl", &["completion", shell]);
         assert!(output.status.success());
@@ -165,7 +165,7 @@ fn completions_know_the_commands() {
 }
 
 #[tokio::test]
-async fn a_cordoned_server_is_given_no_slices_also_by_the_next_coordinator() {
+async fn a_cordoned_server_receives_no_slices_even_from_the_next_coordinator() {
     let mut cluster = Cluster::start(2);
     let address = cluster.shards[0].address().to_owned();
     assert!(zsctl(&cluster, &["cordon", &address]).status.success());
@@ -198,7 +198,7 @@ async fn a_cordoned_server_is_given_no_slices_also_by_the_next_coordinator() {
 }
 
 #[tokio::test]
-async fn a_drained_server_can_be_stopped_and_changes_no_bit() {
+async fn a_drained_server_can_be_stopped_without_changing_a_bit() {
     const STEPS: u64 = 8;
     let spec = |name: &str, replicas| {
         let tensors = synthetic::kinds_and_large(&adamw());
@@ -233,10 +233,10 @@ async fn a_drained_server_can_be_stopped_and_changes_no_bit() {
     for number in 4..STEPS {
         both(number).await;
     }
-    assert_eq!(jobs[0].epoch(), epoch, "no job has noticed the end of the server");
+    assert_eq!(jobs[0].epoch(), epoch, "the end of the server has affected no job");
     assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
 
-    // The two servers that are left have to keep their slices.
+    // The remaining two servers must keep their slices, because a replica needs two servers.
     let refused = zsctl(&cluster, &["drain", cluster.shards[0].address()]);
     assert_eq!(refused.status.code(), Some(1));
     let said = stderr(&refused);
@@ -271,7 +271,7 @@ async fn a_job_without_replicas_keeps_a_server_until_it_may_return_to_its_checkp
 }
 
 #[tokio::test]
-async fn an_evicted_rank_has_lost_its_lease_and_another_worker_takes_it() {
+async fn an_evicted_rank_loses_its_lease_and_another_worker_takes_the_rank() {
     let cluster = Cluster::start(1);
     let jobs = start(cluster.address(), &spec("hangs", 2)).await;
     let evict = async {
@@ -292,7 +292,7 @@ async fn an_evicted_rank_has_lost_its_lease_and_another_worker_takes_it() {
 }
 
 #[tokio::test]
-async fn doctor_measures_each_server_and_names_an_address_that_cannot_be_reached() {
+async fn doctor_measures_each_server_and_names_an_unreachable_address() {
     let mut cluster = Cluster::start(2);
     let checked = zsctl(&cluster, &["doctor", "--bytes", "1000000", "--json"]);
     assert!(checked.status.success(), "{checked:?}");
@@ -326,7 +326,7 @@ async fn top_prints_once_without_a_terminal() {
     let cluster = Cluster::start(1);
     let jobs = start(cluster.address(), &spec("fast", 1)).await;
     let train = async {
-        // More steps than `top` can see.
+        // More steps than `top` can observe.
         for step in 0..10_000 {
             if training::step(&jobs[0], step).await.is_err() {
                 return;
@@ -340,7 +340,7 @@ async fn top_prints_once_without_a_terminal() {
         assert!(output.status.success(), "{output:?}");
         lines(&output)
     };
-    let shown = tokio::select! { shown = top => shown, () = train => panic!("it never ended") };
+    let shown = tokio::select! { shown = top => shown, () = train => panic!("top has not ended") };
     let of = |event: &str| shown.iter().find(|line| line["event"] == event).unwrap();
     assert!(of("job")["steps_per_second"].as_f64().unwrap() > 0.0, "{shown:?}");
     assert!(of("job")["received_bytes_per_second"].as_f64().unwrap() > 0.0, "{shown:?}");

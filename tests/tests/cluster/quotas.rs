@@ -1,5 +1,5 @@
-//! The limits of a token: each one is refused with an error that names it, and other tokens are not
-//! affected.
+//! Tests of the limits of a token: a call beyond a limit is refused with an error that names the
+//! limit, and other tokens are not affected.
 
 use std::time::Instant;
 
@@ -12,13 +12,14 @@ use crate::{
     roles::{Guarded, new_token_with},
 };
 
-/// A cluster with tokens for the jobs `limited`, with these limits, and `free`.
+/// Starts a cluster with two tokens: one for the job `limited` with these limits, and one for the
+/// job `free`.
 fn cluster(limits: &[&str]) -> Guarded {
     let tokens: [(_, &[&str]); 3] = [("server", &[]), ("job:free", &[]), ("job:limited", limits)];
     Guarded::start_with(tokens.map(|(role, limits)| (role, new_token_with(role, limits))))
 }
 
-/// A job of this number of parameters, which need 16 bytes each.
+/// The specification of a job with this number of parameters, each of which needs 16 bytes.
 fn sized(name: &str, numel: u64) -> JobSpec {
     job(name, 1, adamw(), vec![TensorSpec::new("w", [numel])])
 }
@@ -31,7 +32,7 @@ fn limit(refused: Result<(), Error>) -> (String, u64) {
 }
 
 #[tokio::test]
-async fn a_token_may_have_its_number_of_jobs_and_others_have_theirs() {
+async fn a_token_is_limited_to_its_number_of_jobs_and_others_are_not() {
     let guarded = cluster(&["--jobs", "2"]);
     let (limited, free) = (guarded.client("job:limited").await, guarded.client("job:free").await);
     for name in ["limited/a", "limited/b"] {
@@ -39,7 +40,7 @@ async fn a_token_may_have_its_number_of_jobs_and_others_have_theirs() {
     }
     let (what, of) = limit(limited.create_job(&sized("limited/c", 1)).await);
     assert!(of == 2 && what.contains("job:limited") && what.contains("`jobs`"), "{what}");
-    // A job that exists is no further one.
+    // An existing job does not count again.
     limited.create_job(&sized("limited/b", 1)).await.unwrap();
     for name in ["free/a", "free/b", "free/c"] {
         free.create_job(&sized(name, 1)).await.unwrap();
@@ -49,10 +50,10 @@ async fn a_token_may_have_its_number_of_jobs_and_others_have_theirs() {
 }
 
 #[tokio::test]
-async fn the_jobs_of_a_token_need_at_most_its_memory_together() {
+async fn the_jobs_of_a_token_share_its_memory_limit() {
     let guarded = cluster(&["--memory", "1MiB"]);
     let client = guarded.client("job:limited").await;
-    // 16 bytes for each parameter: three quarters of the limit.
+    // At 16 bytes for each parameter, this job needs three quarters of the limit.
     client.create_job(&sized("limited/a", 48 << 10)).await.unwrap();
     let (what, of) = limit(client.create_job(&sized("limited/b", 17 << 10)).await);
     assert_eq!(of, 1 << 20);
@@ -64,14 +65,14 @@ async fn the_jobs_of_a_token_need_at_most_its_memory_together() {
 }
 
 #[tokio::test]
-async fn calls_of_a_token_wait_and_then_are_refused_and_those_of_others_go_on() {
+async fn calls_above_the_rate_of_a_token_wait_or_are_refused_and_others_continue() {
     let guarded = cluster(&["--requests", "20"]);
     let limited = guarded.client("job:limited").await;
     let began = Instant::now();
     for _ in 0..30 {
         limited.status().await.unwrap();
     }
-    // Twenty at once, and ten more in half a second.
+    // Twenty calls are accepted immediately, and ten more take half a second.
     assert!(began.elapsed().as_millis() >= 450, "{:?}", began.elapsed());
     let calls = (0..200).map(|_| limited.status());
     let answers = futures_util::future::join_all(calls).await;

@@ -342,12 +342,13 @@ async fn bytes_other_than_grpc_do_no_harm() {
 }
 
 #[tokio::test]
-async fn bytes_that_are_no_message_are_refused_as_invalid() {
+async fn bytes_that_cannot_be_decoded_are_refused_as_invalid() {
     let cluster = Cluster::start(0);
     let channel = endpoint(cluster.address()).unwrap().connect().await.unwrap();
     let mut client = tonic::client::Grpc::new(channel);
     client.ready().await.unwrap();
-    // Its first field is a text, and that of the expected message a specification.
+    // The first field of this message is a text, while that of the expected message is a
+    // specification.
     let turn = pb::Turn { job: "no specification".to_owned(), ..Default::default() };
     let path = "/zeroshard.v1.CoordinatorService/CreateJob".parse().unwrap();
     let codec = Codec::<pb::Turn, pb::CreateJobResponse>::default();

@@ -23,7 +23,7 @@ async fn calm(steps: u64) -> String {
     run.run(cluster.address()).await.unwrap().hash
 }
 
-/// Makes a step, again if a server was lost or drained meanwhile.
+/// Makes a step, and repeats it if a server was lost or drained meanwhile.
 pub(crate) async fn step(job: &Job, step: u64) {
     loop {
         match training::step(job, step).await {

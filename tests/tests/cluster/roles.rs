@@ -30,7 +30,7 @@ pub(crate) fn new_token(role: &str) -> (String, String) {
     new_token_with(role, &[])
 }
 
-/// A new token with limits, and its line in the file.
+/// Creates a token with limits. Returns the token and its line in the file.
 pub(crate) fn new_token_with(role: &str, limits: &[&str]) -> (String, String) {
     let output = run("zsctl", &[&["--json", "token", "new", role], limits].concat());
     let made: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -43,7 +43,7 @@ impl Guarded {
         Self::start_with(roles.iter().map(|role| (*role, new_token(role))))
     }
 
-    /// A cluster with these tokens, of which one is that of a server.
+    /// Starts a cluster with these tokens. One of them must have the role `server`.
     pub(crate) fn start_with<'a>(
         with: impl IntoIterator<Item = (&'a str, (String, String))>,
     ) -> Self {
@@ -82,7 +82,7 @@ impl Guarded {
         options().token(self.token(role).to_owned().into())
     }
 
-    /// A connection to a server with the token of a role.
+    /// Opens a connection to a server with the token of a role.
     fn connection(&self, address: &str, role: &str) -> Connection {
         let token = Token::from(self.token(role).to_owned());
         Connection::lazy(address, &Credentials::new(&token, None).unwrap()).unwrap()
@@ -92,7 +92,7 @@ impl Guarded {
         Client::connect(self.cluster.address(), self.options(role)).await.unwrap()
     }
 
-    /// The only rank of a small job, at version 0.
+    /// Creates a small job with one rank at version 0, and returns the rank.
     pub(crate) async fn rank(&self, role: &str, name: &str) -> Job {
         let spec = job(name, 1, adamw(), synthetic::small());
         let client = self.client(role).await;

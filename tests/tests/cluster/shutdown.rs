@@ -76,15 +76,15 @@ async fn a_second_signal_ends_a_server_at_once() {
     let mut cluster = Cluster::start_with(1, &["--drain-seconds", "600"]);
     let jobs = start(cluster.address(), &job("push", 1, sgd(1.0), synthetic::small())).await;
     let shard = cluster.shards.remove(0);
-    // A push without an end, for which the server would wait.
+    // A push that never ends, which delays the shutdown of the server.
     let begin = futures_util::stream::iter([stock::open(stock::begin(&jobs[0], Some(0)))]);
     let messages = begin.chain(futures_util::stream::pending());
     let address = shard.address().to_owned();
     let push = tokio::spawn(async move { stock::push_stream(&address, messages).await });
     until_calls_wait(&shard, "DataService/Push", 1).await;
-    until("it is ready", || shard.get("/readyz") == "ready\n").await;
+    until("the server is ready", || shard.get("/readyz") == "ready\n").await;
     shard.terminate();
-    until("it is not ready", || shard.get("/readyz") == "not ready\n").await;
+    until("the server is not ready", || shard.get("/readyz") == "not ready\n").await;
     assert!(!push.is_finished());
     shard.terminate();
     let status = tokio::task::spawn_blocking(move || shard.wait()).await.unwrap();

@@ -1,4 +1,4 @@
-//! A cluster with TLS: all connections are encrypted, and a certificate has a role.
+//! Tests of a cluster with TLS, in which all connections are encrypted and certificates have roles.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use zeroshard_tests::{Cluster, Process, Training, run, synthetic};
 
 use crate::{adamw, job, options, until};
 
-/// The certificates of an authority.
+/// The directory with the certificates of one authority.
 struct Certificates(TempDir);
 
 impl Certificates {
@@ -70,7 +70,7 @@ fn insecure<T>(result: Result<T>) -> String {
 }
 
 #[tokio::test]
-async fn training_over_tls_has_the_bits_of_training_without() {
+async fn training_over_tls_gives_the_same_bits_as_training_without_tls() {
     let certificates = Certificates::new(&["--job", "demo"]);
     let cluster = certificates.start(3);
     let spec = job("demo", 2, adamw(), synthetic::kinds(&adamw()));
@@ -99,7 +99,7 @@ async fn replicas_are_copied_over_tls() {
 }
 
 #[tokio::test]
-async fn a_certificate_permits_what_its_role_says() {
+async fn a_certificate_permits_the_calls_of_its_role() {
     let certificates = Certificates::new(&["--job", "a", "--job", "b"]);
     let cluster = certificates.start(1);
     let train = async |role: &str, name: &str| {
@@ -114,7 +114,7 @@ async fn a_certificate_permits_what_its_role_says() {
         let refused = train(role, name).await;
         assert!(matches!(refused, Err(Error::Forbidden { .. })), "{refused:?}");
     }
-    // Only the certificate of a server registers one.
+    // Only a certificate with the role `server` can register a server.
     let stranger = certificates.shard(cluster.address(), "job-a");
     let refused = "zeroshard_requests_total{code=\"PermissionDenied\",method=\"/zeroshard.v1.CoordinatorService/Serve\"}";
     until("the stranger is refused", || cluster.coordinator.get("/metrics").contains(refused))
@@ -123,7 +123,7 @@ async fn a_certificate_permits_what_its_role_says() {
 }
 
 #[tokio::test]
-async fn clients_without_a_certificate_or_token_or_encryption_are_refused_at_once() {
+async fn clients_without_credentials_or_encryption_are_refused_immediately() {
     let certificates = Certificates::new(&[]);
     let cluster = certificates.start(1);
     let connect = async |options: Options| Client::connect(cluster.address(), options).await;
@@ -135,11 +135,11 @@ async fn clients_without_a_certificate_or_token_or_encryption_are_refused_at_onc
     let stranger = Certificates::new(&[]);
     let untrusting = insecure(connect(stranger.options(Some("admin"))).await);
     assert!(untrusting.contains("--tls-ca to the authority of the cluster"), "{untrusting}");
-    // The certificate of another authority, of a client that trusts that of the cluster.
+    // A client that trusts the authority of the cluster, with a certificate of another authority.
     std::fs::copy(certificates.path("ca.pem"), stranger.path("ca.pem")).unwrap();
     let untrusted = insecure(connect(stranger.options(Some("admin"))).await);
     assert!(untrusted.contains("refuses our certificate"), "{untrusted}");
-    // A client that encrypts, at a server that does not.
+    // A client with TLS calls a server without TLS.
     let open = Cluster::start(0);
     let refused = Client::connect(open.address(), certificates.options(Some("admin"))).await;
     assert!(insecure(refused).contains("does not use TLS"));
@@ -170,7 +170,7 @@ async fn a_new_certificate_is_used_without_a_restart() {
     for name in ["ca.pem", "server.pem", "server-key.pem"] {
         replace(&new.path(name), &certificates.path(name));
     }
-    // The other side has the new authority, too.
+    // The client needs the new authority too.
     loop {
         match Client::connect(cluster.address(), new.options(Some("admin"))).await {
             Ok(client) => break drop(client.status().await.unwrap()),
@@ -181,7 +181,7 @@ async fn a_new_certificate_is_used_without_a_restart() {
     old.status().await.unwrap();
 }
 
-/// Replaces a file as orchestrators do it.
+/// Replaces a file in the same way as an orchestrator.
 fn replace(from: &Path, to: &Path) {
     let staged = to.with_extension("new");
     std::fs::copy(from, &staged).unwrap();

@@ -1,4 +1,4 @@
-//! Sends an input over HTTP/2, without a gRPC client between, which would not send what is wrong.
+//! Sends an input directly over HTTP/2, because a gRPC client would not send invalid data.
 
 use std::time::Duration;
 
@@ -15,23 +15,24 @@ use tokio::{
 
 use crate::input::{Ending, Input};
 
-/// The time that a server may take after the deadline of a call, on a busy machine.
+/// The tolerance after the deadline of a call, for a busy machine.
 pub(crate) const GRACE: Duration = Duration::from_secs(10);
 
-/// What became of a call.
+/// The outcome of a call.
 #[derive(Debug)]
 pub(crate) enum Answer {
     /// The server has ended the call with these headers or trailers.
     Status(HeaderMap),
-    /// The caller has ended the call, as planned, after this number of pieces of the answer.
+    /// The caller has cancelled the call as planned, after it had received this number of data
+    /// frames.
     Cancelled(usize),
-    /// The stream or the connection was reset, for this reason.
+    /// The stream or the connection was reset for this reason.
     Broken(#[expect(dead_code, reason = "it is printed")] String),
     /// The server did not end the call in time.
     Late,
 }
 
-/// A connection; it is opened again after it has broken.
+/// A connection that is opened again after it has broken.
 pub(crate) struct Connection {
     address: String,
     sender: Option<SendRequest<Bytes>>,
@@ -56,7 +57,7 @@ impl Connection {
         sender.ready().await.map_err(|error| error.to_string())
     }
 
-    /// Makes a call with `token`. `stays_open`: its answer may be a stream without an end.
+    /// Makes a call with `token`. `stays_open` states that the answer may be an unbounded stream.
     pub(crate) async fn call(&mut self, input: &Input, token: &str, stays_open: bool) -> Answer {
         let mut sender = match self.open().await {
             Ok(sender) => sender,
@@ -91,7 +92,7 @@ async fn exchange(
     stays_open: bool,
 ) -> Answer {
     let mut received = 0;
-    // A caller without a deadline ends the call itself. So does one that reads a stream.
+    // The caller cancels a call without a deadline, and a call that is answered by a stream.
     let is_cancelled = stays_open || !input.has_deadline || input.ending == Ending::Reset;
     let limit = input.limit + if is_cancelled { Duration::ZERO } else { GRACE };
     let receiving = receive(response, &mut received);
@@ -108,7 +109,7 @@ async fn exchange(
     }
 }
 
-/// Sends the frames. Returns only if the caller resets the stream.
+/// Sends the frames. Returns only if the input resets the stream.
 async fn send(mut body: SendStream<Bytes>, input: &Input) {
     for (frame, pause) in input.frames.iter().zip(&input.pauses) {
         if !pause.is_zero() {
@@ -127,7 +128,7 @@ async fn send(mut body: SendStream<Bytes>, input: &Input) {
     std::future::pending().await
 }
 
-/// Receives the answer to its end, and counts its pieces.
+/// Receives the whole answer, and counts its data frames.
 async fn receive(response: ResponseFuture, received: &mut usize) -> Result<HeaderMap, h2::Error> {
     let response = response.await?;
     if response.headers().contains_key("grpc-status") {

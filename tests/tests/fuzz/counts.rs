@@ -1,4 +1,4 @@
-//! What became of the calls, by RPC.
+//! Counts of the outcomes of calls, by RPC.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ struct Count {
     answered: u64,
     refused: u64,
     ended: u64,
-    /// By the name of the error.
+    /// The numbers of errors, by name.
     errors: BTreeMap<String, u64>,
 }
 
@@ -56,9 +56,9 @@ impl Counts {
         eprintln!("{total:9} calls in all");
     }
 
-    /// Asserts that every RPC was called, and that some of its calls were accepted, so that the
-    /// wrong input came further than the first check. An operator could disturb the bystander, so
-    /// no caller is one.
+    /// Asserts that every RPC was called, and that some of its calls were accepted, which shows
+    /// that the input passes the first checks. RPCs for operators are exempt: no caller has the
+    /// role `admin`, because an operator could disturb the bystander.
     pub(crate) fn check(&self) {
         for (path, count) in &self.0 {
             assert!(count.calls > 0, "{path} was not called");

@@ -1,4 +1,4 @@
-//! The names and numbers of real jobs, of which valid requests are made.
+//! The names and numbers of real jobs, from which valid requests are generated.
 
 use std::{
     collections::BTreeMap,
@@ -15,11 +15,11 @@ pub(crate) struct Slice {
     pub(crate) index: u32,
     pub(crate) numel: usize,
     pub(crate) trains: bool,
-    /// The shard server that is its primary.
+    /// The index of the shard server that is its primary.
     pub(crate) shard: usize,
 }
 
-/// What the worker of a rank knows.
+/// The state of a rank, as its worker knows it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Member {
     pub(crate) job: String,
@@ -35,7 +35,7 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// A rank of the job, whose slices are at these shard servers.
+    /// Describes a rank of the job. `shards` contains the addresses of the shard servers.
     pub(crate) fn of(job: &Job, placed: &Description, shards: &[String]) -> Self {
         Self {
             job: job.spec().name.clone(),
@@ -66,7 +66,7 @@ fn slices(manifest: &Manifest, placed: &Description, shards: &[String]) -> Vec<S
     manifest.slices().iter().enumerate().filter_map(slice).collect()
 }
 
-/// Everything that a caller may know.
+/// The knowledge of the callers.
 #[derive(Debug)]
 pub(crate) struct Facts {
     /// The ranks of the jobs that may be disturbed.
@@ -94,22 +94,22 @@ impl Facts {
         self.lock().retain(|_, member| member.job != job);
     }
 
-    /// The job has a new version or epoch.
+    /// Updates the ranks of a job after a new version or epoch.
     pub(crate) fn update(&self, job: &str, change: impl Fn(&mut Member)) {
         self.lock().values_mut().filter(|member| member.job == job).for_each(change);
     }
 
-    /// A rank of any job that may be disturbed.
+    /// A random rank of the jobs that may be disturbed.
     pub(crate) fn any(&self, random: &mut Rng) -> Member {
         let members = self.lock();
         let chosen = members.values().nth(random.usize(..members.len().max(1)));
-        // A job may be created again at the moment.
+        // No rank is known while the jobs are being created again.
         chosen
             .cloned()
             .unwrap_or_else(|| Member { job: "fuzz/job0".to_owned(), ..Member::default() })
     }
 
-    /// A refusal tells which step, epoch or attempt is open.
+    /// Updates the facts from a refusal, which names the current step, epoch or attempt.
     pub(crate) fn learn(&self, refusal: &Error) {
         let moved = |member: &mut Member, version: u64| {
             if member.version != version {

@@ -1,5 +1,5 @@
-//! Messages of any type, from its descriptor: mostly valid values, which come from [`Facts`] by the
-//! name of the field, and sometimes values at the limits of the type.
+//! Generates messages of any type from their descriptors. Most values are valid and are chosen from
+//! [`Facts`] by the name of the field. Some are at the limits of their type.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use zeroshard_tests::synthetic;
 
 use crate::facts::{Facts, Member};
 
-/// The depth from which on fields of message types are left out.
+/// The depth at which fields of message types are omitted.
 const DEPTH: usize = 6;
 
 /// Generates messages on behalf of a rank.
@@ -23,7 +23,7 @@ pub(crate) struct Generator<'a> {
 }
 
 impl Generator<'_> {
-    /// Whether an event of this probability, in percent, happens.
+    /// Returns true with this probability in percent.
     pub(crate) fn chance(&mut self, percent: u32) -> bool {
         self.random.u32(..100) < percent
     }
@@ -32,7 +32,7 @@ impl Generator<'_> {
         self.random.choice(items.into_iter().collect::<Vec<_>>())
     }
 
-    /// A message, most of whose fields are set.
+    /// Generates a message with most of its fields set.
     pub(crate) fn message(&mut self, of: &MessageDescriptor, depth: usize) -> DynamicMessage {
         if of.full_name() == "zeroshard.v1.JobSpec" && self.chance(90) {
             return self.spec(of);
@@ -55,7 +55,7 @@ impl Generator<'_> {
         message
     }
 
-    /// A value for the field.
+    /// Generates a value for the field.
     pub(crate) fn value(&mut self, field: &FieldDescriptor, depth: usize) -> Value {
         if field.is_map() {
             let Kind::Message(entry) = field.kind() else { return Value::Map(HashMap::new()) };
@@ -78,7 +78,7 @@ impl Generator<'_> {
         Value::List((0..length).map(|_| self.single(field, depth)).collect())
     }
 
-    /// A single value of the field's type.
+    /// Generates a single value of the type of the field.
     pub(crate) fn single(&mut self, field: &FieldDescriptor, depth: usize) -> Value {
         match field.kind() {
             Kind::Message(of) => Value::Message(self.message(&of, depth + 1)),
@@ -95,7 +95,7 @@ impl Generator<'_> {
         }
     }
 
-    /// A valid number for a field of this name, if the meaning of the name is known.
+    /// Generates a number for a field of this name. It is valid if the name is known.
     fn number(&mut self, name: &str) -> u64 {
         let Member { job_id, rank, lease, world, epoch, version, attempt, .. } = self.member;
         match name {
@@ -113,12 +113,12 @@ impl Generator<'_> {
         }
     }
 
-    /// A valid text for a field of this name.
+    /// Generates a valid text for a field of this name.
     fn text(&mut self, name: &str) -> String {
         match name {
             "job" => self.member.job.clone(),
             "url" => self.facts.url.clone(),
-            // Nobody listens there.
+            // No process listens at this address.
             "address" => "127.0.0.1:9".to_owned(),
             "service" => "readiness".to_owned(),
             "optimizer_state" => {
@@ -136,7 +136,7 @@ impl Generator<'_> {
             .collect()
     }
 
-    /// The specification of a job whose name no other caller needs.
+    /// Generates the specification of a job with a name that no other caller needs.
     fn spec(&mut self, of: &MessageDescriptor) -> DynamicMessage {
         let optimizers = ["sgd", "adamw", "adafactor", "lamb", "asgd", "average", "nadam"];
         let name = self.one_of(optimizers).unwrap_or_default();
@@ -156,8 +156,8 @@ impl Generator<'_> {
         message
     }
 
-    /// A value of the field's type that servers rarely see: the limits of numbers, long and odd
-    /// texts, and unknown numbers of enums.
+    /// Generates an unusual value of the type of the field: the limits of numbers, long and odd
+    /// texts, and unknown enum values.
     pub(crate) fn odd(&mut self, field: &FieldDescriptor) -> Value {
         let choice = self.random.usize(..);
         match field.kind() {
@@ -196,7 +196,7 @@ impl Generator<'_> {
             6 => "127.0.0.1:0".to_owned(),
             7 => "[::1]:99999".to_owned(),
             8 => format!("{}/{}", self.facts.url, self.random.u32(..4)),
-            // The scheme is unknown.
+            // A URL with an unknown scheme.
             9 => "scheme://host/path".to_owned(),
             10 => self.facts.bystander.job.clone(),
             _ => self.member.job.clone(),

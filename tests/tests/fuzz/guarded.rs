@@ -15,7 +15,7 @@ use crate::input::Identity;
 
 /// The job that must not be disturbed.
 pub(crate) const BYSTANDER: &str = "bystander";
-/// The time that all calls may take to end after the last one was sent.
+/// The time limit for all calls to end after the last one was sent.
 const SETTLE: Duration = Duration::from_secs(60);
 
 const ROLES: [(&str, &str); 5] = [
@@ -63,12 +63,13 @@ impl Guarded {
         }
     }
 
-    /// What each process uses.
+    /// Measures the resources that each process uses.
     pub(crate) fn usage(&self) -> Vec<Usage> {
         self.processes().map(|(name, of)| Usage::of(name, of)).into()
     }
 
-    /// What each process uses when the metrics of all shard servers show the job of the bystander.
+    /// Waits until the metrics of all shard servers show the job of the bystander, and measures the
+    /// resources.
     pub(crate) async fn usage_with_a_job(&self) -> Vec<Usage> {
         let deadline = Instant::now() + SETTLE;
         loop {
@@ -81,9 +82,9 @@ impl Guarded {
         }
     }
 
-    /// Deletes all jobs except the bystander's, and waits until no call is open that has been
-    /// begun for the test, and the servers hold as much as at the `beginning`. Nothing may be sent
-    /// meanwhile. Returns what each process uses.
+    /// Deletes all jobs except the bystander's, and waits until all calls of the test have ended
+    /// and the servers hold as many bytes as at the `beginning`. No call may be sent meanwhile.
+    /// Returns the resources that each process uses.
     pub(crate) async fn rest(&self, beginning: &[Usage]) -> Vec<Usage> {
         let options = Options::default().token(Token::from("token-of-an-admin".to_owned()));
         let admin = Client::connect(self.cluster.address(), options).await.unwrap();
@@ -92,7 +93,7 @@ impl Guarded {
             let jobs = admin.status().await.unwrap().jobs;
             let others: Vec<_> = jobs.iter().filter(|job| job.name != BYSTANDER).collect();
             for job in &others {
-                // Another server may be opening it.
+                // The deletion may fail while a server opens the job, and is repeated.
                 let _ = admin.delete_job(&job.name).await;
             }
             let usage = self.usage();
@@ -107,7 +108,7 @@ impl Guarded {
     }
 }
 
-/// The token of calls.
+/// The token of an identity.
 pub(crate) fn token(identity: Identity) -> &'static str {
     match identity {
         Identity::Owner => "token-of-the-owner",
@@ -123,13 +124,13 @@ pub(crate) fn owner(timeout: Duration) -> Options {
     Options::default().timeout(timeout).token(token(Identity::Owner).to_owned().into())
 }
 
-/// What a process uses.
+/// The resources that a process uses.
 #[derive(Debug, Clone)]
 pub(crate) struct Usage {
     pub(crate) process: &'static str,
     pub(crate) memory: u64,
     pub(crate) files: usize,
-    /// The series of metrics that must return to their values.
+    /// The metric series that must return to their initial values.
     pub(crate) series: BTreeMap<String, String>,
 }
 
@@ -150,7 +151,7 @@ impl Usage {
         Self { process, memory: of.memory(), files, series }
     }
 
-    /// Whether the process holds parameters, optimizer state and gradients.
+    /// Whether the process holds the arrays of a job.
     fn holds_a_job(&self) -> bool {
         ["master", "state", "accumulator"].iter().all(|kind| {
             let bytes = self.series.get(&format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}"));
@@ -158,8 +159,9 @@ impl Usage {
         })
     }
 
-    /// The calls that are open beside those of the cluster itself and of the bystander (two control
-    /// streams, and the streams of two ranks), and the bytes that are not as at the `beginning`.
+    /// Describes the differences from the `beginning`: open calls, except those of the cluster
+    /// itself and of the bystander (two control streams, and the streams of two ranks), and other
+    /// numbers of bytes.
     fn changes(&self, beginning: &Self) -> Vec<String> {
         let expected = |name: &String| match name {
             name if !name.starts_with("zeroshard_requests_in_flight") => {

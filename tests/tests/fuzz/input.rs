@@ -1,5 +1,5 @@
-//! The input of one call: its frames, their times, its end, and its token. It depends only on the
-//! seed, the number of the call, and the facts.
+//! The input of one call: its frames, their timing, its end, and its token. The input depends only
+//! on the seed, the number of the call, and the facts.
 
 use std::time::Duration;
 
@@ -15,25 +15,25 @@ use crate::{
 /// How a caller ends its side of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// After the last message.
+    /// The caller ends its side after the last message.
     Complete,
-    /// It sends nothing more, and waits for the answer.
+    /// The caller sends nothing more, and waits for the answer.
     Stalled,
-    /// It resets the stream.
+    /// The caller resets the stream.
     Reset,
 }
 
-/// Whose token a call carries.
+/// The owner of the token that a call carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Identity {
-    /// May use the jobs that may be disturbed.
+    /// A user who may use the jobs that may be disturbed.
     Owner,
-    /// May read them.
+    /// A user who may read these jobs.
     Reader,
     Server,
-    /// A token that no server knows.
+    /// A caller with a token that no server knows.
     Stranger,
-    /// No token.
+    /// A caller without a token.
     Nobody,
 }
 
@@ -45,24 +45,25 @@ pub(crate) struct Input {
     pub(crate) rpc: usize,
     pub(crate) path: String,
     pub(crate) identity: Identity,
-    /// The gRPC frames: five bytes, then a message.
+    /// The gRPC frames: a prefix of five bytes, then a message.
     pub(crate) frames: Vec<Vec<u8>>,
     /// The pause before each frame.
     pub(crate) pauses: Vec<Duration>,
     pub(crate) ending: Ending,
-    /// The deadline that the call carries; otherwise the caller cancels it after [`Self::limit`].
+    /// Whether the call carries [`Self::limit`] as its deadline. Otherwise the caller cancels it
+    /// after this time.
     pub(crate) has_deadline: bool,
     pub(crate) limit: Duration,
 }
 
 impl Input {
-    /// The input of the call with this number, to the shard server or worker with the number
-    /// `server`.
+    /// Generates the input of the call with this number to the target `of`.
     pub(crate) fn new(seed: u64, number: u64, calls: &[Rpc], of: &Target, facts: &Facts) -> Self {
         let mut random = Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ number);
         let rpc = choose(&mut random, calls, of.serves);
         let called = &calls[rpc];
-        // A server that registers is trusted, so it does not know the jobs of others.
+        // A server that registers is trusted, so the test does not let it act on the bystander's
+        // job.
         let is_attack = called.method.name() != "Serve" && random.u32(..100) < 5;
         let member = if is_attack { facts.bystander.clone() } else { facts.any(&mut random) };
         let mut generator = Generator { random, member, facts };
@@ -90,20 +91,20 @@ impl Input {
     }
 }
 
-/// The process that is called.
+/// A process that is called.
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
     pub(crate) address: String,
     pub(crate) serves: Server,
-    /// The number of the shard server or worker.
+    /// The index of the shard server or worker.
     pub(crate) number: usize,
 }
 
-/// The calls that are sent seldom.
+/// The calls that are sent rarely.
 const RARE: [&str; 3] = ["Serve", "DeleteJob", "Leave"];
 
-/// Chooses a call that the server offers. Some are rare: jobs are placed on servers that are
-/// registered, and most calls are about jobs and ranks that exist.
+/// Chooses a call that the server offers. Calls that register servers or remove jobs and ranks are
+/// rare, so that most calls concern existing jobs and ranks.
 fn choose(random: &mut Rng, calls: &[Rpc], serves: Server) -> usize {
     loop {
         let rpc = random.usize(..calls.len());
@@ -132,7 +133,7 @@ impl Generator<'_> {
         Duration::from_millis(millis)
     }
 
-    /// The frames of a call. `plan` (0 to 99) chooses what is wrong with them.
+    /// Generates the frames of a call. `plan` (0 to 99) selects their faults.
     fn frames(&mut self, calls: &[Rpc], rpc: &Rpc, server: usize, plan: u32) -> Vec<Vec<u8>> {
         let other = self.one_of(calls).filter(|_| (80..85).contains(&plan));
         let mut messages = self.messages(other.unwrap_or(rpc), server);
@@ -156,7 +157,7 @@ impl Generator<'_> {
         frames
     }
 
-    /// Messages that are missing, repeated, or in another order.
+    /// Removes, repeats or reorders messages.
     fn reorder<T: Clone>(&mut self, messages: &mut Vec<T>) {
         let length = messages.len();
         match self.random.u32(..5) {
@@ -168,7 +169,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Wrong lengths and flags of gRPC's frames, and frames that are cut off.
+    /// Corrupts the length or the flag of a gRPC frame, or truncates it.
     fn corrupt_frame(&mut self, frames: &mut Vec<Vec<u8>>) {
         let index = self.random.usize(..frames.len().max(1));
         let choice = self.random.u32(..7);

@@ -1,4 +1,4 @@
-//! The jobs of the test: those that the calls are about, and one that must not be disturbed.
+//! The jobs of the test: the targets of the calls, and one job that must not be disturbed.
 
 use std::{
     sync::Arc,
@@ -17,7 +17,7 @@ use crate::{
     guarded::{BYSTANDER, owner},
 };
 
-/// How long a job lasts that the calls are about.
+/// The lifetime of a job that is a target of the calls.
 const LIFE: Duration = Duration::from_secs(6);
 /// The time limit of each call for such a job.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -33,7 +33,8 @@ fn tensors() -> Vec<TensorSpec> {
     ]
 }
 
-/// The specifications of the jobs: one worker and checkpoints, two workers and replicas, a group.
+/// The specifications of these jobs: one worker with checkpoints, two workers with replicas, and a
+/// group.
 fn spec(number: usize, url: &str) -> JobSpec {
     let name = format!("fuzz/job{number}");
     let optimizer = ["adamw", "sgd", "average"][number % 3].parse().unwrap();
@@ -56,8 +57,8 @@ fn spec(number: usize, url: &str) -> JobSpec {
     }
 }
 
-/// Creates a job again and again, and makes its ranks known, until `stop`. Calls end it at any
-/// time, so errors are expected.
+/// Creates a job repeatedly until `stop`, and adds its ranks to the facts. Calls can end the job at
+/// any time, so errors are expected.
 pub(crate) async fn keep(
     number: usize,
     address: String,
@@ -78,7 +79,7 @@ pub(crate) async fn keep(
 
 async fn live(spec: &JobSpec, address: &str, shards: &[String], facts: &Facts) -> Result<()> {
     let client = Client::connect(address, owner(PATIENCE)).await?;
-    // A job of an earlier life may exist.
+    // The previous job may still exist.
     let _ = client.delete_job(&spec.name).await;
     client.create_job(spec).await?;
     let ranks = (0..spec.world).map(|rank| client.join(&spec.name, rank));
@@ -98,7 +99,7 @@ async fn live(spec: &JobSpec, address: &str, shards: &[String], facts: &Facts) -
             sleep(Duration::from_millis(50)).await;
         }
         if spec.group_size == 1 {
-            // Calls may have taken its part in the step.
+            // A call may have committed in place of this rank.
             let step = client.describe_job(&spec.name).await?.version.unwrap_or_default();
             let _ = join_all(ranks.iter().map(|rank| training::step(rank, step))).await;
         }
@@ -109,7 +110,7 @@ async fn live(spec: &JobSpec, address: &str, shards: &[String], facts: &Facts) -
 pub(crate) struct Bystander {
     ranks: Vec<Job>,
     pause: Duration,
-    /// The next step. While it is locked, no step is made.
+    /// The number of the next step. A holder of the lock prevents further steps.
     pub(crate) step: Mutex<u64>,
 }
 
@@ -126,7 +127,7 @@ fn bystander() -> JobSpec {
 }
 
 impl Bystander {
-    /// Creates the job. `pause` comes after each step.
+    /// Creates the job, which pauses for `pause` after each step.
     pub(crate) async fn start(address: &str, pause: Duration) -> Self {
         let spec = bystander();
         let client = Client::connect(address, options()).await.unwrap();
@@ -171,7 +172,7 @@ impl Bystander {
         }
     }
 
-    /// Asserts that the job has the values of one that nothing has disturbed.
+    /// Asserts that the job has the same values as an undisturbed job.
     pub(crate) async fn check(self, address: &str) {
         let steps = self.step.into_inner();
         let found = self.ranks[0].state_hash(steps).await.unwrap();
@@ -181,7 +182,10 @@ impl Bystander {
         let began = Instant::now();
         let calm = Training { steps, options: options(), ..Training::new(bystander()) };
         let calm = calm.run(address).await.unwrap();
-        eprintln!("the bystander has made {steps} steps; again, alone, in {:?}", began.elapsed());
+        eprintln!(
+            "the bystander has made {steps} steps; a repetition without calls took {:?}",
+            began.elapsed()
+        );
         assert_eq!(found, calm.hash, "the bystander's job was disturbed");
     }
 }

@@ -1,4 +1,4 @@
-//! Whether an answer is as the protocol says: in time, typed, and of bounded size.
+//! Judges whether an answer follows the protocol: it is in time, typed, and of bounded size.
 
 use http::HeaderMap;
 use tonic::{Code, Status};
@@ -8,17 +8,17 @@ use zeroshard_proto::error::DOMAIN;
 
 use crate::call::Answer;
 
-/// The maximum size of the text of an error, in bytes, and of its headers, in bytes.
+/// The maximum sizes of the text of an error and of its headers, in bytes.
 const MAX_TEXT: usize = 1100;
 const MAX_HEADERS: usize = 16 << 10;
 
-/// The errors of the gRPC library about calls that are not gRPC, for which it has fixed codes.
+/// The untyped errors of the gRPC library for calls that violate gRPC.
 const TRANSPORT: [(Code, &str); 9] = [
     (Code::Cancelled, "Timeout expired"),
     (Code::Internal, "protocol error: received message with"),
     (Code::Internal, "Unexpected EOF decoding stream"),
     (Code::Internal, "Missing request message"),
-    // Of the services for health and reflection.
+    // This error comes from the services for health and reflection.
     (Code::Internal, "failed to decode Protobuf message"),
     (Code::Unimplemented, "Content is compressed"),
     (Code::OutOfRange, "Error, decoded message length too large"),
@@ -26,26 +26,28 @@ const TRANSPORT: [(Code, &str); 9] = [
     (Code::Cancelled, "h2 protocol error: http2 error"),
 ];
 
-/// What a call ended with.
+/// The judgement of an answer.
 #[derive(Debug)]
 pub(crate) enum Verdict {
     Answered,
     /// A typed error of a server.
     Refused(Error),
-    /// An error of the gRPC library or of another service, the end of the caller, or of its
-    /// connection.
+    /// An error of the gRPC library or of another service, or a call that was cancelled or
+    /// disconnected.
     Ended,
     /// A fault of the server.
     Fault(String),
 }
 
-/// Judges the answer to a call of the service `path`.
+/// Judges the answer to a call of `path`.
 pub(crate) fn judge(path: &str, answer: &Answer) -> Verdict {
     match answer {
         Answer::Status(headers) => judge_status(path, headers),
         Answer::Cancelled(1..) => Verdict::Answered,
         Answer::Cancelled(0) | Answer::Broken(_) => Verdict::Ended,
-        Answer::Late => Verdict::Fault("the call was not ended within its deadline".to_owned()),
+        Answer::Late => {
+            Verdict::Fault("the server did not end the call within its deadline".to_owned())
+        }
     }
 }
 

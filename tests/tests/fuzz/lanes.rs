@@ -1,4 +1,4 @@
-//! Sends calls to all servers at the same time.
+//! Sends calls to all servers concurrently.
 
 use std::{
     collections::BTreeMap,
@@ -26,13 +26,13 @@ use crate::{
     workers::Workers,
 };
 
-/// The number of calls to each target at the same time.
+/// The number of concurrent calls to each target.
 const LANES: usize = 3;
-/// The pause after a connection was refused or has broken.
+/// The pause after a refused or broken connection.
 const PAUSE: Duration = Duration::from_millis(10);
-/// The number of bytes of a frame that the report of a fault shows.
+/// The number of bytes of a frame, and of an answer, in the report of a fault.
 const SHOWN: usize = 2048;
-/// The number of bytes of the text of a fault by which faults are told apart.
+/// The number of bytes of the text by which faults are distinguished.
 const KIND: usize = 90;
 
 /// The calls of a test.
@@ -52,10 +52,10 @@ impl Fuzz {
         Self { seed, facts, targets, calls, counts, next: AtomicU64::new(0) }
     }
 
-    /// Sends calls for this time.
+    /// Sends calls for this duration.
     ///
     /// # Panics
-    /// If an answer is not as the protocol says, after it has printed the input.
+    /// If an answer violates the protocol. The message contains the input.
     pub(crate) async fn run(&mut self, time: Duration) {
         let (stop, until) = (CancellationToken::new(), Instant::now() + time);
         let counts = Mutex::new(std::mem::take(&mut self.counts));
@@ -83,7 +83,7 @@ impl Fuzz {
         assert!(faults.is_empty(), "{}", faults.join("\n\n"));
     }
 
-    /// Sends one call after the other, and notes the first fault of each kind.
+    /// Sends one call after the other, and records the first fault of each kind.
     async fn lane(
         &self,
         place: Place<'_>,
@@ -109,7 +109,7 @@ impl Fuzz {
             let stays_open = self.calls[input.rpc].method.is_server_streaming();
             let answer = connection.call(&input, token(input.identity), stays_open).await;
             if matches!(answer, Answer::Broken(_)) {
-                // A worker may not listen yet.
+                // A restarted worker may not listen yet.
                 sleep(PAUSE).await;
             }
             let verdict = judge(&input.path, &answer);
@@ -142,9 +142,9 @@ impl Fuzz {
     }
 }
 
-/// Where a lane sends its calls.
+/// The target of a lane.
 enum Place<'a> {
     Fixed(Target),
-    /// A worker that runs at the moment.
+    /// A worker that is running at the time of the call.
     Worker(&'a Workers),
 }

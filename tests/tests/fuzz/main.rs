@@ -1,10 +1,11 @@
-//! Calls of every RPC with wrong input, to the shipped binaries: nothing panics, no call outlives
-//! its deadline, errors are typed and short, another job is not disturbed, and nothing grows.
+//! Sends invalid input to every RPC of the shipped binaries, and checks that no process panics, no
+//! call outlives its deadline, errors are typed and short, another job is not disturbed, and no
+//! process uses more memory or files in the end.
 //!
-//! The messages are generated from the descriptors of the protocol, so that fields and calls are
-//! covered that are added later. `tests/run` runs this for a minute, and `tests/run long` for half
-//! an hour. `LIVE_FUZZ_SECONDS` changes the time, and `LIVE_FUZZ_SEED` the input. The input of a
-//! call depends on the seed, its number, and the ids and steps of the jobs at that moment.
+//! The messages are generated from the descriptors of the protocol, so that future fields and calls
+//! are covered. `tests/run` runs this test for a minute, and `tests/run long` runs it for half an
+//! hour. `LIVE_FUZZ_SECONDS` sets the duration, and `LIVE_FUZZ_SEED` sets the seed. The input of a
+//! call depends on the seed, its number, and the current ids and steps of the jobs.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -35,14 +36,14 @@ use input::{Input, Target};
 use lanes::Fuzz;
 use schema::Server;
 
-/// The part of the time after which the first measurement is made.
+/// The share of the duration after which the first measurement is made.
 const WARM_UP: f64 = 0.3;
-/// The number of steps of the bystander, at most: they are repeated at the end.
+/// The maximum number of steps of the bystander. All of them are repeated at the end.
 const STEPS: f64 = 6000.0;
-/// The growth of memory that is allowed: fragmentation.
+/// The permitted growth of memory, because of fragmentation: a factor, and a number of bytes.
 const GROWTH: f64 = 1.15;
 const MORE_BYTES: u64 = 16 << 20;
-/// The growth of the number of open files that is allowed: connections that are being closed.
+/// The permitted growth of the number of open files, because connections may still be closing.
 const MORE_FILES: usize = 16;
 
 fn variable(name: &str, default: u64) -> u64 {
@@ -50,8 +51,8 @@ fn variable(name: &str, default: u64) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "it takes a minute or more: see tests/run"]
-async fn servers_withstand_wrong_input_to_every_call_and_nothing_grows() {
+#[ignore = "takes a minute or more; tests/run runs it"]
+async fn servers_withstand_invalid_input_to_every_call_without_leaks() {
     let seconds = variable("LIVE_FUZZ_SECONDS", 60);
     let seed = variable("LIVE_FUZZ_SEED", 1);
     eprintln!("LIVE_FUZZ_SEED={seed} LIVE_FUZZ_SECONDS={seconds}");
@@ -78,7 +79,7 @@ async fn servers_withstand_wrong_input_to_every_call_and_nothing_grows() {
     };
     let (usage, ()) = tokio::join!(disturb, bystander.train(&stop));
     guarded.assert_alive();
-    status.finish("calls with wrong input");
+    status.finish("calls with invalid input");
     check(&usage.0, &usage.1);
     fuzz.counts.check();
     bystander.check(&address).await;
@@ -145,10 +146,14 @@ fn every_field_of_every_message_is_set_by_some_input() {
         }
     }
     let missing: Vec<_> = all.difference(&set).collect();
-    assert!(all.len() > 200 && missing.is_empty(), "of {} fields, never: {missing:?}", all.len());
+    assert!(
+        all.len() > 200 && missing.is_empty(),
+        "of {} fields, these are never set: {missing:?}",
+        all.len()
+    );
 }
 
-/// Where calls are sent.
+/// The processes that are called.
 fn targets(guarded: &Guarded) -> Vec<Target> {
     let target = |serves, number, of: &zeroshard_tests::Process| {
         let address = of.address().to_owned();
@@ -158,7 +163,7 @@ fn targets(guarded: &Guarded) -> Vec<Target> {
     let shards = cluster.shards.iter().enumerate();
     let shards = shards.map(|(number, shard)| target(Server::Shard, number, shard));
     let coordinator = target(Server::Coordinator, 0, &cluster.coordinator);
-    // The coordinator has most of the calls.
+    // The coordinator is listed twice, because it serves most of the RPCs.
     [coordinator.clone(), coordinator].into_iter().chain(shards).collect()
 }
 
@@ -171,7 +176,7 @@ async fn at_rest(
     guarded.rest(beginning).await
 }
 
-/// Asserts that no process uses more than before.
+/// Asserts that no process uses more memory or files than before.
 fn check(before: &[Usage], after: &[Usage]) {
     for (before, after) in before.iter().zip(after) {
         let (process, mib) = (before.process, |bytes: u64| bytes >> 20);
@@ -184,7 +189,10 @@ fn check(before: &[Usage], after: &[Usage]) {
             files.0,
             files.1
         );
-        assert!(is <= (was as f64 * GROWTH) as u64 + MORE_BYTES, "the memory of {process}");
-        assert!(files.1 <= files.0 + MORE_FILES, "the open files of {process}");
+        assert!(
+            is <= (was as f64 * GROWTH) as u64 + MORE_BYTES,
+            "the memory of {process} has grown"
+        );
+        assert!(files.1 <= files.0 + MORE_FILES, "the open files of {process} have grown");
     }
 }

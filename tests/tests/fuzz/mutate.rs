@@ -1,14 +1,14 @@
-//! Changes of messages, of any type, and of their encoded form.
+//! Mutates messages of any type, and their encoded form.
 
 use prost_reflect::{DynamicMessage, FieldDescriptor, Kind, ReflectMessage, Value};
 
 use crate::generate::Generator;
 
-/// The number of elements to which a mutation extends a list, seldom.
+/// The number of elements to which a rare mutation extends a list.
 const MANY: usize = 20_000;
 
 impl Generator<'_> {
-    /// Changes the message, or a message in it, in one way.
+    /// Makes one change to the message, or to a message in it.
     pub(crate) fn mutate(&mut self, message: &mut DynamicMessage) {
         if self.chance(60)
             && let Some(inner) = self.inner(message)
@@ -35,7 +35,7 @@ impl Generator<'_> {
         }
     }
 
-    /// A message in the message.
+    /// A random message that is nested in the message.
     fn inner<'m>(&mut self, message: &'m mut DynamicMessage) -> Option<&'m mut DynamicMessage> {
         let inner = message.fields_mut().flat_map(|(_, value)| match value {
             Value::Message(inner) => vec![inner],
@@ -81,9 +81,10 @@ impl Generator<'_> {
         }
     }
 
-    /// Changes the bytes of an encoded message.
+    /// Corrupts the bytes of an encoded message.
     pub(crate) fn corrupt(&mut self, bytes: &mut Vec<u8>) {
-        // Files are written only below the directory of the test.
+        // Messages with the URL of the test's directory are not corrupted, so that servers write no
+        // files elsewhere.
         let url = self.facts.url.as_bytes();
         if bytes.windows(url.len()).any(|part| part == url) {
             return;

@@ -1,4 +1,4 @@
-//! The calls that the servers offer, and the messages of these calls, as their descriptors say.
+//! The calls that the servers offer and the messages of these calls, from their descriptors.
 
 use prost_reflect::{DescriptorPool, MethodDescriptor};
 use zeroshard_proto::pb;
@@ -9,7 +9,7 @@ pub(crate) enum Server {
     Coordinator,
     Shard,
     Worker,
-    /// The coordinator and the shard servers.
+    /// The coordinator and the shard servers serve the call.
     Any,
 }
 
@@ -21,7 +21,7 @@ pub(crate) struct Rpc {
     pub(crate) server: Server,
 }
 
-/// All messages of the protocol, and of the services for health and reflection.
+/// The descriptors of the protocol and of the services for health and reflection.
 pub(crate) fn pool() -> DescriptorPool {
     let mut pool = DescriptorPool::decode(pb::FILE_DESCRIPTOR_SET).unwrap();
     pool.decode_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET).unwrap();
@@ -29,10 +29,10 @@ pub(crate) fn pool() -> DescriptorPool {
     pool
 }
 
-/// All calls, also those that are added to the protocol later.
+/// All calls in the descriptors, so that future calls are included.
 ///
 /// # Panics
-/// For a service of which it is not known who serves it.
+/// If the process that serves a service is not known.
 pub(crate) fn calls(pool: &DescriptorPool) -> Vec<Rpc> {
     let calls = pool.services().flat_map(|service| service.methods().collect::<Vec<_>>());
     let call = |method: MethodDescriptor| {
@@ -42,7 +42,7 @@ pub(crate) fn calls(pool: &DescriptorPool) -> Vec<Rpc> {
             "zeroshard.v1.ShardService" | "zeroshard.v1.DataService" => Server::Shard,
             "zeroshard.v1.WorkerService" => Server::Worker,
             "grpc.health.v1.Health" | "grpc.reflection.v1.ServerReflection" => Server::Any,
-            other => panic!("which process serves {other}? Add it here, so that it is fuzzed"),
+            other => panic!("the process that serves {other} is not known; add the service here"),
         };
         Rpc { path: format!("/{service}/{}", method.name()), method, server }
     };

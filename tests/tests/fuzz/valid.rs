@@ -1,4 +1,4 @@
-//! Requests that a server accepts, where this takes more than fields with valid values.
+//! Generates requests that need consistent fields, in addition to valid values, to be accepted.
 
 use prost_reflect::{DynamicMessage, MessageDescriptor};
 use zeroshard_proto::pb::{self, push_begin::Contents, serve_request::Event};
@@ -7,7 +7,7 @@ use zeroshard_tests::stock;
 use crate::{facts::Slice, generate::Generator, schema::Rpc};
 
 impl Generator<'_> {
-    /// The messages of a call, to the server with this number.
+    /// Generates the messages of a call to the server with this number.
     pub(crate) fn messages(&mut self, rpc: &Rpc, server: usize) -> Vec<DynamicMessage> {
         let of = rpc.method.input();
         match rpc.method.full_name() {
@@ -72,7 +72,8 @@ impl Generator<'_> {
         }
     }
 
-    /// A server that has no room for a job, most of the time: jobs that it is given do not begin.
+    /// Generates the registration of a server. In most cases the server has no room for a job,
+    /// because jobs on it do not start.
     fn serve(&mut self, of: &MessageDescriptor) -> Vec<DynamicMessage> {
         let bytes = if self.chance(90) { 0 } else { 1 << 20 };
         let hello = pb::Hello {

@@ -1,5 +1,5 @@
-//! Two workers that train with collectives. Wrong messages may end them with an error, because
-//! workers trust each other; they are then started again. They must not panic.
+//! Two workers that train with collectives. An invalid message may end them with an error, because
+//! workers trust each other. They are then started again. They must not panic.
 
 use std::{
     io::Read,
@@ -21,15 +21,15 @@ use crate::{
 
 /// The job of the workers.
 const JOB: &str = "fuzz/workers";
-/// The text that the model learns: sources of this project.
+/// The training text: sources of this project.
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src/frame");
-/// A small model, so that the servers have most of the processors.
+/// The flags of a small model, which leaves most of the processor time to the servers.
 const FLAGS: &str = "--quiet --group 2 --data-parallel 2 --shards 1 --width 8 --heads 1 --blocks 1 \
                      --context 16 --batch 2 --steps 1000000 --sample-chars 0 --timeout 20";
 /// The pause before workers are started again.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// The workers that run at the moment.
+/// The running workers.
 pub(crate) struct Workers {
     coordinator: String,
     out: TempDir,
@@ -47,7 +47,7 @@ impl Workers {
         Self { coordinator: coordinator.to_owned(), out, running: Mutex::default() }
     }
 
-    /// A worker that runs.
+    /// Returns a running worker, and restarts workers that have ended.
     pub(crate) async fn target(&self) -> Target {
         let mut running = self.running.lock().await;
         let has_ended = |one: &mut Running| one.process.try_wait().unwrap().is_some();
@@ -70,7 +70,7 @@ impl Workers {
     fn worker(&self, rank: usize) -> Running {
         let address = unused();
         let out = self.out.path().join(rank.to_string());
-        // The servers and the bystander come first.
+        // Workers have a low priority, so that they do not delay the servers and the bystander.
         let mut command = Command::new("nice");
         command.args(["-n", "19"]).arg(binary("zeroshard-worker")).arg("train");
         command.args(FLAGS.split_whitespace()).args(["--data", TEXT, "--job", JOB]);
@@ -92,7 +92,7 @@ impl Workers {
 impl Running {
     /// Ends the process, and asserts that nothing in it has panicked.
     fn end(mut self) {
-        // This fails only if the process has already ended.
+        // An error means that the process has already ended.
         let _ = self.process.kill();
         let mut text = String::new();
         self.process.stderr.take().unwrap().read_to_string(&mut text).unwrap();
@@ -106,7 +106,7 @@ impl Running {
     }
 }
 
-/// An address on which no process listens.
+/// Finds an address on which no process listens.
 fn unused() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().to_string()

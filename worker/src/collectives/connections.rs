@@ -45,8 +45,8 @@ pub struct Options {
     pub deadline: Duration,
     /// The token of the cluster. Calls without it are refused.
     pub token: Token,
-    /// The encryption of all connections. A peer with a certificate of the same role needs no
-    /// token.
+    /// The TLS configuration of all connections. A peer whose certificate has the same role needs
+    /// no token.
     pub tls: Option<Tls>,
 }
 
@@ -106,7 +106,7 @@ impl Listening {
     ///
     /// # Errors
     /// [`ClusterError::Unavailable`] if the address cannot be bound, and [`ClusterError::Invalid`]
-    /// for a token that is not valid in a header, and for TLS without a certificate.
+    /// for a token that is not valid in an HTTP header, or for TLS without a certificate.
     pub fn bind(runtime: &Handle, options: Options) -> Result<Self> {
         let gate = Gate::new(&options)?;
         let acceptor = Acceptor::new(options.tls.clone())?;

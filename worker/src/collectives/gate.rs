@@ -1,4 +1,4 @@
-//! Which peers may call a worker.
+//! Access control for calls from peers to a worker.
 
 use tonic::Request;
 use zeroshard_proto::token::Bearer;
@@ -7,7 +7,8 @@ use zeroshard_proto::{Error, Result, Role};
 
 use super::connections::Options;
 
-/// Accepts the calls of peers that have the token of this worker, or a certificate with its role.
+/// Accepts calls from peers that have the token of this worker, or a certificate with the same
+/// role.
 #[derive(Debug, Clone)]
 pub(super) struct Gate {
     bearer: Option<Bearer>,
@@ -18,7 +19,7 @@ pub(super) struct Gate {
 
 impl Gate {
     /// # Errors
-    /// [`Error::Invalid`] for a token that no header can carry.
+    /// [`Error::Invalid`] for a token that is not valid in an HTTP header.
     pub(super) fn new(options: &Options) -> Result<Self> {
         let tls = options.tls.as_ref();
         let role = tls.and_then(|tls| tls.role());
@@ -26,12 +27,12 @@ impl Gate {
     }
 
     /// # Errors
-    /// [`Error::Unauthenticated`], and [`Error::Tls`] for a connection that is not encrypted.
+    /// [`Error::Unauthenticated`], or [`Error::Tls`] for a connection that is not encrypted.
     pub(super) fn check(&self, call: &Request<()>) -> Result<()> {
         let security = call.extensions().get().map_or(Security::Plain, PeerSecurity::get);
         match (security, &self.bearer) {
             (Security::Plain, _) if self.is_encrypted => {
-                let cause = "it only accepts encrypted connections; set --tls-ca".to_owned();
+                let cause = "it accepts only encrypted connections; set --tls-ca".to_owned();
                 Err(Error::Tls { peer: "this worker".to_owned(), cause })
             }
             (Security::Encrypted { role: Some(role) }, _) if Some(&role) == self.role.as_ref() => {

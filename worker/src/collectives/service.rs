@@ -17,7 +17,7 @@ use super::mailbox::{Channel, Key, Mail, Mailbox};
 /// The maximum number of elements in a message (4 GiB).
 const MAX_ELEMENTS: u64 = 1 << 30;
 
-/// The number of elements of a message for which there is memory before they arrive (4 MiB).
+/// The maximum number of elements (4 MiB) for which memory is allocated before they arrive.
 const FIRST_ELEMENTS: usize = 1 << 20;
 
 /// The rank of a worker, and the number of ranks.
@@ -79,7 +79,7 @@ impl Service {
         }
         let elements = header.elements as usize;
         let expected = if header.over_nccl { 0 } else { 4 * elements };
-        // The memory grows with what arrives, and not with what the header says.
+        // The memory grows with the received data, and not with the size in the header.
         let mut data: Vec<f32> = Vec::with_capacity((expected / 4).min(FIRST_ELEMENTS));
         let mut at = 0;
         let wrong = |found: usize| {

@@ -36,9 +36,9 @@ pub fn of_rank(rank: u32) -> Result<Device> {
     Ok(Device::new(gpu))
 }
 
-/// Has all threads use one CUDA stream. With a stream for each thread, CubeCL 0.10 returns the
-/// memory of a tensor to the thread that made it while kernels of other threads still read it:
-/// training with tensors that were uploaded by another thread was wrong on an H100.
+/// Makes all threads use one CUDA stream. With a stream for each thread, CubeCL 0.10 returns the
+/// memory of a tensor to the thread that created it while kernels of other threads still read it.
+/// On an H100, training with tensors that another thread had uploaded gave wrong results.
 #[cfg(feature = "cuda")]
 fn use_one_stream() {
     use std::sync::Once;
@@ -49,7 +49,7 @@ fn use_one_stream() {
     CONFIGURED.call_once(|| {
         let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
         config.streaming.max_streams = 1;
-        // Unlike `set`, this does not panic if the configuration has been read before.
+        // Unlike `set`, this assignment does not panic if the configuration has already been read.
         *CubeClRuntimeConfig::storage().lock() = Some(config.into());
     });
 }

@@ -33,7 +33,7 @@ pub fn run(flags: &Train) -> Result<()> {
         plan.token = Token::random()?;
     }
     if flags.address.is_none() {
-        // Nothing leaves this machine.
+        // All connections stay on this machine.
         plan.tls = None;
     }
     // The text is read here even if other processes will train, so that a wrong folder is reported

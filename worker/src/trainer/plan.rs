@@ -60,7 +60,7 @@ pub struct Plan {
     pub connect_timeout: Duration,
     /// The token of the cluster.
     pub token: Token,
-    /// The encryption of the connections to the cluster and to other workers.
+    /// The TLS configuration of the connections to the cluster and to other workers.
     pub tls: Option<Tls>,
     /// The address at which a worker listens for the other ranks of its replica or group.
     pub listen: SocketAddr,

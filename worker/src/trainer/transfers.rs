@@ -49,7 +49,7 @@ pub struct Parameters<'a, S> {
     pulling: VecDeque<(Vec<usize>, Task<Vec<Pulled>>)>,
 }
 
-/// The values of a parameter, and their share of the memory.
+/// The values of a parameter, and their lease of the memory budget.
 type Pulled = (Buffer, Lease);
 
 struct Resident {
@@ -110,8 +110,9 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
                 .pop_front()
                 .expect("a tensor that was prefetched is resident or being pulled");
             for (Buffer { tensor, values, .. }, lease) in wait(&self.link.runtime, task)? {
-                // On a GPU, each thread has its own queue and memory: what another thread has made
-                // could be overwritten while kernels of this thread still read it.
+                // The upload happens on this thread: on a GPU, each thread may have its own queue
+                // and memory, and the memory of a tensor that another thread has created could be
+                // overwritten while kernels of this thread still read it.
                 let leaf = leaf(values, self.network.device());
                 self.resident[tensor] = Some(Resident { leaf, _lease: lease });
             }

@@ -1,4 +1,4 @@
-//! The side of the connection that dials.
+//! TLS on the side that opens the connection.
 
 use std::{future::poll_fn, io, pin::Pin};
 
@@ -10,7 +10,8 @@ use super::Tls;
 use crate::{Error, Result};
 
 impl Tls {
-    /// Encrypts a connection to `address`, `host:port`, whose certificate must be for this host.
+    /// Encrypts a connection to `address` (`host:port`). The certificate of the server must be
+    /// valid for this host.
     ///
     /// # Errors
     /// [`Error::Tls`] if one side does not trust the other, and [`Error::Unavailable`] if the
@@ -27,8 +28,9 @@ impl Tls {
         let connector = TlsConnector::from(self.client_config());
         let failed = |error| failure(&error, address);
         let mut stream = connector.connect(name, stream).await.map_err(failed)?;
-        // A server checks the certificate of a client after the client has finished. What it
-        // sends first, its HTTP/2 settings, shows that it has accepted the certificate.
+        // In TLS 1.3, the server verifies the certificate of the client after the handshake has
+        // finished for the client. The first bytes of the server, its HTTP/2 settings, show that it
+        // has accepted the certificate.
         let first = poll_fn(|cx| Pin::new(&mut stream).poll_fill_buf(cx).map_ok(<[u8]>::is_empty));
         match first.await {
             Ok(false) => Ok(stream),
@@ -48,7 +50,7 @@ fn failure(error: &io::Error, address: &str) -> Error {
     Error::Tls { peer, cause: explain(found) }
 }
 
-/// What is wrong, and what to do.
+/// The cause of a failed handshake, and its remedy.
 fn explain(error: &rustls::Error) -> String {
     use rustls::Error::{AlertReceived, InvalidCertificate, InvalidMessage as BadMessage};
     let (found, remedy) = match error {
@@ -57,11 +59,11 @@ fn explain(error: &rustls::Error) -> String {
             ("it refuses our certificate, which has expired".to_owned(), "issue a new one")
         }
         AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => (
-            "it refuses our certificate, because it does not know its authority".to_owned(),
-            "set --tls-cert to a certificate that the authority of the cluster has signed",
+            "it refuses our certificate, because it does not trust its authority".to_owned(),
+            "set --tls-cert to a certificate from the authority of the cluster",
         ),
         AlertReceived(alert) => {
-            (format!("it refuses the connection ({alert:?})"), "its log has the reason")
+            (format!("it refuses the connection ({alert:?})"), "see its log for the reason")
         }
         BadMessage(InvalidMessage::InvalidContentType | InvalidMessage::UnknownProtocolVersion) => {
             (
@@ -80,9 +82,10 @@ fn explain_certificate(cause: &CertificateError) -> String {
         NotValidYet, NotValidYetContext, UnknownIssuer,
     };
     let (found, remedy) = match cause {
-        // The other authority may have the same name.
+        // A signature is also invalid if another authority has the same name.
         UnknownIssuer | BadSignature => (
-            "an authority that --tls-ca does not name has signed its certificate".to_owned(),
+            "its certificate is signed by an authority that is not in the file of --tls-ca"
+                .to_owned(),
             "set --tls-ca to the authority of the cluster",
         ),
         Expired | ExpiredContext { .. } => {
@@ -97,11 +100,11 @@ fn explain_certificate(cause: &CertificateError) -> String {
                 presented.join(", "),
                 expected.to_str()
             ),
-            "dial one of these names, or issue a certificate for the dialled one",
+            "connect to one of these names, or issue a certificate for the name that you use",
         ),
         NotValidForName => (
             "its certificate is for another name".to_owned(),
-            "dial a name of the certificate, or issue one for the dialled name",
+            "connect to a name in the certificate, or issue one for the name that you use",
         ),
         other => (format!("its certificate is invalid ({other})"), "issue a new one"),
     };

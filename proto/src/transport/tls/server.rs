@@ -1,4 +1,4 @@
-//! The side of the connection that listens.
+//! TLS on the side that accepts the connection.
 
 use std::{
     fmt,
@@ -21,37 +21,36 @@ use tonic::transport::server::Connected;
 use super::{super::network::Stream, Tls};
 use crate::{Error, Result, Role};
 
-/// The scheme of the URI that is the role of a certificate, such as `zeroshard:job:demo`.
+/// The scheme of the URI that contains the role of a certificate, such as `zeroshard:job:demo`.
 const SCHEME: &str = "zeroshard:";
-/// The first byte of a TLS connection: the type of a record with a handshake (RFC 8446, section
-/// 5.1).
+/// The first byte of a TLS connection: the record type of a handshake (RFC 8446, section 5.1).
 const HANDSHAKE: u8 = 22;
 
-/// What the transport knows about the other side of a connection.
+/// The encryption of a connection, and the role of its other side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Security {
     /// The connection is not encrypted.
     Plain,
     /// The connection is encrypted.
     Encrypted {
-        /// The role in the certificate of the other side; `None` if it has no certificate, or one
-        /// without a role.
+        /// The role in the certificate of the other side; `None` if it has no certificate, or a
+        /// certificate without a role.
         role: Option<Role>,
     },
 }
 
-/// The [`Security`] of a connection, which is known when the first call arrives.
+/// The [`Security`] of a connection. It is known by the time the first call arrives.
 #[derive(Debug, Clone, Default)]
 pub struct PeerSecurity(Arc<OnceLock<Security>>);
 
 impl PeerSecurity {
-    /// The security; that of a plain connection if nothing has arrived yet.
+    /// The security of the connection; [`Security::Plain`] if no data has arrived yet.
     pub fn get(&self) -> Security {
         self.0.get().cloned().unwrap_or(Security::Plain)
     }
 }
 
-/// Accepts connections, with TLS or without.
+/// Accepts connections with or without TLS.
 #[derive(Debug, Clone)]
 pub struct Acceptor {
     tls: Option<Tls>,
@@ -59,14 +58,16 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// Accepts connections with TLS, if there is one. Connections that are not encrypted are
-    /// accepted nevertheless, and marked as such: the caller refuses their calls with a message.
+    /// Creates an acceptor for connections with TLS, or without TLS if `tls` is `None`. With TLS,
+    /// connections without encryption are accepted too and marked as [`Security::Plain`], so that
+    /// the server can refuse their calls with a message.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the TLS has no certificate.
+    /// [`Error::Invalid`] if `tls` has no certificate.
     pub fn new(tls: Option<Tls>) -> Result<Self> {
         if tls.as_ref().is_some_and(|tls| tls.server_config().is_none()) {
-            let expected = "a file in PEM format, because a server with --tls-ca needs one";
+            let expected =
+                "a file in PEM format, because a server with --tls-ca needs a certificate";
             return Err(Error::invalid("certificate (--tls-cert)", "missing", expected));
         }
         Ok(Self { tls, is_admin: false })
@@ -78,7 +79,7 @@ impl Acceptor {
         Self { is_admin: true, ..self }
     }
 
-    /// Accepts a connection. The handshake takes place when the connection is first read.
+    /// Accepts a connection. The handshake takes place at the first read.
     pub fn accept(&self, stream: TcpStream) -> ServerStream {
         let security = PeerSecurity::default();
         let config = self.tls.as_ref().and_then(|tls| match self.is_admin {
@@ -109,7 +110,7 @@ enum State {
 }
 
 impl ServerStream {
-    /// The stream of an open connection, after the handshake.
+    /// Completes the handshake, and returns the stream.
     fn poll_open(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Pin<&mut dyn Stream>>> {
         while !matches!(self.state, State::Open(_)) {
             match &mut self.state {
@@ -153,8 +154,8 @@ impl ServerStream {
     }
 }
 
-/// The role in a certificate that has been verified: the only name of it that is a URI with the
-/// scheme `zeroshard`.
+/// The role in a verified certificate. The certificate must have exactly one URI with the scheme
+/// `zeroshard`.
 pub(super) fn role_of(certificate: &CertificateDer<'_>) -> Option<Role> {
     let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
     let mut roles = certificate.valid_uri_names().filter_map(|uri| uri.strip_prefix(SCHEME));
@@ -201,7 +202,7 @@ impl AsyncWrite for ServerStream {
         true
     }
 
-    // Nothing has been written to a connection that is not open.
+    // A connection that is not open has no data to flush.
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.open().map_or(Poll::Ready(Ok(())), |stream| stream.poll_flush(cx))
     }

@@ -1,4 +1,4 @@
-//! A client and a server, with certificates made here.
+//! Connections between a client and a server, with certificates that the tests generate.
 
 use std::{io::Write as _, time::Duration};
 
@@ -19,7 +19,7 @@ fn authority() -> Authority {
     Authority::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
-/// A certificate for names, with URIs, and its key.
+/// Issues a certificate for these names and URIs, and returns it with its key.
 fn issue(
     authority: &Authority,
     names: &[&str],
@@ -41,13 +41,13 @@ fn file(directory: &TempDir, content: &str) -> PathBuf {
     file.into_temp_path().keep().unwrap()
 }
 
-/// The TLS of a process that trusts `authority`.
+/// The TLS configuration of a process that trusts `authority`.
 fn tls(directory: &TempDir, authority: &Authority, identity: Option<[String; 2]>) -> Tls {
     let identity = identity.map(|[cert, key]| (file(directory, &cert), file(directory, &key)));
     Tls::open(TlsFiles { ca: file(directory, &authority.pem()), identity }).unwrap()
 }
 
-/// What the server knows about the client, or the error of the client.
+/// The security of the connection as the server sees it, or the error of the client.
 async fn connect(server: Tls, client: &Tls) -> Result<Security> {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -106,7 +106,7 @@ async fn the_role_of_a_client_is_the_uri_of_its_certificate() {
 }
 
 #[tokio::test]
-async fn a_server_that_the_client_does_not_trust_is_refused_with_what_to_do() {
+async fn an_untrusted_server_is_refused_with_a_remedy() {
     let (directory, ca, other) = (tempfile::tempdir().unwrap(), authority(), authority());
     let client = tls(&directory, &ca, None);
     let refused = async |identity| {
@@ -122,7 +122,7 @@ async fn a_server_that_the_client_does_not_trust_is_refused_with_what_to_do() {
 }
 
 #[tokio::test]
-async fn a_client_that_the_server_does_not_trust_is_refused_with_what_to_do() {
+async fn an_untrusted_client_is_refused_with_a_remedy() {
     let (directory, ca, other) = (tempfile::tempdir().unwrap(), authority(), authority());
     let own = || Some(issue(&ca, &["127.0.0.1"], &[], unchanged));
     let server = tls(&directory, &ca, own());
@@ -137,13 +137,13 @@ async fn a_client_that_the_server_does_not_trust_is_refused_with_what_to_do() {
 }
 
 #[tokio::test]
-async fn a_server_without_tls_is_named_as_such() {
+async fn the_error_says_that_the_server_does_not_use_tls() {
     let (directory, ca) = (tempfile::tempdir().unwrap(), authority());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
-        // The settings of HTTP/2.
+        // An empty HTTP/2 SETTINGS frame.
         stream.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
         std::future::pending::<()>().await;
     });
@@ -154,7 +154,7 @@ async fn a_server_without_tls_is_named_as_such() {
 }
 
 #[tokio::test]
-async fn new_connections_use_the_files_as_they_are_now() {
+async fn new_connections_use_changed_files() {
     let (directory, ca) = (tempfile::tempdir().unwrap(), authority());
     let [certificate, key] =
         issue(&ca, &["other"], &[], unchanged).map(|text| file(&directory, &text));
@@ -170,7 +170,7 @@ async fn new_connections_use_the_files_as_they_are_now() {
 }
 
 #[test]
-fn files_that_belong_together_are_required() {
+fn incomplete_sets_of_files_are_refused() {
     let path = Path::new("x");
     assert_eq!(TlsFiles::of(None, None, None), Ok(None));
     assert!(TlsFiles::of(Some(path), None, None).unwrap().unwrap().identity.is_none());
@@ -185,7 +185,7 @@ fn files_that_belong_together_are_required() {
 }
 
 #[test]
-fn wrong_files_are_refused_with_their_names_and_without_their_content() {
+fn invalid_files_are_refused_by_name_without_showing_their_content() {
     let (directory, ca) = (tempfile::tempdir().unwrap(), authority());
     let [certificate, key] = issue(&ca, &["a"], &[], unchanged);
     let [_, other_key] = issue(&ca, &["b"], &[], unchanged);

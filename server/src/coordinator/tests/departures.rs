@@ -1,4 +1,4 @@
-//! Servers that are about to stop, and a coordinator that is.
+//! Tests of servers and coordinators that are about to stop.
 
 use super::{
     saves::{completion_save, found, policy},
@@ -7,7 +7,7 @@ use super::{
 use crate::coordinator::restore::SERVERS_LIMIT;
 
 impl Script {
-    /// The servers that were released.
+    /// The ids of the released servers.
     fn released(&self) -> Vec<u64> {
         let of =
             |(server, command): &(u64, Command)| (*command == Command::Release).then_some(*server);
@@ -72,7 +72,7 @@ fn a_job_does_not_wait_for_a_server_that_has_departed() {
     script.commands.clear();
     script.lose_link(script.links[&1]);
     assert!(script.cluster.describe("job").is_err(), "it returns to its checkpoint at once");
-    // Another server could take the place of the one that has departed.
+    // After this time, another server may take the place of the departed one.
     script.after(SERVERS_LIMIT);
     script.open_all();
     assert_eq!(script.version(), Some(1));

@@ -1,10 +1,10 @@
-//! Operators: servers that are cordoned and drained, ranks that are evicted, and what jobs wait
-//! for.
+//! Tests of the commands of operators (cordon, drain and evict) and of the reasons for which jobs
+//! wait.
 
 use super::*;
 use crate::coordinator::operators::{Drained, Stays};
 
-/// A job of one rank with two replicas on this number of servers; version 0 is published.
+/// Creates a job with one rank and two replicas on this number of servers, and publishes version 0.
 fn replicated(servers: u64) -> (Script, Lease) {
     let mut script = Script::default();
     (1..=servers).for_each(|server| script.server(server));
@@ -34,7 +34,7 @@ fn placed_on(script: &Script) -> Vec<u64> {
     script.open().placement.servers().iter().map(|server| server.id).collect()
 }
 
-/// What the job waits for, and whether workers and servers are missing.
+/// The reason of the wait, and whether workers or servers are missing.
 fn wait(script: &Script) -> Option<(String, bool, bool)> {
     let wait = script.cluster.wait_of(&script.cluster.jobs["job"])?;
     Some((wait.reason, wait.lacks_workers, wait.lacks_servers))
@@ -90,13 +90,13 @@ fn a_server_is_not_drained_if_the_others_are_too_few_or_too_small() {
     drain(&mut script, 1, false);
     script.open_all();
     let reason = drain(&mut script, 2, false).stays.pop().unwrap();
-    assert!(!reason.transient && reason.reason.contains("1 are connected"), "{reason:?}");
+    assert!(!reason.transient && reason.reason.contains("only 1 are connected"), "{reason:?}");
 
     let mut script = Script::default();
     let required = spec(1).required_with_replicas().bytes;
     for id in 1..4 {
         let server = Server { id, incarnation: 1, address: format!("host:{id}") };
-        // Together they have room for two replicas and little more.
+        // Together, the servers have room for little more than two replicas.
         let bytes = required;
         script.server_with(server, Some(Capacity { bytes, memory: bytes }));
     }
@@ -142,7 +142,7 @@ fn an_evicted_rank_loses_its_lease_in_a_new_epoch() {
 }
 
 #[test]
-fn a_wait_names_its_cause_and_lasts_since_the_last_step() {
+fn a_wait_names_its_cause_and_is_measured_from_the_last_step() {
     let (mut script, leases) = Script::training(2, 1);
     let (reason, lacks_workers, lacks_servers) = wait(&script).unwrap();
     assert!(reason.contains("have not committed") && !lacks_workers && !lacks_servers, "{reason}");

@@ -470,7 +470,7 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
 }
 
 #[tokio::test]
-async fn clients_and_servers_of_another_minor_version_are_refused_with_both_versions() {
+async fn clients_and_servers_of_another_minor_version_are_refused() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
     let status = |version: &str| pb::StatusRequest { version: version.to_owned() };
@@ -504,7 +504,7 @@ async fn fields_of_later_versions_do_not_change_an_answer() {
     let mut grpc = tonic::client::Grpc::new(channel.connect().await.unwrap());
     let mut answers = Vec::new();
     for later in [false, true] {
-        // Field 4095, a text: bytes that this version does not know.
+        // Field 4095 with a text, which this version does not know.
         let unknown: &[u8] = if later { &[0xfa, 0xff, 0x01, 3, b'n', b'e', b'w'] } else { &[] };
         let mut request = pb::DescribeJobRequest { job: "job".into() }.encode_to_vec();
         request.extend_from_slice(unknown);
@@ -518,7 +518,7 @@ async fn fields_of_later_versions_do_not_change_an_answer() {
     fixture.stop().await;
 }
 
-/// Sends a message that is encoded already, and drops the answer.
+/// A codec that sends an encoded message, and ignores the answer.
 #[derive(Clone, Copy)]
 struct Raw;
 

@@ -28,7 +28,7 @@ pub(super) struct Allocation<'a, B: Backend> {
     pub(super) slices: &'a [OnceLock<Slice<B>>],
     /// Whether the memory is provided at once.
     pub(super) populates: bool,
-    /// The job's share in the thread that provides it.
+    /// The share of the job in the thread that populates its memory.
     pub(super) memory: &'a Share,
 }
 

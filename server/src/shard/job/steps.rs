@@ -29,7 +29,7 @@ use crate::{
 /// is computed.
 const WAKE_ELEMENTS: usize = 1 << 20;
 
-/// The elements after which a turn ends if another job waits: about 2 ms.
+/// The number of elements after which a turn ends if another job waits. They take about 2 ms.
 const TURN_ELEMENTS: u64 = 1 << 20;
 
 impl<B: Backend> Job<B> {
@@ -252,17 +252,17 @@ impl<B: Backend> Job<B> {
     }
 }
 
-/// Runs `apply` for slices in memory, on the threads for which the job gets turns.
+/// Runs `apply` for slices in memory. Each thread works only while the job has a turn.
 ///
 /// # Errors
-/// The first one.
+/// The first error of `apply`.
 fn in_turns<'a, B: Backend>(
     share: &Share,
     slices: &[(u32, &'a Slice<B>)],
     apply: &(impl Fn((u32, &'a Slice<B>)) -> Result<()> + Sync),
 ) -> Result<()> {
     let (next, failed) = (&AtomicUsize::new(0), &OnceLock::new());
-    // Applies slices until the turn is over. Returns whether there are more.
+    // Applies slices until the turn is over. Returns true if slices may be left.
     let work = |turn: Turn| {
         let mut elements = 0;
         loop {
@@ -285,14 +285,14 @@ fn in_turns<'a, B: Backend>(
     let (sender, turns) = &mpsc::channel();
     let work = &work;
     rayon::in_place_scope(|scope| {
-        // Every turn is for a slice at least, unless an earlier one has got to it.
+        // Each turn applies at least one slice, unless no slice is left.
         for _ in slices {
             share.ask(TURN_ELEMENTS, sender);
             let Ok(Some(turn)) = turns.recv() else { return };
             let sender = sender.clone();
             scope.spawn(move |_| {
                 if !work(turn) {
-                    // The receiver lives as long as the scope.
+                    // The receiver outlives the scope, so sending cannot fail.
                     let _ = sender.send(None);
                 }
             });

@@ -1,4 +1,4 @@
-//! What a hostile job does.
+//! The manners of a hostile job.
 
 use std::sync::atomic::Ordering;
 
@@ -13,17 +13,17 @@ use super::{
     worker::{Rank, Stop, WorkerOptions},
 };
 
-/// The ranks of the job with huge tensors, each of which has its connections.
+/// The number of ranks of the job with huge tensors. Each has its own connections.
 const HUGE_RANKS: u32 = 4;
-/// How much larger each tensor of it is.
+/// The factor by which its tensors are larger.
 const HUGER: u64 = 16;
-/// The open pulls of which nothing is read.
+/// The maximum number of open pulls that are not read.
 const UNREAD: usize = 128;
-/// The pulls that are opened before each step.
+/// The number of pulls that are opened before each step.
 const UNREAD_PER_STEP: usize = 8;
-/// The tasks of a storm that create and delete jobs.
+/// The number of tasks that create and delete jobs in a storm.
 const CREATORS: usize = 64;
-/// The tasks of a storm that ask for the status.
+/// The number of tasks that request the status in a storm.
 const ASKERS: usize = 32;
 
 pub(super) struct Hostile {
@@ -49,7 +49,7 @@ impl Hostile {
         Ok(Self { options: options.clone(), cluster, huge, unread: Vec::new() })
     }
 
-    /// Behaves like this until `stop` is set. `rank` is that of the job itself.
+    /// Keeps this manner until `stop` is set. `rank` is the rank of the job itself.
     pub(super) async fn behave(
         &mut self,
         manner: Manner,
@@ -78,7 +78,7 @@ impl Hostile {
         }
     }
 
-    /// Steps, and opens pulls of which nothing is read, on a connection each.
+    /// Makes steps, and opens pulls that it does not read, each on its own connection.
     async fn read_nothing(&mut self, rank: &mut Rank, stop: &Stop) -> Result<()> {
         let placement = self.cluster.describe_job(&self.options.job).await?.placement;
         let bearer = format!("Bearer {}", self.options.token.reveal().unwrap_or_default());
@@ -125,7 +125,7 @@ impl Hostile {
         try_join(creators, try_join_all((0..ASKERS).map(ask))).await.map(drop)
     }
 
-    /// A limit does not stop a storm.
+    /// Ignores refusals because of a limit, so that a storm continues.
     fn refused(&self, answer: Result<()>) -> Result<()> {
         match answer {
             Err(ClusterError::LimitExceeded { .. } | ClusterError::UnknownJob { .. }) => Ok(()),
@@ -138,7 +138,7 @@ fn is_set(stop: &Stop) -> bool {
     stop.load(Ordering::Relaxed)
 }
 
-/// A step of a rank with a stream for each tensor.
+/// Makes a step of a rank, with a separate stream for each tensor.
 async fn flood(rank: &mut Rank) -> Result<()> {
     let attempt = rank.job.attempt(rank.version)?;
     let tensors = rank.job.spec().manifest.tensors().len();

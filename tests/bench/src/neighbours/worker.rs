@@ -1,4 +1,5 @@
-//! The worker of a job: behaves as standard input says, and reports its steps on standard output.
+//! The worker of a job. It reads its manner from standard input, and reports its steps on standard
+//! output.
 
 use std::{
     io::BufRead,
@@ -44,7 +45,7 @@ impl WorkerOptions {
         Cluster::connect(&self.address, options).await
     }
 
-    /// A job of the token, with this number of elements in each tensor.
+    /// The specification of a job of the token, with this number of elements in each tensor.
     pub(super) fn spec(&self, name: &str, tensors: usize, numel: u64) -> Result<JobSpec> {
         let tensor = |i| TensorSpec::new(format!("tensor.{i}"), [numel]);
         let manifest = Manifest::new((0..tensors).map(tensor).collect())?;
@@ -54,7 +55,7 @@ impl WorkerOptions {
     }
 }
 
-/// Set when the job must end what it does.
+/// Set when the job must end its current manner.
 pub(super) type Stop = Arc<AtomicBool>;
 
 pub(crate) fn run(options: &WorkerOptions) -> std::result::Result<(), Error> {
@@ -86,7 +87,8 @@ async fn behave(options: &WorkerOptions) -> std::result::Result<(), Error> {
     Ok(())
 }
 
-/// The orders on standard input: a manner, and the flag that `stop` sets.
+/// Reads orders from standard input. Each consists of a manner, and a flag that the order `stop`
+/// sets.
 fn orders() -> mpsc::UnboundedReceiver<(Manner, Stop)> {
     let (sender, orders) = mpsc::unbounded_channel();
     std::thread::spawn(move || {
@@ -105,7 +107,7 @@ fn orders() -> mpsc::UnboundedReceiver<(Manner, Stop)> {
     orders
 }
 
-/// Tells the parent.
+/// Reports an event to the parent process.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 fn say(event: Value) {
     println!("{event}");
@@ -140,7 +142,7 @@ impl Rank {
         TensorData::new(TensorId::new(tensor), self.gradient.clone())
     }
 
-    /// Makes a step, and reports its time.
+    /// Makes a step, and reports its duration.
     pub(super) async fn report_step(&mut self) -> Result<()> {
         let (began, clock) = (now(), Instant::now());
         let all = (0..self.parameters.len()).map(|tensor| self.gradient(tensor)).collect();

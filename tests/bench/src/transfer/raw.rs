@@ -1,5 +1,5 @@
 //! The baselines "raw TCP" and "raw TLS": one stream with blocking calls, directly from and into an
-//! array. They are the limits of the machine.
+//! array. They show the limits of the machine.
 
 use std::{
     io::{Read, Result as IoResult, Write},
@@ -18,7 +18,7 @@ const PUSH: u8 = 1;
 /// The largest single read or write.
 const CHUNK: usize = 1 << 20;
 
-/// The encryption of a baseline.
+/// Flags of the server of a raw stream.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Directory with the files of `zeroshard-server dev-certs`
@@ -26,7 +26,7 @@ pub(crate) struct Options {
     certificates: Option<PathBuf>,
 }
 
-/// The TLS with the certificate of a server in a directory.
+/// The TLS configuration with the server certificate in a directory.
 pub(super) fn tls(directory: &std::path::Path) -> Result<Tls, Error> {
     let file = |name: &str| directory.join(name);
     let identity = Some((file("server.pem"), file("server-key.pem")));
