@@ -32,16 +32,21 @@ def _kustomize(directory: Path) -> str:
 
 @functools.cache
 def rendered(name: str) -> str:
-    """The text of an overlay, of a component together with the base, or of the workers."""
+    """The text of an overlay, of a component together with the base, or of the workers.
+
+    ``OVERLAY+COMPONENT`` is a component together with an overlay.
+    """
     if name in OVERLAYS:
         return _kustomize(KUBERNETES / "overlays" / name)
-    if name in COMPONENTS:
+    overlay, _, component = name.rpartition("+")
+    if component in COMPONENTS:
+        resources = f"overlays/{overlay}" if overlay else "base"
         with tempfile.TemporaryDirectory() as folder:
-            base, component = (
+            relative = [
                 os.path.relpath(KUBERNETES / part, Path(folder).resolve())
-                for part in ("base", f"components/{name}")
-            )
-            content = {"resources": [base], "components": [component]}
+                for part in (resources, f"components/{component}")
+            ]
+            content = {"resources": relative[:1], "components": relative[1:]}
             (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(content))
             return _kustomize(Path(folder))
     return _kustomize(KUBERNETES / name)

@@ -128,10 +128,11 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
         assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
-def test_the_certificate_of_servers_has_their_role_and_the_names_at_which_they_are_dialled() -> (
-    None
-):
-    (certificate,) = of_kind("tls", "Certificate").values()
+@pytest.mark.parametrize("cluster", ["tls", "highly-available+tls"])
+def test_the_certificate_of_servers_has_their_role_and_the_names_at_which_they_are_dialled(
+    cluster: str,
+) -> None:
+    (certificate,) = of_kind(cluster, "Certificate").values()
     assert certificate["apiVersion"] == "cert-manager.io/v1"
     specification = certificate["spec"]
     assert specification.keys() == {
@@ -147,16 +148,17 @@ def test_the_certificate_of_servers_has_their_role_and_the_names_at_which_they_a
     assert specification["uris"] == ["zeroshard:server"]
     assert {"server auth", "client auth"} <= set(specification["usages"])
     namespace = certificate["metadata"]["namespace"]
-    servers = of_kind("tls", "StatefulSet")
+    servers = of_kind(cluster, "StatefulSet")
     assert len(servers) == 2
     for name, server in servers.items():
         pod = server["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         variables = environment(container)
         dialled = [
-            variables[key]
+            address
             for key in ("ZEROSHARD_ADVERTISE", "ZEROSHARD_COORDINATOR")
             if key in variables
+            for address in variables[key].split(",")
         ]
         for address in dialled:
             host = address.rpartition(":")[0]

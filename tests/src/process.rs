@@ -220,7 +220,7 @@ impl Process {
         use std::io::Write;
         let mut stream =
             std::net::TcpStream::connect(self.admin()).expect("the admin server listens");
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n")
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             .expect("send");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("an answer");

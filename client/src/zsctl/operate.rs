@@ -89,19 +89,23 @@ pub(crate) async fn drain(drain: &Drain, cluster: &Cluster, json: bool) -> Resul
             return Ok(());
         }
         let reasons: Vec<String> = stays.iter().map(reason).collect();
+        // Errors have limited texts, and there may be many jobs.
+        if reasons != reported {
+            reasons.iter().for_each(|reason| eprintln!("zsctl: {reason}"));
+        }
         if stays.iter().all(|stays| !stays.transient) {
             let what = format!("shard server {address} (now cordoned)");
-            let found = format!("needed by {}", reasons.join("; "));
+            let found = match &reasons[..] {
+                [reason] => format!("needed by {reason}"),
+                several => format!("needed by {} jobs, which are listed above", several.len()),
+            };
             return Err(Error::invalid(what, found, "without jobs before it is stopped"));
         }
         if began.elapsed() + PAUSE >= limit {
             let waiting_for = format!("shard server {address}: {}", reasons.join("; "));
             return Err(Error::Timeout { waiting_for, waited_ms: limit.as_millis() as u64 });
         }
-        if reasons != reported {
-            reasons.iter().for_each(|reason| eprintln!("zsctl: {reason}"));
-            reported = reasons;
-        }
+        reported = reasons;
         sleep(PAUSE).await;
     }
 }

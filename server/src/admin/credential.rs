@@ -7,9 +7,11 @@
 //! because a proxy on the same host and `kubectl port-forward` also connect from a loopback
 //! address.
 
+use std::net::IpAddr;
+
 use axum::{
     extract::{ConnectInfo, Request, State},
-    http::{HeaderMap, HeaderValue, StatusCode, header},
+    http::{HeaderMap, HeaderValue, StatusCode, header, uri::Authority},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -23,13 +25,24 @@ use crate::access::Accepted;
 const CHALLENGE: &str = "Basic realm=\"ZeroShard: any user name, and a token as the password\", \
                          charset=\"UTF-8\"";
 
+/// Who may see the admin pages.
+#[derive(Debug, Clone)]
+pub(super) struct Access {
+    pub(super) accepted: Accepted,
+    /// Whether the listener is on a loopback address.
+    pub(super) is_local: bool,
+}
+
 /// Passes on a request if its caller may see the admin pages.
 pub(super) async fn check(
-    State(accepted): State<Accepted>,
+    State(Access { accepted, is_local }): State<Access>,
     ConnectInfo(Origin(security)): ConnectInfo<Origin>,
     mut request: Request,
     next: Next,
 ) -> Response {
+    if is_local && let Err(refusal) = check_host(request.headers()) {
+        return (StatusCode::FORBIDDEN, refusal).into_response();
+    }
     if let Some(bearer) = request.headers().get(header::AUTHORIZATION).and_then(bearer) {
         request.headers_mut().insert(header::AUTHORIZATION, bearer);
     }
@@ -42,6 +55,25 @@ pub(super) async fn check(
             let challenge = [(header::WWW_AUTHENTICATE, CHALLENGE)];
             (StatusCode::UNAUTHORIZED, challenge, format!("{error}\n")).into_response()
         }
+    }
+}
+
+/// Checks the host for which a browser has made the request. A page of another site can have the
+/// browser connect to a loopback address under a name of that site (DNS rebinding), and would
+/// then read pages that require no credential.
+fn check_host(headers: &HeaderMap) -> Result<(), String> {
+    let Some(host) = headers.get(header::HOST) else { return Ok(()) };
+    let authority = host.to_str().ok().and_then(|host| host.parse::<Authority>().ok());
+    let is_local = authority.as_ref().is_some_and(|authority| {
+        let name = authority.host().trim_start_matches('[').trim_end_matches(']');
+        name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
+    });
+    match is_local {
+        true => Ok(()),
+        false => Err(format!(
+            "the host of the request is {host:?}; a server on a loopback address accepts only \
+             localhost and IP addresses\n"
+        )),
     }
 }
 
@@ -87,6 +119,19 @@ mod tests {
         for other in ["Bearer s3cret", "Basic", "Basic ???", "Basic"] {
             assert_eq!(bearer(&other.parse().unwrap()), None, "{other}");
         }
+    }
+
+    #[test]
+    fn a_local_server_accepts_no_host_name_of_another_site() {
+        let check =
+            |host: &str| check_host(&HeaderMap::from_iter([(header::HOST, host.parse().unwrap())]));
+        for own in ["localhost", "LOCALHOST:9400", "127.0.0.1:9400", "[::1]:9400", "10.0.0.5"] {
+            assert_eq!(check(own), Ok(()), "{own}");
+        }
+        for other in ["example.com", "localhost.example.com:9400", "127.0.0.1.nip.io", "", "a b"] {
+            assert!(check(other).is_err(), "{other}");
+        }
+        assert_eq!(check_host(&HeaderMap::new()), Ok(()), "HTTP/1.0");
     }
 
     #[test]

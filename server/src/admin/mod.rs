@@ -31,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::transport::tls::Acceptor;
 
 use crate::{access::Accepted, health::Health, metrics::Metrics};
+use credential::Access;
 use listener::{AdminListener, Origin};
 use sources::Sources;
 
@@ -80,14 +81,15 @@ pub async fn serve(
     admin: Admin,
     shutdown: CancellationToken,
 ) -> io::Result<()> {
-    let accepted = admin.accepted.clone();
+    let is_local = listener.local_addr()?.ip().is_loopback();
+    let access = Access { accepted: admin.accepted.clone(), is_local };
     let listener = AdminListener { listener, acceptor: admin.acceptor.clone().for_admin() };
     let routes = Router::new()
         .route("/metrics", get(metrics))
         .route("/", get(status))
         .route("/status.css", get(async || file("text/css; charset=utf-8", CSS)))
         .route("/status.js", get(async || file("text/javascript; charset=utf-8", SCRIPT)))
-        .route_layer(from_fn_with_state(accepted, credential::check))
+        .route_layer(from_fn_with_state(access, credential::check))
         // A process that answers is alive. Probes need no credential.
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
@@ -132,7 +134,8 @@ mod tests {
 
     async fn fetch(address: SocketAddr, path: &str) -> String {
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();

@@ -210,6 +210,8 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::CordonServerRequest>,
     ) -> Answer<pb::CordonServerResponse> {
+        let verb = if request.get_ref().cordoned { "cordon server" } else { "uncordon server" };
+        Audited::of(&request).is(verb, &request.get_ref().server);
         Caller::of(request.extensions())?.check_operate("cordon shard servers")?;
         let pb::CordonServerRequest { server, cordoned } = request.into_inner();
         match self.driver.call(|caller| Event::Cordon { caller, server, cordoned }).await? {
@@ -224,6 +226,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::DrainServerRequest>,
     ) -> Answer<pb::DrainServerResponse> {
+        Audited::of(&request).is("drain server", &request.get_ref().server);
         Caller::of(request.extensions())?.check_operate("drain shard servers")?;
         let pb::DrainServerRequest { server, restore } = request.into_inner();
         match self.driver.call(|caller| Event::Drain { caller, server, restore }).await? {
@@ -236,6 +239,8 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::EvictRankRequest>,
     ) -> Answer<pb::EvictRankResponse> {
+        let pb::EvictRankRequest { job, rank } = request.get_ref();
+        Audited::of(&request).is("evict rank", &format!("rank {rank} of job {job}"));
         Caller::of(request.extensions())?.check_operate("evict ranks")?;
         let pb::EvictRankRequest { job, rank } = request.into_inner();
         match self.driver.call(|caller| Event::Evict { caller, job, rank }).await? {

@@ -125,6 +125,9 @@ async fn changes_of_jobs_and_servers_are_in_the_audit_log_with_their_callers() {
     let unsaved = client(&admin.0).await.save_checkpoint("other", Some(&url)).await;
     assert!(matches!(unsaved, Err(Error::UnknownJob { .. })), "{unsaved:?}");
     client(&admin.0).await.delete_job("a").await.unwrap();
+    client(&admin.0).await.cordon_server(shard.address(), true).await.unwrap();
+    let evicted = client(&reader.0).await.evict_rank("a", 0).await;
+    assert!(matches!(evicted, Err(Error::Forbidden { .. })), "{evicted:?}");
     shard.kill();
     let losses = || audit(&log).iter().filter(|line| line["verb"] == "lose server").count();
     until("the loss is logged", || losses() == 1).await;
@@ -152,6 +155,8 @@ async fn changes_of_jobs_and_servers_are_in_the_audit_log_with_their_callers() {
         ("delete job", "refused", "a", ("job:a:read", &reader)),
         ("save job", "failed", "other", ("admin", &admin)),
         ("delete job", "ok", "a", ("admin", &admin)),
+        ("cordon server", "ok", shard.address(), ("admin", &admin)),
+        ("evict rank", "refused", "rank 0 of job a", ("job:a:read", &reader)),
     ] {
         let line = line(verb, outcome);
         assert_eq!(line["subject"], format!("{subject:?}"), "{line}");
