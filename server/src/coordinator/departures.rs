@@ -21,6 +21,11 @@ impl Cluster {
         self.save_all(is_only_there, now, out);
     }
 
+    /// Whether the server has said that it is about to stop.
+    pub(super) fn is_departing(&self, server: ServerId) -> bool {
+        self.departing.contains_key(&server)
+    }
+
     /// The control stream of a departing server has ended: its jobs do not wait for its return.
     pub(super) fn departed(&mut self, server: ServerId, now: Now, out: &mut Vec<Action>) {
         let waits =

@@ -266,7 +266,11 @@ impl coordinator_service_server::CoordinatorService for Service {
         let (driver, from, dismissal) =
             (self.driver.clone(), control.link, control.dismissal.clone());
         tokio::spawn(async move {
-            let cause = match dismissal.until(listen(&driver, from, &mut events)).await {
+            let ended = dismissal.until(listen(&driver, from, &mut events)).await;
+            // A server that is stopped may close its connection before the streams on it.
+            let was_stopped = driver.read(|cluster| cluster.is_departing(from.server));
+            let cause = match ended {
+                _ if was_stopped == Ok(true) => "it was stopped".to_owned(),
                 Ok(Ok(())) => "its control stream ended".to_owned(),
                 Ok(Err(status)) => {
                     tracing::warn!(address, %status, "the control stream failed");

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::{StreamExt, TryStreamExt};
+use http::HeaderMap;
 use http_body_util::Full;
 use tokio::sync::mpsc::Receiver;
 use tokio_util::sync::CancellationToken;
@@ -118,7 +119,8 @@ impl Subject {
         writer.extent(Extent { slice, offset, dtype: DType::F32 }, payload);
         writer.flush();
         let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
-        let pusher = push::Pusher { caller: Caller::Trusted, weight: None };
+        let pusher =
+            push::Pusher { caller: Caller::Trusted, weight: None, headers: HeaderMap::new() };
         push::push(&self.store, pusher, Full::new(frames.freeze()), None).await.map(|_| ())
     }
 

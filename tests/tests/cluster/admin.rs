@@ -21,8 +21,11 @@ const BASIC: &str = "Basic cm9vdDpzM2NyZXQ=";
 fn get(process: &Process, path: &str, authorization: Option<&str>) -> String {
     let mut stream = TcpStream::connect(process.admin().replace("0.0.0.0", "127.0.0.1")).unwrap();
     let credential = authorization.map(|of| format!("authorization: {of}\r\n")).unwrap_or_default();
-    write!(stream, "GET {path} HTTP/1.1\r\nhost: admin\r\n{credential}connection: close\r\n\r\n")
-        .unwrap();
+    write!(
+        stream,
+        "GET {path} HTTP/1.1\r\nhost: localhost\r\n{credential}connection: close\r\n\r\n"
+    )
+    .unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     answer.strip_prefix("HTTP/1.1 ").unwrap().to_owned()
@@ -139,7 +142,7 @@ async fn changes_of_jobs_and_servers_are_in_the_audit_log_with_their_callers() {
     until("the end is logged", || losses() == 2).await;
     let mut lines = audit(&log).into_iter().filter(|line| line["verb"] == "lose server");
     let end = lines.find(|line| line["subject"] == address).unwrap();
-    assert_eq!(end["cause"], "\"its control stream ended\"");
+    assert_eq!(end["cause"], "\"it was stopped\"");
     let found = audit(&log);
     let line = |verb: &str, outcome: &str| {
         let mut lines = found.iter();

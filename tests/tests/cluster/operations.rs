@@ -226,7 +226,7 @@ async fn a_probe_succeeds_when_the_server_is_ready_also_without_the_token() {
     assert!(!output.status.success() && said.contains("127.0.0.1:9"), "{said}");
     // In a container, the environment says where the server listens.
     let mut command = std::process::Command::new(binary("zeroshard-server"));
-    let port = cluster.coordinator.address().rsplit(':').next().unwrap();
+    let port = cluster.shards[0].address().rsplit(':').next().unwrap();
     command.arg("probe").env("ZEROSHARD_LISTEN", format!("0.0.0.0:{port}"));
     assert!(command.status().unwrap().success());
 }
