@@ -1,4 +1,5 @@
-//! The limits of a token, which an operator writes behind it in the file of tokens.
+//! The limits of a token, or of the certificates of a role, which an operator writes behind it in
+//! the file of tokens.
 
 use std::{fmt, num::NonZero, ops::RangeInclusive};
 

@@ -10,7 +10,8 @@ use std::{
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
 use zeroshard_proto::{
-    Error, Result, Role, Tokens, reloaded::Reloaded, token::Bearer, transport::tls::Security,
+    Credential, Error, Result, Role, Tokens, reloaded::Reloaded, token::Bearer,
+    transport::tls::Security,
 };
 
 use crate::config::Common;
@@ -160,8 +161,8 @@ impl Accepted {
         }
     }
 
-    /// Counts a call whose caller was accepted. Returns the limits of its token, if it has some,
-    /// and how long the call must wait. A caller with a role in its certificate has no limits.
+    /// Counts a call whose caller was accepted. Returns the limits of its token or certificate, if
+    /// they are in the file of tokens, and how long the call must wait.
     ///
     /// # Errors
     /// [`Error::LimitExceeded`].
@@ -170,11 +171,11 @@ impl Accepted {
         headers: &HeaderMap,
         security: &Security,
     ) -> Result<Option<(Holder, Duration)>> {
-        match (&self.tokens, security) {
-            (_, Security::Encrypted { role: Some(_) }) => Ok(None),
-            (AcceptedTokens::Listed(listed), _) => listed.admit(token_in(headers)),
-            _ => Ok(None),
-        }
+        let AcceptedTokens::Listed(listed) = &self.tokens else { return Ok(None) };
+        listed.admit(match security {
+            Security::Encrypted { role: Some(role) } => Credential::Certificate(role.clone()),
+            _ => Credential::token(token_in(headers)),
+        })
     }
 }
 
@@ -184,7 +185,7 @@ fn token_in(headers: &HeaderMap) -> &[u8] {
     value.and_then(|value| value.strip_prefix(b"Bearer ")).unwrap_or_default()
 }
 
-/// The tokens in a file, and the calls with those that have a limit of them.
+/// The tokens in a file, and the calls with the credentials that have a limit of them.
 #[derive(Debug)]
 struct Listed {
     tokens: Reloaded<Tokens>,
@@ -194,7 +195,7 @@ struct Listed {
 #[derive(Debug)]
 struct Rates {
     of: Arc<Tokens>,
-    by_hash: HashMap<[u8; 32], Rate>,
+    by_credential: HashMap<Credential, Rate>,
 }
 
 impl Listed {
@@ -204,21 +205,21 @@ impl Listed {
             move || read(&file)
         };
         let tokens = Reloaded::open("the tokens", vec![file.to_owned()], load)?;
-        let rates = Rates { of: tokens.get(), by_hash: HashMap::new() };
+        let rates = Rates { of: tokens.get(), by_credential: HashMap::new() };
         Ok(Self { tokens, rates: Mutex::new(rates) })
     }
 
-    fn admit(&self, token: &[u8]) -> Result<Option<(Holder, Duration)>> {
+    fn admit(&self, credential: Credential) -> Result<Option<(Holder, Duration)>> {
         let tokens = self.tokens.get();
-        let Some((hash, (role, quota))) = tokens.holder(token) else { return Ok(None) };
+        let Some((role, quota)) = tokens.holder(&credential) else { return Ok(None) };
         let holder = Holder { role: role.clone(), quota: *quota };
         let Some(requests) = quota.requests else { return Ok(Some((holder, Duration::ZERO))) };
         // The state is consistent after a panic, because each change is a single assignment.
         let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
         if !Arc::ptr_eq(&rates.of, &tokens) {
-            *rates = Rates { of: tokens.clone(), by_hash: HashMap::new() };
+            *rates = Rates { of: tokens.clone(), by_credential: HashMap::new() };
         }
-        let rate = rates.by_hash.entry(*hash).or_default();
+        let rate = rates.by_credential.entry(credential).or_default();
         let wait = rate.admit(requests, role, Instant::now())?;
         Ok(Some((holder, wait)))
     }
@@ -276,6 +277,28 @@ mod tests {
             let refused = accepted.caller(wrong, PLAIN);
             assert!(matches!(refused, Err(Error::Unauthenticated { .. })), "{refused:?}");
         }
+    }
+
+    #[test]
+    fn the_certificates_of_a_role_have_the_limits_of_their_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tokens");
+        fs::write(&path, "job:a certificate requests=1/s weight=3\n").unwrap();
+        let accepted = Accepted::new(&Common { tokens: Some(path), ..Common::default() }).unwrap();
+        let call = |role: &str| {
+            let security = Security::Encrypted { role: Some(role.parse().unwrap()) };
+            // The certificate takes precedence over a token.
+            assert!(accepted.caller(&headers("one"), security.clone()).is_ok());
+            accepted.admit(&headers("one"), &security)
+        };
+        let (holder, wait) = call("job:a").unwrap().unwrap();
+        assert_eq!((holder.role.to_string().as_str(), holder.quota.weight), ("job:a", 3));
+        assert_eq!(wait, Duration::ZERO);
+        assert!(call("job:a").unwrap().unwrap().1 > Duration::ZERO);
+        assert!(matches!(call("job:a"), Err(Error::LimitExceeded { limit: 1, .. })));
+        // A role without a line has no limits, and a line for certificates admits no token.
+        assert!(call("job:a:read").unwrap().is_none());
+        assert!(accepted.caller(&headers("one"), PLAIN).is_err());
     }
 
     #[test]

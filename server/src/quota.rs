@@ -1,5 +1,5 @@
-//! The limits of the tokens of a cluster: who the holder of a token is, and how fast its calls may
-//! follow each other.
+//! The limits of the tokens and certificates of a cluster: who the holder of one is, and how fast
+//! its calls may follow each other.
 
 use std::{
     num::NonZero,
@@ -13,15 +13,16 @@ const BURST: Duration = Duration::from_secs(1);
 /// How long a call that comes too early waits. Beyond it, calls are refused.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
-/// The role and the limits of the token of a request, which is an extension of it.
+/// The role and the limits of the token or certificate of a request, which is an extension of it.
 #[derive(Debug, Clone)]
 pub(crate) struct Holder {
     pub(crate) role: Role,
     pub(crate) quota: Quota,
 }
 
-/// The calls with one token: a bucket of tokens that is refilled at a constant rate, stored as the
-/// time at which it would be full (the generic cell rate algorithm of ITU-T I.371).
+/// The calls with one token, or with the certificates of a role: a bucket of tokens that is
+/// refilled at a constant rate, stored as the time at which it would be full (the generic cell rate
+/// algorithm of ITU-T I.371).
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Rate {
     full: Option<Instant>,
@@ -43,7 +44,7 @@ impl Rate {
         if wait > MAX_WAIT {
             return Err(Error::LimitExceeded {
                 what: format!(
-                    "requests per second with the token of role {role} \
+                    "requests per second with a token or certificate of role {role} \
                      (`requests` in the file of tokens)"
                 ),
                 limit: requests.get().into(),
