@@ -162,6 +162,11 @@ pub struct Common {
     /// File with the private key of --tls-cert, in PEM format
     #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
+    /// File with the revocation lists of the authorities in --tls-ca, one of each, in PEM format.
+    /// Certificates in them are refused on new connections. It is read again when it changes. A
+    /// list that was not updated in time stays valid
+    #[arg(long, env = "ZEROSHARD_TLS_CRL", value_name = "FILE")]
+    pub tls_crl: Option<PathBuf>,
     /// Accept connections from other machines without a token or certificate. Everyone who can
     /// connect can then read, change and delete all jobs
     #[arg(long, env = "ZEROSHARD_INSECURE")]
@@ -214,7 +219,9 @@ impl Common {
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] if some of them are missing.
     pub fn tls_files(&self) -> zeroshard_proto::Result<Option<TlsFiles>> {
-        TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
+        let Self { tls_ca, tls_cert, tls_key, tls_crl, .. } = self;
+        let [ca, cert, key, crl] = [tls_ca, tls_cert, tls_key, tls_crl].map(Option::as_deref);
+        TlsFiles::of(ca, cert, key, crl)
     }
 
     /// Checks that other machines cannot connect to `listen` without a token or certificate.

@@ -8,23 +8,23 @@ import pathlib
 from .errors import InvalidArgumentError
 
 
-def tls_files() -> tuple[str, str | None, str | None] | None:
+def tls_files() -> tuple[str, str | None, str | None, str | None] | None:
     """The files of TLS: ``ZEROSHARD_TLS_CA`` with the authorities of the cluster, and perhaps
     ``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY`` with the certificate of this process and its
-    key. None without encryption.
+    key, and ``ZEROSHARD_TLS_CRL`` with revocation lists. None without encryption.
 
     Raises:
-        InvalidArgumentError: there is a certificate or a key, and no file with authorities.
+        InvalidArgumentError: there is another of the files, and none with authorities.
     """
-    ca, certificate, key = (
-        os.environ.get(f"ZEROSHARD_TLS_{name}") or None for name in ("CA", "CERT", "KEY")
+    ca, certificate, key, crl = (
+        os.environ.get(f"ZEROSHARD_TLS_{name}") or None for name in ("CA", "CERT", "KEY", "CRL")
     )
     if ca is not None:
-        return ca, certificate, key
-    if certificate is not None or key is not None:
+        return ca, certificate, key, crl
+    if certificate is not None or key is not None or crl is not None:
         raise InvalidArgumentError(
-            "ZEROSHARD_TLS_CERT and ZEROSHARD_TLS_KEY need ZEROSHARD_TLS_CA, the file with the "
-            "certificates of the authorities of the cluster"
+            "ZEROSHARD_TLS_CERT, ZEROSHARD_TLS_KEY and ZEROSHARD_TLS_CRL need ZEROSHARD_TLS_CA, "
+            "the file with the certificates of the authorities of the cluster"
         )
     return None
 

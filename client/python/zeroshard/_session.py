@@ -84,7 +84,8 @@ def init(
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default, or the content of the file
             ``ZEROSHARD_TOKEN_FILE``. A cluster that is started has a random one by default. With
             ``ZEROSHARD_TLS_CA`` the connections to a cluster that runs already are encrypted, and
-            ``ZEROSHARD_TLS_CERT`` with ``ZEROSHARD_TLS_KEY`` can replace the token.
+            ``ZEROSHARD_TLS_CERT`` with ``ZEROSHARD_TLS_KEY`` can replace the token;
+            ``ZEROSHARD_TLS_CRL`` names revocation lists.
         shards: the number of shard servers of a cluster that is started.
         name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
             checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.

@@ -25,7 +25,7 @@ impl Tls {
         let name = ServerName::try_from(host.to_owned());
         let name = name.map_err(|_| Error::invalid("host", format!("{host:?}"), "a DNS name"))?;
         let connector = TlsConnector::from(self.client_config());
-        let failed = |error| failure(&error, address);
+        let failed = |error| failure(&error, address, self.flags);
         let mut stream = connector.connect(name, stream).await.map_err(failed)?;
         // A server checks the certificate of a client after the client has finished. What it
         // sends first, its HTTP/2 settings, shows that it has accepted the certificate.
@@ -39,71 +39,95 @@ impl Tls {
 }
 
 /// The error of a connection that could not be encrypted.
-fn failure(error: &io::Error, address: &str) -> Error {
+fn failure(error: &io::Error, address: &str, flags: &str) -> Error {
     let peer = format!("server at {address}");
     let Some(found) = error.get_ref().and_then(|cause| cause.downcast_ref::<rustls::Error>())
     else {
         return Error::Unavailable { peer, cause: error.to_string() };
     };
-    Error::Tls { peer, cause: explain(found) }
+    Error::Tls { peer, cause: explain(found, flags) }
 }
 
-/// What is wrong, and what to do.
-fn explain(error: &rustls::Error) -> String {
+/// What is wrong, and what to do. `flags`: the beginning of the flags with our files.
+fn explain(error: &rustls::Error, flags: &str) -> String {
     use rustls::Error::{AlertReceived, InvalidCertificate, InvalidMessage as BadMessage};
     let (found, remedy) = match error {
-        InvalidCertificate(cause) => return explain_certificate(cause),
+        InvalidCertificate(cause) => return explain_certificate(cause, flags),
         AlertReceived(AlertDescription::CertificateExpired) => {
-            ("it refuses our certificate, which has expired".to_owned(), "issue a new one")
+            ("it refuses our certificate, which has expired".to_owned(), "issue a new one".into())
         }
+        // Some versions of etcd do not distinguish a missing certificate from a bad one.
+        AlertReceived(AlertDescription::CertificateRequired | AlertDescription::BadCertificate) => {
+            (
+                "it requires a certificate, and has none of us or refuses it".to_owned(),
+                format!("set {flags}-cert and {flags}-key to one that it trusts"),
+            )
+        }
+        AlertReceived(AlertDescription::CertificateRevoked) => (
+            "it refuses our certificate, which is in its revocation list".to_owned(),
+            format!("issue a new one, and set {flags}-cert and {flags}-key to it"),
+        ),
         AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => (
-            "it refuses our certificate, because it does not know its authority".to_owned(),
-            "set --tls-cert to a certificate that the authority of the cluster has signed",
+            "it refuses our certificate, because it does not know its authority, or has \
+             revocation lists and none of this authority"
+                .to_owned(),
+            format!(
+                "set {flags}-cert to a certificate that the authority of the cluster has signed"
+            ),
         ),
         AlertReceived(alert) => {
-            (format!("it refuses the connection ({alert:?})"), "its log has the reason")
+            (format!("it refuses the connection ({alert:?})"), "its log has the reason".into())
         }
         BadMessage(InvalidMessage::InvalidContentType | InvalidMessage::UnknownProtocolVersion) => {
             (
                 "it does not use TLS".to_owned(),
-                "start it with --tls-cert, or connect without --tls-ca",
+                format!("start it with a certificate, or connect without {flags}-ca"),
             )
         }
-        other => (other.to_string(), "check the certificates of both sides"),
+        other => (other.to_string(), "check the certificates of both sides".into()),
     };
     format!("{found}; {remedy}")
 }
 
-fn explain_certificate(cause: &CertificateError) -> String {
+fn explain_certificate(cause: &CertificateError, flags: &str) -> String {
     use CertificateError::{
         BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext,
-        NotValidYet, NotValidYetContext, UnknownIssuer,
+        NotValidYet, NotValidYetContext, Revoked, UnknownIssuer, UnknownRevocationStatus,
     };
     let (found, remedy) = match cause {
         // The other authority may have the same name.
         UnknownIssuer | BadSignature => (
-            "an authority that --tls-ca does not name has signed its certificate".to_owned(),
-            "set --tls-ca to the authority of the cluster",
+            format!("an authority that {flags}-ca does not name has signed its certificate"),
+            format!("set {flags}-ca to the authority of the cluster"),
         ),
         Expired | ExpiredContext { .. } => {
-            ("its certificate has expired".to_owned(), "issue a new one for the server")
+            ("its certificate has expired".to_owned(), "issue a new one for the server".into())
         }
-        NotValidYet | NotValidYetContext { .. } => {
-            ("its certificate is not valid yet".to_owned(), "compare the clocks of both machines")
-        }
+        NotValidYet | NotValidYetContext { .. } => (
+            "its certificate is not valid yet".to_owned(),
+            "compare the clocks of both machines".into(),
+        ),
+        Revoked => (
+            format!("its certificate is in the revocation list ({flags}-crl)"),
+            "issue a new one for the server".into(),
+        ),
+        UnknownRevocationStatus => (
+            format!("{flags}-crl has no list of the authority that has signed its certificate"),
+            "add the list of this authority".into(),
+        ),
         NotValidForNameContext { expected, presented } => (
             format!(
                 "its certificate is for {}, not for {}",
                 presented.join(", "),
                 expected.to_str()
             ),
-            "dial one of these names, or issue a certificate for the dialled one",
+            "dial one of these names, or issue a certificate for the dialled one".into(),
         ),
         NotValidForName => (
             "its certificate is for another name".to_owned(),
-            "dial a name of the certificate, or issue one for the dialled name",
+            "dial a name of the certificate, or issue one for the dialled name".into(),
         ),
-        other => (format!("its certificate is invalid ({other})"), "issue a new one"),
+        other => (format!("its certificate is invalid ({other})"), "issue a new one".into()),
     };
     format!("{found}; {remedy}")
 }
