@@ -37,6 +37,10 @@ pub struct CredentialFlags {
     /// File with the private key of --tls-cert, in PEM format
     #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE", global = true)]
     tls_key: Option<PathBuf>,
+    /// File with the revocation lists of the authorities in --tls-ca, one of each, in PEM format.
+    /// Servers whose certificates are in them are refused
+    #[arg(long, env = "ZEROSHARD_TLS_CRL", value_name = "FILE", global = true)]
+    tls_crl: Option<PathBuf>,
 }
 
 impl CredentialFlags {
@@ -64,7 +68,9 @@ impl CredentialFlags {
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] if only some of the required files are set.
     pub fn tls_files(&self) -> Result<Option<TlsFiles>> {
-        TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
+        let Self { tls_ca, tls_cert, tls_key, tls_crl, .. } = self;
+        let [ca, cert, key, crl] = [tls_ca, tls_cert, tls_key, tls_crl].map(Option::as_deref);
+        TlsFiles::of(ca, cert, key, crl)
     }
 
     /// The TLS configuration; `None` without encryption.

@@ -19,8 +19,8 @@ use crate::{
     retry::{Next, Tries},
 };
 
-/// How long a pin waits for a version that does not exist yet. It asks for such a version only if
-/// steps are so fast that the current one was replaced before all servers held it.
+/// How long a reader waits for a version that does not exist yet. It asks for such a version only
+/// if steps are so fast that the current one was replaced before all servers held it.
 const NEXT_VERSION: Duration = Duration::from_secs(1);
 
 /// The pause before the job is described again, after a server has refused a slice that it does not
@@ -83,21 +83,38 @@ impl Cluster {
     /// parameters; [`Error::VersionGone`] if [`Pin::version`] has been replaced;
     /// [`Error::OutOfMemory`] if a server has no room for another pin; [`Error::Timeout`].
     pub async fn pin(&self, job: &str, pin: &Pin) -> Result<Pinned> {
+        let pinned = |of, version, wait| self.pin_at(of, version, pin, wait);
+        self.at_version(job, pin.version, pinned).await
+    }
+
+    /// Calls `read` for a version of a job, or for the latest one, until it succeeds, an error is
+    /// final, or the deadline passes. `read` receives the description of the job, the version, and
+    /// the time for which it may wait.
+    ///
+    /// # Errors
+    /// Those of `read`; [`Error::UnknownJob`]; [`Error::Invalid`] for a job without initial
+    /// parameters; [`Error::Timeout`].
+    pub(crate) async fn at_version<T, F: Future<Output = Result<T>>>(
+        &self,
+        job: &str,
+        wanted: Option<u64>,
+        read: impl Fn(Description, u64, Duration) -> F,
+    ) -> Result<T> {
         let mut tries = Tries::until(Deadline::after(self.options.timeout));
         let mut ahead = 0;
         loop {
             let of = self.describe_job(job).await?;
-            let version = match (pin.version, of.version) {
+            let version = match (wanted, of.version) {
                 (Some(version), _) => version,
                 (None, Some(version)) => version + ahead,
                 (None, None) => return Err(not_initialised(job)),
             };
-            let wait = match pin.version {
+            let wait = match wanted {
                 None if ahead > 0 => NEXT_VERSION.min(tries.timeout()),
                 _ => tries.timeout(),
             };
-            let error = match self.pin_at(of, version, pin, wait).await {
-                Err(error @ Error::VersionGone { .. }) if pin.version.is_none() => {
+            let error = match read(of, version, wait).await {
+                Err(error @ Error::VersionGone { .. }) if wanted.is_none() => {
                     // The steps are fast: ask for a version before it exists.
                     ahead = (2 * ahead).clamp(2, 64);
                     tries.change(error, Duration::ZERO).await?;
@@ -110,7 +127,7 @@ impl Cluster {
                     continue;
                 }
                 Err(error) => error,
-                pinned => return pinned,
+                result => return result,
             };
             if let Next::Refresh(error) = tries.next(error).await? {
                 // The coordinator may not know the new placement yet.

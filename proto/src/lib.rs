@@ -37,7 +37,7 @@ pub use job::{Departure, JobSpec};
 pub use manifest::{Manifest, Policy, SliceSpec, TensorId, TensorSpec};
 pub use optimizer::{AppliedSteps, Optimizer};
 pub use placement::{Placement, Server};
-pub use role::{Role, Tokens};
+pub use role::{Credential, Role, Tokens};
 pub use succession::{JobVersion, Succession, successor_name};
 pub use token::Token;
 

@@ -1,4 +1,5 @@
-//! The limits of a token, which an operator appends to its line in the file of tokens.
+//! The limits of a token, or of the certificates of a role, which an operator appends to its line
+//! in the file of tokens.
 
 use std::{fmt, num::NonZero, ops::RangeInclusive};
 

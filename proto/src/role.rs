@@ -1,5 +1,5 @@
-//! What the holder of a token may do, and the file in which an operator lists the tokens of a
-//! cluster.
+//! What the holder of a token or a certificate may do, and the file in which an operator lists the
+//! tokens of a cluster.
 
 use std::{collections::HashMap, fmt, str::FromStr};
 
@@ -9,11 +9,13 @@ use crate::{Error, Result, Token, quota::Quota};
 const MAX_TOKENS: usize = 100_000;
 /// The beginning of a hash in the file of tokens.
 const HASH: &str = "blake3:";
+/// The word in the place of the hash in a line about certificates.
+const CERTIFICATE: &str = "certificate";
 /// The end of the role of a token that can only read a job.
 const READ: &str = ":read";
 
-/// What the holder of a token may do.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What the holder of a token or a certificate may do.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Run a shard server: register with the coordinator, and read the slices of all jobs.
     Server,
@@ -100,9 +102,26 @@ impl FromStr for Role {
     }
 }
 
-/// The tokens of a cluster, stored as hashes, with their roles and limits.
+/// The credential of a caller, which may have a line in the file of tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Credential {
+    /// The token with this hash.
+    Token([u8; 32]),
+    /// A certificate with this role.
+    Certificate(Role),
+}
+
+impl Credential {
+    /// The credential of a caller with a token.
+    pub fn token(token: &[u8]) -> Self {
+        Self::Token(*blake3::hash(token).as_bytes())
+    }
+}
+
+/// The tokens of a cluster, stored as hashes, with their roles and limits, and the limits of
+/// certificates.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Tokens(HashMap<[u8; 32], (Role, Quota)>);
+pub struct Tokens(HashMap<Credential, (Role, Quota)>);
 
 impl Tokens {
     /// The line of a token in the file of tokens. Tokens have so much randomness that a hash does
@@ -113,8 +132,10 @@ impl Tokens {
     }
 
     /// Parses the lines of a file. A line consists of a role, a hash, optional limits and an
-    /// optional comment, separated by spaces. A comment begins with `#`, or with a word that does
-    /// not contain `=`. Empty lines and lines that begin with `#` are ignored.
+    /// optional comment, separated by spaces. With the word `certificate` in place of the hash, the
+    /// limits are those of all certificates with the role together. A comment begins with `#`, or
+    /// with a word that does not contain `=`. Empty lines and lines that begin with `#` are
+    /// ignored.
     ///
     /// # Errors
     /// [`Error::Invalid`] with the number of the invalid line.
@@ -129,10 +150,16 @@ impl Tokens {
             let mut words = line.split_whitespace();
             let role = words.next().unwrap_or_default().parse::<Role>();
             let role = role.map_err(|error| Error::invalid(what(), error, "a role and a hash"))?;
-            let hash = words.next().and_then(|word| word.strip_prefix(HASH));
-            let hash = hash.and_then(|hex| blake3::Hash::from_hex(hex).ok());
-            let hash = hash.ok_or_else(|| {
-                let expected = "followed by a hash that `zsctl token new` has printed";
+            let credential = match words.next() {
+                Some(CERTIFICATE) => Some(Credential::Certificate(role.clone())),
+                word => word
+                    .and_then(|word| word.strip_prefix(HASH))
+                    .and_then(|hex| blake3::Hash::from_hex(hex).ok())
+                    .map(|hash| Credential::Token(*hash.as_bytes())),
+            };
+            let credential = credential.ok_or_else(|| {
+                let expected = "followed by a hash that `zsctl token new` has printed, or by the \
+                                word certificate";
                 Error::invalid(what(), format!("role {role} without a hash"), expected)
             })?;
             let mut quota = Quota::default();
@@ -141,25 +168,28 @@ impl Tokens {
                     break;
                 }
             }
-            if tokens.insert(*hash.as_bytes(), (role, quota)).is_some() {
-                return Err(Error::invalid(what(), "a hash for the second time", "new"));
+            let is_token = matches!(credential, Credential::Token(_));
+            if tokens.insert(credential, (role, quota)).is_some() {
+                let found = if is_token { "a hash" } else { "certificates of a role" };
+                return Err(Error::invalid(what(), format!("{found} for the second time"), "new"));
             }
         }
         if tokens.is_empty() || tokens.len() > MAX_TOKENS {
             let expected = format!("1 to {MAX_TOKENS}");
-            return Err(Error::invalid("number of tokens in the file", tokens.len(), expected));
+            let what = "number of lines in the file of tokens";
+            return Err(Error::invalid(what, tokens.len(), expected));
         }
         Ok(Self(tokens))
     }
 
     /// The role of a token.
     pub fn role(&self, token: &[u8]) -> Option<&Role> {
-        self.holder(token).map(|(_, (role, _))| role)
+        self.holder(&Credential::token(token)).map(|(role, _)| role)
     }
 
-    /// The hash, the role and the limits of a token.
-    pub fn holder(&self, token: &[u8]) -> Option<(&[u8; 32], &(Role, Quota))> {
-        self.0.get_key_value(blake3::hash(token).as_bytes())
+    /// The role and the limits of a credential that has a line.
+    pub fn holder(&self, credential: &Credential) -> Option<&(Role, Quota)> {
+        self.0.get(credential)
     }
 }
 
@@ -228,7 +258,7 @@ mod tests {
         let line = Tokens::line(&Role::Admin, &token);
         let quota = |rest: &str| {
             let tokens = Tokens::parse(&format!("{line} {rest}"))?;
-            Ok::<_, Error>(tokens.holder(b"one").unwrap().1.1)
+            Ok::<_, Error>(tokens.holder(&Credential::token(b"one")).unwrap().1)
         };
         let four = Quota { jobs: Some(4), ..Quota::default() };
         assert_eq!(quota("jobs=4 weight=2 # jobs=5"), Ok(Quota { weight: 2, ..four }));
@@ -238,12 +268,28 @@ mod tests {
     }
 
     #[test]
+    fn a_line_may_have_the_limits_of_the_certificates_of_a_role() {
+        let token = Tokens::line(&role("job:demo"), &Token::from("one".to_owned()));
+        let text = format!("{token} jobs=1\njob:demo certificate jobs=2 # the nightly runs\n");
+        let tokens = Tokens::parse(&text).unwrap();
+        let jobs = |credential: Credential| tokens.holder(&credential).and_then(|of| of.1.jobs);
+        assert_eq!(jobs(Credential::token(b"one")), Some(1));
+        assert_eq!(jobs(Credential::Certificate(role("job:demo"))), Some(2));
+        assert_eq!(tokens.holder(&Credential::Certificate(role("job:demo:read"))), None);
+        // Such a line admits no token.
+        assert_eq!(tokens.role(b"certificate"), None);
+        assert!(Tokens::parse("admin certificate").is_ok());
+    }
+
+    #[test]
     fn a_file_with_a_wrong_line_is_refused_with_its_number() {
         let good = Tokens::line(&Role::Admin, &Token::from("one".to_owned()));
         for wrong in ["root blake3:00", "admin", "admin blake3:00", "admin secret", &good] {
             let error = Tokens::parse(&format!("{good}\n{wrong}\n")).unwrap_err().to_string();
             assert!(error.contains("line 2") && !error.contains("secret"), "{error}");
         }
+        let twice = Tokens::parse("admin certificate\nadmin certificate jobs=1\n");
+        assert!(twice.unwrap_err().to_string().contains("line 2"));
         assert!(Tokens::parse("# nothing\n").is_err());
     }
 }

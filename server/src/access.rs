@@ -10,7 +10,8 @@ use std::{
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
 use zeroshard_proto::{
-    Error, Result, Role, Tokens, reloaded::Reloaded, token::Bearer, transport::tls::Security,
+    Credential, Error, Result, Role, Tokens, reloaded::Reloaded, token::Bearer,
+    transport::tls::Security,
 };
 
 use crate::config::Common;
@@ -162,22 +163,28 @@ impl Accepted {
         }
     }
 
-    /// Counts a call against the limits of its token. Returns the limits, and the time that the
-    /// call must wait. Returns `None` if no limits apply: only tokens in a file have limits, and a
-    /// caller with a role in its certificate has none.
+    /// Identifies the caller, as [`Self::caller`] does, and counts the call against the limits of
+    /// its token or certificate. Returns the caller, the limits, and the time that the call must
+    /// wait. There are no limits if the file of tokens has none for the caller.
     ///
     /// # Errors
-    /// [`Error::LimitExceeded`] if the token has too many calls.
+    /// Those of [`Self::caller`], after which the call does not count;
+    /// [`Error::LimitExceeded`] if the caller has too many calls.
     pub(crate) fn admit(
         &self,
         headers: &HeaderMap,
-        security: &Security,
-    ) -> Result<Option<(Holder, Duration)>> {
-        match (&self.tokens, security) {
-            (_, Security::Encrypted { role: Some(_) }) => Ok(None),
-            (AcceptedTokens::Listed(listed), _) => listed.admit(token_in(headers)),
-            _ => Ok(None),
-        }
+        security: Security,
+    ) -> Result<(Caller, Option<(Holder, Duration)>)> {
+        let credential = match &security {
+            Security::Encrypted { role: Some(role) } => Credential::Certificate(role.clone()),
+            _ => Credential::token(token_in(headers)),
+        };
+        let caller = self.caller(headers, security)?;
+        let limits = match &self.tokens {
+            AcceptedTokens::Listed(listed) => listed.admit(credential)?,
+            _ => None,
+        };
+        Ok((caller, limits))
     }
 }
 
@@ -187,7 +194,7 @@ fn token_in(headers: &HeaderMap) -> &[u8] {
     value.and_then(|value| value.strip_prefix(b"Bearer ")).unwrap_or_default()
 }
 
-/// The tokens in a file, and the call rates of the tokens with a limit of requests.
+/// The tokens in a file, and the call rates of the credentials with a limit of requests.
 #[derive(Debug)]
 struct Listed {
     tokens: Reloaded<Tokens>,
@@ -197,7 +204,7 @@ struct Listed {
 #[derive(Debug)]
 struct Rates {
     of: Arc<Tokens>,
-    by_hash: HashMap<[u8; 32], Rate>,
+    by_credential: HashMap<Credential, Rate>,
 }
 
 impl Listed {
@@ -207,21 +214,21 @@ impl Listed {
             move || read(&file)
         };
         let tokens = Reloaded::open("the tokens", vec![file.to_owned()], load)?;
-        let rates = Rates { of: tokens.get(), by_hash: HashMap::new() };
+        let rates = Rates { of: tokens.get(), by_credential: HashMap::new() };
         Ok(Self { tokens, rates: Mutex::new(rates) })
     }
 
-    fn admit(&self, token: &[u8]) -> Result<Option<(Holder, Duration)>> {
+    fn admit(&self, credential: Credential) -> Result<Option<(Holder, Duration)>> {
         let tokens = self.tokens.get();
-        let Some((hash, (role, quota))) = tokens.holder(token) else { return Ok(None) };
+        let Some((role, quota)) = tokens.holder(&credential) else { return Ok(None) };
         let holder = Holder { role: role.clone(), quota: *quota };
         let Some(requests) = quota.requests else { return Ok(Some((holder, Duration::ZERO))) };
         // The state is consistent after a panic, because each change is a single assignment.
         let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
         if !Arc::ptr_eq(&rates.of, &tokens) {
-            *rates = Rates { of: tokens.clone(), by_hash: HashMap::new() };
+            *rates = Rates { of: tokens.clone(), by_credential: HashMap::new() };
         }
-        let rate = rates.by_hash.entry(*hash).or_default();
+        let rate = rates.by_credential.entry(credential).or_default();
         let wait = rate.admit(requests, role, Instant::now())?;
         Ok(Some((holder, wait)))
     }
@@ -279,6 +286,44 @@ mod tests {
             let refused = accepted.caller(wrong, PLAIN);
             assert!(matches!(refused, Err(Error::Unauthenticated { .. })), "{refused:?}");
         }
+    }
+
+    #[test]
+    fn the_certificates_of_a_role_have_the_limits_of_their_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tokens");
+        fs::write(&path, "job:a certificate requests=1/s weight=3\n").unwrap();
+        let accepted = Accepted::new(&Common { tokens: Some(path), ..Common::default() }).unwrap();
+        let call = |role: &str| {
+            let security = Security::Encrypted { role: Some(role.parse().unwrap()) };
+            // The certificate takes precedence over a token.
+            accepted.admit(&headers("one"), security).map(|(_, limits)| limits)
+        };
+        let (holder, wait) = call("job:a").unwrap().unwrap();
+        assert_eq!((holder.role.to_string().as_str(), holder.quota.weight), ("job:a", 3));
+        assert_eq!(wait, Duration::ZERO);
+        assert!(call("job:a").unwrap().unwrap().1 > Duration::ZERO);
+        assert!(matches!(call("job:a"), Err(Error::LimitExceeded { limit: 1, .. })));
+        // A role without a line has no limits, and a line for certificates admits no token.
+        assert!(call("job:a:read").unwrap().is_none());
+        assert!(accepted.caller(&headers("one"), PLAIN).is_err());
+    }
+
+    #[test]
+    fn a_call_that_is_refused_does_not_count_against_the_limits_of_its_token() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tokens");
+        fs::write(&path, format!("{} requests=1/s", line("job:a", "one"))).unwrap();
+        let common =
+            Common { tokens: Some(path), tls_cert: Some("server.pem".into()), ..Common::default() };
+        let accepted = Accepted::new(&common).unwrap();
+        for _ in 0..3 {
+            let refused = accepted.admit(&headers("one"), PLAIN);
+            assert!(matches!(refused, Err(Error::Tls { .. })), "{refused:?}");
+        }
+        let encrypted = Security::Encrypted { role: None };
+        let (_, limits) = accepted.admit(&headers("one"), encrypted).unwrap();
+        assert_eq!(limits.unwrap().1, Duration::ZERO);
     }
 
     #[test]

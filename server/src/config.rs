@@ -165,6 +165,11 @@ pub struct Common {
     /// File with the private key of --tls-cert, in PEM format
     #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
+    /// File with the revocation lists of the authorities in --tls-ca, one of each, in PEM format.
+    /// Certificates in them are refused on new connections. It is read again when it changes. A
+    /// list that was not updated in time stays valid
+    #[arg(long, env = "ZEROSHARD_TLS_CRL", value_name = "FILE")]
+    pub tls_crl: Option<PathBuf>,
     /// URL of an OpenTelemetry collector, such as http://localhost:4317, to which the traces of
     /// steps are sent (OTLP over gRPC). Without it nothing is recorded
     #[arg(long, env = "ZEROSHARD_OTLP_ENDPOINT", value_name = "URL")]
@@ -226,7 +231,9 @@ impl Common {
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] if only some of the required files are set.
     pub fn tls_files(&self) -> zeroshard_proto::Result<Option<TlsFiles>> {
-        TlsFiles::of(self.tls_ca.as_deref(), self.tls_cert.as_deref(), self.tls_key.as_deref())
+        let Self { tls_ca, tls_cert, tls_key, tls_crl, .. } = self;
+        let [ca, cert, key, crl] = [tls_ca, tls_cert, tls_key, tls_crl].map(Option::as_deref);
+        TlsFiles::of(ca, cert, key, crl)
     }
 
     /// The collector of traces, if there is one.

@@ -189,7 +189,7 @@ mod tests {
             let key = path(&format!("{name}-key.pem"));
             assert_eq!(fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
             let identity = Some((path(&format!("{name}.pem")), key));
-            let tls = Tls::open(TlsFiles { ca: path("ca.pem"), identity }).unwrap();
+            let tls = Tls::open(TlsFiles { ca: path("ca.pem"), identity, crl: None }).unwrap();
             assert_eq!(tls.role(), Some(role.parse().unwrap()));
         }
         let again = certs.make().unwrap_err().to_string();

@@ -13,8 +13,10 @@ use std::{
 
 use tokio::time::{sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::{Channel, Endpoint};
-use zeroshard_proto::{Error, Result, transport::endpoint};
+use zeroshard_proto::{
+    Error, Result,
+    transport::{Addresses, Connection, Credentials},
+};
 
 use crate::{config::Etcd, coordinator::leadership::Leadership, identity};
 use pb::{LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest, lease_client::LeaseClient};
@@ -42,7 +44,8 @@ const RESERVE: u32 = 10;
 #[derive(Debug)]
 pub(crate) struct Candidate {
     etcd: Etcd,
-    members: Vec<Endpoint>,
+    members: Vec<Addresses>,
+    credentials: Credentials,
     /// The number of connections so far. Each is opened to the next member: one that answers may
     /// have lost the other members.
     connections: AtomicUsize,
@@ -55,7 +58,7 @@ pub(crate) struct Candidate {
 #[derive(Debug)]
 struct Lease {
     id: i64,
-    client: LeaseClient<Channel>,
+    client: LeaseClient<Connection>,
     duration: Duration,
     /// The time at which the request for the last renewal was sent.
     renewed: Instant,
@@ -71,13 +74,21 @@ pub(crate) struct Leader<'a> {
 }
 
 impl Candidate {
-    /// A candidate at `address` whose lease ends after `duration` without a renewal.
+    /// A candidate at `address` whose lease ends after `duration` without a renewal. It shows the
+    /// credentials to etcd.
     ///
     /// # Errors
     /// [`Error::Invalid`] for invalid addresses of etcd.
-    pub(crate) fn new(etcd: Etcd, duration: Duration, address: String) -> Result<Self> {
-        let members = etcd.members().map(|member| endpoint(&member)).collect::<Result<_>>()?;
-        Ok(Self { etcd, members, connections: AtomicUsize::new(0), duration, address })
+    pub(crate) fn new(
+        etcd: Etcd,
+        credentials: Credentials,
+        duration: Duration,
+        address: String,
+    ) -> Result<Self> {
+        let members = etcd.members().map(|member| Addresses::parse(&member));
+        let members = members.collect::<Result<_>>()?;
+        let connections = AtomicUsize::new(0);
+        Ok(Self { etcd, members, credentials, connections, duration, address })
     }
 
     /// Waits until this candidate is the leader; `None` after `shutdown`. Errors are logged, and
@@ -96,8 +107,8 @@ impl Candidate {
     }
 
     async fn run(&self, shutdown: &CancellationToken) -> Result<Option<Leader<'_>>> {
-        let channel = self.connect();
-        let grant = self.grant(LeaseClient::new(channel.clone()));
+        let connection = self.connect();
+        let grant = self.grant(LeaseClient::new(connection.clone()));
         let Some(granted) = shutdown.run_until_cancelled(grant).await else {
             return Ok(None);
         };
@@ -108,7 +119,7 @@ impl Candidate {
             value: self.address.as_bytes().to_vec(),
         };
         tracing::info!(election = self.etcd.election(), "waiting to be elected");
-        let mut election = ElectionClient::new(channel);
+        let mut election = ElectionClient::new(connection);
         let elected = tokio::select! {
             elected = election.campaign(request) => Ok(Some(elected)),
             ended = lease.keep(self, |_| true) => match ended {
@@ -137,12 +148,12 @@ impl Candidate {
     }
 
     /// A connection to the next member.
-    fn connect(&self) -> Channel {
+    fn connect(&self) -> Connection {
         let number = self.connections.fetch_add(1, Ordering::Relaxed);
-        self.members[number % self.members.len()].connect_lazy()
+        self.members[number % self.members.len()].connect_lazy(&self.credentials)
     }
 
-    async fn grant(&self, mut client: LeaseClient<Channel>) -> Result<Lease> {
+    async fn grant(&self, mut client: LeaseClient<Connection>) -> Result<Lease> {
         let renewed = Instant::now();
         let request = LeaseGrantRequest { ttl: self.duration.as_secs() as i64 };
         let granted = self.limit(self.duration, client.lease_grant(request)).await?.into_inner();
@@ -171,8 +182,11 @@ impl Candidate {
     }
 
     fn failed(&self, status: &tonic::Status) -> Error {
-        let cause = status.message().to_owned();
-        Error::Unavailable { peer: self.peer(), cause }
+        match Error::from_status(status, &self.peer()) {
+            // It says what to do about the certificates.
+            error @ Error::Tls { .. } => error,
+            _ => Error::Unavailable { peer: self.peer(), cause: status.message().to_owned() },
+        }
     }
 
     fn ended(&self, how: &str) -> Error {

@@ -1,4 +1,5 @@
-//! The limits of the tokens of a cluster: the holder of a token, and the rate limit of its calls.
+//! The limits of the tokens and certificates of a cluster: the holder of one, and the rate limit of
+//! its calls.
 
 use std::{
     num::NonZero,
@@ -12,15 +13,17 @@ const BURST: Duration = Duration::from_secs(1);
 /// The maximum time that a call above the rate waits. Calls that would wait longer are refused.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
-/// The role and the limits of the token of a request. It is an extension of the request.
+/// The role and the limits of the token or certificate of a request. It is an extension of the
+/// request.
 #[derive(Debug, Clone)]
 pub(crate) struct Holder {
     pub(crate) role: Role,
     pub(crate) quota: Quota,
 }
 
-/// The rate limit of one token: a bucket that is refilled at a constant rate. It is stored as the
-/// time at which the bucket would be full (the generic cell rate algorithm of ITU-T I.371).
+/// The rate limit of one token, or of the certificates of a role: a bucket that is refilled at a
+/// constant rate. It is stored as the time at which the bucket would be full (the generic cell rate
+/// algorithm of ITU-T I.371).
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Rate {
     full: Option<Instant>,
@@ -43,7 +46,7 @@ impl Rate {
         if wait > MAX_WAIT {
             return Err(Error::LimitExceeded {
                 what: format!(
-                    "requests per second with the token of role {role} \
+                    "requests per second with a token or certificate of role {role} \
                      (`requests` in the file of tokens)"
                 ),
                 limit: requests.get().into(),

@@ -102,11 +102,21 @@ impl Cluster {
     /// # Panics
     /// If it does not start.
     pub fn candidate(address: &str, etcd: SocketAddr, seconds: u64) -> Process {
-        let mut command =
-            server(&["coordinator", "--listen", address, "--admin-listen", "127.0.0.1:0"]);
         // Another member of etcd does not answer.
         let election = format!("etcd://127.0.0.1:9,{etcd}");
-        command.args(["--election", &election, "--election-seconds", &seconds.to_string()]);
+        let seconds = seconds.to_string();
+        let flags = ["--election", &election, "--election-seconds", &seconds];
+        Self::candidate_with(address, &flags)
+    }
+
+    /// Starts only a coordinator that takes part in the election that the flags name.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn candidate_with(address: &str, flags: &[&str]) -> Process {
+        let mut command =
+            server(&["coordinator", "--listen", address, "--admin-listen", "127.0.0.1:0"]);
+        command.args(flags);
         Process::start(command)
     }
 

@@ -2,7 +2,7 @@
 
 use std::{
     net::{SocketAddr, TcpListener, TcpStream},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -20,6 +20,8 @@ pub struct Etcd {
     folder: TempDir,
     client: SocketAddr,
     peer: SocketAddr,
+    /// The directory with the certificates of an etcd with TLS.
+    certificates: Option<PathBuf>,
 }
 
 impl Etcd {
@@ -28,10 +30,23 @@ impl Etcd {
     /// # Panics
     /// If etcd is not installed, or does not start.
     pub fn start() -> Self {
+        Self::start_with(None)
+    }
+
+    /// Starts an empty etcd that requires certificates of its clients. `certificates`: a directory
+    /// that `zeroshard-server dev-certs` has written.
+    ///
+    /// # Panics
+    /// Those of [`Self::start`].
+    pub fn with_tls(certificates: &Path) -> Self {
+        Self::start_with(Some(certificates.to_owned()))
+    }
+
+    fn start_with(certificates: Option<PathBuf>) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let (client, peer) = (unused(), unused());
-        let process = start(&folder, client, peer);
-        Self { process, folder, client, peer }
+        let process = start(&folder, client, peer, certificates.as_deref());
+        Self { process, folder, client, peer, certificates }
     }
 
     /// The address for clients.
@@ -52,7 +67,7 @@ impl Etcd {
     /// If it does not start.
     pub fn restart(&mut self) {
         self.kill();
-        self.process = start(&self.folder, self.client, self.peer);
+        self.process = start(&self.folder, self.client, self.peer, self.certificates.as_deref());
     }
 }
 
@@ -68,8 +83,14 @@ fn unused() -> SocketAddr {
     listener.local_addr().expect("a bound socket has an address")
 }
 
-fn start(folder: &TempDir, client: SocketAddr, peer: SocketAddr) -> Child {
-    let (client_url, peer_url) = (format!("http://{client}"), format!("http://{peer}"));
+fn start(
+    folder: &TempDir,
+    client: SocketAddr,
+    peer: SocketAddr,
+    certificates: Option<&Path>,
+) -> Child {
+    let scheme = if certificates.is_some() { "https" } else { "http" };
+    let (client_url, peer_url) = (format!("{scheme}://{client}"), format!("http://{peer}"));
     let data = PathBuf::from(folder.path()).join("data");
     let mut command = Command::new("etcd");
     command
@@ -81,6 +102,11 @@ fn start(folder: &TempDir, client: SocketAddr, peer: SocketAddr) -> Child {
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null());
+    if let Some(directory) = certificates {
+        command.arg("--cert-file").arg(directory.join("server.pem"));
+        command.arg("--key-file").arg(directory.join("server-key.pem"));
+        command.arg("--trusted-ca-file").arg(directory.join("ca.pem")).arg("--client-cert-auth");
+    }
     let mut process = command.spawn().unwrap_or_else(|error| {
         panic!(
             "cannot start etcd: {error}; install it, for example with apt-get install etcd-server"

@@ -44,11 +44,12 @@ fn options(
     Ok(options.timeout(seconds("timeout", timeout)?).token(token.unwrap_or_default().into()))
 }
 
-/// The TLS configuration from the files of the authorities, the certificate and the key.
-fn encryption(
-    (ca, certificate, key): (PathBuf, Option<PathBuf>, Option<PathBuf>),
-) -> Result<Tls, Error> {
-    let files = TlsFiles::of(Some(&ca), certificate.as_deref(), key.as_deref())?;
+/// The files of the authorities, of the certificate, of its key and of the revocation lists.
+type Files = (PathBuf, Option<PathBuf>, Option<PathBuf>, Option<PathBuf>);
+
+/// The TLS configuration from these files.
+fn encryption((ca, certificate, key, crl): Files) -> Result<Tls, Error> {
+    let files = TlsFiles::of(Some(&ca), certificate.as_deref(), key.as_deref(), crl.as_deref())?;
     Tls::open(files.expect("there are files"))
 }
 
@@ -70,7 +71,7 @@ impl Cluster {
         py: Python<'_>,
         address: String,
         token: Option<String>,
-        tls: Option<(PathBuf, Option<PathBuf>, Option<PathBuf>)>,
+        tls: Option<Files>,
         wire: &str,
         chunk_bytes: usize,
         timeout: f64,

@@ -8,23 +8,24 @@ import pathlib
 from .errors import InvalidArgumentError
 
 
-def tls_files() -> tuple[str, str | None, str | None] | None:
+def tls_files() -> tuple[str, str | None, str | None, str | None] | None:
     """The TLS files from the environment: ``ZEROSHARD_TLS_CA`` names the authorities of the
-    cluster, and the optional ``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY`` name the certificate
-    of this process and its key. Returns None if connections are not encrypted.
+    cluster, the optional ``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY`` name the certificate
+    of this process and its key, and the optional ``ZEROSHARD_TLS_CRL`` names revocation lists.
+    Returns None if connections are not encrypted.
 
     Raises:
-        InvalidArgumentError: a certificate or a key is set, but the authorities are not.
+        InvalidArgumentError: one of the other files is set, but the authorities are not.
     """
-    ca, certificate, key = (
-        os.environ.get(f"ZEROSHARD_TLS_{name}") or None for name in ("CA", "CERT", "KEY")
+    ca, certificate, key, crl = (
+        os.environ.get(f"ZEROSHARD_TLS_{name}") or None for name in ("CA", "CERT", "KEY", "CRL")
     )
     if ca is not None:
-        return ca, certificate, key
-    if certificate is not None or key is not None:
+        return ca, certificate, key, crl
+    if certificate is not None or key is not None or crl is not None:
         raise InvalidArgumentError(
-            "ZEROSHARD_TLS_CERT and ZEROSHARD_TLS_KEY need ZEROSHARD_TLS_CA, the file with the "
-            "certificates of the authorities of the cluster"
+            "ZEROSHARD_TLS_CERT, ZEROSHARD_TLS_KEY and ZEROSHARD_TLS_CRL need ZEROSHARD_TLS_CA, "
+            "the file with the certificates of the authorities of the cluster"
         )
     return None
 

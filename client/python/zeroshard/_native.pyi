@@ -214,7 +214,7 @@ class Cluster:
         address: str,
         *,
         token: str | None = None,
-        tls: tuple[str, str | None, str | None] | None = None,
+        tls: tuple[str, str | None, str | None, str | None] | None = None,
         wire: str = "f32",
         chunk_bytes: int = 1048576,
         timeout: float = 600.0,

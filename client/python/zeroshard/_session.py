@@ -85,6 +85,7 @@ def init(
             ``ZEROSHARD_TOKEN_FILE``. A cluster that is started has a random one by default. With
             ``ZEROSHARD_TLS_CA``, the connections to a running cluster are encrypted, and a
             certificate (``ZEROSHARD_TLS_CERT`` and ``ZEROSHARD_TLS_KEY``) can replace the token.
+            ``ZEROSHARD_TLS_CRL`` names revocation lists.
         shards: the number of shard servers of a cluster that is started.
         name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
             checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.

@@ -2,7 +2,8 @@
 //!
 //! A certificate authority of the cluster signs the certificates of servers and clients. Each side
 //! verifies the certificate of the other. A client also checks that the certificate is valid for
-//! the dialled name, and a server reads the role of the client from it.
+//! the dialled name, and a server reads the role of the client from it. Both refuse certificates in
+//! a revocation list, if they have one.
 
 mod client;
 mod server;
@@ -15,8 +16,9 @@ use std::{
 
 use rustls::{
     ClientConfig, RootCertStore, ServerConfig,
+    client::WebPkiServerVerifier,
     crypto::{CryptoProvider, ring},
-    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, pem::PemObject},
     server::WebPkiClientVerifier,
     version::TLS13,
 };
@@ -34,19 +36,24 @@ pub const KEY_VARIABLE: &str = "ZEROSHARD_TLS_KEY";
 
 /// The maximum size of a file with certificates or a key.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+/// The maximum size of a file with revocation lists: about 300,000 certificates.
+const MAX_CRL_BYTES: u64 = 16 << 20;
 /// The ALPN protocol of gRPC calls.
 const HTTP_2: &[u8] = b"h2";
 /// The ALPN protocol of the admin server.
 const HTTP_1: &[u8] = b"http/1.1";
 
 /// The files of a process that uses TLS, in PEM format.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsFiles {
     /// The certificates of the authorities that sign the certificates of the other side.
     pub ca: PathBuf,
     /// The file with the certificate of this process, followed by any intermediate certificates,
     /// and the file with its private key. A server needs both. A client without them needs a token.
     pub identity: Option<(PathBuf, PathBuf)>,
+    /// The revocation lists of the authorities, one of each, which may be empty. A list that is
+    /// older than its next update stays valid.
+    pub crl: Option<PathBuf>,
 }
 
 impl TlsFiles {
@@ -59,6 +66,7 @@ impl TlsFiles {
         ca: Option<&Path>,
         certificate: Option<&Path>,
         key: Option<&Path>,
+        crl: Option<&Path>,
     ) -> Result<Option<Self>> {
         let missing = |what: &str, because: &str| {
             let expected =
@@ -66,28 +74,30 @@ impl TlsFiles {
             Err(Error::invalid(what, "missing", expected))
         };
         match (ca, certificate, key) {
-            (None, None, None) => Ok(None),
+            (None, None, None) if crl.is_none() => Ok(None),
+            (None, None, None) => missing("file of authorities (--tls-ca)", "--tls-crl"),
             (None, ..) => missing("file of authorities (--tls-ca)", "--tls-cert and --tls-key"),
             (_, Some(_), None) => missing("file of the key (--tls-key)", "--tls-cert"),
             (_, None, Some(_)) => missing("file of the certificate (--tls-cert)", "--tls-key"),
             (Some(ca), certificate, key) => {
                 let identity = certificate.zip(key);
                 let identity = identity.map(|(file, key)| (file.to_owned(), key.to_owned()));
-                Ok(Some(Self { ca: ca.to_owned(), identity }))
+                Ok(Some(Self { ca: ca.to_owned(), identity, crl: crl.map(Path::to_owned) }))
             }
         }
     }
 
     fn load(&self) -> Result<Configs> {
         let roots = Arc::new(roots(&self.ca)?);
+        let authorities = Authorities { lists: self.lists(&roots)?, roots };
         let identity = self.identity.as_ref();
         let identity = identity.map(|(file, key)| Ok((certificates(file)?, private_key(key)?)));
-        let client = self.client(&roots, None)?;
+        let client = self.client(&authorities, None)?;
         let mut configs = Configs { client, server: None, admin: None, role: None };
         if let Some((chain, key)) = identity.transpose()? {
             configs.role = chain.first().and_then(server::role_of);
-            configs.client = self.client(&roots, Some((chain.clone(), key.clone_key())))?;
-            let server = self.server(roots, chain, key)?;
+            configs.client = self.client(&authorities, Some((chain.clone(), key.clone_key())))?;
+            let server = self.server(authorities, chain, key)?;
             let mut admin = server.clone();
             admin.alpn_protocols = vec![HTTP_1.to_vec()];
             (configs.server, configs.admin) = (Some(Arc::new(server)), Some(Arc::new(admin)));
@@ -95,15 +105,40 @@ impl TlsFiles {
         Ok(configs)
     }
 
+    /// The revocation lists of the authorities; none without a file.
+    fn lists(&self, roots: &RootCertStore) -> Result<Lists> {
+        let Some(file) = &self.crl else { return Ok(Vec::new()) };
+        let lists = revocation_lists(file)?;
+        let issuers = lists.iter().map(|list| webpki::OwnedCertRevocationList::from_der(list));
+        let issuers = issuers.collect::<Result<Vec<_>, _>>().map_err(|cause| {
+            let what = format!("revocation list in {}", file.display());
+            Error::invalid(what, cause, "a complete list of certificates, in version 2 of X.509")
+        })?;
+        let issuers: Vec<_> = issuers.into_iter().map(webpki::CertRevocationList::from).collect();
+        let has_list = |subject: &[u8]| issuers.iter().any(|list| list.issuer() == subject);
+        if roots.roots.iter().all(|root| has_list(&root.subject)) {
+            return Ok(lists);
+        }
+        // Otherwise every certificate of the authority would be refused.
+        let what = format!("revocation lists in {}", file.display());
+        let found = format!("none of an authority in {}", self.ca.display());
+        Err(Error::invalid(what, found, "a list of each authority, which may be empty"))
+    }
+
     fn client(
         &self,
-        roots: &Arc<RootCertStore>,
+        authorities: &Authorities,
         identity: Option<Pair>,
     ) -> Result<Arc<ClientConfig>> {
+        let Authorities { roots, lists } = authorities.clone();
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider())
+            .with_crls(lists)
+            .build()
+            .map_err(|cause| self.invalid(&cause))?;
         let config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(|cause| self.invalid(&cause))?
-            .with_root_certificates(roots.clone());
+            .with_webpki_verifier(verifier);
         let mut config = match identity {
             None => config.with_no_client_auth(),
             Some((chain, key)) => {
@@ -116,7 +151,7 @@ impl TlsFiles {
 
     fn server(
         &self,
-        roots: Arc<RootCertStore>,
+        Authorities { roots, lists }: Authorities,
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
     ) -> Result<ServerConfig> {
@@ -124,6 +159,7 @@ impl TlsFiles {
         // call and not in the handshake, so that a refusal has a message.
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider())
             .allow_unauthenticated()
+            .with_crls(lists)
             .build()
             .map_err(|cause| self.invalid(&cause))?;
         let mut config = ServerConfig::builder_with_provider(provider())
@@ -146,11 +182,24 @@ impl TlsFiles {
     }
 }
 
+type Lists = Vec<CertificateRevocationListDer<'static>>;
+
+/// The authorities that the other side may have, and their revocation lists.
+#[derive(Clone)]
+struct Authorities {
+    roots: Arc<RootCertStore>,
+    lists: Lists,
+}
+
 type Pair = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 /// The TLS configuration of a process. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Tls(Arc<Reloaded<Configs>>);
+pub struct Tls {
+    configs: Arc<Reloaded<Configs>>,
+    /// The beginning of the flags that errors name, as in `--tls-ca`.
+    flags: &'static str,
+}
 
 struct Configs {
     client: Arc<ClientConfig>,
@@ -170,23 +219,31 @@ impl Tls {
     pub fn open(files: TlsFiles) -> Result<Self> {
         let mut watched = vec![files.ca.clone()];
         watched.extend(files.identity.iter().flat_map(|(file, key)| [file.clone(), key.clone()]));
+        watched.extend(files.crl.clone());
         let load = move || files.load();
-        Ok(Self(Arc::new(Reloaded::open("the certificates", watched, load)?)))
+        let configs = Arc::new(Reloaded::open("the certificates", watched, load)?);
+        Ok(Self { configs, flags: "--tls" })
+    }
+
+    /// The same TLS, whose files are those of flags that begin with `flags` instead of `--tls`.
+    #[must_use]
+    pub fn with_flags(self, flags: &'static str) -> Self {
+        Self { flags, ..self }
     }
 
     /// The configuration for outgoing connections.
     pub fn client_config(&self) -> Arc<ClientConfig> {
-        self.0.get().client.clone()
+        self.configs.get().client.clone()
     }
 
     /// The configuration for incoming connections; `None` without a certificate.
     pub fn server_config(&self) -> Option<Arc<ServerConfig>> {
-        self.0.get().server.clone()
+        self.configs.get().server.clone()
     }
 
     /// The role in the certificate of this process, if it has one.
     pub fn role(&self) -> Option<Role> {
-        self.0.get().role.clone()
+        self.configs.get().role.clone()
     }
 }
 
@@ -214,30 +271,39 @@ fn roots(file: &Path) -> Result<RootCertStore> {
 }
 
 /// Reads a file of limited size.
-fn read(file: &Path, expected: &str) -> Result<Vec<u8>> {
+fn read(file: &Path, max_bytes: u64, expected: &str) -> Result<Vec<u8>> {
     let invalid = |found| Error::invalid(format!("file {}", file.display()), found, expected);
-    if fs::metadata(file).is_ok_and(|found| found.len() > MAX_FILE_BYTES) {
-        return Err(invalid(format!("larger than {MAX_FILE_BYTES} bytes")));
+    if fs::metadata(file).is_ok_and(|found| found.len() > max_bytes) {
+        return Err(invalid(format!("larger than {max_bytes} bytes")));
     }
     fs::read(file).map_err(|cause| invalid(format!("unreadable ({cause})")))
 }
 
 fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>> {
-    let expected = "a readable file with certificates in PEM format";
+    parsed(file, MAX_FILE_BYTES, "certificate")
+}
+
+fn revocation_lists(file: &Path) -> Result<Lists> {
+    parsed(file, MAX_CRL_BYTES, "revocation list")
+}
+
+/// The objects in a file, of which there is at least one. `name`: that of an object.
+fn parsed<T: PemObject>(file: &Path, max_bytes: u64, name: &str) -> Result<Vec<T>> {
+    let expected = format!("a readable file with {name}s in PEM format");
     let invalid =
-        |found: String| Error::invalid(format!("file {}", file.display()), found, expected);
-    let pem = read(file, expected)?;
-    let parsed = CertificateDer::pem_slice_iter(&pem).collect::<Result<Vec<_>, _>>();
+        |found: String| Error::invalid(format!("file {}", file.display()), found, &*expected);
+    let pem = read(file, max_bytes, &expected)?;
+    let parsed = T::pem_slice_iter(&pem).collect::<Result<Vec<_>, _>>();
     let parsed = parsed.map_err(|cause| invalid(format!("invalid ({cause})")))?;
     if parsed.is_empty() {
-        return Err(invalid("a file without a certificate".to_owned()));
+        return Err(invalid(format!("a file without a {name}")));
     }
     Ok(parsed)
 }
 
 fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>> {
     let expected = "a readable file with a private key in PEM format";
-    PrivateKeyDer::from_pem_slice(&read(file, expected)?).map_err(|_| {
+    PrivateKeyDer::from_pem_slice(&read(file, MAX_FILE_BYTES, expected)?).map_err(|_| {
         // The cause could contain a part of the key.
         let found = "a file without a private key";
         Error::invalid(format!("file {}", file.display()), found, expected)

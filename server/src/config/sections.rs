@@ -4,7 +4,10 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use zeroshard_proto::limits::{MAX_CONNECTIONS, MAX_JOBS};
+use zeroshard_proto::{
+    limits::{MAX_CONNECTIONS, MAX_JOBS},
+    transport::tls::TlsFiles,
+};
 
 use crate::coordinator::JobLimits;
 
@@ -39,6 +42,17 @@ pub struct Coordinator {
     /// form a cluster
     #[arg(long, env = "ZEROSHARD_ELECTION", value_name = "etcd://HOST:PORT[,HOST:PORT...][/NAME]")]
     pub election: Option<Etcd>,
+    /// File with the certificates of the authorities of etcd, in PEM format. The connections to
+    /// etcd are encrypted with an --election that begins with https:// instead of etcd://. The
+    /// certificate of a member must be for the HOST of --election
+    #[arg(long, env = "ZEROSHARD_ETCD_CA", value_name = "FILE")]
+    pub etcd_ca: Option<PathBuf>,
+    /// File with the certificate of this coordinator for etcd, in PEM format, if etcd requires one
+    #[arg(long, env = "ZEROSHARD_ETCD_CERT", value_name = "FILE")]
+    pub etcd_cert: Option<PathBuf>,
+    /// File with the private key of --etcd-cert, in PEM format
+    #[arg(long, env = "ZEROSHARD_ETCD_KEY", value_name = "FILE")]
+    pub etcd_key: Option<PathBuf>,
     /// Time after which another coordinator takes over from a leader that died or does not reach
     /// etcd. A leader that is stopped with SIGTERM is replaced at once
     #[arg(long, env = "ZEROSHARD_ELECTION_SECONDS", value_name = "SECONDS", default_value_t = 10)]
@@ -70,11 +84,43 @@ impl Coordinator {
 
     pub(super) fn validate(&self) -> Result<(), Error> {
         // etcd chooses a longer lease than one that is shorter than its own election.
-        if (3..=600).contains(&self.election_seconds) {
-            return Ok(());
+        if !(3..=600).contains(&self.election_seconds) {
+            let (key, found) = ("election_seconds", self.election_seconds);
+            return Err(Error::value("coordinator", key, found, "3 to 600"));
         }
-        let (key, found) = ("election_seconds", self.election_seconds);
-        Err(Error::value("coordinator", key, found, "3 to 600"))
+        self.check_etcd()
+    }
+
+    /// Checks that the files of TLS for etcd are there exactly if it is used.
+    fn check_etcd(&self) -> Result<(), Error> {
+        let wrong = |key, found: String, expected: &str| {
+            Err(Error::value("coordinator", key, found, expected))
+        };
+        let missing = || "missing".to_owned();
+        let has_tls = self.election.as_ref().is_some_and(Etcd::is_encrypted);
+        match (has_tls, &self.etcd_ca, &self.etcd_cert, &self.etcd_key) {
+            (false, None, None, None) | (true, Some(_), None, None) => Ok(()),
+            (true, Some(_), Some(_), Some(_)) => Ok(()),
+            (false, ..) => {
+                let found = self.election.as_ref().map_or_else(missing, Etcd::to_string);
+                let expected = "https://HOST:PORT[,HOST:PORT...][/NAME], because of --etcd-ca, \
+                                --etcd-cert or --etcd-key";
+                wrong("election", found, expected)
+            }
+            (true, None, ..) => {
+                let expected = "a file with the certificates of the authorities of etcd, because \
+                                --election begins with https://";
+                wrong("etcd_ca", missing(), expected)
+            }
+            (.., None, _) => wrong("etcd_cert", missing(), "a file, because of --etcd-key"),
+            (.., None) => wrong("etcd_key", missing(), "a file, because of --etcd-cert"),
+        }
+    }
+
+    /// The files of TLS for etcd; `None` without encryption.
+    pub(crate) fn etcd_files(&self) -> Option<TlsFiles> {
+        let identity = self.etcd_cert.clone().zip(self.etcd_key.clone());
+        Some(TlsFiles { ca: self.etcd_ca.clone()?, identity, crl: None })
     }
 }
 

@@ -116,9 +116,12 @@ fn an_election_names_the_members_of_etcd_and_a_cluster() {
     assert_eq!(election("etcd://a:1").unwrap(), "etcd://a:1/zeroshard");
     let several = "etcd://a:1,[::1]:2/vision";
     assert_eq!(election(several).unwrap(), several);
+    let encrypted = "https://a.example:1,b:2/vision";
+    assert_eq!(election(encrypted).unwrap(), encrypted);
     for bad in [
         "a:1",
         "http://a:1",
+        "https://a:1,https://b:1",
         "etcd://",
         "etcd://a",
         "etcd://a:1/",
@@ -127,6 +130,31 @@ fn an_election_names_the_members_of_etcd_and_a_cluster() {
         "etcd://a:1/b/c",
     ] {
         assert!(election(bad).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn the_files_of_tls_for_etcd_are_required_exactly_with_https() {
+    let load = |election: &[&str], files: &[&str]| {
+        let command = ["zeroshard-server", "coordinator"];
+        load([&command, election, files].concat())
+    };
+    let plain = ["--election=etcd://a:1"];
+    let encrypted = ["--election=https://a:1"];
+    let [ca, cert, key] = ["--etcd-ca=ca.pem", "--etcd-cert=c.pem", "--etcd-key=k.pem"];
+    for files in [&[ca][..], &[ca, cert, key]] {
+        assert!(load(&encrypted, files).is_ok());
+    }
+    for (election, files, wrong) in [
+        (&plain[..], &[ca][..], "election"),
+        (&plain, &[cert, key], "election"),
+        (&[], &[ca], "election"),
+        (&encrypted, &[], "etcd_ca"),
+        (&encrypted, &[cert, key], "etcd_ca"),
+        (&encrypted, &[ca, key], "etcd_cert"),
+        (&encrypted, &[ca, cert], "etcd_key"),
+    ] {
+        assert_eq!(wrong_key(load(election, files)), wrong, "{election:?} {files:?}");
     }
 }
 

@@ -253,15 +253,26 @@ impl fmt::Display for Addresses {
     }
 }
 
+/// The scheme of an election in an etcd without TLS.
+const PLAIN: &str = "etcd";
+/// The scheme of an election in an etcd with TLS.
+const ENCRYPTED: &str = "https";
+
 /// An election in etcd: the members of etcd, and the name of the election.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Etcd {
+    is_encrypted: bool,
     members: Addresses,
     election: String,
 }
 
 impl Etcd {
+    /// Whether the connections to the members are encrypted: the URL begins with `https`.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.is_encrypted
+    }
+
     /// The addresses of the members.
     pub(crate) fn members(&self) -> impl Iterator<Item = String> {
         self.members.0.iter().map(Address::to_string)
@@ -278,23 +289,29 @@ impl FromStr for Etcd {
     type Err = Malformed;
 
     fn from_str(text: &str) -> Result<Self, Malformed> {
-        let expected = "etcd://HOST:PORT[,HOST:PORT...][/NAME], such as etcd://10.0.0.7:2379 or \
-                        etcd://a:2379,b:2379,c:2379/my-cluster";
+        let expected = "etcd://HOST:PORT[,HOST:PORT...][/NAME], or https:// instead of etcd:// for \
+                        encrypted connections, such as etcd://10.0.0.7:2379 or \
+                        https://a:2379,b:2379,c:2379/my-cluster";
         let malformed = || Malformed { found: text.to_owned(), expected };
-        let rest = text.strip_prefix("etcd://").ok_or_else(malformed)?;
+        let (is_encrypted, rest) = match text.split_once("://") {
+            Some((PLAIN, rest)) => (false, rest),
+            Some((ENCRYPTED, rest)) => (true, rest),
+            _ => return Err(malformed()),
+        };
         let (members, election) = rest.split_once('/').unwrap_or((rest, "zeroshard"));
         let is_name = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
         if election.is_empty() || !election.chars().all(is_name) {
             return Err(malformed());
         }
         let members = members.parse().map_err(|_| malformed())?;
-        Ok(Self { members, election: election.to_owned() })
+        Ok(Self { is_encrypted, members, election: election.to_owned() })
     }
 }
 
 impl fmt::Display for Etcd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "etcd://{}/{}", self.members, self.election)
+        let scheme = if self.is_encrypted { ENCRYPTED } else { PLAIN };
+        write!(f, "{scheme}://{}/{}", self.members, self.election)
     }
 }
 

@@ -73,9 +73,7 @@ where
         }
         let peer = request.extensions().get::<Peer>();
         let security = peer.map_or(Security::Plain, Peer::security);
-        let admitted = self.accepted.admit(request.headers(), &security);
-        let accepted = self.accepted.caller(request.headers(), security);
-        let (caller, admitted) = match accepted.and_then(|caller| Ok((caller, admitted?))) {
+        let (caller, admitted) = match self.accepted.admit(request.headers(), security) {
             Ok(admitted) => admitted,
             Err(error) => {
                 let refusal: Ready<_> = ready(Ok(Status::from(error).into_http()));

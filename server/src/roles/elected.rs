@@ -6,6 +6,10 @@ use std::net::SocketAddr;
 use serde_json::json;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
+use zeroshard_proto::{
+    Token,
+    transport::{Credentials, tls::Tls},
+};
 
 use super::{AdminSite, Context, Error, Failure, Site, announce, coordinator, print, serve_admin};
 use crate::{
@@ -33,7 +37,11 @@ pub(super) async fn run(
     context.metrics.coordinator.stand_by();
     let admin = AdminSite::bind(config.admin_listen, "coordinator", address, &context).await?;
     announce(json, "coordinator", address, admin.as_ref());
-    let candidate = Candidate::new(election, config.election_duration(), address.to_string())?;
+    let tls = config.etcd_files().map(Tls::open).transpose()?;
+    let tls = tls.map(|tls| tls.with_flags("--etcd"));
+    let credentials = Credentials::new(&Token::default(), tls)?;
+    let duration = config.election_duration();
+    let candidate = Candidate::new(election, credentials, duration, address.to_string())?;
     let serving = async {
         while let Some(leader) = candidate.campaign(&shutdown).await {
             let term = leader.leadership.term();

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use futures_util::{StreamExt, stream::BoxStream};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use zeroshard_proto::{
@@ -20,15 +21,22 @@ use crate::{access::Caller, backend::Backend};
 type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
+/// The slices that are summed before the call is seen to have ended: up to 256 MiB.
+const SUMMED: usize = 16;
+
 pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
+    /// Permits one call at a time to sum squares, so that it uses one core and one version of a
+    /// slice beside training.
+    sums: Semaphore,
     measurements: measure::Gate,
     shutdown: CancellationToken,
 }
 
 impl<B: Backend> Service<B> {
     pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
-        Self { store, measurements: measure::Gate::default(), shutdown }
+        let measurements = measure::Gate::default();
+        Self { store, sums: Semaphore::new(1), measurements, shutdown }
     }
 
     fn deadline<T>(&self, request: &Request<T>) -> Deadline {
@@ -51,6 +59,36 @@ impl<B: Backend> Service<B> {
         };
         let slices = self.store.failure.blocking("hash the slices", digests).await?;
         Ok(pb::DigestResponse { slices })
+    }
+
+    async fn sums_of_squares(
+        &self,
+        request: Request<pb::NormsRequest>,
+    ) -> Result<pb::NormsResponse> {
+        let deadline = self.deadline(&request);
+        Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
+        let pb::NormsRequest { job, job_id, version } = request.into_inner();
+        let job = self.store.job(&job, job_id)?;
+        let waiting_for = || format!("earlier calls for norms, at job {:?}", job.spec.name);
+        let _turn = deadline.limit(waiting_for, self.sums.acquire()).await?;
+        job.wait_for_version(version, deadline).await?;
+        let manifest = &job.spec.manifest;
+        let is_buffer =
+            |slice: u32| manifest.tensors()[manifest.slices()[slice as usize].tensor].buffer;
+        let slices = job.primary_slices().map(|(slice, _)| slice);
+        let slices: Vec<u32> = slices.filter(|&slice| !is_buffer(slice)).collect();
+        let mut response = pb::NormsResponse::default();
+        for part in slices.chunks(SUMMED) {
+            let (job, part) = (job.clone(), part.to_vec());
+            let sum = move |slice| {
+                let held = job.primary_slice(slice)?;
+                let sum_of_squares = held.sum_of_squares(&job.spec.name, version)?;
+                Ok(pb::SliceNorm { slice, sum_of_squares })
+            };
+            let sums = move || part.into_iter().map(sum).collect::<Result<Vec<_>>>();
+            response.slices.extend(self.store.failure.blocking("sum squares", sums).await?);
+        }
+        Ok(response)
     }
 
     async fn pinned(&self, request: Request<pb::PinRequest>) -> Result<PinStream> {
@@ -90,6 +128,16 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
     ) -> Result<Response<pb::DigestResponse>, Status> {
         tokio::select! {
             digests = self.digests(request) => Ok(Response::new(digests?)),
+            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
+        }
+    }
+
+    async fn norms(
+        &self,
+        request: Request<pb::NormsRequest>,
+    ) -> Result<Response<pb::NormsResponse>, Status> {
+        tokio::select! {
+            norms = self.sums_of_squares(request) => Ok(Response::new(norms?)),
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
         }
     }

@@ -307,7 +307,11 @@ fn master_weights_are_read_beside_the_published_parameters() {
     assert_eq!(subject.read(Part::Master, 0), bytes(&[fine; NUMEL]));
     assert_eq!(subject.read(Part::Parameters, 0), bytes(&[1.0; NUMEL]));
     assert!(matches!(subject.slice.read(Part::Master, "job", 1), Ok(None)));
+    let squares = |version| subject.slice.sum_of_squares("job", version);
+    assert_eq!(squares(0), Ok(NUMEL as f64 * f64::from(fine) * f64::from(fine)));
+    assert!(matches!(squares(1), Err(Error::VersionGone { version: 1, current: 0, .. })));
     subject.skip(0);
+    assert!(matches!(squares(0), Err(Error::VersionGone { version: 0, current: 1, .. })));
     assert!(matches!(subject.slice.read(Part::Master, "job", 0), Err(Error::VersionGone { .. })));
     assert!(matches!(subject.slice.applied("job", 0), Err(Error::VersionGone { .. })));
 }

@@ -186,7 +186,7 @@ fn servers(
     let shards = vec![zeroshard_tests::Cluster::shard(coordinator.address(), &flags)];
     let admin = [directory.join("admin.pem"), directory.join("admin-key.pem")];
     let identity = Some(admin.into());
-    let tls = Tls::open(TlsFiles { ca: directory.join("ca.pem"), identity })?;
+    let tls = Tls::open(TlsFiles { ca: directory.join("ca.pem"), identity, crl: None })?;
     let options = zeroshard_client::Options::default().tls(Some(tls));
     Ok((zeroshard_tests::Cluster { coordinator, shards }, options))
 }

@@ -1,15 +1,17 @@
 //! Several coordinators, of which etcd makes one the leader.
 
 use std::{
+    io::{BufRead, BufReader},
+    process::{Command, Stdio},
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
 use zeroshard_client::Job;
 use zeroshard_proto::JobSpec;
-use zeroshard_tests::{Cluster, Etcd, Process, Training, synthetic, training};
+use zeroshard_tests::{Cluster, Etcd, Process, Training, binary, synthetic, training};
 
-use crate::{adamw, job, start, until};
+use crate::{adamw, job, start, tls::Certificates, until};
 
 fn spec(name: &str) -> JobSpec {
     JobSpec { min_servers: 3, ..job(name, 2, adamw(), synthetic::kinds(&adamw())) }
@@ -145,4 +147,59 @@ async fn the_leader_stops_deciding_while_it_cannot_reach_etcd_and_the_run_contin
     tokio::join!(train(&jobs, 2..4, &done), async { cluster.etcd.restart() });
     assert_eq!(jobs[0].state_hash(4).await.unwrap(), calm(4).await);
     assert_eq!(jobs[0].epoch(), epoch);
+}
+
+/// The flags of a candidate with the certificate of an operator, for an etcd with TLS.
+fn tls_flags(etcd: &Etcd, certificates: &Certificates) -> [String; 4] {
+    let file = |flag: &str, name: &str| format!("--{flag}={}", certificates.path(name).display());
+    [
+        format!("--election=https://{}", etcd.address()),
+        file("etcd-ca", "ca.pem"),
+        file("etcd-cert", "admin.pem"),
+        file("etcd-key", "admin-key.pem"),
+    ]
+}
+
+#[tokio::test]
+async fn an_etcd_with_tls_elects_a_leader_and_the_next_one() {
+    let certificates = Certificates::new(&[]);
+    let etcd = Etcd::with_tls(certificates.path("").as_path());
+    let flags = tls_flags(&etcd, &certificates);
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let candidate = |_| Cluster::candidate_with("127.0.0.1:0", &flags);
+    let mut coordinators: Vec<_> = (0..2).map(candidate).collect();
+    until("there is a leader", || coordinators.iter().any(is_ready)).await;
+    let leader = coordinators.iter().position(is_ready).unwrap();
+    assert!(coordinators.remove(leader).stop().success());
+    until("the other one is the leader", || is_ready(&coordinators[0])).await;
+}
+
+/// The first warning of a coordinator about its election.
+fn election_warning(flags: &[String]) -> String {
+    let mut command = Command::new(binary("zeroshard-server"));
+    command.args(["coordinator", "--listen=127.0.0.1:0", "--admin-listen=off"]).args(flags);
+    let mut child =
+        command.stdin(Stdio::null()).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let warning = lines.find(|line| line.contains("the election failed"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    warning.expect("the coordinator logs why it is not elected")
+}
+
+#[test]
+fn a_coordinator_and_an_etcd_that_do_not_trust_each_other_are_told_what_to_do() {
+    let (certificates, stranger) = (Certificates::new(&[]), Certificates::new(&[]));
+    let etcd = Etcd::with_tls(certificates.path("").as_path());
+    let flags = tls_flags(&etcd, &certificates);
+    let untrusting = election_warning(&tls_flags(&etcd, &stranger));
+    assert!(untrusting.contains("set --etcd-ca to the authority"), "{untrusting}");
+    let anonymous = election_warning(&flags[..2]);
+    assert!(anonymous.contains("set --etcd-cert and --etcd-key to"), "{anonymous}");
+    let named = flags.each_ref().map(|flag| flag.replace("127.0.0.1", "127.0.0.2"));
+    let other_name = election_warning(&named);
+    assert!(other_name.contains("not for 127.0.0.2"), "{other_name}");
+    let open = Etcd::start();
+    let plain = election_warning(&tls_flags(&open, &certificates));
+    assert!(plain.contains("does not use TLS"), "{plain}");
 }

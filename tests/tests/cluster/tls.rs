@@ -2,6 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, IsCa,
+    KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber,
+};
 use tempfile::TempDir;
 use zeroshard_client::{Cluster as Client, Error, Options, Result};
 use zeroshard_proto::{
@@ -13,10 +17,10 @@ use zeroshard_tests::{Cluster, Process, Training, run, synthetic};
 use crate::{adamw, job, options, until};
 
 /// The directory with the certificates of one authority.
-struct Certificates(TempDir);
+pub(crate) struct Certificates(TempDir);
 
 impl Certificates {
-    fn new(flags: &[&str]) -> Self {
+    pub(crate) fn new(flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().to_str().unwrap();
         let output = run("zeroshard-server", &[&["dev-certs", path], flags].concat());
@@ -24,7 +28,7 @@ impl Certificates {
         Self(directory)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
@@ -43,7 +47,7 @@ impl Certificates {
     fn options(&self, name: Option<&str>) -> Options {
         let pair =
             |name| (self.path(&format!("{name}.pem")), self.path(&format!("{name}-key.pem")));
-        let files = TlsFiles { ca: self.path("ca.pem"), identity: name.map(pair) };
+        let files = TlsFiles { ca: self.path("ca.pem"), identity: name.map(pair), crl: None };
         options().tls(Some(Tls::open(files).unwrap()))
     }
 
@@ -186,6 +190,100 @@ fn replace(from: &Path, to: &Path) {
     let staged = to.with_extension("new");
     std::fs::copy(from, &staged).unwrap();
     std::fs::rename(staged, to).unwrap();
+}
+
+#[tokio::test]
+async fn the_certificates_of_a_role_have_the_limits_of_their_line() {
+    let certificates = Certificates::new(&["--job", "limited", "--job", "free"]);
+    let tokens = certificates.path("tokens");
+    std::fs::write(&tokens, "job:limited certificate jobs=1 requests=50/s\n").unwrap();
+    let mut flags = certificates.flags("server");
+    flags.push(format!("--tokens={}", tokens.display()));
+    let coordinator = Cluster::coordinator_with(&borrowed(&flags));
+    let shard = Cluster::shard(coordinator.address(), &borrowed(&flags));
+    let client = async |name: &str| {
+        Client::connect(coordinator.address(), certificates.options(Some(name))).await.unwrap()
+    };
+    let spec = |name: &str| job(name, 1, adamw(), synthetic::small());
+    let (limited, free) = (client("job-limited").await, client("job-free").await);
+    limited.create_job(&spec("limited/a")).await.unwrap();
+    match limited.create_job(&spec("limited/b")).await {
+        Err(Error::LimitExceeded { what, limit: 1, .. }) => assert!(what.contains("job:limited")),
+        other => panic!("{other:?}"),
+    }
+    for name in ["free/a", "free/b"] {
+        free.create_job(&spec(name)).await.unwrap();
+    }
+    let calls = (0..300).map(|_| limited.status());
+    let answers = futures_util::future::join_all(calls).await;
+    let refused = |answer: &Result<_>| matches!(answer, Err(Error::LimitExceeded { .. }));
+    assert!(answers.iter().any(refused), "the calls of the certificates are counted");
+    drop(shard);
+}
+
+/// Writes the files of an authority whose key is known: `ca.pem`, the certificates and keys of
+/// `server` and `admin`, and the revocation list `crl.pem`, which has the certificates of
+/// `revoked`.
+fn write_revocable(directory: &Path, revoked: &[&str]) {
+    let write = |name: &str, text: String| std::fs::write(directory.join(name), text).unwrap();
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    write("ca.pem", authority.pem());
+    let mut revoked_certs = Vec::new();
+    for (role, serial) in [("server", 1u64), ("admin", 2)] {
+        let (serial, key) = (SerialNumber::from(serial), KeyPair::generate().unwrap());
+        let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap();
+        let role_name = format!("zeroshard:{role}").try_into().unwrap();
+        params.subject_alt_names.push(SanType::URI(role_name));
+        params.serial_number = Some(serial.clone());
+        write(&format!("{role}.pem"), params.signed_by(&key, &authority).unwrap().pem());
+        write(&format!("{role}-key.pem"), key.serialize_pem());
+        if revoked.contains(&role) {
+            revoked_certs.push(RevokedCertParams {
+                serial_number: serial,
+                revocation_time: rcgen::date_time_ymd(2020, 1, 1),
+                reason_code: None,
+                invalidity_date: None,
+            });
+        }
+    }
+    let list = CertificateRevocationListParams {
+        this_update: rcgen::date_time_ymd(2020, 1, 1),
+        next_update: rcgen::date_time_ymd(2100, 1, 1),
+        crl_number: SerialNumber::from(1),
+        issuing_distribution_point: None,
+        revoked_certs,
+        key_identifier_method: KeyIdMethod::Sha256,
+    };
+    write("crl.pem", list.signed_by(&authority).unwrap().pem().unwrap());
+}
+
+#[test]
+fn every_program_refuses_a_certificate_in_the_revocation_list() {
+    for (revoked, found) in [
+        (&[][..], None),
+        (&["admin"], Some("refuses our certificate, which is in its revocation list")),
+        (&["server"], Some("its certificate is in the revocation list (--tls-crl)")),
+    ] {
+        let certificates = Certificates(tempfile::tempdir().unwrap());
+        write_revocable(certificates.0.path(), revoked);
+        let with_list = |name: &str| {
+            let mut flags = certificates.flags(name);
+            flags.push(format!("--tls-crl={}", certificates.path("crl.pem").display()));
+            flags
+        };
+        let coordinator = Cluster::coordinator_with(&borrowed(&with_list("server")));
+        let flags = with_list("admin");
+        let status = ["--address", coordinator.address(), "status"];
+        let status = run("zsctl", &[&status[..], &borrowed(&flags)].concat());
+        let error = String::from_utf8_lossy(&status.stderr).into_owned();
+        match found {
+            None => assert!(status.status.success(), "{error}"),
+            Some(found) => assert!(!status.status.success() && error.contains(found), "{error}"),
+        }
+    }
 }
 
 #[test]

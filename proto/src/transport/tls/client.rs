@@ -26,7 +26,7 @@ impl Tls {
         let name = ServerName::try_from(host.to_owned());
         let name = name.map_err(|_| Error::invalid("host", format!("{host:?}"), "a DNS name"))?;
         let connector = TlsConnector::from(self.client_config());
-        let failed = |error| failure(&error, address);
+        let failed = |error| failure(&error, address, self.flags);
         let mut stream = connector.connect(name, stream).await.map_err(failed)?;
         // In TLS 1.3, the server verifies the certificate of the client after the handshake has
         // finished for the client. The first bytes of the server, its HTTP/2 settings, show that it
@@ -41,72 +41,97 @@ impl Tls {
 }
 
 /// The error of a connection that could not be encrypted.
-fn failure(error: &io::Error, address: &str) -> Error {
+fn failure(error: &io::Error, address: &str, flags: &str) -> Error {
     let peer = format!("server at {address}");
     let Some(found) = error.get_ref().and_then(|cause| cause.downcast_ref::<rustls::Error>())
     else {
         return Error::Unavailable { peer, cause: error.to_string() };
     };
-    Error::Tls { peer, cause: explain(found) }
+    Error::Tls { peer, cause: explain(found, flags) }
 }
 
-/// The cause of a failed handshake, and its remedy.
-fn explain(error: &rustls::Error) -> String {
+/// The cause of a failed handshake, and its remedy. `flags`: the beginning of the flags with our
+/// files.
+fn explain(error: &rustls::Error, flags: &str) -> String {
     use rustls::Error::{AlertReceived, InvalidCertificate, InvalidMessage as BadMessage};
     let (found, remedy) = match error {
-        InvalidCertificate(cause) => return explain_certificate(cause),
+        InvalidCertificate(cause) => return explain_certificate(cause, flags),
         AlertReceived(AlertDescription::CertificateExpired) => {
-            ("it refuses our certificate, which has expired".to_owned(), "issue a new one")
+            ("it refuses our certificate, which has expired".to_owned(), "issue a new one".into())
         }
+        // Some versions of etcd do not distinguish a missing certificate from a bad one.
+        AlertReceived(AlertDescription::CertificateRequired | AlertDescription::BadCertificate) => {
+            (
+                "it requires a certificate, and has none of us or refuses it".to_owned(),
+                format!("set {flags}-cert and {flags}-key to one that it trusts"),
+            )
+        }
+        AlertReceived(AlertDescription::CertificateRevoked) => (
+            "it refuses our certificate, which is in its revocation list".to_owned(),
+            format!("issue a new one, and set {flags}-cert and {flags}-key to it"),
+        ),
         AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => (
-            "it refuses our certificate, because it does not trust its authority".to_owned(),
-            "set --tls-cert to a certificate from the authority of the cluster",
+            "it refuses our certificate, because it does not trust its authority, or has \
+             revocation lists and none of this authority"
+                .to_owned(),
+            format!("set {flags}-cert to a certificate from the authority of the cluster"),
         ),
         AlertReceived(alert) => {
-            (format!("it refuses the connection ({alert:?})"), "see its log for the reason")
+            (format!("it refuses the connection ({alert:?})"), "see its log for the reason".into())
         }
         BadMessage(InvalidMessage::InvalidContentType | InvalidMessage::UnknownProtocolVersion) => {
             (
                 "it does not use TLS".to_owned(),
-                "start it with --tls-cert, or connect without --tls-ca",
+                format!("start it with a certificate, or connect without {flags}-ca"),
             )
         }
-        other => (other.to_string(), "check the certificates of both sides"),
+        other => (other.to_string(), "check the certificates of both sides".into()),
     };
     format!("{found}; {remedy}")
 }
 
-fn explain_certificate(cause: &CertificateError) -> String {
+fn explain_certificate(cause: &CertificateError, flags: &str) -> String {
     use CertificateError::{
         BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext,
-        NotValidYet, NotValidYetContext, UnknownIssuer,
+        NotValidYet, NotValidYetContext, Revoked, UnknownIssuer, UnknownRevocationStatus,
     };
     let (found, remedy) = match cause {
         // A signature is also invalid if another authority has the same name.
         UnknownIssuer | BadSignature => (
-            "its certificate is signed by an authority that is not in the file of --tls-ca"
-                .to_owned(),
-            "set --tls-ca to the authority of the cluster",
+            format!(
+                "its certificate is signed by an authority that is not in the file of {flags}-ca"
+            ),
+            format!("set {flags}-ca to the authority of the cluster"),
         ),
         Expired | ExpiredContext { .. } => {
-            ("its certificate has expired".to_owned(), "issue a new one for the server")
+            ("its certificate has expired".to_owned(), "issue a new one for the server".into())
         }
-        NotValidYet | NotValidYetContext { .. } => {
-            ("its certificate is not valid yet".to_owned(), "compare the clocks of both machines")
-        }
+        NotValidYet | NotValidYetContext { .. } => (
+            "its certificate is not valid yet".to_owned(),
+            "compare the clocks of both machines".into(),
+        ),
+        Revoked => (
+            format!("its certificate is in the revocation list ({flags}-crl)"),
+            "issue a new one for the server".into(),
+        ),
+        UnknownRevocationStatus => (
+            format!("{flags}-crl has no list of the authority that has signed its certificate"),
+            "add the list of this authority".into(),
+        ),
         NotValidForNameContext { expected, presented } => (
             format!(
                 "its certificate is for {}, not for {}",
                 presented.join(", "),
                 expected.to_str()
             ),
-            "connect to one of these names, or issue a certificate for the name that you use",
+            "connect to one of these names, or issue a certificate for the name that you use"
+                .into(),
         ),
         NotValidForName => (
             "its certificate is for another name".to_owned(),
-            "connect to a name in the certificate, or issue one for the name that you use",
+            "connect to a name in the certificate, or issue one for the name that you use".into(),
         ),
-        other => (format!("its certificate is invalid ({other})"), "issue a new one"),
+        other => (format!("its certificate is invalid ({other})"), "issue a new one".into()),
     };
     format!("{found}; {remedy}")
 }

@@ -83,7 +83,7 @@ impl Acceptor {
     pub fn accept(&self, stream: TcpStream) -> ServerStream {
         let security = PeerSecurity::default();
         let config = self.tls.as_ref().and_then(|tls| match self.is_admin {
-            true => tls.0.get().admin.clone(),
+            true => tls.configs.get().admin.clone(),
             false => tls.server_config(),
         });
         let state = match config {

@@ -2,7 +2,10 @@
 
 use std::{io::Write as _, time::Duration};
 
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, DnType,
+    IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SanType, SerialNumber,
+};
 use tempfile::{NamedTempFile, TempDir};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -14,8 +17,14 @@ use super::*;
 type Authority = CertifiedIssuer<'static, KeyPair>;
 
 fn authority() -> Authority {
+    named_authority("authority")
+}
+
+fn named_authority(name: &str) -> Authority {
     let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, name);
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     Authority::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
@@ -43,8 +52,37 @@ fn file(directory: &TempDir, content: &str) -> PathBuf {
 
 /// The TLS configuration of a process that trusts `authority`.
 fn tls(directory: &TempDir, authority: &Authority, identity: Option<[String; 2]>) -> Tls {
+    Tls::open(files(directory, authority, identity)).unwrap()
+}
+
+fn files(directory: &TempDir, authority: &Authority, identity: Option<[String; 2]>) -> TlsFiles {
     let identity = identity.map(|[cert, key]| (file(directory, &cert), file(directory, &key)));
-    Tls::open(TlsFiles { ca: file(directory, &authority.pem()), identity }).unwrap()
+    TlsFiles { ca: file(directory, &authority.pem()), identity, crl: None }
+}
+
+/// The revocation list of an authority with the certificates of these serial numbers, whose next
+/// update is in `year`.
+fn list(authority: &Authority, serials: &[u64], year: i32) -> String {
+    let revoked = |&serial: &u64| RevokedCertParams {
+        serial_number: SerialNumber::from(serial),
+        revocation_time: rcgen::date_time_ymd(2020, 1, 1),
+        reason_code: None,
+        invalidity_date: None,
+    };
+    let params = CertificateRevocationListParams {
+        this_update: rcgen::date_time_ymd(2020, 1, 1),
+        next_update: rcgen::date_time_ymd(year, 1, 1),
+        crl_number: SerialNumber::from(1),
+        issuing_distribution_point: None,
+        revoked_certs: serials.iter().map(revoked).collect(),
+        key_identifier_method: KeyIdMethod::Sha256,
+    };
+    params.signed_by(authority).unwrap().pem().unwrap()
+}
+
+/// Gives a certificate this serial number.
+fn numbered(serial: u64) -> impl Fn(&mut CertificateParams) {
+    move |params| params.serial_number = Some(SerialNumber::from(serial))
 }
 
 /// The security of the connection as the server sees it, or the error of the client.
@@ -150,7 +188,7 @@ async fn the_error_says_that_the_server_does_not_use_tls() {
     let stream = TcpStream::connect(&address).await.unwrap();
     let refused = tls(&directory, &ca, None).connect(stream, &address).await;
     let cause = refusal(refused.map(|_| Security::Plain));
-    assert!(cause.contains("does not use TLS; start it with --tls-cert"), "{cause}");
+    assert!(cause.contains("does not use TLS; start it with a certificate"), "{cause}");
 }
 
 #[tokio::test]
@@ -159,28 +197,97 @@ async fn new_connections_use_changed_files() {
     let [certificate, key] =
         issue(&ca, &["other"], &[], unchanged).map(|text| file(&directory, &text));
     let identity = Some((certificate.clone(), key.clone()));
-    let server = Tls::open(TlsFiles { ca: file(&directory, &ca.pem()), identity }).unwrap();
+    let server =
+        Tls::open(TlsFiles { ca: file(&directory, &ca.pem()), identity, crl: None }).unwrap();
     let client = tls(&directory, &ca, None);
     refusal(connect(server.clone(), &client).await);
     for (file, text) in [certificate, key].iter().zip(issue(&ca, &["127.0.0.1"], &[], unchanged)) {
         fs::write(file, text).unwrap();
     }
-    server.0.reload();
+    server.configs.reload();
     assert!(connect(server, &client).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_certificate_in_the_revocation_list_is_refused_with_what_to_do() {
+    let (directory, ca) = (tempfile::tempdir().unwrap(), authority());
+    let own = |serial| issue(&ca, &["127.0.0.1"], &["zeroshard:admin"], numbered(serial));
+    let with_list = |identity, list: String| {
+        let crl = Some(file(&directory, &list));
+        Tls::open(TlsFiles { crl, ..files(&directory, &ca, identity) }).unwrap()
+    };
+    let client = |serial| tls(&directory, &ca, Some(own(serial)));
+    let server = with_list(Some(own(1)), list(&ca, &[3, 4], 2100));
+    assert!(connect(server.clone(), &client(2)).await.is_ok());
+    assert!(connect(server.clone(), &tls(&directory, &ca, None)).await.is_ok());
+    let client_is_revoked = refusal(connect(server, &client(3)).await);
+    assert!(client_is_revoked.contains("revocation list; issue a new one"), "{client_is_revoked}");
+    // A client with a list checks the certificate of the server.
+    let reader = with_list(None, list(&ca, &[4], 2100));
+    let server_is_revoked = refusal(connect(client(4), &reader).await);
+    assert!(server_is_revoked.contains("(--tls-crl); issue a new one"), "{server_is_revoked}");
+    assert!(connect(client(5), &reader).await.is_ok());
+    // A list that was not updated in time stays valid.
+    let server = with_list(Some(own(1)), list(&ca, &[3], 2021));
+    assert!(connect(server.clone(), &client(2)).await.is_ok());
+    refusal(connect(server, &client(3)).await);
+}
+
+#[tokio::test]
+async fn a_new_revocation_list_is_used_for_new_connections_and_a_broken_one_is_not() {
+    let (directory, ca) = (tempfile::tempdir().unwrap(), authority());
+    let own = |serial| Some(issue(&ca, &["127.0.0.1"], &[], numbered(serial)));
+    let crl = file(&directory, &list(&ca, &[], 2100));
+    let files = TlsFiles { crl: Some(crl.clone()), ..files(&directory, &ca, own(1)) };
+    let (server, client) = (Tls::open(files).unwrap(), tls(&directory, &ca, own(2)));
+    assert!(connect(server.clone(), &client).await.is_ok());
+    for text in [&list(&ca, &[2], 2100), "nothing"] {
+        fs::write(&crl, text).unwrap();
+        server.configs.reload();
+        let refused = refusal(connect(server.clone(), &client).await);
+        assert!(refused.contains("revocation list"), "{refused}");
+    }
+}
+
+#[test]
+fn wrong_revocation_lists_are_refused_with_the_name_of_the_file() {
+    let (directory, ca) = (tempfile::tempdir().unwrap(), authority());
+    let refused = |text: &str| {
+        let crl = file(&directory, text);
+        let name = crl.display().to_string();
+        let opened = Tls::open(TlsFiles { crl: Some(crl), ..files(&directory, &ca, None) });
+        match opened.map(drop) {
+            Err(error @ Error::Invalid { .. }) if error.to_string().contains(&name) => {
+                error.to_string()
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!(refused("").contains("without a revocation list"));
+    assert!(refused(&ca.pem()).contains("without a revocation list"));
+    refused("-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n");
+    // Every certificate of an authority without a list would be refused.
+    let other = list(&named_authority("other"), &[], 2100);
+    assert!(refused(&other).contains("a list of each authority"));
+    let both = file(&directory, &(other + &list(&ca, &[], 2100)));
+    assert!(Tls::open(TlsFiles { crl: Some(both), ..files(&directory, &ca, None) }).is_ok());
 }
 
 #[test]
 fn incomplete_sets_of_files_are_refused() {
     let path = Path::new("x");
-    assert_eq!(TlsFiles::of(None, None, None), Ok(None));
-    assert!(TlsFiles::of(Some(path), None, None).unwrap().unwrap().identity.is_none());
-    assert!(TlsFiles::of(Some(path), Some(path), Some(path)).unwrap().unwrap().identity.is_some());
-    for (ca, certificate, key) in [
-        (None, Some(path), Some(path)),
-        (Some(path), Some(path), None),
-        (Some(path), None, Some(path)),
+    assert_eq!(TlsFiles::of(None, None, None, None), Ok(None));
+    let of = |identity, crl| TlsFiles::of(Some(path), identity, identity, crl).unwrap().unwrap();
+    assert!(of(None, None).identity.is_none());
+    assert!(of(Some(path), None).identity.is_some());
+    assert_eq!(of(None, Some(path)).crl.as_deref(), Some(path));
+    for (ca, certificate, key, crl) in [
+        (None, Some(path), Some(path), None),
+        (Some(path), Some(path), None, None),
+        (Some(path), None, Some(path), None),
+        (None, None, None, Some(path)),
     ] {
-        assert!(matches!(TlsFiles::of(ca, certificate, key), Err(Error::Invalid { .. })));
+        assert!(matches!(TlsFiles::of(ca, certificate, key, crl), Err(Error::Invalid { .. })));
     }
 }
 
@@ -197,7 +304,7 @@ fn invalid_files_are_refused_by_name_without_showing_their_content() {
     ];
     for (ca, certificate, key) in cases {
         let [ca, certificate, key] = [ca, certificate, key].map(|text| file(&directory, text));
-        let opened = Tls::open(TlsFiles { ca, identity: Some((certificate, key)) });
+        let opened = Tls::open(TlsFiles { ca, identity: Some((certificate, key)), crl: None });
         let error = opened.map(drop).unwrap_err();
         assert!(matches!(error, Error::Invalid { .. }), "{error:?}");
         assert!(!error.to_string().contains("s3cret"), "{error}");

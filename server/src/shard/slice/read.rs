@@ -3,13 +3,23 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zeroshard_proto::{AppliedSteps, DType, Elements, Error, Result, optimizer::StateShape};
+use zeroshard_proto::{
+    AppliedSteps, DType, Elements, Error, Result, geometry::blocks::BLOCK, optimizer::StateShape,
+};
 
 use super::{Inner, Slice, factors};
-use crate::{attempt::Attempt, backend::Backend, shard::part::Part, tier::Array};
+use crate::{
+    attempt::Attempt,
+    backend::{
+        Backend,
+        kernels::{Level, sum},
+    },
+    shard::part::Part,
+    tier::Array,
+};
 
-/// The elements that are hashed at once.
-const HASHED: usize = 1 << 18;
+/// The elements that are hashed or summed at once: whole blocks.
+const HASHED: usize = 4 * BLOCK;
 
 impl<B: Backend> Slice<B> {
     /// A part of the slice at `version`, which the caller may hold for any time; `None` if the
@@ -123,15 +133,36 @@ impl<B: Backend> Slice<B> {
         Ok(*hasher.finalize().as_bytes())
     }
 
+    /// The sum of squares of the master weights at `version`: that of its blocks, added in order.
+    ///
+    /// # Errors
+    /// Those of [`Self::read`]; [`Error::VersionGone`] also for a version that does not exist yet.
+    pub(crate) fn sum_of_squares(&self, job: &str, version: u64) -> Result<f64> {
+        let array = self.read(Part::Master, job, version)?;
+        let array = array.ok_or_else(|| self.gone(job, version))?;
+        let (numel, mut sum) = (array.numel(&self.backend), 0.0);
+        for start in (0..numel).step_by(HASHED) {
+            let range = start..numel.min(start + HASHED);
+            let bytes = array.read(&self.backend, range, DType::F32)?;
+            let values = bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+            let values: Vec<f32> = values.collect();
+            for block in values.chunks(BLOCK) {
+                sum += sum::of_block(Level::best(), block);
+            }
+        }
+        Ok(sum)
+    }
+
     pub(super) fn check_version(&self, job: &str, version: u64) -> Result<()> {
         match self.version() {
             Some(current) if current == version => Ok(()),
-            current => Err(Error::VersionGone {
-                job: job.to_owned(),
-                version,
-                current: current.unwrap_or_default(),
-            }),
+            _ => Err(self.gone(job, version)),
         }
+    }
+
+    fn gone(&self, job: &str, version: u64) -> Error {
+        let current = self.version().unwrap_or_default();
+        Error::VersionGone { job: job.to_owned(), version, current }
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct Options {
 pub(super) fn tls(directory: &std::path::Path) -> Result<Tls, Error> {
     let file = |name: &str| directory.join(name);
     let identity = Some((file("server.pem"), file("server-key.pem")));
-    Ok(Tls::open(TlsFiles { ca: file("ca.pem"), identity })?)
+    Ok(Tls::open(TlsFiles { ca: file("ca.pem"), identity, crl: None })?)
 }
 
 trait Stream: Read + Write {}
