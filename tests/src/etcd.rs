@@ -34,7 +34,8 @@ impl Etcd {
     }
 
     /// Starts an empty etcd that requires certificates of its clients. `certificates`: a directory
-    /// that `zeroshard-server dev-certs` has written.
+    /// that `zeroshard-server dev-certs` has written. It also listens on the same port of
+    /// 127.0.0.2, for which its certificate is not valid.
     ///
     /// # Panics
     /// Those of [`Self::start`].
@@ -91,12 +92,16 @@ fn start(
 ) -> Child {
     let scheme = if certificates.is_some() { "https" } else { "http" };
     let (client_url, peer_url) = (format!("{scheme}://{client}"), format!("http://{peer}"));
+    let listen = match certificates {
+        Some(_) => format!("{client_url},https://127.0.0.2:{}", client.port()),
+        None => client_url.clone(),
+    };
     let data = PathBuf::from(folder.path()).join("data");
     let mut command = Command::new("etcd");
     command
         .arg("--data-dir")
         .arg(data)
-        .args(["--listen-client-urls", &client_url, "--advertise-client-urls", &client_url])
+        .args(["--listen-client-urls", &listen, "--advertise-client-urls", &client_url])
         .args(["--listen-peer-urls", &peer_url, "--initial-advertise-peer-urls", &peer_url])
         .args(["--initial-cluster", &format!("default={peer_url}"), "--log-level", "error"])
         .stdin(Stdio::null())

@@ -21,7 +21,8 @@ use crate::{access::Caller, backend::Backend};
 type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
-/// The slices that are summed before the call is seen to have ended: up to 256 MiB.
+/// The number of slices, of up to 256 MiB together, that are summed before the server checks again
+/// whether the caller has cancelled the call.
 const SUMMED: usize = 16;
 
 pub(super) struct Service<B: Backend> {
@@ -69,9 +70,10 @@ impl<B: Backend> Service<B> {
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let pb::NormsRequest { job, job_id, version } = request.into_inner();
         let job = self.store.job(&job, job_id)?;
+        // A call for a later version must not keep others from their turn.
+        job.wait_for_version(version, deadline).await?;
         let waiting_for = || format!("earlier calls for norms, at job {:?}", job.spec.name);
         let _turn = deadline.limit(waiting_for, self.sums.acquire()).await?;
-        job.wait_for_version(version, deadline).await?;
         let manifest = &job.spec.manifest;
         let is_buffer =
             |slice: u32| manifest.tensors()[manifest.slices()[slice as usize].tensor].buffer;
