@@ -27,7 +27,15 @@ impl Tls {
         let name = name.map_err(|_| Error::invalid("host", format!("{host:?}"), "a DNS name"))?;
         let connector = TlsConnector::from(self.client_config());
         let failed = |error| failure(&error, address, self.flags);
-        let mut stream = connector.connect(name, stream).await.map_err(failed)?;
+        // etcd without TLS closes the connection, but so may a server that is being stopped.
+        let handshake_failed = |error| match failed(error) {
+            Error::Unavailable { peer, cause } => {
+                let cause = format!("{cause}, in the TLS handshake; the server may not use TLS");
+                Error::Unavailable { peer, cause }
+            }
+            error => error,
+        };
+        let mut stream = connector.connect(name, stream).await.map_err(handshake_failed)?;
         // In TLS 1.3, the server verifies the certificate of the client after the handshake has
         // finished for the client. The first bytes of the server, its HTTP/2 settings, show that it
         // has accepted the certificate.
