@@ -147,9 +147,9 @@ pub struct Common {
     #[arg(long, env = "ZEROSHARD_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
     /// File with the tokens that calls may carry: a role and a hash per line, as `zsctl token new`
-    /// prints them; a role, the word `certificate` and limits are those of the certificates with
-    /// this role. It is read again when it changes. --token is then the token of this server
-    /// itself, and its role in the file must be `server`
+    /// prints them. A line with a role, the word `certificate` and limits has the limits of the
+    /// certificates with this role. The file is read again when it changes. --token is then the
+    /// token of this server itself, and its role in the file must be `server`
     #[arg(long, env = "ZEROSHARD_TOKENS", value_name = "FILE")]
     pub tokens: Option<PathBuf>,
     /// File with the certificates of the cluster's certificate authorities, in PEM format. All
