@@ -100,9 +100,9 @@ async fn answer_push<B: Backend>(
     let caller = Caller::of(request.extensions())?;
     let weight = request.extensions().get::<Holder>().map(|holder| holder.quota.weight);
     let deadline = Deadline::of_call(request.headers());
-    let headers = request.headers().clone();
-    let caller = push::Pusher { caller, weight, headers };
-    push::push(store, caller, request.into_body(), deadline).await
+    let (parts, body) = request.into_parts();
+    let pusher = push::Pusher { caller, weight, headers: parts.headers };
+    push::push(store, pusher, body, deadline).await
 }
 
 async fn answer_pull<B: Backend>(
