@@ -12,7 +12,6 @@ use tokio::time::sleep;
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
-    trace,
     transport::{Addresses, CONNECT_TIMEOUT, Connection, Credentials, MAX_CONTROL_MESSAGE},
 };
 
@@ -94,7 +93,6 @@ impl Cluster {
     /// [`Error::VersionMismatch`] if the minor version of the coordinator is another one,
     /// [`Error::Unavailable`] if no coordinator answers at this address.
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
-        trace::start_from_environment("zeroshard-worker")?;
         let peer = format!("coordinator {address}");
         let limit = options.connect_timeout.min(options.timeout);
         // At least two tries, so that the cause is known if the host does not respond at all.
@@ -252,10 +250,12 @@ impl Cluster {
     }
 
     /// Joins the job as `rank`. If the rank has an earlier lease, the call waits until that lease
-    /// ends.
+    /// ends. If `ZEROSHARD_OTLP_ENDPOINT` is set, this process sends the traces of its steps to
+    /// that collector from now on.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range.
+    /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range, and
+    /// for an invalid collector or trace ratio in the environment.
     pub async fn join(&self, job: &str, rank: u32) -> Result<Job> {
         Job::join(self.clone(), job, rank, None).await
     }

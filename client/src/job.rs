@@ -10,7 +10,7 @@ use bytes::Bytes;
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
     AppliedSteps, DType, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
-    checkpoint::MAX_USER_DATA, deadline::MARGIN, geometry::LocalTensor, pb,
+    checkpoint::MAX_USER_DATA, deadline::MARGIN, geometry::LocalTensor, pb, trace,
 };
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, retry::drops_job, state};
@@ -67,6 +67,7 @@ impl Job {
         rank: u32,
         address: Option<&str>,
     ) -> Result<Self> {
+        trace::start_from_environment("zeroshard-worker")?;
         // The first message may also take some time, because an earlier lease of the rank has to
         // end.
         let (first, stream) = cluster

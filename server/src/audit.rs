@@ -1,6 +1,5 @@
-//! The audit log: one line with the target `audit` for each request that creates, deletes or saves
-//! a job or registers a server, even if the request was refused. The line contains the caller and
-//! the outcome.
+//! The audit log: one line with the target `audit` for each request that changes the cluster, even
+//! if the request was refused. The line contains the caller and the outcome.
 //!
 //! The handler of such a request names it ([`Audited::is`]), and the layer around all handlers
 //! ([`AuditLayer`](crate::layers::audit::AuditLayer)) logs it with its outcome. The line identifies
@@ -15,7 +14,7 @@ use std::{
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
 use tonic::{Request, Status};
-use zeroshard_proto::Error;
+use zeroshard_proto::{Error, transport::tls::Security};
 
 use crate::{access::Caller, connection::Peer};
 
@@ -61,10 +60,13 @@ impl Record {
     /// Begins the record of a request whose caller has been identified.
     pub(crate) fn begin(headers: &HeaderMap, extensions: &mut Extensions) -> Self {
         let (audited, peer) = (Audited::default(), extensions.get::<Peer>());
+        let is_certified = peer
+            .is_some_and(|peer| matches!(peer.security(), Security::Encrypted { role: Some(_) }));
         let peer = peer.and_then(Peer::address);
         let (role, token) = match Caller::of(extensions) {
             Ok(Caller::Holder(role)) => {
-                let token = headers.get(AUTHORIZATION);
+                // The token of a caller with a certificate has not been checked.
+                let token = headers.get(AUTHORIZATION).filter(|_| !is_certified);
                 let token = token.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
                 (role.to_string(), token.map(|token| blake3::hash(token).to_hex()[..8].to_owned()))
             }

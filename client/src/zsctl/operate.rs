@@ -95,18 +95,24 @@ pub(crate) async fn drain(drain: &Drain, cluster: &Cluster, json: bool) -> Resul
         }
         if stays.iter().all(|stays| !stays.transient) {
             let what = format!("shard server {address} (now cordoned)");
-            let found = match &reasons[..] {
-                [reason] => format!("needed by {reason}"),
-                several => format!("needed by {} jobs, which are listed above", several.len()),
-            };
+            let found = format!("needed by {}", summary(&reasons));
             return Err(Error::invalid(what, found, "without jobs before it is stopped"));
         }
         if began.elapsed() + PAUSE >= limit {
-            let waiting_for = format!("shard server {address}: {}", reasons.join("; "));
+            let waiting_for =
+                format!("shard server {address}, which is needed by {}", summary(&reasons));
             return Err(Error::Timeout { waiting_for, waited_ms: limit.as_millis() as u64 });
         }
         reported = reasons;
         sleep(PAUSE).await;
+    }
+}
+
+/// The only reason, or the number of jobs whose reasons have been printed.
+fn summary(reasons: &[String]) -> String {
+    match reasons {
+        [reason] => reason.clone(),
+        several => format!("{} jobs, which are listed above", several.len()),
     }
 }
 

@@ -115,6 +115,13 @@ impl TlsFiles {
             Error::invalid(what, cause, "a complete list of certificates, in version 2 of X.509")
         })?;
         let issuers: Vec<_> = issuers.into_iter().map(webpki::CertRevocationList::from).collect();
+        // Only the first list of an authority would be used.
+        let twice =
+            |at: usize| issuers[..at].iter().any(|list| list.issuer() == issuers[at].issuer());
+        if (0..issuers.len()).any(twice) {
+            let what = format!("revocation lists in {}", file.display());
+            return Err(Error::invalid(what, "two of one authority", "one list of each authority"));
+        }
         let has_list = |subject: &[u8]| issuers.iter().any(|list| list.issuer() == subject);
         if roots.roots.iter().all(|root| has_list(&root.subject)) {
             return Ok(lists);

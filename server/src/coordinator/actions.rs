@@ -46,9 +46,8 @@ impl Driver {
                 Action::Probe(server) => self.probe(inner, server),
                 Action::Decided { job, step } => {
                     inner.count(&job.name, |series| series.decided(step.applied, &step.waits));
-                    let history = inner.histories.entry(job.name.clone()).or_default();
-                    traces::decided(&job, &step, history.since_last(self.now()));
-                    history.add(&step, self.now());
+                    traces::decided(&job, &step, self.now());
+                    inner.histories.entry(job.name).or_default().add(&step, self.now());
                 }
                 Action::Tick(due) => self.arm(inner, due),
                 Action::Complete(completion) => self.complete(completion),
@@ -57,13 +56,12 @@ impl Driver {
                     None => of.not_saved(),
                 }),
                 Action::Redundant { after } => self.metrics.coordinator.redundant(after),
-                Action::Aborted { job, attempt } => {
-                    inner.count(&job.name, CoordinatedJob::aborted);
-                    let history = inner.histories.entry(job.name.clone()).or_default();
-                    if let Some(attempt) = attempt {
-                        traces::aborted(&job, attempt, history.since_last(self.now()));
-                    }
-                    history.aborted += 1;
+                Action::Aborted { job } => {
+                    inner.count(&job, CoordinatedJob::aborted);
+                    inner.histories.entry(job).or_default().aborted += 1;
+                }
+                Action::Interrupted { job, attempt, began } => {
+                    traces::interrupted(&job, attempt, self.now().saturating_sub(began));
                 }
                 Action::Forgotten { job } => {
                     inner.histories.remove(&job);

@@ -193,7 +193,8 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
 impl Cluster {
     /// Decides the open step of `name`, if every rank has committed it and every server is ready.
     pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
+        let Some(Job { spec, id, epoch, progress, phase: Phase::Open(open), .. }) =
+            self.jobs.get_mut(name)
         else {
             return;
         };
@@ -219,8 +220,8 @@ impl Cluster {
         open.lateness.add(&open.round.lateness());
         let &Report { version, applied, loss, ref norm, .. } = &report;
         let waits = open.round.waits(now);
-        let attempt = decision.attempt;
-        let step = Step { version, attempt, applied, loss, norm: norm.value, waits };
+        let (attempt, began) = (decision.attempt, progress.since());
+        let step = Step { version, attempt, began, applied, loss, norm: norm.value, waits };
         out.push(Action::Decided { job, step });
         if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
             out.push(Action::Note(skipped(name, spec, open.step(), overflow)));

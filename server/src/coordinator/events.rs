@@ -486,8 +486,10 @@ pub(crate) enum Action {
     Redundant { after: Duration },
     /// Count a save. `complete`: its version and its duration, unless it was given up.
     SaveEnded { job: String, complete: Option<(u64, Duration)> },
-    /// Count an aborted step, and end its trace. `attempt`: the one that was open.
-    Aborted { job: JobRef, attempt: Option<Attempt> },
+    /// Count an aborted step.
+    Aborted { job: String },
+    /// End the trace of an open step that began at `began` and continues in another epoch.
+    Interrupted { job: JobRef, attempt: Attempt, began: Now },
     /// Send [`Event::Tick`] at this time, or earlier.
     Tick(Now),
     /// Release the resources of a deleted job.

@@ -25,6 +25,8 @@ pub(crate) struct Step {
     pub(crate) version: u64,
     /// The attempt that was decided.
     pub(crate) attempt: Attempt,
+    /// The time of the decision before it, or at which the job could make its first step.
+    pub(crate) began: Now,
     /// Whether the step was applied; otherwise it was skipped.
     pub(crate) applied: bool,
     /// The mean loss of the ranks; `None` unless every rank has reported a loss.
@@ -153,7 +155,7 @@ impl History {
         while self.points.last().as_ref().is_some_and(is_undone) {
             self.points.pop();
         }
-        let took = self.since_last(now);
+        let took = self.last.map(|last| now.saturating_sub(last));
         let point = Point {
             version: step.version,
             steps: 1,
@@ -175,11 +177,6 @@ impl History {
             self.recent.push_front(Recent { since, work, ranks, servers });
         }
         self.last = Some(now);
-    }
-
-    /// The time since the last decision.
-    pub(super) fn since_last(&self, now: Now) -> Option<Duration> {
-        self.last.map(|last| now.saturating_sub(last))
     }
 
     fn halve(&mut self) {
@@ -262,7 +259,15 @@ mod tests {
         let ms = Duration::from_millis;
         let waits = Waits { lateness: Vec::new(), ranks: ms(20), servers: ms(30) };
         let attempt = Attempt::first(1, version - 1);
-        Step { version, attempt, applied: true, loss: Some(loss), norm: 2.0, waits }
+        Step {
+            version,
+            attempt,
+            began: Now::ZERO,
+            applied: true,
+            loss: Some(loss),
+            norm: 2.0,
+            waits,
+        }
     }
 
     /// A job with these versions, one every 100 ms.

@@ -355,7 +355,7 @@ impl Cluster {
         let new = self.next_epoch();
         let Some(job) = self.jobs.get_mut(name) else { return };
         let Job { spec, id, epoch, progress, phase: Phase::Open(open), .. } = job else { return };
-        let attempt = open.attempt(*epoch);
+        let (attempt, began) = (open.attempt(*epoch), progress.since());
         *epoch = new;
         progress.disturbed(error(open.step(), new));
         let (job, step) = (JobRef { name: name.to_owned(), id: *id }, open.step());
@@ -370,7 +370,11 @@ impl Cluster {
         }
         announce(spec, open, new, out);
         if !open.round.is_empty() {
-            out.push(Action::Aborted { job, attempt: Some(attempt) });
+            out.push(Action::Aborted { job: name.to_owned() });
+        }
+        // Ranks may have pushed before the first one has committed.
+        if open.version.is_some() {
+            out.push(Action::Interrupted { job, attempt, began });
         }
         waiters.extend(open.round.drop_all());
         let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error(step, new)));

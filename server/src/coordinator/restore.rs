@@ -257,8 +257,11 @@ impl Cluster {
         progress.disturbed(Error::Unavailable { peer: format!("job {name:?}"), cause });
         let error = being_restored(name);
         out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error.clone()))));
-        let job = JobRef { name: name.to_owned(), id: *id };
-        out.push(Action::Aborted { job, attempt });
+        out.push(Action::Aborted { job: name.to_owned() });
+        if let Some(attempt) = attempt {
+            let job = JobRef { name: name.to_owned(), id: *id };
+            out.push(Action::Interrupted { job, attempt, began: progress.since() });
+        }
         out.push(Action::Note(format!(
             "{gone}; job {name:?} is restored from its last checkpoint"
         )));

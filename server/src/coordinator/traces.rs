@@ -4,14 +4,17 @@ use std::time::Duration;
 
 use zeroshard_proto::trace::{Span, SpanKind, Trace};
 
-use super::{events::JobRef, history::Step};
+use super::{
+    events::{JobRef, Now},
+    history::Step,
+};
 use crate::{attempt::Attempt, metrics::Waits};
 
 fn trace_of(job: &JobRef, attempt: Attempt) -> Trace {
     Trace::of_step(job.id, attempt.epoch, attempt.step)
 }
 
-/// The root span of a step that took until now.
+/// The root span of a step that took this time until now.
 fn root(trace: Trace, job: &JobRef, attempt: Attempt, took: Duration) -> Span {
     let Attempt { epoch, step, number } = attempt;
     trace
@@ -23,23 +26,21 @@ fn root(trace: Trace, job: &JobRef, attempt: Attempt, took: Duration) -> Span {
         .with("zeroshard.attempt", i64::from(number))
 }
 
-/// A step was decided. `since_last`: the time since the decision before it.
-pub(super) fn decided(job: &JobRef, step: &Step, since_last: Option<Duration>) {
+/// Records a step that is decided `now`.
+pub(super) fn decided(job: &JobRef, step: &Step, now: Now) {
     let trace = trace_of(job, step.attempt);
-    let Waits { ranks, servers, .. } = step.waits;
-    let waited = ranks + servers;
-    let root = root(trace, job, step.attempt, since_last.unwrap_or(waited).max(waited));
+    let root = root(trace, job, step.attempt, now.saturating_sub(step.began));
     drop(root.with("zeroshard.applied", step.applied).with("zeroshard.gradient_norm", step.norm));
+    let Waits { ranks, servers, .. } = step.waits;
     let wait = |name, before, took| {
         trace.span(name, SpanKind::Internal).since(before).end_after(took);
     };
-    wait("wait for ranks", waited, ranks);
+    wait("wait for ranks", ranks + servers, ranks);
     wait("wait for servers", servers, servers);
 }
 
-/// A step was aborted, and will be run again in another epoch.
-pub(super) fn aborted(job: &JobRef, attempt: Attempt, since_last: Option<Duration>) {
-    let took = since_last.unwrap_or_default();
+/// Records a step that took this time until now, and continues in another epoch.
+pub(super) fn interrupted(job: &JobRef, attempt: Attempt, took: Duration) {
     let mut root = root(trace_of(job, attempt), job, attempt, took);
-    root.fail(&"the step was aborted");
+    root.fail(&"the step continues in another epoch");
 }

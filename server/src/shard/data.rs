@@ -98,7 +98,8 @@ async fn answer_push<B: Backend>(
     request: Request<Body>,
 ) -> Result<pb::PushResponse> {
     let caller = Caller::of(request.extensions())?;
-    let weight = request.extensions().get::<Holder>().map(|holder| holder.quota.weight);
+    let quota = request.extensions().get::<Holder>().map(|holder| holder.quota);
+    let weight = quota.unwrap_or_default().weight;
     let deadline = Deadline::of_call(request.headers());
     let (parts, body) = request.into_parts();
     let pusher = push::Pusher { caller, weight, headers: parts.headers };

@@ -32,8 +32,8 @@ const PARKING_WAIT: Duration = Duration::from_millis(50);
 /// The sender of a push.
 pub(super) struct Pusher {
     pub(super) caller: Caller,
-    /// The weight of its token; `None` without a file of tokens.
-    pub(super) weight: Option<u32>,
+    /// The weight of its token or certificate.
+    pub(super) weight: u32,
     /// The headers of the call, which may name its span.
     pub(super) headers: HeaderMap,
 }
@@ -66,7 +66,7 @@ where
     pusher.caller.check_train(&begin.job)?;
     let mut push = Push::open(store, begin, deadline)?;
     let job = push.job.clone();
-    pusher.weight.into_iter().for_each(|weight| job.shares.weigh(weight));
+    job.shares.weigh(pusher.weight);
     let mut span = push.span(&pusher.headers);
     let receive = async {
         push.wait_for_attempt().await?;

@@ -29,7 +29,7 @@ pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
     /// Permits one call at a time to sum squares, so that it uses one core and one version of a
     /// slice beside training.
-    sums: Semaphore,
+    sums: Arc<Semaphore>,
     measurements: measure::Gate,
     shutdown: CancellationToken,
 }
@@ -37,7 +37,7 @@ pub(super) struct Service<B: Backend> {
 impl<B: Backend> Service<B> {
     pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
         let measurements = measure::Gate::default();
-        Self { store, sums: Semaphore::new(1), measurements, shutdown }
+        Self { store, sums: Arc::new(Semaphore::new(1)), measurements, shutdown }
     }
 
     fn deadline<T>(&self, request: &Request<T>) -> Deadline {
@@ -73,7 +73,8 @@ impl<B: Backend> Service<B> {
         // A call for a later version must not keep others from their turn.
         job.wait_for_version(version, deadline).await?;
         let waiting_for = || format!("earlier calls for norms, at job {:?}", job.spec.name);
-        let _turn = deadline.limit(waiting_for, self.sums.acquire()).await?;
+        let turn = deadline.limit(waiting_for, self.sums.clone().acquire_owned()).await?;
+        let mut turn = turn.expect("the semaphore is never closed");
         let manifest = &job.spec.manifest;
         let is_buffer =
             |slice: u32| manifest.tensors()[manifest.slices()[slice as usize].tensor].buffer;
@@ -87,8 +88,11 @@ impl<B: Backend> Service<B> {
                 let sum_of_squares = held.sum_of_squares(&job.spec.name, version)?;
                 Ok(pb::SliceNorm { slice, sum_of_squares })
             };
-            let sums = move || part.into_iter().map(sum).collect::<Result<Vec<_>>>();
-            response.slices.extend(self.store.failure.blocking("sum squares", sums).await?);
+            // The turn lasts until the thread has finished, even if the caller cancels the call.
+            let sums = move || Ok((part.into_iter().map(sum).collect::<Result<Vec<_>>>()?, turn));
+            let (sums, kept) = self.store.failure.blocking("sum squares", sums).await?;
+            response.slices.extend(sums);
+            turn = kept;
         }
         Ok(response)
     }

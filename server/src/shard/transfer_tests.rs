@@ -119,8 +119,7 @@ impl Subject {
         writer.extent(Extent { slice, offset, dtype: DType::F32 }, payload);
         writer.flush();
         let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
-        let pusher =
-            push::Pusher { caller: Caller::Trusted, weight: None, headers: HeaderMap::new() };
+        let pusher = push::Pusher { caller: Caller::Trusted, weight: 1, headers: HeaderMap::new() };
         push::push(&self.store, pusher, Full::new(frames.freeze()), None).await.map(|_| ())
     }
 

@@ -271,6 +271,7 @@ impl World {
             Action::Complete(completion) => self.begin_manifest(completion),
             Action::Decided { .. }
             | Action::Aborted { .. }
+            | Action::Interrupted { .. }
             | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }

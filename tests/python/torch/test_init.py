@@ -399,8 +399,8 @@ def test_a_certificate_opens_a_cluster_with_tls(tmp_path: Path) -> None:
 def trains_traced(rank: int, collector: str) -> None:
     """A step whose spans go to a collector; an endpoint that is not a URL is refused before."""
     os.environ["ZEROSHARD_OTLP_ENDPOINT"] = "nowhere"
-    with pytest.raises(zs.InvalidArgumentError, match="OTLP"):
-        zs.init()
+    with zs.init(), pytest.raises(zs.InvalidArgumentError, match="OTLP"):
+        sharded()
     os.environ["ZEROSHARD_OTLP_ENDPOINT"] = collector
     zs.init()
     model, optimizer = sharded()

@@ -265,6 +265,8 @@ fn wrong_revocation_lists_are_refused_with_the_name_of_the_file() {
     };
     assert!(refused("").contains("without a revocation list"));
     assert!(refused(&ca.pem()).contains("without a revocation list"));
+    let twice = [list(&ca, &[], 2100), list(&ca, &[3], 2100)].concat();
+    assert!(refused(&twice).contains("two of one authority"));
     refused("-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n");
     // Every certificate of an authority without a list would be refused.
     let other = list(&named_authority("other"), &[], 2100);

@@ -187,6 +187,7 @@ impl Script {
             Action::Probe(server) => self.probed.push(server),
             Action::Decided { .. }
             | Action::Aborted { .. }
+            | Action::Interrupted { .. }
             | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }

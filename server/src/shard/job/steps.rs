@@ -183,8 +183,10 @@ impl<B: Backend> Job<B> {
             self.spec.validate_step(apply.groups)?;
         }
         let next = self.begin_step(decision, attempt)?;
-        let (began, span) = (Instant::now(), self.trace(attempt).span("apply", SpanKind::Internal));
-        self.apply(&Step { apply, next, absent: &decision.absent })?;
+        let mut span = self.trace(attempt).span("apply", SpanKind::Internal);
+        let began = Instant::now();
+        let applied = self.apply(&Step { apply, next, absent: &decision.absent });
+        applied.inspect_err(|error| span.fail(error))?;
         drop(span);
         self.count(|series| series.apply.observe(began.elapsed().as_secs_f64()));
         self.progress().version = Some(next.step);
