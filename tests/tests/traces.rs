@@ -226,9 +226,31 @@ async fn the_error_of_a_step_names_its_trace() {
     };
     let aborted = tokio::time::timeout(zeroshard_tests::timeout(), aborted).await.unwrap();
     assert!(aborted.contains(id), "{aborted}");
+
+    // It is lost again, after the other rank has pushed and before it has committed.
+    let again = client.join("demo", 1).await.unwrap();
+    let attempt = loop {
+        let attempt = first.attempt(0).unwrap();
+        match attempt.push(synthetic::gradients(&spec.manifest, 0, 0)).await {
+            Ok(()) => break attempt,
+            Err(Error::StepAborted { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    };
+    drop(again);
+    let lost = attempt.reach_epoch(attempt.epoch() + 1).await;
+    assert!(matches!(lost, Err(Error::StepAborted { .. })), "{lost:?}");
+
+    drop(first);
+    trace::flush();
     for server in [shard, coordinator] {
         assert!(server.stop().success());
     }
-    let root = collector.traces()[id].iter().find(|span| span.name == "step").cloned();
-    assert!(root.unwrap().is_failed);
+    let traces = collector.traces();
+    let pushed = traces.values().filter(|spans| spans.iter().any(|span| span.name == "push"));
+    assert!(pushed.clone().count() >= 2, "{traces:#?}");
+    for spans in pushed {
+        let root = spans.iter().find(|span| span.name == "step").unwrap();
+        assert!(root.is_failed, "{spans:#?}");
+    }
 }

@@ -89,11 +89,12 @@ pub(crate) async fn drain(drain: &Drain, cluster: &Cluster, json: bool) -> Resul
             return Ok(());
         }
         let reasons: Vec<String> = stays.iter().map(reason).collect();
-        // Errors have limited texts, and there may be many jobs.
-        if reasons != reported {
+        let is_final = stays.iter().all(|stays| !stays.transient);
+        // The text of an error is limited, so it has a single reason at most.
+        if reasons != reported && !(is_final && reasons.len() == 1) {
             reasons.iter().for_each(|reason| eprintln!("zsctl: {reason}"));
         }
-        if stays.iter().all(|stays| !stays.transient) {
+        if is_final {
             let what = format!("shard server {address} (now cordoned)");
             let found = format!("needed by {}", summary(&reasons));
             return Err(Error::invalid(what, found, "without jobs before it is stopped"));

@@ -357,7 +357,11 @@ impl Cluster {
         let Job { spec, id, epoch, progress, phase: Phase::Open(open), .. } = job else { return };
         let (attempt, began) = (open.attempt(*epoch), progress.since());
         *epoch = new;
-        progress.disturbed(error(open.step(), new));
+        let ended = error(open.step(), new);
+        // At the end of training, ranks leave in order, and none has committed the open step.
+        let is_interrupted = open.version.is_some()
+            && !(open.round.is_empty() && matches!(ended, Error::RankLeft { .. }));
+        progress.disturbed(ended);
         let (job, step) = (JobRef { name: name.to_owned(), id: *id }, open.step());
         if open.version.is_none() {
             open.uninitialised = open.servers().collect();
@@ -372,8 +376,7 @@ impl Cluster {
         if !open.round.is_empty() {
             out.push(Action::Aborted { job: name.to_owned() });
         }
-        // Ranks may have pushed before the first one has committed.
-        if open.version.is_some() {
+        if is_interrupted {
             out.push(Action::Interrupted { job, attempt, began });
         }
         waiters.extend(open.round.drop_all());
