@@ -423,7 +423,7 @@ def test_the_spans_of_a_script_are_sent_before_it_ends(
                 received.extend(piece)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        reader = threading.Thread(target=receive)
+        reader = threading.Thread(target=receive, daemon=True)
         reader.start()
         collector = f"http://127.0.0.1:{listener.getsockname()[1]}"
         monkeypatch.setenv("ZEROSHARD_OTLP_ENDPOINT", collector)
