@@ -110,13 +110,13 @@ impl Collector {
 
 /// Trains for four steps with two ranks and two shard servers, each in a process of its own. All
 /// spans have been sent when this returns.
-fn train(environment: &[(&str, &str)]) {
+fn train(flags: &[&str]) {
     let out = tempfile::tempdir().unwrap();
     let output = Command::new(binary("zeroshard-worker"))
         .args(["train", "--processes", "--workers", "2", "--shards", "2", "--steps", "4"])
         .args(["--batch", "4", "--context", "16", "--data", TEXT, "--out"])
         .arg(out.path())
-        .envs(environment.iter().copied())
+        .args(flags)
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -166,7 +166,7 @@ fn assert_is_tree(spans: &[Span]) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_step_is_one_tree_of_spans_from_the_pushes_to_the_decision() {
     let (collector, url) = Collector::start().await;
-    train(&[("ZEROSHARD_OTLP_ENDPOINT", &url)]);
+    train(&["--otlp-endpoint", &url]);
     let traces = collector.traces();
     assert_eq!(traces.len(), 4, "one trace per step: {traces:#?}");
     traces.values().for_each(|spans| assert_is_tree(spans));
@@ -181,9 +181,9 @@ async fn a_step_is_one_tree_of_spans_from_the_pushes_to_the_decision() {
 #[tokio::test(flavor = "multi_thread")]
 async fn all_processes_leave_out_the_same_steps() {
     let (collector, url) = Collector::start().await;
-    train(&[("ZEROSHARD_OTLP_ENDPOINT", &url), ("ZEROSHARD_TRACE_RATIO", "0")]);
+    train(&["--otlp-endpoint", &url, "--trace-ratio", "0"]);
     assert_eq!(collector.traces().len(), 0, "{:#?}", collector.traces());
-    train(&[("ZEROSHARD_OTLP_ENDPOINT", &url), ("ZEROSHARD_TRACE_RATIO", "0.5")]);
+    train(&["--otlp-endpoint", &url, "--trace-ratio", "0.5"]);
     // The ids depend on the random id of the job: any number of the four may be chosen.
     collector.traces().values().for_each(|spans| assert_is_tree(spans));
 }

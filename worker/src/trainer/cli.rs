@@ -249,6 +249,19 @@ pub struct Train {
     /// The credentials, also for servers that this command starts.
     #[command(flatten, next_help_heading = "Cluster")]
     pub credentials: CredentialFlags,
+    /// URL of an OpenTelemetry collector, such as http://localhost:4317, to which the workers, and
+    /// the servers that this command starts, send the traces of steps
+    #[arg(long, env = "ZEROSHARD_OTLP_ENDPOINT", value_name = "URL", help_heading = "Cluster")]
+    pub otlp_endpoint: Option<String>,
+    /// Fraction of the steps whose traces are sent, from 0 to 1; the servers need the same value
+    #[arg(
+        long,
+        env = "ZEROSHARD_TRACE_RATIO",
+        value_name = "RATIO",
+        default_value_t = 1.0,
+        help_heading = "Cluster"
+    )]
+    pub trace_ratio: f64,
     /// Run only the worker of this rank; the others must be started separately [default: run all]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,

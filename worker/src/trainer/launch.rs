@@ -28,6 +28,9 @@ const IO_THREADS: usize = 2;
 /// and all errors of the run.
 pub fn run(flags: &Train) -> Result<()> {
     let mut plan = flags.plan()?;
+    if let Some(collector) = flags.otlp_endpoint.as_deref().filter(|url| !url.is_empty()) {
+        trace::start(collector, flags.trace_ratio, "zeroshard-worker")?;
+    }
     if flags.address.is_none() && plan.token.reveal().is_none() {
         // Other users of this machine cannot use the servers that are started.
         plan.token = Token::random()?;

@@ -33,12 +33,18 @@ pub async fn run(flags: &Train, count: u32, token: &Token) -> Result<()> {
     if !server.is_file() {
         return Err(Error::NoProgram { program: server });
     }
-    let coordinator =
-        Server::start(&server, &["coordinator", "--admin-listen", "off"], token).await?;
+    let ratio = flags.trace_ratio.to_string();
+    let traces: &[&str] = match &flags.otlp_endpoint {
+        Some(collector) => &["--otlp-endpoint", collector, "--trace-ratio", &ratio],
+        None => &[],
+    };
+    let coordinator = [&["coordinator", "--admin-listen", "off"], traces].concat();
+    let coordinator = Server::start(&server, &coordinator, token).await?;
+    let shard = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
+    let shard = [&shard, traces].concat();
     let mut servers = vec![];
     for _ in 0..flags.shards {
-        let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
-        servers.push(Server::start(&server, &arguments, token).await?);
+        servers.push(Server::start(&server, &shard, token).await?);
     }
     let mut workers = JoinSet::new();
     for rank in 0..count {
