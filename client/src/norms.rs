@@ -27,7 +27,7 @@ impl Cluster {
     ///
     /// # Errors
     /// [`Error::UnknownJob`]; [`Error::Invalid`] for a job without initial parameters;
-    /// [`Error::Timeout`], also if steps are applied faster than a server reads its parameters.
+    /// [`Error::Timeout`], for example if steps are faster than a server reads its parameters.
     pub async fn norms(&self, job: &str) -> Result<Norms> {
         let read = |of, version, wait| self.norms_at(of, version, wait);
         self.at_version(job, None, read).await

@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// How long a reader waits for a version that does not exist yet. It asks for such a version only
-/// if steps are so fast that the current one was replaced before all servers held it.
+/// if the current version is always replaced before all servers hold it.
 const NEXT_VERSION: Duration = Duration::from_secs(1);
 
 /// The pause before the job is described again, after a server has refused a slice that it does not

@@ -56,7 +56,7 @@ pub(crate) struct ServerPush {
     may_be_opening: bool,
 }
 
-/// How a push is sent.
+/// The settings of a push that are the same for all servers.
 #[derive(Debug)]
 pub(crate) struct Sending<'a> {
     pub(crate) shards: &'a Shards,

@@ -1,5 +1,5 @@
-//! What the holder of a token or a certificate may do, and the file in which an operator lists the
-//! tokens of a cluster.
+//! The roles of tokens and certificates, and the file in which an operator lists the tokens of a
+//! cluster.
 
 use std::{collections::HashMap, fmt, str::FromStr};
 

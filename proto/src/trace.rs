@@ -70,12 +70,9 @@ impl Ids {
 impl Trace {
     /// The trace of a step.
     pub fn of_step(job_id: u64, epoch: u64, step: u64) -> Self {
-        let ids = || Ids::of_step(job_id, epoch, step);
-        Self(
-            export::exporter()
-                .map(|exporter| (exporter, ids()))
-                .and_then(|(exporter, ids)| exporter.is_sampled(ids.trace).then_some(ids)),
-        )
+        let Some(exporter) = export::exporter() else { return Self(None) };
+        let ids = Ids::of_step(job_id, epoch, step);
+        Self(exporter.is_sampled(ids.trace).then_some(ids))
     }
 
     /// The trace id, as 32 hexadecimal digits.
@@ -178,15 +175,18 @@ impl Span {
 
     /// Adds an attribute.
     pub fn with(mut self, key: &'static str, value: impl Into<Value>) -> Self {
-        self.set(key, value);
-        self
-    }
-
-    /// Adds an attribute.
-    pub fn set(&mut self, key: &'static str, value: impl Into<Value>) {
         if let Some(open) = &mut self.0 {
             open.attributes.push(KeyValue::new(key, value));
         }
+        self
+    }
+
+    /// Runs `work`, and ends the span with it. The span fails if `work` does.
+    pub async fn over<T, E: ToString>(
+        mut self,
+        work: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
+        work.await.inspect_err(|error| self.fail(error))
     }
 
     /// Marks the span as failed.

@@ -175,16 +175,15 @@ impl Accepted {
         headers: &HeaderMap,
         security: Security,
     ) -> Result<(Caller, Option<(Holder, Duration)>)> {
+        let AcceptedTokens::Listed(listed) = &self.tokens else {
+            return Ok((self.caller(headers, security)?, None));
+        };
         let credential = match &security {
             Security::Encrypted { role: Some(role) } => Credential::Certificate(role.clone()),
             _ => Credential::token(token_in(headers)),
         };
         let caller = self.caller(headers, security)?;
-        let limits = match &self.tokens {
-            AcceptedTokens::Listed(listed) => listed.admit(credential)?,
-            _ => None,
-        };
-        Ok((caller, limits))
+        Ok((caller, listed.admit(credential)?))
     }
 }
 

@@ -74,8 +74,8 @@ pub(crate) struct Leader<'a> {
 }
 
 impl Candidate {
-    /// A candidate at `address` whose lease ends after `duration` without a renewal. It shows the
-    /// credentials to etcd.
+    /// A candidate at `address` whose lease ends after `duration` without a renewal. It uses
+    /// the credentials for its connections to etcd.
     ///
     /// # Errors
     /// [`Error::Invalid`] for invalid addresses of etcd.

@@ -260,23 +260,18 @@ impl Attempt {
             user_data: commit.user_data,
             user_data_follows: commit.user_data_follows,
         };
-        let mut span = self.span("commit");
         // The call is sent regardless of the known epoch, because the step may have been decided
         // before.
         let report = cluster.retry("the decision", |mut client| {
             let request = request.clone();
             async move { client.commit(request).await }
         });
-        match report.await {
+        match self.span("commit").over(report).await {
             Ok(report) => {
                 self.decided();
                 Ok(StepReport::new(&report, &spec.manifest))
             }
-            Err(error) => {
-                span.fail(&error);
-                drop(span);
-                Err(self.noted(error, deadline).await)
-            }
+            Err(error) => Err(self.noted(error, deadline).await),
         }
     }
 
@@ -320,18 +315,13 @@ impl Attempt {
         let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.timeout);
         let request = pb::ReduceRequest { turn: Some(self.turn()), loss_scale };
-        let mut span = self.span("reduce");
         let report = cluster.retry("the gradient's norm", |mut client| {
             let request = request.clone();
             async move { client.reduce(request).await }
         });
-        match report.await {
+        match self.span("reduce").over(report).await {
             Ok(report) => Ok(Reduced::new(&report, &spec.manifest)),
-            Err(error) => {
-                span.fail(&error);
-                drop(span);
-                Err(self.noted(error, deadline).await)
-            }
+            Err(error) => Err(self.noted(error, deadline).await),
         }
     }
 

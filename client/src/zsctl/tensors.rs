@@ -6,7 +6,7 @@ use zeroshard_proto::{JobSpec, TensorSpec};
 
 use crate::table::{human, table};
 
-/// Prints the tensors of a job, and perhaps their norms.
+/// Prints the tensors of a job and, if requested, their norms.
 ///
 /// # Errors
 /// Those of [`Cluster::describe_job`] and [`Cluster::norms`].

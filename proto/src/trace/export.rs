@@ -154,6 +154,10 @@ pub fn check(endpoint: &str, ratio: f64) -> Result<()> {
 /// # Errors
 /// Those of [`start`].
 pub fn start_from_environment(service: &'static str) -> Result<()> {
+    // A flag may have named another collector.
+    if exporter().is_some() {
+        return Ok(());
+    }
     let variable = |name| env::var(name).ok().filter(|value| !value.is_empty());
     let Some(endpoint) = variable(ENDPOINT_VARIABLE) else { return Ok(()) };
     let ratio = match variable(RATIO_VARIABLE) {

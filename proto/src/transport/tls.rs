@@ -191,7 +191,7 @@ impl TlsFiles {
 
 type Lists = Vec<CertificateRevocationListDer<'static>>;
 
-/// The authorities that the other side may have, and their revocation lists.
+/// The trusted authorities, and their revocation lists.
 #[derive(Clone)]
 struct Authorities {
     roots: Arc<RootCertStore>,
@@ -232,7 +232,7 @@ impl Tls {
         Ok(Self { configs, flags: "--tls" })
     }
 
-    /// The same TLS, whose files are those of flags that begin with `flags` instead of `--tls`.
+    /// The same configuration, whose errors name flags that begin with `flags` instead of `--tls`.
     #[must_use]
     pub fn with_flags(self, flags: &'static str) -> Self {
         Self { flags, ..self }
@@ -294,7 +294,8 @@ fn revocation_lists(file: &Path) -> Result<Lists> {
     parsed(file, MAX_CRL_BYTES, "revocation list")
 }
 
-/// The objects in a file, of which there is at least one. `name`: that of an object.
+/// Reads the objects of one kind from a PEM file, which must contain at least one. Errors name the
+/// kind `name`.
 fn parsed<T: PemObject>(file: &Path, max_bytes: u64, name: &str) -> Result<Vec<T>> {
     let expected = format!("a readable file with {name}s in PEM format");
     let invalid =

@@ -25,7 +25,7 @@ use crate::access::Accepted;
 const CHALLENGE: &str = "Basic realm=\"ZeroShard: any user name, and a token as the password\", \
                          charset=\"UTF-8\"";
 
-/// Who may see the admin pages.
+/// The access rules of the admin pages.
 #[derive(Debug, Clone)]
 pub(super) struct Access {
     pub(super) accepted: Accepted,

@@ -91,7 +91,7 @@ impl Coordinator {
         self.check_etcd()
     }
 
-    /// Checks that the files of TLS for etcd are there exactly if it is used.
+    /// Checks that the TLS files for etcd are set if and only if --election begins with https://.
     fn check_etcd(&self) -> Result<(), Error> {
         let wrong = |key, found: String, expected: &str| {
             Err(Error::value("coordinator", key, found, expected))

@@ -44,6 +44,19 @@ impl<B: Backend> Service<B> {
         self.store.deadline(Deadline::of_call(request.metadata().as_ref()))
     }
 
+    /// Answers a call, unless the server shuts down before.
+    async fn answer<T>(
+        &self,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<Response<T>, Status> {
+        tokio::select! {
+            answer = work => Ok(Response::new(answer?)),
+            () = self.shutdown.cancelled() => {
+                Err(Status::unavailable("this shard server is shutting down"))
+            }
+        }
+    }
+
     async fn digests(&self, request: Request<pb::DigestRequest>) -> Result<pb::DigestResponse> {
         let deadline = self.deadline(&request);
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
@@ -132,39 +145,27 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
         &self,
         request: Request<pb::DigestRequest>,
     ) -> Result<Response<pb::DigestResponse>, Status> {
-        tokio::select! {
-            digests = self.digests(request) => Ok(Response::new(digests?)),
-            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
-        }
+        self.answer(self.digests(request)).await
     }
 
     async fn norms(
         &self,
         request: Request<pb::NormsRequest>,
     ) -> Result<Response<pb::NormsResponse>, Status> {
-        tokio::select! {
-            norms = self.sums_of_squares(request) => Ok(Response::new(norms?)),
-            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
-        }
+        self.answer(self.sums_of_squares(request)).await
     }
 
     type PinStream = PinStream;
 
     async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<PinStream>, Status> {
-        tokio::select! {
-            pinned = self.pinned(request) => Ok(Response::new(pinned?)),
-            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
-        }
+        self.answer(self.pinned(request)).await
     }
 
     async fn steps(
         &self,
         request: Request<pb::StepsRequest>,
     ) -> Result<Response<pb::StepsResponse>, Status> {
-        tokio::select! {
-            steps = self.applied_steps(request) => Ok(Response::new(steps?)),
-            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
-        }
+        self.answer(self.applied_steps(request)).await
     }
 
     type MeasureStream = MeasureStream;

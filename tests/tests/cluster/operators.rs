@@ -163,7 +163,7 @@ async fn norms_are_those_of_the_master_weights_whatever_the_number_of_servers() 
     for shards in [1, 3] {
         let cluster = Cluster::start(shards);
         let rank = start(cluster.address(), &spec).await.remove(0);
-        // The norms are those of one version also while steps are applied.
+        // All norms belong to one version, even while steps are applied.
         let client = connect(cluster.address()).await;
         let steps = async {
             for step in 0..20 {

@@ -70,7 +70,7 @@ fn explain(error: &rustls::Error, flags: &str) -> String {
         // Some versions of etcd do not distinguish a missing certificate from a bad one.
         AlertReceived(AlertDescription::CertificateRequired | AlertDescription::BadCertificate) => {
             (
-                "it requires a certificate, and has none of us or refuses it".to_owned(),
+                "it requires a certificate, and we sent none, or one that it refuses".to_owned(),
                 format!("set {flags}-cert and {flags}-key to one that it trusts"),
             )
         }
@@ -80,7 +80,7 @@ fn explain(error: &rustls::Error, flags: &str) -> String {
         ),
         AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => (
             "it refuses our certificate, because it does not trust its authority, or has \
-             revocation lists and none of this authority"
+             revocation lists but none of this authority"
                 .to_owned(),
             format!("set {flags}-cert to a certificate from the authority of the cluster"),
         ),
