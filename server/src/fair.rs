@@ -30,6 +30,9 @@ pub(crate) use zeroshard_proto::quota::WEIGHTS;
 /// to zero.
 const SCALE: u64 = *WEIGHTS.end() as u64;
 
+/// A job is alone after this number of turns in a row: at most 64 MiB of the network.
+const ALONE: u32 = 64;
+
 /// A resource with a fixed number of turns that can be taken at the same time.
 #[derive(Debug)]
 pub(crate) struct Queue {
@@ -45,6 +48,8 @@ struct State {
     now: u64,
     flows: BTreeMap<u64, Flow>,
     last_flow: u64,
+    /// The flow of the last turn, and the number of turns in a row that it has had.
+    served: (u64, u32),
 }
 
 /// The turns of a job.
@@ -83,7 +88,7 @@ impl Waiter {
 impl Queue {
     pub(crate) fn new(turns: usize) -> Arc<Self> {
         let flows = BTreeMap::new();
-        let state = Mutex::new(State { free: turns, now: 0, flows, last_flow: 0 });
+        let state = Mutex::new(State { free: turns, now: 0, flows, last_flow: 0, served: (0, 0) });
         Arc::new(Self { state, waiting: AtomicUsize::new(0) })
     }
 
@@ -135,6 +140,8 @@ impl State {
     /// Begins a turn of a job.
     fn begin(&mut self, flow: u64, cost: u64) {
         self.free -= 1;
+        let (last, turns) = self.served;
+        self.served = (flow, if flow == last { turns.saturating_add(1) } else { 1 });
         let Some(flow) = self.flows.get_mut(&flow) else { return };
         self.now = self.now.max(flow.end);
         flow.taken += 1;
@@ -236,6 +243,11 @@ impl Turn {
         self.queue.waiting.load(Ordering::Relaxed) > 0
     }
 
+    /// Whether only this job has had turns for a while.
+    fn is_alone(&self) -> bool {
+        self.queue.lock().served.1 > ALONE
+    }
+
     /// Ends the turn, and replaces its expected cost by the actual cost.
     pub(crate) fn end(mut self, cost: u64) {
         let expected = std::mem::replace(&mut self.cost, cost);
@@ -293,8 +305,13 @@ impl Resources {
 /// that receive and send the bytes of the turn. This takes no time while threads are idle. On a
 /// busy server it takes longer, so that a job with many streams takes its turns one after the
 /// other.
+///
+/// The turn of a job that is alone ends at once. A task that lets others run continues on another
+/// thread, where the data of the stream is not in the cache, and its connection follows it.
 pub(crate) async fn end_after_others(turn: Turn) {
-    tokio::task::yield_now().await;
+    if !turn.is_alone() {
+        tokio::task::yield_now().await;
+    }
     drop(turn);
 }
 
@@ -399,6 +416,20 @@ mod tests {
         drop(first);
         assert!(waiting[1].as_mut().now_or_never().is_none());
         assert!(waiting[2].as_mut().now_or_never().is_some());
+    }
+
+    #[test]
+    fn the_turns_of_a_job_end_at_once_only_while_it_is_alone() {
+        let queue = Queue::new(2);
+        let (one, other) = (queue.share(), queue.share());
+        let ends_at_once = |share: &Share| {
+            let turn = share.turn(1).now_or_never().unwrap();
+            end_after_others(turn).now_or_never().is_some()
+        };
+        for share in [&one, &other, &one] {
+            assert!((0..ALONE).all(|_| !ends_at_once(share)));
+            assert!((0..10).all(|_| ends_at_once(share)));
+        }
     }
 
     #[test]

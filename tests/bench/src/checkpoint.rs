@@ -22,7 +22,7 @@ use crate::{
     table::Table,
 };
 
-type Error = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The size of a parameter and its AdamW state.
 const BYTES_PER_PARAMETER: usize = 12;

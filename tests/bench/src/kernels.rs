@@ -80,7 +80,10 @@ fn subjects() -> Vec<(&'static str, Optimizer, usize)> {
 }
 
 /// Runs the benchmark and prints its lines.
-pub(crate) fn run(options: &Options, json: bool) -> Result<(), Box<dyn std::error::Error>> {
+pub(crate) fn run(
+    options: &Options,
+    json: bool,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let gpu = backend::gpu(options.device)?;
     let fields =
         ["kernel", "bytes_a_parameter", "gparams_per_s", "gbps", "copy_gbps", "ratio_copy"];

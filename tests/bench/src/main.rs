@@ -52,7 +52,7 @@ enum Bench {
 
 fn main() -> std::process::ExitCode {
     let Arguments { json, bench } = Arguments::parse();
-    let result: Result<(), Box<dyn std::error::Error>> = match bench {
+    let result: Result<(), Box<dyn std::error::Error + Send + Sync>> = match bench {
         Bench::Transfer(options) => transfer::run(&options, json),
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
         Bench::Kernels(options) => kernels::run(&options, json),

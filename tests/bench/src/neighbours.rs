@@ -27,7 +27,7 @@ use crate::{
 
 pub(crate) use worker::{WorkerOptions, run as run_worker};
 
-type Error = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The number of shard servers.
 const SERVERS: usize = 2;

@@ -18,7 +18,7 @@ use crate::{
     table::Table,
 };
 
-type Error = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The pause between two looks at a metric.
 const PAUSE: Duration = Duration::from_millis(50);

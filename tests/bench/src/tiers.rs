@@ -21,7 +21,7 @@ use crate::{
     table::Table,
 };
 
-type Error = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The threads of a server for its disk, and the bytes of a request.
 const THREADS: usize = 8;

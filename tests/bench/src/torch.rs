@@ -16,7 +16,7 @@ use crate::{sample::median, step::Level, table::Table};
 
 use ranks::{Ranks, Sample};
 
-type Error = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// Measure a training step in PyTorch on two ranks, compared with DDP, ZeroRedundancyOptimizer,
 /// FSDP2 and DeepSpeed

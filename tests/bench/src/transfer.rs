@@ -6,7 +6,11 @@ mod boxes;
 mod plain;
 mod raw;
 
-use std::{path::Path, process::Command, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    time::Instant,
+};
 
 use clap::Args;
 use serde_json::json;
@@ -24,7 +28,7 @@ use crate::{sample::median, table::Table};
 pub(crate) use plain::serve as serve_plain;
 pub(crate) use raw::{Options as RawOptions, serve as serve_raw};
 
-type Error = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The minimum number of bytes of a sample, so that the resolution of the clock does not affect
 /// small transfers.
@@ -60,8 +64,11 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     };
     let mut table = Table::new(json, &[&["bench", "bytes", "gbps"], &fields[..]].concat());
     for &bytes in &options.bytes {
-        let measured = measure(bytes, options.repeat, certificates.as_ref());
-        let (pull, push) = runtime.block_on(measured)?;
+        // In a task, because the thread of `block_on` is not one of those that serve connections:
+        // each message would wake another thread.
+        let directory = certificates.as_ref().map(|directory| directory.path().to_owned());
+        let measured = runtime.spawn(measure(bytes, options.repeat, directory));
+        let (pull, push) = runtime.block_on(measured)??;
         for (bench, samples) in [("pull", pull), ("push", push)] {
             let [ours, first, second] = samples.map(|seconds| bytes as f64 / median(seconds) / 1e9);
             table.row(json!({
@@ -137,9 +144,9 @@ impl Baseline {
 async fn measure(
     bytes: usize,
     repeat: usize,
-    certificates: Option<&TempDir>,
+    directory: Option<PathBuf>,
 ) -> Result<(Samples, Samples), Error> {
-    let directory = certificates.map(TempDir::path);
+    let directory = directory.as_deref();
     let (servers, options) = servers(directory)?;
     let mut ours = Ours::start(servers.address(), options, bytes / 4).await?;
     let (mut first, _first_server) = Baseline::raw(bytes, directory)?;
@@ -152,12 +159,12 @@ async fn measure(
     for round in 0..=repeat {
         let (mut pulled, mut pushed) = ([0.0; 3], [0.0; 3]);
         for _ in 0..times {
-            pulled[1] += timed(async || first.pull().await).await?;
-            pulled[2] += timed(async || second.pull().await).await?;
-            pulled[0] += timed(async || ours.pull().await).await?;
-            pushed[1] += timed(async || first.push().await).await?;
-            pushed[2] += timed(async || second.push().await).await?;
-            pushed[0] += timed(async || ours.push().await).await?;
+            pulled[1] += timed(first.pull()).await?;
+            pulled[2] += timed(second.pull()).await?;
+            pulled[0] += timed(ours.pull()).await?;
+            pushed[1] += timed(first.push()).await?;
+            pushed[2] += timed(second.push()).await?;
+            pushed[0] += timed(ours.push()).await?;
             ours.commit().await?;
         }
         if round == 0 {
@@ -191,9 +198,9 @@ fn servers(
     Ok((zeroshard_tests::Cluster { coordinator, shards }, options))
 }
 
-async fn timed(work: impl AsyncFnOnce() -> Result<(), Error>) -> Result<f64, Error> {
+async fn timed(work: impl Future<Output = Result<(), Error>>) -> Result<f64, Error> {
     let began = Instant::now();
-    work().await?;
+    work.await?;
     Ok(began.elapsed().as_secs_f64())
 }
 

@@ -25,8 +25,8 @@ pub(super) async fn run(side: usize, repeat: usize, json: bool) -> Result<(), Er
     let mut samples = vec![(Vec::new(), Vec::new()); held.len()];
     for round in 0..=repeat {
         for ((_, held), (pulls, pushes)) in held.iter_mut().zip(&mut samples) {
-            let pull = timed(async || held.pull(0).await).await?;
-            let push = timed(async || held.push(0).await).await?;
+            let pull = timed(held.pull(0)).await?;
+            let push = timed(held.push(0)).await?;
             held.finish().await?;
             if round > 0 {
                 pulls.push(pull);

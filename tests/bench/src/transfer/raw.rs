@@ -11,7 +11,7 @@ use clap::Args;
 use rustls::{ClientConnection, ServerConnection, StreamOwned, pki_types::ServerName};
 use zeroshard_proto::transport::tls::{Tls, TlsFiles};
 
-type Error = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 const PULL: u8 = 0;
 const PUSH: u8 = 1;
@@ -33,9 +33,9 @@ pub(super) fn tls(directory: &std::path::Path) -> Result<Tls, Error> {
     Ok(Tls::open(TlsFiles { ca: file("ca.pem"), identity, crl: None })?)
 }
 
-trait Stream: Read + Write {}
+trait Stream: Read + Write + Send {}
 
-impl<S: Read + Write> Stream for S {}
+impl<S: Read + Write + Send> Stream for S {}
 
 /// Serves one client.
 pub(crate) fn serve(options: &Options) -> Result<(), Error> {
