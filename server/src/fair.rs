@@ -33,6 +33,12 @@ const SCALE: u64 = *WEIGHTS.end() as u64;
 /// A job is alone after this number of turns in a row: at most 64 MiB of the network.
 const ALONE: u32 = 64;
 
+/// Recent service is about the last this number of units of cost: 1 GiB of the network.
+const RECENT: u64 = 1 << 30;
+
+/// A job with less than this fraction of the recent service does not count as a neighbour.
+const SMALLEST: u64 = 256;
+
 /// A resource with a fixed number of turns that can be taken at the same time.
 #[derive(Debug)]
 pub(crate) struct Queue {
@@ -50,6 +56,8 @@ struct State {
     last_flow: u64,
     /// The flow of the last turn, and the number of turns in a row that it has had.
     served: (u64, u32),
+    /// The recent service of all jobs.
+    recent: u64,
 }
 
 /// The turns of a job.
@@ -62,6 +70,8 @@ struct Flow {
     waiting: VecDeque<(u64, Waiter)>,
     /// The turns that have been taken and not returned.
     taken: usize,
+    /// The recent service in units of cost.
+    recent: u64,
 }
 
 /// The receiver of a turn.
@@ -88,7 +98,14 @@ impl Waiter {
 impl Queue {
     pub(crate) fn new(turns: usize) -> Arc<Self> {
         let flows = BTreeMap::new();
-        let state = Mutex::new(State { free: turns, now: 0, flows, last_flow: 0, served: (0, 0) });
+        let state = Mutex::new(State {
+            free: turns,
+            now: 0,
+            flows,
+            last_flow: 0,
+            served: (0, 0),
+            recent: 0,
+        });
         Arc::new(Self { state, waiting: AtomicUsize::new(0) })
     }
 
@@ -97,7 +114,9 @@ impl Queue {
         let mut state = self.lock();
         state.last_flow += 1;
         let (flow, end) = (state.last_flow, state.now);
-        state.flows.insert(flow, Flow { weight: 1, end, waiting: VecDeque::new(), taken: 0 });
+        state
+            .flows
+            .insert(flow, Flow { weight: 1, end, waiting: VecDeque::new(), taken: 0, recent: 0 });
         Share { queue: self.clone(), flow }
     }
 
@@ -146,6 +165,26 @@ impl State {
         self.now = self.now.max(flow.end);
         flow.taken += 1;
         flow.charge(cost);
+        flow.recent = flow.recent.saturating_add(cost);
+        self.recent = self.recent.saturating_add(cost);
+        if self.recent > RECENT {
+            self.flows.values_mut().for_each(|flow| flow.recent /= 2);
+            self.recent = self.flows.values().map(|flow| flow.recent).sum();
+        }
+    }
+
+    /// Whether only this job has had turns for a while.
+    fn is_alone(&self, flow: u64) -> bool {
+        self.served.0 == flow && self.served.1 > ALONE
+    }
+
+    /// Whether a job has received more than one and a half times its share of the recent service.
+    fn is_ahead(&self, flow: u64) -> bool {
+        let Some(flow) = self.flows.get(&flow) else { return false };
+        let jobs = self.flows.values().filter(|other| other.recent > self.recent / SMALLEST);
+        let weights = jobs.map(|other| u128::from(other.weight)).sum::<u128>();
+        2 * u128::from(flow.recent) * weights
+            > 3 * u128::from(self.recent) * u128::from(flow.weight)
     }
 }
 
@@ -243,11 +282,6 @@ impl Turn {
         self.queue.waiting.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether only this job has had turns for a while.
-    fn is_alone(&self) -> bool {
-        self.queue.lock().served.1 > ALONE
-    }
-
     /// Ends the turn, and replaces its expected cost by the actual cost.
     pub(crate) fn end(mut self, cost: u64) {
         let expected = std::mem::replace(&mut self.cost, cost);
@@ -308,8 +342,19 @@ impl Resources {
 ///
 /// The turn of a job that is alone ends at once. A task that lets others run continues on another
 /// thread, where the data of the stream is not in the cache, and its connection follows it.
+///
+/// Turns only divide the time of this server. If the processors are busy, a job that has received
+/// more than its share also takes time from other processes, among them the workers of other jobs
+/// on the same machine, so its turns end after their threads.
 pub(crate) async fn end_after_others(turn: Turn) {
-    if !turn.is_alone() {
+    let (is_alone, is_ahead) = {
+        let state = turn.queue.lock();
+        (state.is_alone(turn.flow), state.is_ahead(turn.flow))
+    };
+    if !is_alone {
+        if is_ahead {
+            thread::yield_now();
+        }
         tokio::task::yield_now().await;
     }
     drop(turn);
@@ -334,155 +379,5 @@ impl Shares {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::pin::pin;
-
-    use futures_util::{FutureExt, future::join_all};
-    use proptest::prelude::*;
-
-    use super::*;
-
-    /// Lets each job request many turns of its cost at the same time, and returns the jobs of the
-    /// first `served` turns.
-    fn order(jobs: &[(u32, u64)], served: usize) -> Vec<usize> {
-        let queue = Queue::new(1);
-        let shares: Vec<Share> = jobs.iter().map(|_| queue.share()).collect();
-        shares.iter().zip(jobs).for_each(|(share, (weight, _))| share.weigh(*weight));
-        let first = queue.share();
-        let busy = first.turn(0).now_or_never().unwrap();
-        let order = Mutex::new(Vec::new());
-        let turn = |job: usize| {
-            let (shares, order) = (&shares, &order);
-            async move {
-                let _turn = shares[job].turn(jobs[job].1).await;
-                order.lock().unwrap().push(job);
-            }
-        };
-        let turns = (0..jobs.len()).flat_map(|job| (0..served).map(move |_| job)).map(turn);
-        let mut all = pin!(join_all(turns));
-        assert!(all.as_mut().now_or_never().is_none());
-        drop(busy);
-        while all.as_mut().now_or_never().is_none() {}
-        let mut order = order.lock().unwrap().clone();
-        order.truncate(served);
-        order
-    }
-
-    fn count(order: &[usize], job: usize) -> usize {
-        order.iter().filter(|of| **of == job).count()
-    }
-
-    #[test]
-    fn a_turn_is_taken_at_once_while_some_are_free() {
-        let queue = Queue::new(2);
-        let (one, other) = (queue.share(), queue.share());
-        let first = one.turn(1).now_or_never().unwrap();
-        let second = other.blocking_turn(1);
-        assert!(!second.is_wanted());
-        let mut third = pin!(one.turn(1));
-        assert!(third.as_mut().now_or_never().is_none() && first.is_wanted());
-        drop(second);
-        assert!(third.now_or_never().is_some() && !first.is_wanted());
-    }
-
-    #[test]
-    fn jobs_with_the_same_weight_alternate_even_if_one_has_asked_first() {
-        let order = order(&[(1, 10), (1, 10)], 20);
-        assert!(order.chunks(2).all(|pair| count(pair, 0) == 1), "{order:?}");
-    }
-
-    #[test]
-    fn a_job_with_small_pieces_gets_as_many_bytes_as_one_with_large_pieces() {
-        let order = order(&[(1, 100), (1, 10)], 55);
-        assert!((4..=6).contains(&count(&order, 0)), "{order:?}");
-    }
-
-    #[test]
-    fn a_job_with_twice_the_weight_gets_twice_the_turns() {
-        let order = order(&[(1, 10), (2, 10)], 30);
-        assert!((9..=11).contains(&count(&order, 0)), "{order:?}");
-    }
-
-    #[test]
-    fn an_idle_job_does_not_save_up_turns() {
-        let queue = Queue::new(1);
-        let (busy, idle) = (queue.share(), queue.share());
-        (0..1000).for_each(|_| drop(busy.turn(10).now_or_never().unwrap()));
-        let running = busy.turn(10).now_or_never().unwrap();
-        let mut waiting = [&idle, &idle, &busy].map(|share| Box::pin(share.turn(10)));
-        assert!(waiting.iter_mut().all(|turn| turn.as_mut().now_or_never().is_none()));
-        drop(running);
-        let first = waiting[0].as_mut().now_or_never().unwrap();
-        drop(first);
-        assert!(waiting[1].as_mut().now_or_never().is_none());
-        assert!(waiting[2].as_mut().now_or_never().is_some());
-    }
-
-    #[test]
-    fn the_turns_of_a_job_end_at_once_only_while_it_is_alone() {
-        let queue = Queue::new(2);
-        let (one, other) = (queue.share(), queue.share());
-        let ends_at_once = |share: &Share| {
-            let turn = share.turn(1).now_or_never().unwrap();
-            end_after_others(turn).now_or_never().is_some()
-        };
-        for share in [&one, &other, &one] {
-            assert!((0..ALONE).all(|_| !ends_at_once(share)));
-            assert!((0..10).all(|_| ends_at_once(share)));
-        }
-    }
-
-    #[test]
-    fn abandoned_turns_are_returned() {
-        let queue = Queue::new(1);
-        let (one, other) = (queue.share(), queue.share());
-        let running = one.turn(1).now_or_never().unwrap();
-        let mut given_up = Box::pin(other.turn(1));
-        assert!(given_up.as_mut().now_or_never().is_none());
-        let mut granted = Box::pin(other.turn(1));
-        assert!(granted.as_mut().now_or_never().is_none());
-        drop(given_up);
-        drop(running);
-        // The turn has begun, and its receiver has not been polled.
-        drop(granted);
-        assert!(one.turn(1).now_or_never().is_some());
-        drop(other);
-        assert!(one.turn(1).now_or_never().is_some());
-    }
-
-    #[test]
-    fn a_thread_waits_for_its_turn() {
-        let queue = Queue::new(1);
-        let (one, other) = (queue.share(), queue.share());
-        let running = one.blocking_turn(1);
-        std::thread::scope(|threads| {
-            let waits = threads.spawn(|| drop(other.blocking_turn(1)));
-            while !running.is_wanted() {
-                std::thread::yield_now();
-            }
-            drop(running);
-            waits.join().unwrap();
-        });
-        assert!(one.turn(1).now_or_never().is_some());
-    }
-
-    proptest! {
-        /// The bound of start-time fair queuing: the amounts of service that two waiting jobs have
-        /// received, each divided by the weight of the job, differ by at most the sum of the
-        /// largest pieces of the two jobs, each divided by its weight.
-        #[test]
-        fn no_job_is_ahead_of_another_by_more_than_a_piece_of_each(
-            jobs in prop::collection::vec((1u32..8, 1u64..50), 2..6),
-        ) {
-            let order = order(&jobs, 60);
-            let got = |job: usize| count(&order, job) as f64 * jobs[job].1 as f64 / f64::from(jobs[job].0);
-            let piece = |job: usize| jobs[job].1 as f64 / f64::from(jobs[job].0);
-            for one in 0..jobs.len() {
-                for other in 0..jobs.len() {
-                    let ahead = got(one) - got(other);
-                    prop_assert!(ahead <= piece(one) + piece(other) + 1e-6, "{one} {other} {order:?}");
-                }
-            }
-        }
-    }
-}
+#[path = "fair/tests.rs"]
+mod tests;

@@ -1,6 +1,6 @@
 //! An array whose versions readers can hold while a step produces the next one.
 
-use std::sync::Arc;
+use std::{sync::Arc, thread};
 
 use zeroshard_proto::Result;
 
@@ -8,6 +8,9 @@ use crate::{
     backend::{Backend, Output},
     tier::{Array, Next, Writing},
 };
+
+/// The number of elements whose memory is provided before other threads may run.
+const POPULATED: usize = 1 << 18;
 
 /// An array that is written in place if there is no reader, and otherwise copied.
 pub(super) struct Versioned<B: Backend> {
@@ -79,10 +82,15 @@ impl<B: Backend> Versioned<B> {
         Ok(Next { array: &mut self.current, earlier })
     }
 
-    /// Provides the memory of the current version, if it has no readers.
+    /// Provides the memory of the current version, if it has no readers. Other threads of the
+    /// machine do not wait for a core while this takes place: they make steps, and a job that is
+    /// being opened can wait.
     pub(super) fn populate(&mut self, backend: &B) {
         let numel = self.current.numel(backend);
-        self.current.populate(backend, 0..numel);
+        for start in (0..numel).step_by(POPULATED) {
+            self.current.populate(backend, start..numel.min(start + POPULATED));
+            thread::yield_now();
+        }
     }
 
     /// Writes changes back to the array's tier, if it is outside of memory.
