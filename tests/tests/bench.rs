@@ -40,6 +40,15 @@ fn transfer_compares_pull_and_push_with_raw_tcp_and_plain_tonic() {
 }
 
 #[test]
+fn transfer_measures_several_connections_with_tls() {
+    let numbers = ["gbps", "raw_tls_gbps", "ratio_raw_tls"];
+    let options = ["--tls", "--connections", "1,3", "--bytes", "65536", "--repeat", "1"];
+    let lines = bench(&[&["transfer"], &options[..]].concat(), &numbers);
+    let connections: Vec<_> = lines.iter().map(|line| line["connections"].as_u64()).collect();
+    assert_eq!(connections, [Some(1), Some(1), Some(3), Some(3)]);
+}
+
+#[test]
 fn transfer_compares_boxes_with_an_array() {
     let numbers = ["bytes", "gbps", "ratio_array"];
     let lines = bench(&["transfer", "--bytes", "65536", "--repeat", "1", "--boxes", "64"], &[]);

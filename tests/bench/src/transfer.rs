@@ -3,27 +3,20 @@
 //! one raw TCP stream. Afterwards it measures boxes of a matrix.
 
 mod boxes;
+mod peers;
 mod plain;
 mod raw;
 
-use std::{
-    path::{Path, PathBuf},
-    process::Command,
-    time::Instant,
-};
+use std::{path::PathBuf, process::Command, time::Instant};
 
 use clap::Args;
 use serde_json::json;
 use tempfile::TempDir;
-use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{
-    JobSpec, Manifest, Optimizer, TensorSpec,
-    optimizer::Sgd,
-    transport::tls::{Tls, TlsFiles},
-};
-use zeroshard_tests::{Process, binary};
+use zeroshard_tests::binary;
 
 use crate::{sample::median, table::Table};
+
+use peers::{Peers, Transfer};
 
 pub(crate) use plain::serve as serve_plain;
 pub(crate) use raw::{Options as RawOptions, serve as serve_raw};
@@ -47,9 +40,20 @@ pub(crate) struct Options {
     /// Number of rows and columns of the matrix for the measurement of boxes; 0 disables it
     #[arg(long, default_value_t = 4096)]
     boxes: usize,
+    /// Number of connections that transfer at the same time, each of which transfers `--bytes`;
+    /// several numbers are separated by commas. The rate is that of all connections together
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = connections)]
+    connections: Vec<usize>,
     /// Encrypt the transfers, and compare them with a raw TLS stream; boxes are not measured
     #[arg(long)]
     tls: bool,
+}
+
+fn connections(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number @ 1..=64) => Ok(number),
+        _ => Err("expected a number from 1 to 64".to_owned()),
+    }
 }
 
 /// The durations of transfers in seconds: with ZeroShard, and with the two baselines.
@@ -62,17 +66,21 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
         true => ["raw_tls_gbps", "raw_tcp_gbps", "ratio_raw_tls", "ratio_raw_tcp"],
         false => ["raw_tcp_gbps", "plain_tonic_gbps", "ratio_raw_tcp", "ratio_plain_tonic"],
     };
-    let mut table = Table::new(json, &[&["bench", "bytes", "gbps"], &fields[..]].concat());
-    for &bytes in &options.bytes {
+    let mut table =
+        Table::new(json, &[&["bench", "bytes", "connections", "gbps"], &fields[..]].concat());
+    let cases =
+        options.connections.iter().flat_map(|&n| options.bytes.iter().map(move |&b| (n, b)));
+    for (connections, bytes) in cases {
         // In a task, because the thread of `block_on` is not one of those that serve connections:
         // each message would wake another thread.
         let directory = certificates.as_ref().map(|directory| directory.path().to_owned());
-        let measured = runtime.spawn(measure(bytes, options.repeat, directory));
+        let measured = runtime.spawn(measure(bytes, connections, options.repeat, directory));
         let (pull, push) = runtime.block_on(measured)??;
         for (bench, samples) in [("pull", pull), ("push", push)] {
-            let [ours, first, second] = samples.map(|seconds| bytes as f64 / median(seconds) / 1e9);
+            let all = (bytes * connections) as f64;
+            let [ours, first, second] = samples.map(|seconds| all / median(seconds) / 1e9);
             table.row(json!({
-                "bench": bench, "bytes": bytes, "gbps": ours, (fields[0]): first,
+                "bench": bench, "bytes": bytes, "connections": connections, "gbps": ours, (fields[0]): first,
                 (fields[1]): second, (fields[2]): ours / first, (fields[3]): ours / second,
             }));
         }
@@ -97,74 +105,31 @@ fn certificates() -> Result<TempDir, Error> {
     }
 }
 
-/// A baseline for the transfers of ZeroShard.
-enum Baseline {
-    Raw(raw::Client),
-    Plain(plain::Client),
-}
-
-impl Baseline {
-    /// Starts another process of this program that serves a raw stream, and connects to it.
-    fn raw(bytes: usize, certificates: Option<&Path>) -> Result<(Self, Process), Error> {
-        let mut command = Command::new(binary("zs-bench"));
-        command.arg("serve-raw");
-        if let Some(directory) = certificates {
-            command.arg("--certificates").arg(directory);
-        }
-        let process = Process::start(command);
-        let tls = certificates.map(raw::tls).transpose()?;
-        let client = raw::Client::connect(process.address(), bytes, tls.as_ref())?;
-        Ok((Self::Raw(client), process))
-    }
-
-    /// Starts another process of this program that serves generated code, and connects to it.
-    async fn plain(bytes: usize) -> Result<(Self, Process), Error> {
-        let mut command = Command::new(binary("zs-bench"));
-        command.arg("serve-plain");
-        let process = Process::start(command);
-        let client = plain::Client::connect(process.address(), bytes).await?;
-        Ok((Self::Plain(client), process))
-    }
-
-    async fn pull(&mut self) -> Result<(), Error> {
-        match self {
-            Self::Raw(client) => client.pull(),
-            Self::Plain(client) => client.pull().await,
-        }
-    }
-
-    async fn push(&mut self) -> Result<(), Error> {
-        match self {
-            Self::Raw(client) => client.push(),
-            Self::Plain(client) => client.push().await,
-        }
-    }
-}
-
 async fn measure(
     bytes: usize,
+    connections: usize,
     repeat: usize,
     directory: Option<PathBuf>,
 ) -> Result<(Samples, Samples), Error> {
     let directory = directory.as_deref();
-    let (servers, options) = servers(directory)?;
-    let mut ours = Ours::start(servers.address(), options, bytes / 4).await?;
-    let (mut first, _first_server) = Baseline::raw(bytes, directory)?;
-    let (mut second, _second_server) = match directory {
-        Some(_) => Baseline::raw(bytes, None)?,
-        None => Baseline::plain(bytes).await?,
+    let mut ours = Peers::ours(bytes, connections, directory).await?;
+    let mut first = Peers::raw(bytes, connections, directory)?;
+    let mut second = match directory {
+        Some(_) => Peers::raw(bytes, connections, None)?,
+        None => Peers::plain(bytes, connections).await?,
     };
     let times = SAMPLE_BYTES.div_ceil(bytes);
     let (mut pull, mut push) = (Samples::default(), Samples::default());
     for round in 0..=repeat {
         let (mut pulled, mut pushed) = ([0.0; 3], [0.0; 3]);
         for _ in 0..times {
-            pulled[1] += timed(first.pull()).await?;
-            pulled[2] += timed(second.pull()).await?;
-            pulled[0] += timed(ours.pull()).await?;
-            pushed[1] += timed(first.push()).await?;
-            pushed[2] += timed(second.push()).await?;
-            pushed[0] += timed(ours.push()).await?;
+            for (transfer, seconds) in
+                [(Transfer::Pull, &mut pulled), (Transfer::Push, &mut pushed)]
+            {
+                seconds[1] += first.timed(transfer).await?;
+                seconds[2] += second.timed(transfer).await?;
+                seconds[0] += ours.timed(transfer).await?;
+            }
             ours.commit().await?;
         }
         if round == 0 {
@@ -179,68 +144,8 @@ async fn measure(
     Ok((pull, push))
 }
 
-/// Starts a coordinator and a shard server, and returns the options for clients.
-fn servers(
-    certificates: Option<&Path>,
-) -> Result<(zeroshard_tests::Cluster, zeroshard_client::Options), Error> {
-    let Some(directory) = certificates else {
-        return Ok((zeroshard_tests::Cluster::start(1), Default::default()));
-    };
-    let file = |flag: &str, name: &str| format!("--tls-{flag}={}", directory.join(name).display());
-    let flags = [file("ca", "ca.pem"), file("cert", "server.pem"), file("key", "server-key.pem")];
-    let flags = [&*flags[0], &*flags[1], &*flags[2]];
-    let coordinator = zeroshard_tests::Cluster::coordinator_with(&flags);
-    let shards = vec![zeroshard_tests::Cluster::shard(coordinator.address(), &flags)];
-    let admin = [directory.join("admin.pem"), directory.join("admin-key.pem")];
-    let identity = Some(admin.into());
-    let tls = Tls::open(TlsFiles { ca: directory.join("ca.pem"), identity, crl: None })?;
-    let options = zeroshard_client::Options::default().tls(Some(tls));
-    Ok((zeroshard_tests::Cluster { coordinator, shards }, options))
-}
-
 async fn timed(work: impl Future<Output = Result<(), Error>>) -> Result<f64, Error> {
     let began = Instant::now();
     work.await?;
     Ok(began.elapsed().as_secs_f64())
-}
-
-/// A job of one tensor, as a worker uses it.
-struct Ours {
-    job: Job,
-    version: u64,
-    gradient: Values,
-    parameters: Vec<f32>,
-}
-
-impl Ours {
-    async fn start(
-        address: &str,
-        options: zeroshard_client::Options,
-        numel: usize,
-    ) -> Result<Self, Error> {
-        let cluster = Cluster::connect(address, options).await?;
-        let manifest = Manifest::new(vec![TensorSpec::new("tensor", [numel as u64])])?;
-        let spec = JobSpec::new("transfer", manifest, vec![Optimizer::Sgd(Sgd::default())]);
-        cluster.create_job(&spec).await?;
-        let job = cluster.join("transfer", 0).await?;
-        let gradient = Values::from(vec![0.5f32; numel]);
-        job.initialise(vec![TensorData::new(TensorId::new(0), gradient.clone())]).await?;
-        Ok(Self { job, version: 0, gradient, parameters: vec![0.0; numel] })
-    }
-
-    async fn pull(&mut self) -> Result<(), Error> {
-        let target = Target::new(TensorId::new(0), &mut self.parameters);
-        Ok(self.job.pull(self.version, vec![target]).await?)
-    }
-
-    async fn push(&self) -> Result<(), Error> {
-        let gradient = TensorData::new(TensorId::new(0), self.gradient.clone());
-        Ok(self.job.attempt(self.version)?.push(vec![gradient]).await?)
-    }
-
-    async fn commit(&mut self) -> Result<(), Error> {
-        self.version = self.job.attempt(self.version)?.commit(Commit::default()).await?.version;
-        // Wait for the step, so that it does not take time from the next measurement.
-        self.pull().await
-    }
 }
