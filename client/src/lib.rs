@@ -22,6 +22,9 @@
 //! }
 //! # Ok(()) }
 //! ```
+//!
+//! Transfers are fastest in a task (`tokio::spawn`), which runs on the thread of its connection. In
+//! the future that `block_on` or `#[tokio::main]` runs, each message wakes another thread.
 
 mod buckets;
 mod call;

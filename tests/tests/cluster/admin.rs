@@ -12,7 +12,7 @@ use serde_json::Value;
 use zeroshard_client::{Cluster as Client, Error};
 use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
 
-use crate::{adamw, job, options, roles::new_token, sgd, start, until};
+use crate::{adamw, job, options, roles::new_token, sgd, start, tls::Certificates, until};
 
 /// The credential `root:s3cret` in base64.
 const BASIC: &str = "Basic cm9vdDpzM2NyZXQ=";
@@ -170,4 +170,24 @@ async fn changes_of_jobs_and_servers_are_in_the_audit_log_with_their_callers() {
     }
     let text = std::fs::read_to_string(&log).unwrap();
     assert!([server, admin, reader].iter().all(|(token, _)| !text.contains(token.as_str())));
+}
+
+#[tokio::test]
+async fn the_audit_log_omits_the_token_of_a_caller_with_a_certificate() {
+    let directory = tempfile::tempdir().unwrap();
+    let (file, log) = (directory.path().join("tokens"), directory.path().join("log"));
+    std::fs::write(&file, new_token("server").1).unwrap();
+    let certificates = Certificates::new(&[]);
+    let mut flags = vec![format!("--tokens={}", file.display())];
+    flags.extend(certificates.flags("server"));
+    let coordinator = reachable(&flags.iter().map(String::as_str).collect::<Vec<_>>(), &log);
+    // Nobody checks this token.
+    let options = certificates.options(Some("admin")).token("unknown".to_owned().into());
+    let client = Client::connect(coordinator.address(), options).await.unwrap();
+    let missing = client.delete_job("missing").await;
+    assert!(matches!(missing, Err(Error::UnknownJob { .. })), "{missing:?}");
+    until("the request is logged", || !audit(&log).is_empty()).await;
+    let line = &audit(&log)[0];
+    assert_eq!((&line["verb"], &line["role"]), (&"delete job".into(), &"\"admin\"".into()));
+    assert_eq!(line.get("token"), None, "{line}");
 }

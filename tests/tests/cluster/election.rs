@@ -1,8 +1,7 @@
 //! Several coordinators, of which etcd makes one the leader.
 
 use std::{
-    io::{BufRead, BufReader},
-    process::{Command, Stdio},
+    process::Command,
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
@@ -175,31 +174,35 @@ async fn an_etcd_with_tls_elects_a_leader_and_the_next_one() {
 }
 
 /// The first warning of a coordinator about its election.
-fn election_warning(flags: &[String]) -> String {
+async fn election_warning(flags: &[String]) -> String {
+    let log = tempfile::NamedTempFile::new().unwrap();
     let mut command = Command::new(binary("zeroshard-server"));
-    command.args(["coordinator", "--listen=127.0.0.1:0", "--admin-listen=off"]).args(flags);
-    let mut child =
-        command.stdin(Stdio::null()).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
-    let warning = lines.find(|line| line.contains("the election failed"));
-    child.kill().unwrap();
-    child.wait().unwrap();
-    warning.expect("the coordinator logs why it is not elected")
+    let addresses = ["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"];
+    command.arg("coordinator").args(addresses).arg("--json").args(flags);
+    command.stderr(log.reopen().unwrap());
+    let _coordinator = Process::start(command);
+    let warning = || {
+        let text = std::fs::read_to_string(log.path()).unwrap();
+        let mut lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        lines.find(|line| line.contains("the election failed")).map(str::to_owned)
+    };
+    until("the coordinator logs why it is not elected", || warning().is_some()).await;
+    warning().unwrap()
 }
 
-#[test]
-fn a_coordinator_and_an_etcd_that_do_not_trust_each_other_are_told_what_to_do() {
+#[tokio::test]
+async fn a_coordinator_and_an_etcd_that_do_not_trust_each_other_are_told_what_to_do() {
     let (certificates, stranger) = (Certificates::new(&[]), Certificates::new(&[]));
     let etcd = Etcd::with_tls(certificates.path("").as_path());
     let flags = tls_flags(&etcd, &certificates);
-    let untrusting = election_warning(&tls_flags(&etcd, &stranger));
+    let untrusting = election_warning(&tls_flags(&etcd, &stranger)).await;
     assert!(untrusting.contains("set --etcd-ca to the authority"), "{untrusting}");
-    let anonymous = election_warning(&flags[..2]);
+    let anonymous = election_warning(&flags[..2]).await;
     assert!(anonymous.contains("set --etcd-cert and --etcd-key to"), "{anonymous}");
     let named = flags.each_ref().map(|flag| flag.replace("127.0.0.1", "127.0.0.2"));
-    let other_name = election_warning(&named);
+    let other_name = election_warning(&named).await;
     assert!(other_name.contains("not for 127.0.0.2"), "{other_name}");
     let open = Etcd::start();
-    let plain = election_warning(&tls_flags(&open, &certificates));
+    let plain = election_warning(&tls_flags(&open, &certificates)).await;
     assert!(plain.contains("may not use TLS"), "{plain}");
 }

@@ -33,7 +33,7 @@ impl Certificates {
     }
 
     /// The flags of a program with the certificate of this name.
-    fn flags(&self, name: &str) -> Vec<String> {
+    pub(crate) fn flags(&self, name: &str) -> Vec<String> {
         let file =
             |flag: &str, name: String| format!("--tls-{flag}={}", self.path(&name).display());
         vec![
@@ -44,7 +44,7 @@ impl Certificates {
     }
 
     /// The options of a client with the certificate of this name, or without one.
-    fn options(&self, name: Option<&str>) -> Options {
+    pub(crate) fn options(&self, name: Option<&str>) -> Options {
         let pair =
             |name| (self.path(&format!("{name}.pem")), self.path(&format!("{name}-key.pem")));
         let files = TlsFiles { ca: self.path("ca.pem"), identity: name.map(pair), crl: None };

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// The elements that are hashed or summed at once: whole blocks.
-const HASHED: usize = 4 * BLOCK;
+const PIECE: usize = 4 * BLOCK;
 
 impl<B: Backend> Slice<B> {
     /// A part of the slice at `version`, which the caller may hold for any time; `None` if the
@@ -125,8 +125,8 @@ impl<B: Backend> Slice<B> {
         applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
         for array in &buffers {
             let (numel, dtype) = (array.numel(&self.backend), array.dtype(&self.backend));
-            for start in (0..numel).step_by(HASHED) {
-                let range = start..numel.min(start + HASHED);
+            for start in (0..numel).step_by(PIECE) {
+                let range = start..numel.min(start + PIECE);
                 hasher.update(&array.read(&self.backend, range, dtype)?);
             }
         }
@@ -141,8 +141,8 @@ impl<B: Backend> Slice<B> {
         let array = self.read(Part::Master, job, version)?;
         let array = array.ok_or_else(|| self.gone(job, version))?;
         let (numel, mut sum) = (array.numel(&self.backend), 0.0);
-        for start in (0..numel).step_by(HASHED) {
-            let range = start..numel.min(start + HASHED);
+        for start in (0..numel).step_by(PIECE) {
+            let range = start..numel.min(start + PIECE);
             let bytes = array.read(&self.backend, range, DType::F32)?;
             let values = bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
             let values: Vec<f32> = values.collect();

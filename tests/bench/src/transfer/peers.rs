@@ -2,7 +2,7 @@
 
 use std::{path::Path, process::Command, time::Instant};
 
-use tokio::task::block_in_place;
+use tokio::task::{JoinHandle, spawn, spawn_blocking};
 use zeroshard_client::{Cluster, Commit, Job, Options, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{
     JobSpec, Manifest, Optimizer, TensorSpec,
@@ -86,11 +86,15 @@ impl Peers {
     /// Transfers with all clients at the same time. Returns the duration in seconds.
     pub(super) async fn timed(&mut self, transfer: Transfer) -> Result<f64, Error> {
         let began = Instant::now();
-        let started = self.clients.drain(..).map(|mut client| {
-            tokio::spawn(async move { client.run(transfer).await.map(|()| client) })
-        });
-        for ended in started.collect::<Vec<_>>() {
-            self.clients.push(ended.await??);
+        if let [client] = &mut self.clients[..] {
+            // In this task: another thread would have to be woken for each transfer.
+            client.run(transfer).await?;
+        } else {
+            let started: Vec<_> =
+                self.clients.drain(..).map(|client| client.start(transfer)).collect();
+            for ended in started {
+                self.clients.push(ended.await??);
+            }
         }
         Ok(began.elapsed().as_secs_f64())
     }
@@ -117,10 +121,19 @@ impl Client {
         match (self, transfer) {
             (Self::Ours(client), Transfer::Pull) => client.pull().await,
             (Self::Ours(client), Transfer::Push) => client.push().await,
-            (Self::Raw(client), Transfer::Pull) => block_in_place(|| client.pull()),
-            (Self::Raw(client), Transfer::Push) => block_in_place(|| client.push()),
+            (Self::Raw(client), _) => client.run(transfer),
             (Self::Plain(client), Transfer::Pull) => client.pull().await,
             (Self::Plain(client), Transfer::Push) => client.push().await,
+        }
+    }
+
+    /// Starts a transfer, which returns the client at its end.
+    fn start(self, transfer: Transfer) -> JoinHandle<Result<Self, Error>> {
+        match self {
+            Self::Raw(mut client) => {
+                spawn_blocking(move || client.run(transfer).map(|()| Self::Raw(client)))
+            }
+            mut client => spawn(async move { client.run(transfer).await.map(|()| client) }),
         }
     }
 }

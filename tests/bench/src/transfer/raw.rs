@@ -11,6 +11,8 @@ use clap::Args;
 use rustls::{ClientConnection, ServerConnection, StreamOwned, pki_types::ServerName};
 use zeroshard_proto::transport::tls::{Tls, TlsFiles};
 
+use super::peers::Transfer;
+
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
 const PULL: u8 = 0;
@@ -97,14 +99,18 @@ impl Client {
         self.stream.write_all(&request)
     }
 
-    pub(super) fn pull(&mut self) -> Result<(), Error> {
-        self.request(PULL)?;
-        Ok(read(&mut self.stream, &mut self.array)?)
-    }
-
-    pub(super) fn push(&mut self) -> Result<(), Error> {
-        self.request(PUSH)?;
-        write(&mut self.stream, &self.array)?;
-        Ok(self.stream.read_exact(&mut [0])?)
+    /// Transfers the array. Blocks the thread.
+    pub(super) fn run(&mut self, transfer: Transfer) -> Result<(), Error> {
+        match transfer {
+            Transfer::Pull => {
+                self.request(PULL)?;
+                Ok(read(&mut self.stream, &mut self.array)?)
+            }
+            Transfer::Push => {
+                self.request(PUSH)?;
+                write(&mut self.stream, &self.array)?;
+                Ok(self.stream.read_exact(&mut [0])?)
+            }
+        }
     }
 }
