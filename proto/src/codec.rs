@@ -3,8 +3,9 @@
 //! A message of many megabytes takes tenths of a second. On a thread of a runtime with several
 //! threads, the other tasks of the thread continue on another one meanwhile.
 
-use std::marker::PhantomData;
+use std::{any::TypeId, marker::PhantomData};
 
+use bytes::Buf;
 use prost::Message;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tonic::{
@@ -13,7 +14,7 @@ use tonic::{
 };
 use tonic_prost::ProstCodec;
 
-use crate::Error;
+use crate::{Error, job::check_encoded, pb::CreateJobRequest};
 
 /// The size of messages from which on the other tasks of the thread are moved, in bytes: about a
 /// millisecond.
@@ -85,11 +86,17 @@ where
     type Error = Status;
 
     fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        let decoded = beside_other_tasks(bytes::Buf::remaining(buffer), || self.0.decode(buffer));
-        // prost reports this error with the code of a bug, and without details.
-        decoded.map_err(|status| {
-            let found = format!("invalid ({})", status.message());
-            Error::invalid("message", found, "an encoded message of this call's type").into()
+        beside_other_tasks(buffer.remaining(), || {
+            // Smaller messages are decoded as fast as they are checked.
+            let is_large = buffer.remaining() >= LARGE;
+            if is_large && TypeId::of::<U>() == TypeId::of::<CreateJobRequest>() {
+                check_encoded(buffer.chunk())?;
+            }
+            // prost reports this error with the code of a bug, and without details.
+            self.0.decode(buffer).map_err(|status| {
+                let found = format!("invalid ({})", status.message());
+                Error::invalid("message", found, "an encoded message of this call's type").into()
+            })
         })
     }
 }

@@ -1,5 +1,7 @@
 //! The specification of a job.
 
+mod encoded;
+
 use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
 use prost::Message;
@@ -16,6 +18,8 @@ use crate::{
     manifest::{check_name, check_number_of_tensors},
     pb,
 };
+
+pub(crate) use encoded::check_encoded;
 
 /// A job: its tensors, optimizer, number of workers and replicas.
 #[derive(Debug, Clone, PartialEq)]
@@ -420,12 +424,10 @@ fn check_message(message: &pb::JobSpec) -> Result<()> {
     check_number("meshes", message.meshes.len(), MAX_MESHES)?;
     let ranks = message.meshes.iter().map(|mesh| mesh.ranks.len()).sum();
     check_number("ranks in all meshes", ranks, MAX_MESH_RANKS)?;
-    let bytes = message.encoded_len();
-    if bytes > MAX_SPEC_BYTES {
-        let expected = format!("at most {MAX_SPEC_BYTES} bytes");
-        return Err(Error::invalid("size of the specification of the job", bytes, expected));
+    match message.encoded_len() {
+        bytes if bytes > MAX_SPEC_BYTES => Err(encoded::too_large(bytes)),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// Converts the parameter groups of a message.

@@ -33,10 +33,11 @@ const SCALE: u64 = *WEIGHTS.end() as u64;
 /// A job is alone after this number of turns in a row: at most 64 MiB of the network.
 const ALONE: u32 = 64;
 
-/// Recent service is about the last this number of units of cost: 1 GiB of the network.
+/// The recent service covers at most this many units of cost: 1 GiB of the network.
 const RECENT: u64 = 1 << 30;
 
-/// A job with less than this fraction of the recent service does not count as a neighbour.
+/// A job whose part of the recent service is smaller than one in this number does not count as a
+/// neighbour.
 const SMALLEST: u64 = 256;
 
 /// A resource with a fixed number of turns that can be taken at the same time.

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, future::join_all, stream};
+use prost::Message;
 use tokio::{io::AsyncWriteExt, net::TcpStream};
 use tonic::transport::Channel;
 use zeroshard_client::{Error, Options, TensorData, TensorId};
@@ -29,11 +30,16 @@ async fn raw(address: &str) -> CoordinatorServiceClient<Channel> {
 async fn refused(cluster: &Cluster, what: &str, spec: pb::JobSpec) -> Error {
     let mut client = raw(cluster.address()).await;
     let request = pb::CreateJobRequest { spec: Some(spec), ..Default::default() };
+    let began = Instant::now();
+    let bytes = request.encode_to_vec().len();
+    let encoding = began.elapsed();
     let bystander = Bystander::start(cluster.address());
     let began = Instant::now();
     let status = client.create_job(request).await.unwrap_err();
     let took = began.elapsed();
-    eprintln!("{what}: refused after {took:?}");
+    eprintln!(
+        "{what}: {bytes} bytes, refused after {took:?}, of which the client encodes for {encoding:?}"
+    );
     bystander.finish(what);
     assert!(took < GENEROUS);
     Error::from_status(&status, "coordinator")

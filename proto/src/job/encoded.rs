@@ -1,0 +1,140 @@
+//! Limits that are checked before a request to create a job is decoded: decoding millions of small
+//! fields takes much longer than receiving them.
+
+use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
+
+use super::check_number;
+use crate::{
+    Error, Result,
+    limits::{MAX_HYPERPARAMETERS, MAX_MESH_DIMS, MAX_SPEC_BYTES},
+    manifest::check_number_of_tensors,
+};
+
+/// The fields of the messages in `zeroshard/v1`.
+const REQUEST_SPEC: u32 = 1;
+const SPEC_TENSORS: u32 = 2;
+const SPEC_GROUPS: u32 = 3;
+const SPEC_MESHES: u32 = 7;
+const MESH_DIMS: u32 = 1;
+const GROUP_HYPERPARAMETERS: u32 = 2;
+
+/// Checks an encoded `CreateJobRequest`. Data that is not such a message is not an error here,
+/// because the decoder reports it.
+///
+/// # Errors
+/// [`Error::Invalid`] for a specification that is too large, and for too many tensors, dimensions
+/// of a mesh or hyperparameters of a group.
+pub(crate) fn check_encoded(request: &[u8]) -> Result<()> {
+    // A decoder merges repeated occurrences of a message.
+    let (mut bytes, mut tensors) = (0, 0);
+    for spec in fields(request, REQUEST_SPEC) {
+        bytes += spec.len();
+        if bytes > MAX_SPEC_BYTES {
+            return Err(too_large(bytes));
+        }
+        tensors += fields(spec, SPEC_TENSORS).count();
+        check_number_of_tensors(tensors)?;
+        for mesh in fields(spec, SPEC_MESHES) {
+            check_number("dimensions of a mesh", fields(mesh, MESH_DIMS).count(), MAX_MESH_DIMS)?;
+        }
+        for group in fields(spec, SPEC_GROUPS) {
+            let number = fields(group, GROUP_HYPERPARAMETERS).count();
+            check_number("hyperparameters of a parameter group", number, MAX_HYPERPARAMETERS)?;
+        }
+    }
+    Ok(())
+}
+
+/// The error for a specification of this size.
+pub(super) fn too_large(bytes: usize) -> Error {
+    let expected = format!("at most {MAX_SPEC_BYTES} bytes");
+    Error::invalid("size of the specification of the job", bytes, expected)
+}
+
+/// The contents of the fields with this number, which are strings, messages or packed numbers. Ends
+/// where the data is not a message.
+fn fields(mut message: &[u8], number: u32) -> impl Iterator<Item = &[u8]> {
+    std::iter::from_fn(move || {
+        while !message.is_empty() {
+            let (field, wire_type) = decode_key(&mut message).ok()?;
+            if wire_type != WireType::LengthDelimited {
+                skip_field(wire_type, field, &mut message, DecodeContext::default()).ok()?;
+                continue;
+            }
+            let length = usize::try_from(decode_varint(&mut message).ok()?).ok()?;
+            let (content, rest) = message.split_at_checked(length)?;
+            message = rest;
+            if field == number {
+                return Some(content);
+            }
+        }
+        None
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::*;
+    use crate::{limits::MAX_TENSORS, pb};
+
+    fn checked(spec: pb::JobSpec) -> String {
+        let request = pb::CreateJobRequest { spec: Some(spec), ..Default::default() };
+        match check_encoded(&request.encode_to_vec()) {
+            Ok(()) => "accepted".to_owned(),
+            Err(Error::Invalid { what, found, .. }) => format!("{what}: {found}"),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn an_encoded_specification_with_too_much_of_anything_is_refused_and_one_at_the_limit_is_not() {
+        let spec = |tensors, dims, hyperparameters| pb::JobSpec {
+            name: "job".to_owned(),
+            world: 3,
+            tensors: vec![pb::Tensor::default(); tensors],
+            meshes: vec![
+                pb::Mesh { dims: vec![pb::MeshDim::default(); 1], ranks: vec![0] },
+                pb::Mesh { dims: vec![pb::MeshDim::default(); dims], ranks: vec![0] },
+            ],
+            groups: vec![pb::Optimizer {
+                name: "sgd".to_owned(),
+                hyperparameters: (0..hyperparameters).map(|n| (format!("h{n}"), 1.0)).collect(),
+            }],
+            idle_timeout_ms: Some(1),
+            ..Default::default()
+        };
+        let at_limit = (MAX_TENSORS, MAX_MESH_DIMS, MAX_HYPERPARAMETERS);
+        assert_eq!(checked(spec(at_limit.0, at_limit.1, at_limit.2)), "accepted");
+        assert_eq!(checked(spec(MAX_TENSORS + 1, 1, 0)), "number of tensors: 1048577");
+        assert_eq!(checked(spec(1, 33, 0)), "number of dimensions of a mesh: 33");
+        let number = MAX_HYPERPARAMETERS + 1;
+        let found = format!("number of hyperparameters of a parameter group: {number}");
+        assert_eq!(checked(spec(1, 1, number)), found);
+        let named = |bytes| pb::JobSpec { name: "x".repeat(bytes), ..Default::default() };
+        let found = checked(named(MAX_SPEC_BYTES));
+        assert!(found.starts_with("size of the specification of the job: 3355443"), "{found}");
+        assert_eq!(checked(named(MAX_SPEC_BYTES - 100)), "accepted");
+    }
+
+    #[test]
+    fn occurrences_of_a_specification_are_checked_together() {
+        let spec = pb::JobSpec {
+            tensors: vec![pb::Tensor::default(); MAX_TENSORS / 2 + 1],
+            ..Default::default()
+        };
+        let request = pb::CreateJobRequest { spec: Some(spec), ..Default::default() };
+        let mut encoded = request.encode_to_vec();
+        assert_eq!(check_encoded(&encoded), Ok(()));
+        encoded.extend_from_within(..);
+        assert!(matches!(check_encoded(&encoded), Err(Error::Invalid { .. })));
+    }
+
+    #[test]
+    fn data_that_is_not_a_message_is_left_to_the_decoder() {
+        for data in [&[0xff; 20][..], &[0x0a, 0x7f, 1], &[0x0a], &[0x0b, 0x0b], &[]] {
+            assert_eq!(check_encoded(data), Ok(()));
+        }
+    }
+}
