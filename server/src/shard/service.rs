@@ -1,6 +1,6 @@
 //! The gRPC service `zeroshard.v1.ShardService`.
 
-use std::sync::Arc;
+use std::{sync::Arc, thread};
 
 use futures_util::{StreamExt, stream::BoxStream};
 use tokio::sync::Semaphore;
@@ -12,6 +12,7 @@ use zeroshard_proto::{
 };
 
 use super::{
+    job::Job,
     measure::{self, measure},
     pin,
     store::Store,
@@ -21,23 +22,27 @@ use crate::{access::Caller, backend::Backend};
 type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
-/// The number of slices, of up to 256 MiB together, that are summed before the server checks again
+/// The number of slices, of up to 256 MiB together, that are read before the server checks again
 /// whether the caller has cancelled the call.
-const SUMMED: usize = 16;
+const READ: usize = 16;
 
 pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
     /// Permits one call at a time to sum squares, so that it uses one core and one version of a
     /// slice beside training.
     sums: Arc<Semaphore>,
+    /// Permits as many calls at a time to hash slices as there are cores. The ranks of a job may
+    /// all ask for its hash.
+    digests: Arc<Semaphore>,
     measurements: measure::Gate,
     shutdown: CancellationToken,
 }
 
 impl<B: Backend> Service<B> {
     pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
-        let measurements = measure::Gate::default();
-        Self { store, sums: Arc::new(Semaphore::new(1)), measurements, shutdown }
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let [sums, digests] = [1, cores].map(|calls| Arc::new(Semaphore::new(calls)));
+        Self { store, sums, digests, measurements: measure::Gate::default(), shutdown }
     }
 
     fn deadline<T>(&self, request: &Request<T>) -> Deadline {
@@ -60,18 +65,14 @@ impl<B: Backend> Service<B> {
     async fn digests(&self, request: Request<pb::DigestRequest>) -> Result<pb::DigestResponse> {
         let deadline = self.deadline(&request);
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
-        let request = request.into_inner();
-        let job = self.store.job(&request.job, request.job_id)?;
-        job.wait_for_version(request.version, deadline).await?;
-        // Hashing reads the whole state, so it does not run on a thread that serves other calls.
-        let digests = move || {
-            let digest = |(slice, held): (u32, &super::slice::Slice<B>)| {
-                let digest = held.digest(&request.job, request.version)?;
-                Ok(pb::SliceDigest { slice, digest: digest.to_vec().into() })
-            };
-            job.primary_slices().map(digest).collect::<Result<_>>()
+        let pb::DigestRequest { job, job_id, version } = request.into_inner();
+        let job = self.store.job(&job, job_id)?;
+        let slices = job.primary_slices().map(|(slice, _)| slice).collect();
+        let digest = move |job: &Job<B>, slice| {
+            let digest = job.slice(slice)?.digest(&job.spec.name, version)?;
+            Ok(pb::SliceDigest { slice, digest: digest.to_vec().into() })
         };
-        let slices = self.store.failure.blocking("hash the slices", digests).await?;
+        let slices = self.read(&self.digests, &job, version, deadline, slices, digest).await?;
         Ok(pb::DigestResponse { slices })
     }
 
@@ -83,31 +84,53 @@ impl<B: Backend> Service<B> {
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let pb::NormsRequest { job, job_id, version } = request.into_inner();
         let job = self.store.job(&job, job_id)?;
-        // A call for a later version must not keep others from their turn.
-        job.wait_for_version(version, deadline).await?;
-        let waiting_for = || format!("earlier calls for norms, at job {:?}", job.spec.name);
-        let turn = deadline.limit(waiting_for, self.sums.clone().acquire_owned()).await?;
-        let mut turn = turn.expect("the semaphore is never closed");
         let manifest = &job.spec.manifest;
         let is_buffer =
             |slice: u32| manifest.tensors()[manifest.slices()[slice as usize].tensor].buffer;
         let slices = job.primary_slices().map(|(slice, _)| slice);
-        let slices: Vec<u32> = slices.filter(|&slice| !is_buffer(slice)).collect();
-        let mut response = pb::NormsResponse::default();
-        for part in slices.chunks(SUMMED) {
-            let (job, part) = (job.clone(), part.to_vec());
-            let sum = move |slice| {
-                let held = job.primary_slice(slice)?;
-                let sum_of_squares = held.sum_of_squares(&job.spec.name, version)?;
-                Ok(pb::SliceNorm { slice, sum_of_squares })
-            };
+        let slices = slices.filter(|&slice| !is_buffer(slice)).collect();
+        let sum = move |job: &Job<B>, slice| {
+            let held = job.primary_slice(slice)?;
+            let sum_of_squares = held.sum_of_squares(&job.spec.name, version)?;
+            Ok(pb::SliceNorm { slice, sum_of_squares })
+        };
+        let slices = self.read(&self.sums, &job, version, deadline, slices, sum).await?;
+        Ok(pb::NormsResponse { slices })
+    }
+
+    /// Reads slices of a job at a version, on a thread that serves no calls, when it is the turn of
+    /// the call among those of `turns`.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`](zeroshard_proto::Error::Timeout), and those of `read`.
+    async fn read<T: Send + 'static>(
+        &self,
+        turns: &Arc<Semaphore>,
+        job: &Arc<Job<B>>,
+        version: u64,
+        deadline: Deadline,
+        slices: Vec<u32>,
+        read: impl Fn(&Job<B>, u32) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<Vec<T>> {
+        // A call for a later version must not keep others from their turn.
+        job.wait_for_version(version, deadline).await?;
+        let name = &job.spec.name;
+        let waiting_for = || format!("earlier calls that read all slices, at job {name:?}");
+        let turn = deadline.limit(waiting_for, turns.clone().acquire_owned()).await?;
+        let mut turn = turn.expect("the semaphore is never closed");
+        let mut results = Vec::with_capacity(slices.len());
+        for part in slices.chunks(READ) {
+            let (job, part, read) = (job.clone(), part.to_vec(), read.clone());
             // The turn lasts until the thread has finished, even if the caller cancels the call.
-            let sums = move || Ok((part.into_iter().map(sum).collect::<Result<Vec<_>>>()?, turn));
-            let (sums, kept) = self.store.failure.blocking("sum squares", sums).await?;
-            response.slices.extend(sums);
+            let work = move || {
+                let read = part.into_iter().map(|slice| read(&job, slice));
+                Ok((read.collect::<Result<Vec<_>>>()?, turn))
+            };
+            let (part, kept) = self.store.failure.blocking("read slices", work).await?;
+            results.extend(part);
             turn = kept;
         }
-        Ok(response)
+        Ok(results)
     }
 
     async fn pinned(&self, request: Request<pb::PinRequest>) -> Result<PinStream> {
