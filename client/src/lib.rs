@@ -23,8 +23,9 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Transfers are fastest in a task (`tokio::spawn`), which runs on the thread of its connection. In
-//! the future that `block_on` or `#[tokio::main]` runs, each message wakes another thread.
+//! On a runtime with several threads, transfers are fastest in a task (`tokio::spawn`), which can
+//! share a thread with its connection. The future of `block_on` or `#[tokio::main]` runs on another
+//! thread, which each message has to wake.
 
 mod buckets;
 mod call;

@@ -87,7 +87,7 @@ where
 
     fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
         beside_other_tasks(buffer.remaining(), || {
-            // Smaller messages are decoded as fast as they are checked.
+            // Smaller messages are decoded within a few milliseconds.
             let is_large = buffer.remaining() >= LARGE;
             if is_large && TypeId::of::<U>() == TypeId::of::<CreateJobRequest>() {
                 check_encoded(buffer.chunk())?;

@@ -30,7 +30,7 @@ pub(crate) use zeroshard_proto::quota::WEIGHTS;
 /// to zero.
 const SCALE: u64 = *WEIGHTS.end() as u64;
 
-/// A job is alone after this number of turns in a row: at most 64 MiB of the network.
+/// The number of turns in a row after which a job may be alone.
 const ALONE: u32 = 64;
 
 /// The recent service covers at most this many units of cost: 1 GiB of the network.
@@ -57,7 +57,7 @@ struct State {
     last_flow: u64,
     /// The flow of the last turn, and the number of turns in a row that it has had.
     served: (u64, u32),
-    /// The recent service of all jobs.
+    /// The sum of the recent service of all flows.
     recent: u64,
 }
 
@@ -71,7 +71,7 @@ struct Flow {
     waiting: VecDeque<(u64, Waiter)>,
     /// The turns that have been taken and not returned.
     taken: usize,
-    /// The recent service in units of cost.
+    /// The recent service: the expected costs of its turns.
     recent: u64,
 }
 
@@ -174,9 +174,12 @@ impl State {
         }
     }
 
-    /// Whether only this job has had turns for a while.
+    /// Whether only this job has had turns for a while, and no other job has or wants one.
     fn is_alone(&self, flow: u64) -> bool {
-        self.served.0 == flow && self.served.1 > ALONE
+        let is_idle = |other: &Flow| other.taken == 0 && other.waiting.is_empty();
+        self.served.0 == flow
+            && self.served.1 > ALONE
+            && self.flows.iter().all(|(&number, other)| number == flow || is_idle(other))
     }
 
     /// Whether a job has received more than one and a half times its share of the recent service.
@@ -263,6 +266,7 @@ impl Drop for Share {
     fn drop(&mut self) {
         let mut state = self.queue.lock();
         let flow = state.flows.remove(&self.flow);
+        state.recent = state.recent.saturating_sub(flow.as_ref().map_or(0, |flow| flow.recent));
         drop(state);
         let waiting = flow.map_or(0, |flow| flow.waiting.len());
         self.queue.waiting.fetch_sub(waiting, Ordering::Relaxed);
@@ -341,21 +345,22 @@ impl Resources {
 /// busy server it takes longer, so that a job with many streams takes its turns one after the
 /// other.
 ///
-/// The turn of a job that is alone ends at once. A task that lets others run continues on another
+/// The turn of a job that is alone ends at once. A task that lets others run may continue on another
 /// thread, where the data of the stream is not in the cache, and its connection follows it.
 ///
 /// Turns only divide the time of this server. If the processors are busy, a job that has received
 /// more than its share also takes time from other processes, among them the workers of other jobs
-/// on the same machine, so its turns end after their threads.
+/// on the same machine. Its turns therefore let the waiting threads of other processes run first.
 pub(crate) async fn end_after_others(turn: Turn) {
     let (is_alone, is_ahead) = {
         let state = turn.queue.lock();
-        (state.is_alone(turn.flow), state.is_ahead(turn.flow))
+        let is_alone = state.is_alone(turn.flow);
+        (is_alone, !is_alone && state.is_ahead(turn.flow))
     };
+    if is_ahead {
+        thread::yield_now();
+    }
     if !is_alone {
-        if is_ahead {
-            thread::yield_now();
-        }
         tokio::task::yield_now().await;
     }
     drop(turn);

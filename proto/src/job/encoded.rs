@@ -6,7 +6,7 @@ use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_f
 use super::check_number;
 use crate::{
     Error, Result,
-    limits::{MAX_HYPERPARAMETERS, MAX_MESH_DIMS, MAX_SPEC_BYTES},
+    limits::{MAX_GROUPS, MAX_HYPERPARAMETERS, MAX_MESH_DIMS, MAX_MESHES, MAX_SPEC_BYTES},
     manifest::check_number_of_tensors,
 };
 
@@ -17,16 +17,18 @@ const SPEC_GROUPS: u32 = 3;
 const SPEC_MESHES: u32 = 7;
 const MESH_DIMS: u32 = 1;
 const GROUP_HYPERPARAMETERS: u32 = 2;
+const TENSOR_LAYOUT: u32 = 10;
+const LAYOUT_PLACEMENTS: u32 = 2;
 
 /// Checks an encoded `CreateJobRequest`. Data that is not such a message is not an error here,
-/// because the decoder reports it.
+/// because the decoder reports it. The size includes fields that the decoder does not know.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a specification that is too large, and for too many tensors, dimensions
-/// of a mesh or hyperparameters of a group.
+/// [`Error::Invalid`] for a specification that is too large, or has too much of something that is a
+/// field of its own.
 pub(crate) fn check_encoded(request: &[u8]) -> Result<()> {
     // A decoder merges repeated occurrences of a message.
-    let (mut bytes, mut tensors) = (0, 0);
+    let (mut bytes, mut tensors, mut meshes, mut groups) = (0, 0, 0, 0);
     for spec in fields(request, REQUEST_SPEC) {
         bytes += spec.len();
         if bytes > MAX_SPEC_BYTES {
@@ -34,9 +36,18 @@ pub(crate) fn check_encoded(request: &[u8]) -> Result<()> {
         }
         tensors += fields(spec, SPEC_TENSORS).count();
         check_number_of_tensors(tensors)?;
+        for tensor in fields(spec, SPEC_TENSORS) {
+            let layouts = fields(tensor, TENSOR_LAYOUT);
+            let number = layouts.map(|layout| fields(layout, LAYOUT_PLACEMENTS).count()).sum();
+            check_number("placements", number, MAX_MESH_DIMS)?;
+        }
+        meshes += fields(spec, SPEC_MESHES).count();
+        check_number("meshes", meshes, MAX_MESHES)?;
         for mesh in fields(spec, SPEC_MESHES) {
             check_number("dimensions of a mesh", fields(mesh, MESH_DIMS).count(), MAX_MESH_DIMS)?;
         }
+        groups += fields(spec, SPEC_GROUPS).count();
+        check_number("parameter groups", groups, MAX_GROUPS)?;
         for group in fields(spec, SPEC_GROUPS) {
             let number = fields(group, GROUP_HYPERPARAMETERS).count();
             check_number("hyperparameters of a parameter group", number, MAX_HYPERPARAMETERS)?;
@@ -109,6 +120,14 @@ mod tests {
         assert_eq!(checked(spec(at_limit.0, at_limit.1, at_limit.2)), "accepted");
         assert_eq!(checked(spec(MAX_TENSORS + 1, 1, 0)), "number of tensors: 1048577");
         assert_eq!(checked(spec(1, 33, 0)), "number of dimensions of a mesh: 33");
+        let mut many = spec(1, 1, 0);
+        let placements = vec![pb::DimPlacement::default(); 33];
+        many.tensors[0].layout = Some(pb::Layout { mesh: 0, placements });
+        assert_eq!(checked(many), "number of placements: 33");
+        let many = pb::JobSpec { meshes: vec![pb::Mesh::default(); 1025], ..spec(1, 1, 0) };
+        assert_eq!(checked(many), "number of meshes: 1025");
+        let many = pb::JobSpec { groups: vec![pb::Optimizer::default(); 1025], ..spec(1, 1, 0) };
+        assert_eq!(checked(many), "number of parameter groups: 1025");
         let number = MAX_HYPERPARAMETERS + 1;
         let found = format!("number of hyperparameters of a parameter group: {number}");
         assert_eq!(checked(spec(1, 1, number)), found);

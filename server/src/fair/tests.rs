@@ -95,6 +95,10 @@ fn the_turns_of_a_job_end_at_once_only_while_it_is_alone() {
         assert!((0..ALONE).all(|_| !ends_at_once(share)));
         assert!((0..10).all(|_| ends_at_once(share)));
     }
+    let running = other.turn(1).now_or_never().unwrap();
+    assert!((0..100).all(|_| !ends_at_once(&one)));
+    drop(running);
+    assert!(ends_at_once(&one));
 }
 
 #[test]
@@ -119,6 +123,8 @@ fn a_job_is_ahead_while_it_receives_much_more_than_the_others_in_relation_to_its
     shares[3].weigh(1);
     assert_eq!(serve([0, 0, one / 50, one]), [false, false, false, true]);
     assert_eq!(serve([0, 0, 0, one]), [false; 4]);
+    drop(shares);
+    assert_eq!(queue.lock().recent, 0);
 }
 
 #[test]

@@ -22,17 +22,17 @@ use crate::{access::Caller, backend::Backend};
 type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
-/// The number of slices, of up to 256 MiB together, that are read before the server checks again
-/// whether the caller has cancelled the call.
-const READ: usize = 16;
+/// The number of slices, of up to 256 MiB together, that are read in one turn. Between turns, the
+/// call ends if the caller has cancelled it.
+const SLICES_AT_ONCE: usize = 16;
 
 pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
-    /// Permits one call at a time to sum squares, so that it uses one core and one version of a
-    /// slice beside training.
+    /// One turn at a time to sum squares, which uses one core and one version of a slice beside
+    /// training.
     sums: Arc<Semaphore>,
-    /// Permits as many calls at a time to hash slices as there are cores. The ranks of a job may
-    /// all ask for its hash.
+    /// As many turns at a time to hash slices as there are cores, because all ranks of a job may
+    /// ask for its hash.
     digests: Arc<Semaphore>,
     measurements: measure::Gate,
     shutdown: CancellationToken,
@@ -41,7 +41,7 @@ pub(super) struct Service<B: Backend> {
 impl<B: Backend> Service<B> {
     pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let [sums, digests] = [1, cores].map(|calls| Arc::new(Semaphore::new(calls)));
+        let [sums, digests] = [1, cores].map(|turns| Arc::new(Semaphore::new(turns)));
         Self { store, sums, digests, measurements: measure::Gate::default(), shutdown }
     }
 
@@ -67,12 +67,11 @@ impl<B: Backend> Service<B> {
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let pb::DigestRequest { job, job_id, version } = request.into_inner();
         let job = self.store.job(&job, job_id)?;
-        let slices = job.primary_slices().map(|(slice, _)| slice).collect();
         let digest = move |job: &Job<B>, slice| {
-            let digest = job.slice(slice)?.digest(&job.spec.name, version)?;
-            Ok(pb::SliceDigest { slice, digest: digest.to_vec().into() })
+            let digest = job.primary_slice(slice)?.digest(&job.spec.name, version)?;
+            Ok(Some(pb::SliceDigest { slice, digest: digest.to_vec().into() }))
         };
-        let slices = self.read(&self.digests, &job, version, deadline, slices, digest).await?;
+        let slices = self.read_slices(&self.digests, job, version, deadline, digest).await?;
         Ok(pb::DigestResponse { slices })
     }
 
@@ -84,53 +83,50 @@ impl<B: Backend> Service<B> {
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let pb::NormsRequest { job, job_id, version } = request.into_inner();
         let job = self.store.job(&job, job_id)?;
-        let manifest = &job.spec.manifest;
-        let is_buffer =
-            |slice: u32| manifest.tensors()[manifest.slices()[slice as usize].tensor].buffer;
-        let slices = job.primary_slices().map(|(slice, _)| slice);
-        let slices = slices.filter(|&slice| !is_buffer(slice)).collect();
-        let sum = move |job: &Job<B>, slice| {
+        let sum = move |job: &Job<B>, slice: u32| {
+            let manifest = &job.spec.manifest;
+            if manifest.tensors()[manifest.slices()[slice as usize].tensor].buffer {
+                return Ok(None);
+            }
             let held = job.primary_slice(slice)?;
             let sum_of_squares = held.sum_of_squares(&job.spec.name, version)?;
-            Ok(pb::SliceNorm { slice, sum_of_squares })
+            Ok(Some(pb::SliceNorm { slice, sum_of_squares }))
         };
-        let slices = self.read(&self.sums, &job, version, deadline, slices, sum).await?;
+        let slices = self.read_slices(&self.sums, job, version, deadline, sum).await?;
         Ok(pb::NormsResponse { slices })
     }
 
-    /// Reads slices of a job at a version, on a thread that serves no calls, when it is the turn of
-    /// the call among those of `turns`.
+    /// Calls `read` for the slices of which this server is the primary, on threads that serve no
+    /// calls, and takes turns with other calls. Returns what it has found.
     ///
     /// # Errors
     /// [`Error::Timeout`](zeroshard_proto::Error::Timeout), and those of `read`.
-    async fn read<T: Send + 'static>(
+    async fn read_slices<T: Send + 'static>(
         &self,
         turns: &Arc<Semaphore>,
-        job: &Arc<Job<B>>,
+        job: Arc<Job<B>>,
         version: u64,
         deadline: Deadline,
-        slices: Vec<u32>,
-        read: impl Fn(&Job<B>, u32) -> Result<T> + Clone + Send + 'static,
+        read: impl Fn(&Job<B>, u32) -> Result<Option<T>> + Clone + Send + 'static,
     ) -> Result<Vec<T>> {
         // A call for a later version must not keep others from their turn.
         job.wait_for_version(version, deadline).await?;
+        let slices: Vec<u32> = job.primary_slices().map(|(slice, _)| slice).collect();
         let name = &job.spec.name;
-        let waiting_for = || format!("earlier calls that read all slices, at job {name:?}");
-        let turn = deadline.limit(waiting_for, turns.clone().acquire_owned()).await?;
-        let mut turn = turn.expect("the semaphore is never closed");
-        let mut results = Vec::with_capacity(slices.len());
-        for part in slices.chunks(READ) {
+        let waiting_for = || format!("other calls that read all slices, at job {name:?}");
+        let mut found = Vec::with_capacity(slices.len());
+        for part in slices.chunks(SLICES_AT_ONCE) {
+            let turn = deadline.limit(waiting_for, turns.clone().acquire_owned()).await?;
             let (job, part, read) = (job.clone(), part.to_vec(), read.clone());
-            // The turn lasts until the thread has finished, even if the caller cancels the call.
             let work = move || {
-                let read = part.into_iter().map(|slice| read(&job, slice));
-                Ok((read.collect::<Result<Vec<_>>>()?, turn))
+                // The turn lasts until this thread has finished, even if the call has ended.
+                let _turn = turn.expect("the semaphore is never closed");
+                let each = part.into_iter().filter_map(|slice| read(&job, slice).transpose());
+                each.collect::<Result<Vec<_>>>()
             };
-            let (part, kept) = self.store.failure.blocking("read slices", work).await?;
-            results.extend(part);
-            turn = kept;
+            found.extend(self.store.failure.blocking("read slices", work).await?);
         }
-        Ok(results)
+        Ok(found)
     }
 
     async fn pinned(&self, request: Request<pb::PinRequest>) -> Result<PinStream> {

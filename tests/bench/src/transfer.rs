@@ -40,8 +40,8 @@ pub(crate) struct Options {
     /// Number of rows and columns of the matrix for the measurement of boxes; 0 disables it
     #[arg(long, default_value_t = 4096)]
     boxes: usize,
-    /// Number of connections that transfer at the same time, each of which transfers `--bytes`;
-    /// several numbers are separated by commas. The rate is that of all connections together
+    /// Number of connections that transfer at the same time, each of a job of its own and each
+    /// `--bytes`; several numbers are separated by commas. The rate is that of all of them together
     #[arg(long, value_delimiter = ',', default_value = "1", value_parser = connections)]
     connections: Vec<usize>,
     /// Encrypt the transfers, and compare them with a raw TLS stream; boxes are not measured

@@ -37,9 +37,7 @@ async fn refused(cluster: &Cluster, what: &str, spec: pb::JobSpec) -> Error {
     let began = Instant::now();
     let status = client.create_job(request).await.unwrap_err();
     let took = began.elapsed();
-    eprintln!(
-        "{what}: {bytes} bytes, refused after {took:?}, of which the client encodes for {encoding:?}"
-    );
+    eprintln!("{what} ({bytes} bytes): refused after {took:?}; encoding took {encoding:?} of it");
     bystander.finish(what);
     assert!(took < GENEROUS);
     Error::from_status(&status, "coordinator")
@@ -75,6 +73,10 @@ async fn specifications_with_too_much_of_anything_are_refused_and_delay_nobody()
     assert_eq!(found, "number of dimensions of a mesh");
     let found = invalid(refused(&cluster, "3,000,000 names of dimensions", mesh(3_000_000)).await);
     assert_eq!(found, "size of the specification of the job");
+    let groups =
+        pb::JobSpec { groups: vec![pb::Optimizer::default(); 2_000_000], ..spec("attack") };
+    let found = invalid(refused(&cluster, "2,000,000 parameter groups", groups).await);
+    assert_eq!(found, "number of parameter groups");
     let ranks = pb::Mesh { dims: Vec::new(), ranks: vec![1; 65_536] };
     let ranks = pb::JobSpec { meshes: vec![ranks; 100], ..spec("attack") };
     let found = invalid(refused(&cluster, "meshes with 6,553,600 ranks", ranks).await);

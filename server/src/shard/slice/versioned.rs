@@ -9,7 +9,7 @@ use crate::{
     tier::{Array, Next, Writing},
 };
 
-/// The number of elements whose memory is provided before other threads may run.
+/// The number of elements that are populated before the thread yields.
 const POPULATED: usize = 1 << 18;
 
 /// An array that is written in place if there is no reader, and otherwise copied.
@@ -82,14 +82,16 @@ impl<B: Backend> Versioned<B> {
         Ok(Next { array: &mut self.current, earlier })
     }
 
-    /// Provides the memory of the current version, if it has no readers. Other threads of the
-    /// machine do not wait for a core while this takes place: they make steps, and a job that is
-    /// being opened can wait.
+    /// Provides the memory of the current version, if it has no readers. Lets waiting threads of the
+    /// machine run after each piece, because steps of other jobs are more urgent than the opening
+    /// of a job.
     pub(super) fn populate(&mut self, backend: &B) {
         let numel = self.current.numel(backend);
         for start in (0..numel).step_by(POPULATED) {
+            if start > 0 {
+                thread::yield_now();
+            }
             self.current.populate(backend, start..numel.min(start + POPULATED));
-            thread::yield_now();
         }
     }
 

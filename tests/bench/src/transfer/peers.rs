@@ -1,4 +1,4 @@
-//! What is measured, with its server processes: ZeroShard, and the baselines.
+//! The clients and server processes that are measured: those of ZeroShard, and the baselines.
 
 use std::{path::Path, process::Command, time::Instant};
 
@@ -99,7 +99,7 @@ impl Peers {
         Ok(began.elapsed().as_secs_f64())
     }
 
-    /// Commits what was pushed, in jobs.
+    /// Commits the gradients that the clients of ZeroShard have pushed.
     pub(super) async fn commit(&mut self) -> Result<(), Error> {
         for client in &mut self.clients {
             if let Client::Ours(ours) = client {
