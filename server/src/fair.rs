@@ -345,8 +345,8 @@ impl Resources {
 /// busy server it takes longer, so that a job with many streams takes its turns one after the
 /// other.
 ///
-/// The turn of a job that is alone ends at once. A task that lets others run may continue on another
-/// thread, where the data of the stream is not in the cache, and its connection follows it.
+/// The turn of a job that is alone ends at once. A task that lets others run may continue on
+/// another thread, where the data of the stream is not in the cache, and its connection follows it.
 ///
 /// Turns only divide the time of this server. If the processors are busy, a job that has received
 /// more than its share also takes time from other processes, among them the workers of other jobs

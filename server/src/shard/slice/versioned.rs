@@ -82,9 +82,9 @@ impl<B: Backend> Versioned<B> {
         Ok(Next { array: &mut self.current, earlier })
     }
 
-    /// Provides the memory of the current version, if it has no readers. Lets waiting threads of the
-    /// machine run after each piece, because steps of other jobs are more urgent than the opening
-    /// of a job.
+    /// Provides the memory of the current version, if it has no readers. Lets waiting threads of
+    /// the machine run after each piece, because steps of other jobs are more urgent than the
+    /// opening of a job.
     pub(super) fn populate(&mut self, backend: &B) {
         let numel = self.current.numel(backend);
         for start in (0..numel).step_by(POPULATED) {
