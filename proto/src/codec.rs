@@ -14,7 +14,7 @@ use tonic::{
 };
 use tonic_prost::ProstCodec;
 
-use crate::{Error, job::check_encoded, pb::CreateJobRequest};
+use crate::{Error, job::encoded::check_encoded, pb::CreateJobRequest};
 
 /// The size of messages from which on the other tasks of the thread are moved, in bytes: about a
 /// millisecond.

@@ -1,6 +1,6 @@
 //! The specification of a job.
 
-mod encoded;
+pub(crate) mod encoded;
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
@@ -13,13 +13,11 @@ use crate::{
     geometry::Contributions,
     limits::{
         IDLE_TIMEOUTS, MAX_CONTRIBUTIONS, MAX_GROUP_SIZE, MAX_GROUPS, MAX_JOB_NAME, MAX_MESH_RANKS,
-        MAX_MESHES, MAX_REPLICAS, MAX_SPEC_BYTES, MAX_WORLD,
+        MAX_MESHES, MAX_REPLICAS, MAX_WORLD,
     },
     manifest::{check_name, check_number_of_tensors},
     pb,
 };
-
-pub(crate) use encoded::check_encoded;
 
 /// A job: its tensors, optimizer, number of workers and replicas.
 #[derive(Debug, Clone, PartialEq)]
@@ -424,10 +422,7 @@ fn check_message(message: &pb::JobSpec) -> Result<()> {
     check_number("meshes", message.meshes.len(), MAX_MESHES)?;
     let ranks = message.meshes.iter().map(|mesh| mesh.ranks.len()).sum();
     check_number("ranks in all meshes", ranks, MAX_MESH_RANKS)?;
-    match message.encoded_len() {
-        bytes if bytes > MAX_SPEC_BYTES => Err(encoded::too_large(bytes)),
-        _ => Ok(()),
-    }
+    encoded::check_size(message.encoded_len())
 }
 
 /// Converts the parameter groups of a message.

@@ -36,8 +36,8 @@ const ALONE: u32 = 64;
 /// The recent service covers at most this many units of cost: 1 GiB of the network.
 const RECENT: u64 = 1 << 30;
 
-/// A job whose part of the recent service is smaller than one in this number does not count as a
-/// neighbour.
+/// A job counts as a neighbour only if its part of the recent service is larger than one divided by
+/// this number.
 const SMALLEST: u64 = 256;
 
 /// A resource with a fixed number of turns that can be taken at the same time.

@@ -29,55 +29,70 @@ const LAYOUT_PLACEMENTS: u32 = 2;
 pub(crate) fn check_encoded(request: &[u8]) -> Result<()> {
     // A decoder merges repeated occurrences of a message.
     let (mut bytes, mut tensors, mut meshes, mut groups) = (0, 0, 0, 0);
-    for spec in fields(request, REQUEST_SPEC) {
+    for spec in contents(request, REQUEST_SPEC) {
         bytes += spec.len();
-        if bytes > MAX_SPEC_BYTES {
-            return Err(too_large(bytes));
+        check_size(bytes)?;
+        for (field, part) in fields(spec) {
+            match field {
+                SPEC_TENSORS => {
+                    tensors += 1;
+                    let layouts = contents(part, TENSOR_LAYOUT);
+                    let placements = layouts.map(|layout| count(layout, LAYOUT_PLACEMENTS)).sum();
+                    check_number("placements", placements, MAX_MESH_DIMS)?;
+                }
+                SPEC_MESHES => {
+                    meshes += 1;
+                    check_number("dimensions of a mesh", count(part, MESH_DIMS), MAX_MESH_DIMS)?;
+                }
+                SPEC_GROUPS => {
+                    groups += 1;
+                    let number = count(part, GROUP_HYPERPARAMETERS);
+                    let what = "hyperparameters of a parameter group";
+                    check_number(what, number, MAX_HYPERPARAMETERS)?;
+                }
+                _ => {}
+            }
         }
-        tensors += fields(spec, SPEC_TENSORS).count();
-        check_number_of_tensors(tensors)?;
-        for tensor in fields(spec, SPEC_TENSORS) {
-            let layouts = fields(tensor, TENSOR_LAYOUT);
-            let number = layouts.map(|layout| fields(layout, LAYOUT_PLACEMENTS).count()).sum();
-            check_number("placements", number, MAX_MESH_DIMS)?;
-        }
-        meshes += fields(spec, SPEC_MESHES).count();
-        check_number("meshes", meshes, MAX_MESHES)?;
-        for mesh in fields(spec, SPEC_MESHES) {
-            check_number("dimensions of a mesh", fields(mesh, MESH_DIMS).count(), MAX_MESH_DIMS)?;
-        }
-        groups += fields(spec, SPEC_GROUPS).count();
-        check_number("parameter groups", groups, MAX_GROUPS)?;
-        for group in fields(spec, SPEC_GROUPS) {
-            let number = fields(group, GROUP_HYPERPARAMETERS).count();
-            check_number("hyperparameters of a parameter group", number, MAX_HYPERPARAMETERS)?;
-        }
+    }
+    check_number_of_tensors(tensors)?;
+    check_number("meshes", meshes, MAX_MESHES)?;
+    check_number("parameter groups", groups, MAX_GROUPS)
+}
+
+/// Checks the size of an encoded specification, in bytes.
+///
+/// # Errors
+/// [`Error::Invalid`] for more than [`MAX_SPEC_BYTES`].
+pub(super) fn check_size(bytes: usize) -> Result<()> {
+    if bytes > MAX_SPEC_BYTES {
+        let expected = format!("at most {MAX_SPEC_BYTES} bytes");
+        return Err(Error::invalid("size of the specification of the job", bytes, expected));
     }
     Ok(())
 }
 
-/// The error for a specification of this size.
-pub(super) fn too_large(bytes: usize) -> Error {
-    let expected = format!("at most {MAX_SPEC_BYTES} bytes");
-    Error::invalid("size of the specification of the job", bytes, expected)
+fn count(message: &[u8], number: u32) -> usize {
+    contents(message, number).count()
 }
 
-/// The contents of the fields with this number, which are strings, messages or packed numbers. Ends
-/// where the data is not a message.
-fn fields(mut message: &[u8], number: u32) -> impl Iterator<Item = &[u8]> {
+/// The contents of the fields with this number.
+fn contents(message: &[u8], number: u32) -> impl Iterator<Item = &[u8]> {
+    fields(message).filter(move |(field, _)| *field == number).map(|(_, content)| content)
+}
+
+/// The numbers and contents of the fields that are strings, messages or packed numbers. Ends where
+/// the data is not a message.
+fn fields(mut message: &[u8]) -> impl Iterator<Item = (u32, &[u8])> {
     std::iter::from_fn(move || {
         while !message.is_empty() {
             let (field, wire_type) = decode_key(&mut message).ok()?;
-            if wire_type != WireType::LengthDelimited {
-                skip_field(wire_type, field, &mut message, DecodeContext::default()).ok()?;
-                continue;
+            if wire_type == WireType::LengthDelimited {
+                let length = usize::try_from(decode_varint(&mut message).ok()?).ok()?;
+                let (content, rest) = message.split_at_checked(length)?;
+                message = rest;
+                return Some((field, content));
             }
-            let length = usize::try_from(decode_varint(&mut message).ok()?).ok()?;
-            let (content, rest) = message.split_at_checked(length)?;
-            message = rest;
-            if field == number {
-                return Some(content);
-            }
+            skip_field(wire_type, field, &mut message, DecodeContext::default()).ok()?;
         }
         None
     })

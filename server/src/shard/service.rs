@@ -28,10 +28,10 @@ const SLICES_AT_ONCE: usize = 16;
 
 pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
-    /// One turn at a time to sum squares, which uses one core and one version of a slice beside
+    /// Turns to sum squares, one at a time, which uses one core and one version of a slice beside
     /// training.
     sums: Arc<Semaphore>,
-    /// As many turns at a time to hash slices as there are cores, because all ranks of a job may
+    /// Turns to hash slices, as many at a time as there are cores, because all ranks of a job may
     /// ask for its hash.
     digests: Arc<Semaphore>,
     measurements: measure::Gate,

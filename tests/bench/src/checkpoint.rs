@@ -18,11 +18,10 @@ use self::{
     training::Training,
 };
 use crate::{
+    Error,
     step::{JOB, Level, WorkerOptions, spec},
     table::Table,
 };
-
-type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The size of a parameter and its AdamW state.
 const BYTES_PER_PARAMETER: usize = 12;

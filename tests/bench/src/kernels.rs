@@ -16,7 +16,7 @@ use zeroshard_proto::optimizer::{Adam, AppliedSteps, Optimizer, RmsProp, Sgd};
 use zeroshard_server::backend::{self, Backend, Failure, Update};
 use zeroshard_server::optim::initial_state;
 
-use crate::{sample::median, table::Table};
+use crate::{Error, sample::median, table::Table};
 
 /// The columns of the matrices that Adafactor steps.
 const COLUMNS: usize = 4096;
@@ -80,10 +80,7 @@ fn subjects() -> Vec<(&'static str, Optimizer, usize)> {
 }
 
 /// Runs the benchmark and prints its lines.
-pub(crate) fn run(
-    options: &Options,
-    json: bool,
-) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     let gpu = backend::gpu(options.device)?;
     let fields =
         ["kernel", "bytes_a_parameter", "gparams_per_s", "gbps", "copy_gbps", "ratio_copy"];

@@ -50,9 +50,12 @@ enum Bench {
     ServePlain,
 }
 
+/// The error of a benchmark, which ends the program.
+type Error = Box<dyn std::error::Error + Send + Sync>;
+
 fn main() -> std::process::ExitCode {
     let Arguments { json, bench } = Arguments::parse();
-    let result: Result<(), Box<dyn std::error::Error + Send + Sync>> = match bench {
+    let result: Result<(), Error> = match bench {
         Bench::Transfer(options) => transfer::run(&options, json),
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
         Bench::Kernels(options) => kernels::run(&options, json),

@@ -21,13 +21,12 @@ use zeroshard_proto::{Role, Token, Tokens, quota::Quota};
 use zeroshard_tests::{Cluster, binary};
 
 use crate::{
+    Error,
     sample::{median, quantile},
     table::Table,
 };
 
 pub(crate) use worker::{WorkerOptions, run as run_worker};
-
-type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The number of shard servers.
 const SERVERS: usize = 2;

@@ -13,12 +13,11 @@ use zeroshard_client::Error as ClusterError;
 use zeroshard_tests::Cluster;
 
 use crate::{
+    Error,
     sample::median,
     step::{JOB, Level, WARM_UP, Worker, WorkerOptions},
     table::Table,
 };
-
-type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The pause between two looks at a metric.
 const PAUSE: Duration = Duration::from_millis(50);

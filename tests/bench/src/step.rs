@@ -14,11 +14,9 @@ use serde_json::{Value, json};
 use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, binary};
 
-use crate::{sample::median, table::Table};
+use crate::{Error, sample::median, table::Table};
 
 pub(crate) use worker::{JOB, WARM_UP, Worker, WorkerOptions, run as run_worker, spec};
-
-type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// f32 master weights, two AdamW moments and an accumulator.
 const SERVER_BYTES_PER_PARAMETER: u64 = 16;

@@ -16,12 +16,11 @@ use zeroshard_checkpoint::direct::{Pages, open};
 use zeroshard_tests::Cluster;
 
 use crate::{
+    Error,
     sample::median,
     step::{Level, WARM_UP, Worker, WorkerOptions},
     table::Table,
 };
-
-type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The threads of a server for its disk, and the bytes of a request.
 const THREADS: usize = 8;

@@ -12,11 +12,9 @@ use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use zeroshard_tests::Cluster;
 
-use crate::{sample::median, step::Level, table::Table};
+use crate::{Error, sample::median, step::Level, table::Table};
 
 use ranks::{Ranks, Sample};
-
-type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// Measure a training step in PyTorch on two ranks, compared with DDP, ZeroRedundancyOptimizer,
 /// FSDP2 and DeepSpeed

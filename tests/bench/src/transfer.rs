@@ -7,21 +7,19 @@ mod peers;
 mod plain;
 mod raw;
 
-use std::{path::PathBuf, process::Command, time::Instant};
+use std::{path::PathBuf, process::Command};
 
 use clap::Args;
 use serde_json::json;
 use tempfile::TempDir;
 use zeroshard_tests::binary;
 
-use crate::{sample::median, table::Table};
+use crate::{Error, sample::median, table::Table};
 
 use peers::{Peers, Transfer};
 
 pub(crate) use plain::serve as serve_plain;
 pub(crate) use raw::{Options as RawOptions, serve as serve_raw};
-
-type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// The minimum number of bytes of a sample, so that the resolution of the clock does not affect
 /// small transfers.
@@ -80,8 +78,9 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
             let all = (bytes * connections) as f64;
             let [ours, first, second] = samples.map(|seconds| all / median(seconds) / 1e9);
             table.row(json!({
-                "bench": bench, "bytes": bytes, "connections": connections, "gbps": ours, (fields[0]): first,
-                (fields[1]): second, (fields[2]): ours / first, (fields[3]): ours / second,
+                "bench": bench, "bytes": bytes, "connections": connections, "gbps": ours,
+                (fields[0]): first, (fields[1]): second,
+                (fields[2]): ours / first, (fields[3]): ours / second,
             }));
         }
     }
@@ -142,10 +141,4 @@ async fn measure(
         }
     }
     Ok((pull, push))
-}
-
-async fn timed(work: impl Future<Output = Result<(), Error>>) -> Result<f64, Error> {
-    let began = Instant::now();
-    work.await?;
-    Ok(began.elapsed().as_secs_f64())
 }

@@ -1,6 +1,8 @@
 //! Compares boxes of a square matrix with an array of the same number of elements. This measures
 //! the cost of rows that are not adjacent in memory.
 
+use std::time::Instant;
+
 use serde_json::json;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{
@@ -8,8 +10,7 @@ use zeroshard_proto::{
     optimizer::Sgd,
 };
 
-use super::{Error, timed};
-use crate::{sample::median, table::Table};
+use crate::{Error, sample::median, table::Table};
 
 /// The number of ranks over which the matrix is sharded.
 const RANKS: u32 = 2;
@@ -113,4 +114,10 @@ impl Held {
         // Wait for the step, so that it does not take time from the next measurement.
         self.pull(0).await
     }
+}
+
+async fn timed(work: impl Future<Output = Result<(), Error>>) -> Result<f64, Error> {
+    let began = Instant::now();
+    work.await?;
+    Ok(began.elapsed().as_secs_f64())
 }

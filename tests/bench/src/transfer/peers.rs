@@ -23,13 +23,8 @@ pub(super) enum Transfer {
 /// Several clients of the same kind, each with a connection of its own.
 pub(super) struct Peers {
     clients: Vec<Client>,
-    _servers: Servers,
-}
-
-#[expect(dead_code, reason = "processes that end when they are dropped")]
-enum Servers {
-    Cluster(zeroshard_tests::Cluster),
-    Baseline(Vec<Process>),
+    /// They end when they are dropped.
+    _servers: Vec<Process>,
 }
 
 impl Peers {
@@ -46,7 +41,9 @@ impl Peers {
             let ours = Ours::start(cluster.address(), options.clone(), &name, bytes / 4).await?;
             clients.push(Client::Ours(Box::new(ours)));
         }
-        Ok(Self { clients, _servers: Servers::Cluster(cluster) })
+        let zeroshard_tests::Cluster { coordinator, mut shards } = cluster;
+        shards.push(coordinator);
+        Ok(Self { clients, _servers: shards })
     }
 
     /// Starts other processes of this program that serve a raw stream each.
@@ -68,7 +65,7 @@ impl Peers {
             clients.push(Client::Raw(client));
             servers.push(server);
         }
-        Ok(Self { clients, _servers: Servers::Baseline(servers) })
+        Ok(Self { clients, _servers: servers })
     }
 
     /// Starts another process of this program that serves generated code.
@@ -80,14 +77,14 @@ impl Peers {
         for _ in 0..number {
             clients.push(Client::Plain(plain::Client::connect(server.address(), bytes).await?));
         }
-        Ok(Self { clients, _servers: Servers::Baseline(vec![server]) })
+        Ok(Self { clients, _servers: vec![server] })
     }
 
     /// Transfers with all clients at the same time. Returns the duration in seconds.
     pub(super) async fn timed(&mut self, transfer: Transfer) -> Result<f64, Error> {
         let began = Instant::now();
         if let [client] = &mut self.clients[..] {
-            // In this task: another thread would have to be woken for each transfer.
+            // Runs in this task, because another one would have to wake a thread for each transfer.
             client.run(transfer).await?;
         } else {
             let started: Vec<_> =

@@ -10,7 +10,7 @@ use tonic::{
 };
 use zeroshard_proto::pb::{self, data_service_client::DataServiceClient, data_service_server};
 
-type Error = Box<dyn std::error::Error + Send + Sync>;
+use crate::Error;
 
 /// The payload of one message: less than tonic's default limit of 4 MiB.
 const CHUNK: usize = 1 << 20;

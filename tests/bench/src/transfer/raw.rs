@@ -11,9 +11,9 @@ use clap::Args;
 use rustls::{ClientConnection, ServerConnection, StreamOwned, pki_types::ServerName};
 use zeroshard_proto::transport::tls::{Tls, TlsFiles};
 
-use super::peers::Transfer;
+use crate::Error;
 
-type Error = Box<dyn std::error::Error + Send + Sync>;
+use super::peers::Transfer;
 
 const PULL: u8 = 0;
 const PUSH: u8 = 1;
