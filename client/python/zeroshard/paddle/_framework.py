@@ -74,6 +74,7 @@ class _Paddle(Framework[Tensor]):
         return paddle.zeros(tensor.shape, dtype=tensor.dtype)
 
     def outgoing(self, tensor: Tensor) -> Array:
+        _memory.check_has_values(tensor)
         values = local(tensor)
         return self.array(values if _is_plain(values) else values.detach().cpu().contiguous())
 

@@ -77,6 +77,17 @@ def own_gradient(parameter: Any) -> Any | None:
     return Tensor.grad.__get__(parameter)
 
 
+def check_has_values(tensor: Any) -> None:
+    """Raises an error for a parameter that the program has taken out of its model while its values
+    were on the servers."""
+    if getattr(tensor, "_zeroshard_dropped", False):
+        raise InvalidArgumentError(
+            f"parameter {tensor.name!r} was taken out of the model after group_sharded_parallel, "
+            "and at level p_g_os its values were on the servers only; replace parts of the model "
+            "before group_sharded_parallel"
+        )
+
+
 def _check_not_freed(parameter: Any) -> None:
     freed = freed_gradient(parameter)
     if freed is not None:
