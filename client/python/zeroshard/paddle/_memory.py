@@ -80,7 +80,7 @@ def own_gradient(parameter: Any) -> Any | None:
 def check_has_values(tensor: Any) -> None:
     """Raises an error for a parameter that the program has taken out of its model while its values
     were on the servers."""
-    if getattr(tensor, "_zeroshard_dropped", False):
+    if getattr(tensor, "_zeroshard_dropped", False) and not tensor._is_initialized():
         raise InvalidArgumentError(
             f"parameter {tensor.name!r} was taken out of the model after group_sharded_parallel, "
             "and at level p_g_os its values were on the servers only; replace parts of the model "
