@@ -208,6 +208,25 @@ class Gradients(Generic[T]):
     # ---- for mean gradients
 
     @property
+    def version(self) -> int:
+        """The version from which the open step starts."""
+        return self._job.version
+
+    @property
+    def trained(self) -> Iterable[Entry[T]]:
+        """The parameters that the job trains."""
+        return self._job.trained
+
+    @property
+    def shows_any(self) -> bool:
+        """Whether a mean gradient of the open step is shown."""
+        return bool(self._means)
+
+    def adopt(self, mean: MeanGradient[T]) -> None:
+        """The program sees a mean gradient to which this rank contributes none."""
+        self._means[mean.entry.index] = mean
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is only one rank."""
         return self._job.group.size == 1
@@ -374,7 +393,9 @@ class Gradients(Generic[T]):
         """A gradient as the program sees it, or this rank's contribution to it."""
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and (mean.own is None or mean.is_edited):
-            return mean.to_send()
+            if self._early or mean.is_edited:
+                return mean.to_send()
+            return None  # the ranks that have used the parameter still have their gradients
         gradient = self._job.framework.gradient(entry.tensor)
         if gradient is not None and mean is None and self._unscaled:
             scaled: T = cast(Any, gradient) * self.loss_scale

@@ -16,7 +16,7 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._clip import clipping
 from ._framework import PADDLE, PaddleOptimizer, process_group
-from ._memory import is_guarded
+from ._memory import is_guarded, mark_outside
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer, own_state, states_of
 from ._scaler import GradScaler
@@ -115,6 +115,7 @@ def group_sharded_parallel(
         clip_sets=clip_sets,
         checkpoints=checkpoints,
     )
+    mark_outside(sharding)
     # The state is now on the servers.
     optimizer._accumulators.clear()
     optimizer._accumulators_holder = {}
