@@ -56,3 +56,45 @@ def test_rank_0_exits_with_its_own_status_when_another_rank_disconnects_meanwhil
         finally:
             first.kill()
             second.kill()
+
+
+#: The wrapper is deleted, and a forward of the layer cannot fetch its parameters.
+FAILED_FETCH = """
+import gc
+import paddle
+import paddle.distributed
+import zeroshard as zs
+import zeroshard.paddle as dist
+
+paddle.distributed.init_parallel_env()
+layer = paddle.nn.Sequential(paddle.nn.Linear(8, 8), paddle.nn.Linear(8, 8))
+optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+model, optimizer, _ = dist.group_sharded_parallel(layer, optimizer, "p_g_os", segment_size=16)
+model(paddle.ones([2, 8])).mean().backward()
+optimizer.step()
+del model, optimizer
+gc.collect()
+try:
+    layer(paddle.ones([2, 8]))
+except zs.Error:
+    print("failed")
+"""
+
+
+def test_ranks_exit_after_a_forward_that_could_not_fetch_parameters() -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILED_FETCH],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environment in environments(2)
+    ]
+    try:
+        said = [process.communicate(timeout=60)[0] for process in processes]
+        assert said == ["failed\n", "failed\n"]
+        assert [process.returncode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()

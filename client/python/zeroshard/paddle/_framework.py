@@ -408,8 +408,8 @@ class _Forward:
         functools.update_wrapper(self, layer.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin()
         try:
+            self._begin()  # in the try: it registers hooks, and may fail to fetch parameters
             return (
                 self._forward(*args, **kwargs)
                 if self._bound
