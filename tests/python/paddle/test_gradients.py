@@ -1,5 +1,5 @@
-"""Between backward and step, ``parameter.grad`` is the mean over the ranks, at every level, as it is
-with data parallelism of plain Paddle."""
+"""Between backward and step, ``parameter.grad`` is the mean over the ranks at every level, as with
+data parallelism of plain Paddle."""
 
 from __future__ import annotations
 

@@ -46,9 +46,22 @@ class Options:
                 "dp_group is given; it must be None: pass all ranks as group, since the servers "
                 "average over all of them"
             )
-        if self.accumulation_steps is not None and self.accumulation_steps < 1:
+        steps = self.accumulation_steps
+        if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise InvalidArgumentError(
-                f"accumulation_steps is {self.accumulation_steps}; it must be 1 or more"
+                f"accumulation_steps is {steps!r}; it must be a number of backward passes, 1 or more"
+            )
+        for name, switch in (
+            ("offload", self.offload),
+            ("sync_buffers", self.sync_buffers),
+            ("sync_comm", self.sync_comm),
+        ):
+            if not isinstance(switch, bool):
+                raise InvalidArgumentError(f"{name} is {switch!r}; it must be True or False")
+        layers = self.exclude_layer
+        if isinstance(layers, str) or not isinstance(layers, Collection | None):
+            raise InvalidArgumentError(
+                f"exclude_layer is {layers!r}; it must be a list of class names and ids of modules"
             )
 
     def bucket_numel(self, framework: Framework[T], model: Any) -> int:

@@ -51,10 +51,14 @@ class Reducer(Generic[T]):
             ("comm_buffer_size", comm_buffer_size),
             ("last_comm_buffer_size", last_comm_buffer_size),
         ):
-            if not size >= 0:
+            if not isinstance(size, int | float) or not size >= 0:
                 raise InvalidArgumentError(
-                    f"{name} is {size}; it must be a non-negative number of MB"
+                    f"{name} is {size!r}; it must be a non-negative number of MB"
                 )
+        if not isinstance(find_unused_parameters, bool):
+            raise InvalidArgumentError(
+                f"find_unused_parameters is {find_unused_parameters!r}; it must be True or False"
+            )
         self._framework = framework
         self._model = model
         self._group = group

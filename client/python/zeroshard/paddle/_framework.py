@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import Tensor
+from paddle.distributed.communication.group import Group
 from paddle.optimizer.lr import CosineAnnealingWarmRestarts, LRScheduler
 
 from .._core.entry import Entry
@@ -513,6 +514,24 @@ def _words_array(words: Any) -> Array:
     return Array(words.ctypes.data, math.prod(words.shape), "f32", words)
 
 
-def process_group(group: Any | None) -> ProcessGroup:
-    """The ranks of a group of Paddle; all ranks if it is None."""
-    return world_group() if group is None else ProcessGroup(int(group.rank), tuple(group.ranks))
+def process_group(group: Any | None, name: str = "group") -> ProcessGroup:
+    """The ranks of a group of Paddle; all ranks if it is None.
+
+    Raises:
+        InvalidArgumentError: it is not a group, or does not include this rank.
+    """
+    world = world_group()
+    if group is None:
+        return world
+    if not isinstance(group, Group):
+        raise InvalidArgumentError(
+            f"{name} is {group!r}; it must be a group of paddle.distributed (new_group), or None"
+        )
+    ranks = tuple(group.ranks)
+    if world.rank not in ranks:
+        raise InvalidArgumentError(
+            f"{name} has the ranks {list(ranks)}, and this process is rank {world.rank}; pass a "
+            "group that includes it, or make the call on the ranks of the group only"
+        )
+    # Paddle's own number of the rank in a group of one is -1.
+    return ProcessGroup(ranks.index(world.rank), ranks)

@@ -89,8 +89,8 @@ def _gradient(parameter: Any) -> Any | None:
     sharding = parameter.__dict__.get(_OUTSIDE, _nothing)()
     if own is not None and sharding is not None and not sharding.job.entry(parameter).trained:
         raise InvalidArgumentError(
-            f"parameter {parameter.name!r} is not in the optimizer, so its gradient is not the mean "
-            "over the ranks; freeze it (stop_gradient = True), or pass it to the optimizer"
+            f"parameter {parameter.name!r} is not in the optimizer, so its gradient is not the "
+            "mean over the ranks; freeze it (stop_gradient = True), or pass it to the optimizer"
         )
     return own
 

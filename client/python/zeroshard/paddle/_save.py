@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import paddle
+from paddle.jit.api import _register_save_pre_hook
 
 from .._files import directory, existing, write
 from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
+from ._memory import is_guarded
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 
@@ -84,3 +86,18 @@ def _write(state: dict[str, Any], path: Path) -> None:
 def _read(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = paddle.load(str(existing(path)))
     return state
+
+
+def refuse_jit_save() -> None:
+    """Makes ``paddle.jit.save`` refuse layers whose parameters are on the servers."""
+    _register_save_pre_hook(_check_not_on_servers)
+
+
+def _check_not_on_servers(layer: Any, *_: Any) -> None:
+    if isinstance(layer, paddle.nn.Layer) and any(
+        map(is_guarded, layer.sublayers(include_self=True))
+    ):
+        raise InvalidArgumentError(
+            "the layer is sharded at level p_g_os, whose parameters a static graph cannot contain; "
+            "create the layer anew, load its state_dict() into it, and pass that to paddle.jit.save"
+        )

@@ -11,12 +11,14 @@ from .._checkpoints import Checkpoints
 from .._core.collectives import GroupSize
 from .._core.options import Options
 from .._core.sharding import Sharding, is_sharded
+from .._rendezvous import ProcessGroup
 from .._session import connection
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._clip import clipping
 from ._framework import PADDLE, PaddleOptimizer, process_group
 from ._memory import is_guarded, mark_outside
+from ._save import refuse_jit_save
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer, own_state, states_of
 from ._scaler import GradScaler
@@ -60,7 +62,8 @@ def group_sharded_parallel(
         buffer_max_size: elements of a bucket of gradients; 0: each gradient is sent by itself.
         segment_size: at ``p_g_os``, parameters with more elements than this live on the servers.
         sync_comm: at ``p_g_os``, disables prefetching of parameters.
-        dp_group: must be None. Ranks that train replicas belong in ``group``.
+        dp_group: ranks that train replicas, if ``group`` has one rank. Otherwise these belong in
+            ``group`` as well, and ``dp_group`` must be None or a group of one rank.
         exclude_layer: at ``p_g_os``, class names or ids (``id(layer)``) of layers whose parameters
             stay on the workers.
         accumulation_steps: the number of backward passes per step; None: learned in the first
@@ -84,13 +87,14 @@ def group_sharded_parallel(
             given).
     """
     _check(model, optimizer)
+    ranks = _ranks(group, dp_group)
     options = Options(
         level=level,
         sync_buffers=sync_buffers,
         buffer_max_size=buffer_max_size,
         segment_size=segment_size,
         sync_comm=sync_comm,
-        dp_group=dp_group,
+        dp_group=None,
         exclude_layer=exclude_layer,
         accumulation_steps=accumulation_steps,
         group_size=group_size,
@@ -102,13 +106,14 @@ def group_sharded_parallel(
         )
     if level == "p_g_os":
         _check_not_static(model)
+        refuse_jit_save()
     max_norm, clip_sets = clipping(optimizer)
     sharding = Sharding(
         connection(),
         PADDLE,
         model,
         PaddleOptimizer(optimizer),
-        process_group(group),
+        ranks,
         options,
         states=states_of(optimizer, own_state(optimizer)),
         max_norm=max_norm,
@@ -125,6 +130,21 @@ def group_sharded_parallel(
         sharded,
         None if scaler is None else GradScaler.sharing(scaler),
     )
+
+
+def _ranks(group: Any | None, dp_group: Any | None) -> ProcessGroup:
+    """The ranks that train together. Groups of one rank are those of fleet's dimensions of degree
+    1."""
+    ranks = process_group(group)
+    replicas = ranks if dp_group is None else process_group(dp_group, "dp_group")
+    if dp_group is None or replicas.size == 1:
+        return ranks
+    if ranks.size > 1:
+        raise InvalidArgumentError(
+            f"dp_group has the ranks {list(replicas.ranks)} besides {list(ranks.ranks)} of group; "
+            "leave it out and pass all ranks as group, since the servers average over all of them"
+        )
+    return replicas
 
 
 def _check(model: Any, optimizer: Any) -> None:
