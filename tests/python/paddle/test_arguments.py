@@ -74,7 +74,7 @@ def test_groups_of_one_rank_train_alone_or_as_replicas(processes: dict[str, str]
         ({"offload": "yes"}, "offload is 'yes'; it must be True or False"),
         ({"sync_buffers": "x"}, "sync_buffers is 'x'; it must be True or False"),
         ({"sync_comm": 3}, "sync_comm is 3; it must be True or False"),
-        ({"accumulation_steps": "2"}, "accumulation_steps is '2'; it must be a number"),
+        ({"accumulation_steps": "2"}, "accumulation_steps is '2'; it must be a whole number"),
         ({"exclude_layer": "Linear"}, "exclude_layer is 'Linear'; it must be a list"),
         ({"exclude_layer": 3}, "exclude_layer is 3; it must be a list"),
     ],

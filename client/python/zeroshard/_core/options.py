@@ -49,7 +49,7 @@ class Options:
         steps = self.accumulation_steps
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise InvalidArgumentError(
-                f"accumulation_steps is {steps!r}; it must be a number of backward passes, 1 or more"
+                f"accumulation_steps is {steps!r}; it must be a whole number, 1 or more"
             )
         for name, switch in (
             ("offload", self.offload),
