@@ -63,7 +63,8 @@ class Gradients(Generic[T]):
         self._norms: list[float] | None = None
         #: Indices in ``_sent`` of parameters without a gradient that were not reported yet.
         self._absent: list[int] = []
-        self._hooks: list[Hook] = []
+        #: By index, of the parameters that were not frozen.
+        self._hooks: dict[int, Hook] = {}
         #: The number of gradients that were computed, and of steps that began again.
         self.events = 0
         self.watch()
@@ -82,21 +83,26 @@ class Gradients(Generic[T]):
 
     def unwatch(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
 
     def _register_hooks(self) -> None:
         self.unwatch()
-        self._hooks = [
-            self._job.framework.after_gradient(entry.tensor, self._hook(entry))
+        # A frozen parameter takes no hook.
+        self._hooks = {
+            entry.index: self._job.framework.after_gradient(entry.tensor, self._hook(entry))
             for entry in self._job.trained
-        ]
+            if entry.differentiable
+        }
 
     def follow_hooks(self) -> None:
         """The program's hooks get a gradient before it is sent, also those that it has registered
-        since."""
-        if not all(hook.is_last for hook in self._hooks):
+        since. Parameters that the program has unfrozen get their hooks."""
+        missing = (
+            entry.differentiable and entry.index not in self._hooks for entry in self._job.trained
+        )
+        if any(missing) or not all(hook.is_last for hook in self._hooks.values()):
             self._register_hooks()
 
     @property
@@ -173,7 +179,7 @@ class Gradients(Generic[T]):
         """Sends the gradient, or records that the parameter has none."""
         framework = self._job.framework
         mean = framework.shown_mean(entry.tensor)
-        if mean is not None and mean.own is None:
+        if mean is not None and mean.own is None and framework.is_stepped(entry.tensor):
             raise InvalidArgumentError(
                 f"parameter {entry.name!r} has the gradient of an earlier step, which was not "
                 "zeroed and is no longer available; call optimizer.zero_grad() after each step"
@@ -362,7 +368,10 @@ class Gradients(Generic[T]):
         return [entry for entry in self._job.trained if self._is_changed(entry)]
 
     def current(self, entry: Entry[T]) -> T | None:
-        """A gradient as the program sees it, or this rank's contribution to it."""
+        """A gradient as the program sees it, or this rank's contribution to it. None if the step
+        does not apply it."""
+        if not self._job.framework.is_stepped(entry.tensor):
+            return None
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and (mean.own is None or mean.is_edited):
             return mean.to_send()

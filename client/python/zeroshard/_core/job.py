@@ -110,9 +110,14 @@ class ModelJob(Generic[T]):
         return self.optimizer.groups(self.optimizer_name)
 
     def changed(self) -> bool:
-        """Whether the program has changed the specification of the job."""
+        """Whether the program has changed the specification of the job.
+
+        A parameter that was trained before stays a part of the specification while it is frozen:
+        no rank has a gradient of it, so that steps keep its values and its optimizer state.
+        """
         return self._state_layout() != self._opened_with or any(
-            entry.differentiable != self.framework.trains(entry.tensor) for entry in self.entries
+            entry.optimized and not entry.trained and self.framework.is_stepped(entry.tensor)
+            for entry in self.entries
         )
 
     def written(self) -> list[Entry[T]]:
@@ -185,7 +190,7 @@ class ModelJob(Generic[T]):
 
         Raises :class:`~zeroshard.errors.JobFailedError` if this fails on another rank.
         """
-        self._start(fetched)
+        self._start(fetched, states)
         try:
             if self._has_values():
                 for _ in initial:
@@ -345,7 +350,7 @@ class ModelJob(Generic[T]):
         """
         old, before = self.job, {entry.name: entry for entry in self.entries}
         fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
-        self._start(fetched, (old, self.version), fresh_state=states is not None)
+        self._start(fetched, states or {}, (old, self.version), fresh_state=states is not None)
         if values is None:
             self._upload_changed(before, states or {})
         else:
@@ -377,12 +382,14 @@ class ModelJob(Generic[T]):
     def _start(
         self,
         fetched: Collection[int],
+        states: Collection[int],
         predecessor: tuple[Job, int] | None = None,
         *,
         fresh_state: bool = False,
     ) -> None:
+        """``states``: the ids of parameters with existing optimizer state."""
         self.optimizer_name = self.optimizer.name()
-        self.entries = self._describe()
+        self.entries = self._describe(states)
         for entry in self.entries:
             entry.resident = id(entry.tensor) not in fetched
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
@@ -429,8 +436,10 @@ class ModelJob(Generic[T]):
             entry.layout = agreed.layouts[entry.name]
         return agreed.meshes
 
-    def _describe(self) -> list[Entry[T]]:
+    def _describe(self, states: Collection[int]) -> list[Entry[T]]:
         framework, groups = self.framework, self.optimizer.parameters()
+        # A parameter keeps its optimizer state while it is frozen.
+        kept = {id(entry.tensor) for entry in self.trained}.union(states)
         group_of = {
             id(parameter): number for number, group in enumerate(groups) for parameter in group
         }
@@ -449,12 +458,13 @@ class ModelJob(Generic[T]):
             dtype = framework.dtype(tensor)
             raw = not trained and dtype is None or buffer and dtype != "f32"
             group = group_of.get(id(tensor), 0)
-            entries.append(
-                Entry(framework, name, tensor, trained, buffer, group, len(entries), raw)
-            )
+            entry = Entry(framework, name, tensor, trained, buffer, group, len(entries), raw)
+            entry.optimized = id(tensor) in group_of
+            entries.append(entry)
 
         for key, (name, parameter) in named.items():
-            add(name, parameter, key in group_of and framework.trains(parameter), False)
+            trained = key in group_of and (key in kept or framework.is_stepped(parameter))
+            add(name, parameter, trained, False)
         for name, tensor in framework.buffers(self._model):
             add(name, tensor, False, True)
         return entries

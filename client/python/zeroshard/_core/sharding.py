@@ -129,6 +129,8 @@ class Sharding(Generic[T]):
             self.gradients.announce()
         self.gradients.hold = self._holding
         self.follow_changes()
+        for entry in self.job.entries:
+            entry.follow_freezing()
         self.gradients.follow_hooks()
 
     @contextlib.contextmanager
@@ -281,7 +283,7 @@ class Sharding(Generic[T]):
     def _check_may_reopen(self) -> None:
         if self._checkpoints is not None:
             raise InvalidArgumentError(
-                "the program has changed what the servers train (frozen parameters, parameter "
+                "the program has changed what the servers train (unfrozen parameters, parameter "
                 "groups, a loaded state), which a job with checkpoints does not support; change it "
                 "before group_sharded_parallel, or train without checkpoints"
             )
@@ -289,7 +291,7 @@ class Sharding(Generic[T]):
         if resting:
             ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in resting)
             raise InvalidArgumentError(
-                "the program has changed what the servers train (frozen parameters, parameter "
+                "the program has changed what the servers train (unfrozen parameters, parameter "
                 f"groups, a loaded state) while rank {ranks} has no more batches; change it before "
                 "or after the loops under zeroshard.torch.join"
             )
@@ -654,15 +656,14 @@ def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
     """
     given = {id(parameter) for parameter in parameters}
     for sharding in _all:
-        trained = {id(entry.tensor) for entry in sharding.job.trained}
-        if trained & given:
-            if trained - given:
-                missing = next(
-                    entry.name for entry in sharding.job.trained if id(entry.tensor) not in given
-                )
-                raise InvalidArgumentError(
-                    f"parameters do not include {missing!r}; pass all parameters that the sharded "
-                    "optimizer trains, since the global norm is over all of them"
-                )
+        trained = [entry for entry in sharding.job.trained if id(entry.tensor) in given]
+        if trained:
+            stepped = sharding.job.framework.is_stepped
+            for entry in sharding.job.trained:
+                if id(entry.tensor) not in given and stepped(entry.tensor):
+                    raise InvalidArgumentError(
+                        f"parameters do not include {entry.name!r}; pass all parameters that the "
+                        "sharded optimizer trains, since the global norm is over all of them"
+                    )
             return sharding
     return None

@@ -172,7 +172,7 @@ def optimizer_states(
     for group in optimizer.param_groups:
         values = _conversion.hyperparameters(name, group)
         for parameter in group["params"]:
-            if parameter in state and parameter.requires_grad:
+            if parameter in state:
                 had = {
                     key: part(_conversion.repeated(key, value, parameter.shape), parameter)
                     if isinstance(value, Tensor)
