@@ -58,6 +58,8 @@ class Gradients(Generic[T]):
         self._most: dict[int, int] = {}
         #: By the index of a parameter whose gradient was sent: the gradient that the program sees.
         self._sent: dict[int, object] = {}
+        #: The indices in ``_sent`` of parameters whose gradient this rank has contributed.
+        self._contributed: set[int] = set()
         #: The mean gradients that the program sees.
         self._means: dict[int, MeanGradient[T]] = {}
         self._norms: list[float] | None = None
@@ -199,6 +201,7 @@ class Gradients(Generic[T]):
         self._sent[entry.index] = framework.given_gradient(entry.tensor)
 
     def _push(self, entry: Entry[T], gradient: T) -> None:
+        self._contributed.add(entry.index)
         with self._job.connection.activity.waiting("push"):
             self._job.send_gradient(entry, gradient)
 
@@ -384,6 +387,9 @@ class Gradients(Generic[T]):
     def _is_changed(self, entry: Entry[T]) -> bool:
         if entry.index not in self._sent:
             return False
+        is_stepped = self._job.framework.is_stepped(entry.tensor)
+        if entry.index in self._contributed and not is_stepped:
+            return True  # frozen since
         mean = self._job.framework.shown_mean(entry.tensor)
         given = self._job.framework.given_gradient(entry.tensor)
         if given is not self._sent[entry.index]:
@@ -394,6 +400,7 @@ class Gradients(Generic[T]):
         """Sends other gradients in a new attempt at the step. ``gradients``: by the id of the
         parameter."""
         self._sent.clear()
+        self._contributed.clear()
         self._absent.clear()
         self._norms = None
         for entry in self._job.trained:
@@ -464,6 +471,7 @@ class Gradients(Generic[T]):
     def _clear(self) -> None:
         self._passes.clear()
         self._sent.clear()
+        self._contributed.clear()
         self._absent.clear()
         self._means.clear()
         self._norms, self._clip_factor, self._unscaled, self.resting = None, None, False, []
