@@ -310,6 +310,7 @@ class Sharding(Generic[T]):
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
         self.follow_changes()
+        self.job.begin_step()
         data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
         self._sent(self.gradients.send_rest)
