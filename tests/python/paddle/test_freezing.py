@@ -29,9 +29,7 @@ def train(level: str | None, kind: str, after_backward: bool) -> tuple[Any, Any,
     layer: Any = models.build("mlp")
     model, optimizer = layer, OPTIMIZERS[kind](layer.parameters())
     if level is not None:
-        model, optimizer, _ = group_sharded_parallel(
-            layer, optimizer, level, segment_size=SEGMENT
-        )
+        model, optimizer, _ = group_sharded_parallel(layer, optimizer, level, segment_size=SEGMENT)
     losses = []
     frozen = list(layer.layers[2].parameters())
 

@@ -51,7 +51,11 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], Change]] = {
     "one group": (torch.optim.SGD, dict(momentum=0.9), momentum_of_one_group),
     "loaded": (torch.optim.SGD, dict(momentum=0.9), load_while_unused),
     "rmsprop": (torch.optim.RMSprop, dict(momentum=0.9, centered=True), without("momentum", 0.0)),
-    "centered": (torch.optim.RMSprop, dict(momentum=0.9, centered=True), without("centered", False)),
+    "centered": (
+        torch.optim.RMSprop,
+        dict(momentum=0.9, centered=True),
+        without("centered", False),
+    ),
     "amsgrad": (torch.optim.AdamW, dict(amsgrad=True), without("amsgrad", False)),
 }
 

@@ -26,9 +26,7 @@ _RESERVING = {
 }
 
 
-def reserving(
-    name: str, values: Mapping[str, float], tensors: Collection[str]
-) -> dict[str, float]:
+def reserving(name: str, values: Mapping[str, float], tensors: Collection[str]) -> dict[str, float]:
     """The hyperparameters ``values`` of the servers' optimizer ``name``, changed so that it has
     these state tensors in addition to those that it uses."""
     missing = set(tensors).difference(_native.Optimizer(name, values).state)
