@@ -388,7 +388,7 @@ def test_loading_optimizer_state_before_the_step_keeps_the_gradients_or_raises(
     if level == "os":
         assert_close(train(level), train("plain"), rtol=1e-5, atol=1e-6)
         return
-    with pytest.raises(zs.InvalidArgumentError, match="loaded between backward and step 2, after"):
+    with pytest.raises(zs.InvalidArgumentError, match="changed between backward and step 2, after"):
         train(level)
 
 

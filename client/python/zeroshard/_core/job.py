@@ -167,6 +167,11 @@ class ModelJob(Generic[T]):
         """The state tensors that the next step uses, by parameter group."""
         return [set(_native.Optimizer(*values).state) for values in self.groups()]
 
+    @property
+    def used_state(self) -> list[set[str]]:
+        """The state tensors that each parameter group has used so far."""
+        return self._used
+
     def begin_step(self) -> None:
         """Called before each step, which may use state tensors that a group has not used before.
 
@@ -527,7 +532,9 @@ class ModelJob(Generic[T]):
         for applied, some in self._by_applied([*entries, *kept], states).items():
             by_part: dict[str, list[tuple[int, Array]]] = {}
             for entry in some:
-                for part, tensor in states[id(entry.tensor)][2].items() if applied[0] else ():
+                if id(entry.tensor) not in states:
+                    continue
+                for part, tensor in states[id(entry.tensor)][2].items():
                     array = self.framework.array(tensor)
                     by_part.setdefault(part, []).append((entry.index, array))
             for part, arrays in by_part.items():

@@ -8,7 +8,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 from .._agreement import agree
 from .._checkpoints import Checkpoints
@@ -33,6 +33,17 @@ from .summary import log_start
 
 #: The sharded models of this process, to find the model of a parameter.
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
+
+
+class StateEdits(Protocol[T]):
+    """The optimizer's state as the program sees it, which it may change between steps."""
+
+    def edited(self) -> Mapping[int, State[T]] | None:
+        """The whole state after the program's changes since the last step, by the ``id`` of its
+        parameter. None if there are none."""
+
+    def settle(self) -> None:
+        """Called when the servers have the changes."""
 
 
 class Sharding(Generic[T]):
@@ -75,6 +86,8 @@ class Sharding(Generic[T]):
         #: Whether this rank does not know the version of the job, since its rest was interrupted.
         self._is_behind = False
         self.last_report: Report | None = None
+        #: What the program changes in the state of the optimizer, if it can.
+        self.state_edits: StateEdits[T] | None = None
         #: The number of steps so far.
         self.steps = 0
         fetched = options.fetched(framework, model)
@@ -211,6 +224,10 @@ class Sharding(Generic[T]):
             self._end_interrupted_step()
         if self.gradients.were_dropped:
             self.discard()
+        states = None if self.state_edits is None else self.state_edits.edited()
+        if self.state_edits is not None and states is not None:
+            self.reopen(states)
+            self.state_edits.settle()
         # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
             self._check_may_reopen()
@@ -247,7 +264,7 @@ class Sharding(Generic[T]):
         of the open step are on the servers only, which a new job does not take over.
         """
         self._check_may_reopen()
-        self._check_nothing_sent("the state of the optimizer is loaded", "load it")
+        self._check_nothing_sent("the state of the optimizer is loaded or changed", "change it")
         self.discard()
         self._reopen(states)
 

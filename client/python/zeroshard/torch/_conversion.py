@@ -153,8 +153,14 @@ def from_torch(
         applied = 1 if names and state.get("momentum_buffer") is not None else 0
     else:
         applied = int(state.get("step", 0))
-    if applied == 0:
+    if applied == 0 and not any(bool(state[part].any()) for part in had if part in names):
         return 0, (), {}
+    if applied == 0 and scalar_names:
+        raise InvalidArgumentError(
+            f"the state of an optimizer {name!r} has 0 steps and {', '.join(names)} that are not "
+            f"0, which the servers cannot continue, since it also has {', '.join(scalar_names)}; "
+            "remove the state of the parameter, or set the tensors to 0 as well"
+        )
     missing = [part for part in names if not isinstance(state.get(part), torch.Tensor)]
     missing += [part for part in scalar_names if state.get(part) is None]
     if missing:
