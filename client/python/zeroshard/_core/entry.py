@@ -23,7 +23,7 @@ class Entry(Generic[T]):
     framework: Framework[T]
     name: str
     tensor: T
-    #: Whether the servers update it.
+    #: Whether the servers update it. It may be frozen now: then no rank has a gradient of it.
     trained: bool
     #: Whether it is a buffer of the model.
     buffer: bool
@@ -37,12 +37,14 @@ class Entry(Generic[T]):
     layout: JobLayout | None = None
     #: Whether it is on this worker at all times.
     resident: bool = True
+    #: Whether it is a parameter of the optimizer.
+    optimized: bool = False
     shape: tuple[int, ...] = field(init=False)
     #: The shape of the local tensor.
     local_shape: tuple[int, ...] = field(init=False)
     #: The framework's name of its dtype.
     dtype: str = field(init=False)
-    #: Whether backward computed gradients for it, when it was last marked.
+    #: Whether backward computes gradients for it, according to the last forward.
     differentiable: bool = field(init=False)
     #: Whether its values are compared to find out whether the program has written to it. The
     #: framework does not count all writes.
@@ -57,8 +59,12 @@ class Entry(Generic[T]):
         self.shape = self.framework.shape(self.tensor)
         self.local_shape = self.framework.local_shape(self.tensor)
         self.dtype = self.framework.dtype_text(self.tensor)
-        self.differentiable = self.framework.trains(self.tensor)
+        self.follow_freezing()
         self._seen = self._counted()
+
+    def follow_freezing(self) -> None:
+        """Called before a forward, after which the program may have frozen or unfrozen it."""
+        self.differentiable = self.framework.trains(self.tensor)
 
     def expose(self) -> None:
         """From now on the program may write to it in ways that the framework does not count."""
@@ -147,7 +153,7 @@ class Entry(Generic[T]):
 def mark(entries: Sequence[Entry[T]]) -> None:
     """Records the state of the tensors, to detect changes by the program."""
     for entry in entries:
-        entry.differentiable = entry.framework.trains(entry.tensor)
+        entry.follow_freezing()
         entry._compared = entry.trained and entry.resident
     _see(entries)
 

@@ -241,6 +241,10 @@ class Framework(ABC, Generic[T]):
         """Whether backward computes a gradient for the tensor."""
 
     @abstractmethod
+    def is_stepped(self, parameter: T) -> bool:
+        """Whether an optimizer of the framework would step the parameter, if it has a gradient."""
+
+    @abstractmethod
     def gradient(self, parameter: T) -> T | None:
         """The parameter's gradient, in the parameter's layout."""
 

@@ -8,7 +8,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 from .._agreement import agree
 from .._checkpoints import Checkpoints
@@ -33,6 +33,17 @@ from .summary import log_start
 
 #: The sharded models of this process, to find the model of a parameter.
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
+
+
+class StateEdits(Protocol[T]):
+    """The optimizer's state as the program sees it, which it may change between steps."""
+
+    def edited(self) -> Mapping[int, State[T]] | None:
+        """The whole state after the program's changes since the last step, by the ``id`` of its
+        parameter. None if there are none."""
+
+    def settle(self) -> None:
+        """Called when the servers have the changes."""
 
 
 class Sharding(Generic[T]):
@@ -75,6 +86,8 @@ class Sharding(Generic[T]):
         #: Whether this rank does not know the version of the job, since its rest was interrupted.
         self._is_behind = False
         self.last_report: Report | None = None
+        #: What the program changes in the state of the optimizer, if it can.
+        self.state_edits: StateEdits[T] | None = None
         #: The number of steps so far.
         self.steps = 0
         fetched = options.fetched(framework, model)
@@ -129,6 +142,8 @@ class Sharding(Generic[T]):
             self.gradients.announce()
         self.gradients.hold = self._holding
         self.follow_changes()
+        for entry in self.job.entries:
+            entry.follow_freezing()
         self.gradients.follow_hooks()
 
     @contextlib.contextmanager
@@ -209,6 +224,10 @@ class Sharding(Generic[T]):
             self._end_interrupted_step()
         if self.gradients.were_dropped:
             self.discard()
+        states = None if self.state_edits is None else self.state_edits.edited()
+        if self.state_edits is not None and states is not None:
+            self.reopen(states)
+            self.state_edits.settle()
         # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
             self._check_may_reopen()
@@ -245,7 +264,7 @@ class Sharding(Generic[T]):
         of the open step are on the servers only, which a new job does not take over.
         """
         self._check_may_reopen()
-        self._check_nothing_sent("the state of the optimizer is loaded", "load it")
+        self._check_nothing_sent("the state of the optimizer is loaded or changed", "change it")
         self.discard()
         self._reopen(states)
 
@@ -281,7 +300,7 @@ class Sharding(Generic[T]):
     def _check_may_reopen(self) -> None:
         if self._checkpoints is not None:
             raise InvalidArgumentError(
-                "the program has changed what the servers train (frozen parameters, parameter "
+                "the program has changed what the servers train (unfrozen parameters, parameter "
                 "groups, a loaded state), which a job with checkpoints does not support; change it "
                 "before group_sharded_parallel, or train without checkpoints"
             )
@@ -289,7 +308,7 @@ class Sharding(Generic[T]):
         if resting:
             ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in resting)
             raise InvalidArgumentError(
-                "the program has changed what the servers train (frozen parameters, parameter "
+                "the program has changed what the servers train (unfrozen parameters, parameter "
                 f"groups, a loaded state) while rank {ranks} has no more batches; change it before "
                 "or after the loops under zeroshard.torch.join"
             )
@@ -308,6 +327,7 @@ class Sharding(Generic[T]):
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
         self.follow_changes()
+        self.job.begin_step()
         data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
         self._sent(self.gradients.send_rest)
@@ -654,15 +674,14 @@ def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
     """
     given = {id(parameter) for parameter in parameters}
     for sharding in _all:
-        trained = {id(entry.tensor) for entry in sharding.job.trained}
-        if trained & given:
-            if trained - given:
-                missing = next(
-                    entry.name for entry in sharding.job.trained if id(entry.tensor) not in given
-                )
-                raise InvalidArgumentError(
-                    f"parameters do not include {missing!r}; pass all parameters that the sharded "
-                    "optimizer trains, since the global norm is over all of them"
-                )
+        trained = [entry for entry in sharding.job.trained if id(entry.tensor) in given]
+        if trained:
+            stepped = sharding.job.framework.is_stepped
+            for entry in sharding.job.trained:
+                if id(entry.tensor) not in given and stepped(entry.tensor):
+                    raise InvalidArgumentError(
+                        f"parameters do not include {entry.name!r}; pass all parameters that the "
+                        "sharded optimizer trains, since the global norm is over all of them"
+                    )
             return sharding
     return None

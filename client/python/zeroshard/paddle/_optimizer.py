@@ -149,8 +149,6 @@ def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[in
     states: dict[int, State[Any]] = {}
     for parameters, values in _conversion.groups(optimizer, name):
         for parameter in parameters:
-            if parameter.stop_gradient:
-                continue
 
             def get(accumulator: str, owner: str = parameter.name) -> Any | None:
                 # With multi_precision, accumulators belong to the float32 master weights.

@@ -110,6 +110,10 @@ class _Torch(Framework[Tensor]):
     def trains(self, tensor: Tensor) -> bool:
         return tensor.requires_grad
 
+    def is_stepped(self, parameter: Tensor) -> bool:
+        # torch steps a parameter that has a gradient from before it was frozen.
+        return parameter.requires_grad or parameter.grad is not None
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if not isinstance(gradient, GradientTensor):

@@ -21,8 +21,9 @@ from ._clip import max_norm_of
 from ._framework import TORCH, TorchOptimizer, process_group
 from ._materialize import Materializer
 from ._model import GroupSharded
-from ._optimizer import ShardedOptimizer, optimizer_states
+from ._optimizer import ShardedOptimizer
 from ._scaler import GradScaler
+from ._state import optimizer_states
 
 
 def group_sharded_parallel(
