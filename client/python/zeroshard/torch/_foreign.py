@@ -61,14 +61,10 @@ def check_not_wrapped_later(module: nn.Module) -> None:
         raise wrapped_later("FSDP")
 
 
-def refuse_fsdp(name: str, value: object) -> None:
-    """Called with each attribute that is set on a wrapper of ZeroShard. Raises an error if it is
-    set by FSDP, which wraps the wrapper."""
-    if name == "_is_fsdp_managed_module" or (
-        name == "__class__"
-        and isinstance(value, type)
-        and any(_library_and_name(kind) in _REMEDIES for kind in value.__mro__[:2])
-    ):
+def check_hook(hook: object) -> None:
+    """Raises an error if a hook of a wrapper's forward is that of FSDP, which wraps the wrapper."""
+    kinds = type(getattr(hook, "__self__", None)).__mro__
+    if any(_library_and_name(kind) == ("torch", "FSDPState") for kind in kinds):
         raise wrapped_later("FSDP")
 
 

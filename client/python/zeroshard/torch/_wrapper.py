@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
-from ._foreign import refuse_fsdp, wrapped_later
+from ._foreign import check_hook, wrapped_later
 
 W = TypeVar("W", bound="ModuleWrapper")
 
@@ -48,7 +48,6 @@ class ModuleWrapper(nn.Module):
             return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_fsdp(name, value)
         if self._wrapped is None or self._has(name):
             super().__setattr__(name, value)
         elif name == "module":
@@ -92,6 +91,10 @@ class ModuleWrapper(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Read by torch's DistributedDataParallel when it wraps this wrapper."""
         raise wrapped_later("DistributedDataParallel")
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        check_hook(hook)
+        return super().register_forward_pre_hook(hook, **options)
 
     # ---- parts
 
