@@ -88,6 +88,19 @@ class ModelJob(Generic[T]):
         """The entries of the model's buffers."""
         return (entry for entry in self.entries if entry.buffer)
 
+    def follow_buffers(self) -> None:
+        """Finds the tensors by which the program has replaced buffers (``self.count = self.count +
+        1``).
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if one has another shape or dtype.
+        """
+        named = dict(self.framework.buffers(self._model))
+        for entry in self.buffers:
+            tensor = named.get(entry.name)
+            if tensor is not None and tensor is not entry.tensor:
+                entry.replace(tensor)
+                self._by_tensor[id(tensor)] = entry
+
     @property
     def parameters(self) -> Iterable[Entry[T]]:
         """The entries of the parameters, also of those that are not trained."""

@@ -59,6 +59,8 @@ class Sharding(Generic[T]):
         ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
+        #: Whether the last training forward may have changed buffers that ranks share.
+        self._buffers_differ = False
         self._checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.check_unused()
@@ -130,6 +132,15 @@ class Sharding(Generic[T]):
         self.gradients.hold = self._holding
         self.follow_changes()
         self.gradients.follow_hooks()
+
+    def share_buffers(self, trains: bool) -> None:
+        """Called when a forward of the whole model begins; ``trains``: whether it is one of a
+        training pass. If ranks share buffers, they take those of rank 0 after a step, and here
+        after a training forward that no step has followed."""
+        if self._buffers_differ and not self._joining:
+            self.job.follow_buffers()
+            self.job.broadcast(0, self.job.buffers)
+        self._buffers_differ = self._sync_buffers and trains and not self._holding
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -265,6 +276,7 @@ class Sharding(Generic[T]):
         self.abandon()
         self._rest = None
         self._interrupted = self._is_behind = False
+        self.job.follow_buffers()
         self.job.receive_resident()
         self.job.mark()
 
@@ -307,6 +319,12 @@ class Sharding(Generic[T]):
 
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
+        if self._holding and self.job.group.size > 1:
+            raise InvalidArgumentError(
+                "optimizer.step() is called inside no_sync(), and the servers cannot make a step "
+                "of one rank alone; call it outside of no_sync(), or train with DataParallel, "
+                "whose optimizer runs on each rank, for local steps (LocalSGD)"
+            )
         self.follow_changes()
         data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
@@ -322,6 +340,7 @@ class Sharding(Generic[T]):
         # Rank 0 sends none while it rests: the other ranks keep their own.
         if self._sync_buffers and 0 not in report.resting:
             self.job.receive(entry for entry in self.job.received if entry.buffer)
+        self._buffers_differ = False
 
     def check_applied(self) -> None:
         """Raises an error if the last step was skipped."""
@@ -402,6 +421,7 @@ class Sharding(Generic[T]):
         step, which become part of the next one; and its parameters that are not trained, and its
         buffers, if ranks share them."""
         written = self.job.hashes(self.job.written())
+        self.job.follow_buffers()
         untrained = self.job.untrained(with_buffers=self._sync_buffers)
         own = [{index: value for index, value in enumerate(written) if value}, hashes_of(untrained)]
         ranks = [json.loads(text) for text in self.exchange("written values", json.dumps(own))]
@@ -594,6 +614,8 @@ class Sharding(Generic[T]):
         checkpoints have them."""
         # All buffers, since batch norm's updates of them do not count as modifications.
         sends_buffers = self._sync_buffers or self._checkpoints is not None
+        if sends_buffers:
+            self.job.follow_buffers()
         buffers = self.job.buffers if sends_buffers else ()
         arrays = [
             (entry.index, entry.outgoing())

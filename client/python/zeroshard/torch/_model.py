@@ -51,8 +51,7 @@ class GroupSharded(ModuleWrapper):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
-        if torch.is_grad_enabled():
-            _before_forward(self.sharding)
+        _before_forward(self.sharding, torch.is_grad_enabled(), self.training)
         gatherer = self.sharding.gatherer
         if gatherer is None:
             return self.module(*args, **kwargs)
@@ -142,8 +141,10 @@ def _is_unchanged(fn: Any, tensor: Tensor) -> bool:
 
 
 @outside_graphs
-def _before_forward(sharding: Sharding[Tensor]) -> None:
-    sharding.before_forward()
+def _before_forward(sharding: Sharding[Tensor], records: bool, training: bool) -> None:
+    if records:
+        sharding.before_forward()
+    sharding.share_buffers(records and training)
 
 
 @outside_graphs
