@@ -67,9 +67,7 @@ class Counting(nn.Module):
         return self.linear(self.norm(x)) + self.count
 
 
-def after_passes_without_backward(
-    rank: int, system: str
-) -> tuple[Tensor, dict[str, Tensor]]:
+def after_passes_without_backward(rank: int, system: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Makes two steps, then passes without backward that only update statistics, and evaluates."""
     torch.manual_seed(0)
     model: Any = Counting()
@@ -98,9 +96,7 @@ def after_passes_without_backward(
 def step_without_sync(level: str) -> str:
     model: Any = nn.Linear(8, 8)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, _ = group_sharded_parallel(
-        model, optimizer, level, segment_size=32
-    )
+    model, optimizer, _ = group_sharded_parallel(model, optimizer, level, segment_size=32)
     with model.no_sync():
         model(torch.ones(1, 8)).sum().backward()
         with pytest.raises(zs.InvalidArgumentError) as caught:
@@ -129,16 +125,13 @@ def everything(rank: int) -> dict[str, Any]:
     with zs.init():
         found: dict[str, Any] = {
             "hooks": [
-                hooked_gradients(rank, wrap)
-                for wrap in (DistributedDataParallel, DataParallel)
+                hooked_gradients(rank, wrap) for wrap in (DistributedDataParallel, DataParallel)
             ],
             "local steps": [
-                local_steps(rank, wrap)
-                for wrap in (DistributedDataParallel, DataParallel)
+                local_steps(rank, wrap) for wrap in (DistributedDataParallel, DataParallel)
             ],
             "buffers": {
-                system: after_passes_without_backward(rank, system)
-                for system in ("ddp", *LEVELS)
+                system: after_passes_without_backward(rank, system) for system in ("ddp", *LEVELS)
             },
             "no_sync": [step_without_sync(level) for level in LEVELS],
         }
@@ -169,9 +162,7 @@ def test_buffers_are_those_of_rank_0_after_passes_without_backward(
         for level in LEVELS:
             ours, held = found["buffers"][level]
             for name, buffer in buffers.items():
-                torch.testing.assert_close(
-                    held[name], buffer, msg=lambda text: f"{name} {text}"
-                )
+                torch.testing.assert_close(held[name], buffer, msg=lambda text: f"{name} {text}")
             torch.testing.assert_close(ours, outputs)
 
 

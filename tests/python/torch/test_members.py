@@ -88,9 +88,7 @@ Use = Callable[[Script], Any]
 def text(values: Any) -> Any:
     """Types instead of modules, and names."""
     return [
-        (value[0], type(value[1]).__name__)
-        if isinstance(value, tuple)
-        else type(value).__name__
+        (value[0], type(value[1]).__name__) if isinstance(value, tuple) else type(value).__name__
         for value in values
     ]
 
@@ -289,14 +287,12 @@ SAME: dict[str, Use] = {
     "load_state_dict": loaded,
     "modules": lambda s: text(s.model.modules()),
     "named_buffers": lambda s: [
-        [name for name, _ in s.model.named_buffers("x", recurse)]
-        for recurse in (True, False)
+        [name for name, _ in s.model.named_buffers("x", recurse)] for recurse in (True, False)
     ],
     "named_children": lambda s: text(s.model.named_children()),
     "named_modules": lambda s: text(s.model.named_modules()),
     "named_parameters": lambda s: [
-        [name for name, _ in s.model.named_parameters("x", recurse)]
-        for recurse in (True, False)
+        [name for name, _ in s.model.named_parameters("x", recurse)] for recurse in (True, False)
     ],
     "parameters": lambda s: [p.tolist() for p in s.model.parameters(recurse=False)],
     "register_buffer": then_step(buffer_registered),
@@ -304,12 +300,8 @@ SAME: dict[str, Use] = {
     "register_forward_pre_hook": hooked("register_forward_pre_hook"),
     "register_full_backward_hook": hooked("register_full_backward_hook"),
     "register_full_backward_pre_hook": hooked("register_full_backward_pre_hook"),
-    "register_load_state_dict_post_hook": hooked_state(
-        "register_load_state_dict_post_hook"
-    ),
-    "register_load_state_dict_pre_hook": hooked_state(
-        "register_load_state_dict_pre_hook"
-    ),
+    "register_load_state_dict_post_hook": hooked_state("register_load_state_dict_post_hook"),
+    "register_load_state_dict_pre_hook": hooked_state("register_load_state_dict_pre_hook"),
     "register_module": then_step(module_registered),
     "register_parameter": then_step(parameter_registered),
     "register_state_dict_post_hook": hooked_state("register_state_dict_post_hook"),
@@ -374,11 +366,7 @@ def members(kind: type) -> set[str]:
     own = {name for name in vars(kind) if name.startswith("__")} - special
     annotated = set(kind.__annotations__)
     return (
-        {
-            name
-            for name in own | annotated | set(dir(kind))
-            if name[:2] == "__" or name[0] != "_"
-        }
+        {name for name in own | annotated | set(dir(kind)) if name[:2] == "__" or name[0] != "_"}
         - {name for name in dir(object) if name not in own}
         - special
     )
@@ -389,9 +377,7 @@ def test_every_member_of_module_is_known() -> None:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_members_of_a_wrapped_module_do_the_same(
-    wrapper: str, cluster: zs.Session
-) -> None:
+def test_the_members_of_a_wrapped_module_do_the_same(wrapper: str, cluster: zs.Session) -> None:
     same = SAME | (REFUSED if wrapper == "DataParallel" else {})
     same |= {} if wrapper == "p_g_os" else REFUSED_AT_P_G_OS
     different = {}
@@ -422,13 +408,9 @@ def is_close(found: Any, expected: Any) -> bool:
     if isinstance(found, Exception):
         return False
     if isinstance(expected, float):
-        return isinstance(found, float) and found == pytest.approx(
-            expected, rel=1e-4, abs=1e-6
-        )
+        return isinstance(found, float) and found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     if isinstance(expected, dict):
-        return list(found) == list(expected) and is_close(
-            [*found.values()], [*expected.values()]
-        )
+        return list(found) == list(expected) and is_close([*found.values()], [*expected.values()])
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(is_close, found, expected))
     return bool(found == expected)

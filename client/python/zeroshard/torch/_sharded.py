@@ -18,6 +18,7 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._checkpoint import Checkpoint, postponed, settle
 from ._clip import max_norm_of
+from ._flat import check_no_views
 from ._foreign import check_not_wrapped
 from ._framework import TORCH, TorchOptimizer, process_group
 from ._materialize import Materializer
@@ -120,6 +121,7 @@ def group_sharded_parallel(
         raise InvalidArgumentError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler"
         )
+    check_no_views(model, optimizer, options.fetched(TORCH, model))
     ranks = process_group(group)
     initial = Materializer(
         model,
