@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from .._core.gather import Gatherer
+from .._core.interrupts import operation
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from ._compiled import gather_compiled, warn_not_compiled
 from ._dtensor import parts_of_state
 from ._foreign import check_not_wrapped_later
 from ._memory import outside_graphs
+from ._reads import read_consistently
 from ._scaler import GradScaler
 from ._wrapper import ModuleWrapper
 
@@ -41,6 +43,7 @@ class GroupSharded(ModuleWrapper):
     ) -> None:
         super().__init__(module)
         self._keep(sharding=sharding, _scaler=scaler, forward=_Forward(self))
+        read_consistently(module, sharding)
         if sharding.gatherer is not None:
             gather_compiled(module, sharding.gatherer)
 
@@ -49,6 +52,7 @@ class GroupSharded(ModuleWrapper):
         """``os``, ``os_g`` or ``p_g_os``."""
         return self.sharding.level
 
+    @operation
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
         _before_forward(self.sharding, torch.is_grad_enabled(), self.training)

@@ -102,11 +102,14 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             )
         }
         name = self.sharding.job.optimizer_name
-        self.sharding.follow_changes()
-        state = {
-            numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
-            for entry, held in self.sharding.job.states()
-        }
+        if not self.sharding.needs_copies:
+            self.sharding.follow_changes()
+        state = self.sharding.read(
+            lambda version: {
+                numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
+                for entry, held in self.sharding.job.states(version)
+            }
+        )
         groups, first = [], 0
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key != "params"}
@@ -159,7 +162,7 @@ class _StateOnServers(defaultdict[Tensor, Any]):
         return any(applied for applied, _ in self._job.job.applied_steps(self._job.version))
 
     def __missing__(self, parameter: Tensor) -> dict[str, Any]:
-        found = next(self._job.states(only=parameter), None)
+        found = next(self._job.states(self._job.version, only=parameter), None)
         return {} if found is None else _conversion.to_torch(self._job.optimizer_name, found[1])
 
 
