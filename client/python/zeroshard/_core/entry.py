@@ -85,13 +85,22 @@ class Entry(Generic[T]):
     def _counted(self) -> object:
         return self.framework.changes(self.tensor), self.framework.memory(self.tensor)
 
+    def replace(self, tensor: T) -> None:
+        """The program has replaced it by another tensor, which must have its shape and dtype."""
+        self._check_kind_of(tensor)
+        self.tensor = tensor
+
     def check_kind(self) -> None:
         """Raises an error if the program has changed its shape or dtype."""
-        shape = self.framework.local_shape(self.tensor)
-        dtype = self.framework.dtype_text(self.tensor)
+        self._check_kind_of(self.tensor)
+
+    def _check_kind_of(self, tensor: T) -> None:
+        shape = self.framework.local_shape(tensor)
+        dtype = self.framework.dtype_text(tensor)
         if (shape, dtype) != (self.local_shape, self.dtype):
+            kind = "buffer" if self.buffer else "parameter"
             raise InvalidArgumentError(
-                f"parameter {self.name!r} was changed from {self.dtype} of shape "
+                f"{kind} {self.name!r} was changed from {self.dtype} of shape "
                 f"{list(self.local_shape)} to {dtype} of shape {list(shape)} after "
                 "group_sharded_parallel; change the model before this call"
             )

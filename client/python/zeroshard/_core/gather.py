@@ -23,6 +23,7 @@ from typing import Any, Generic
 from .._native import Schedule, Transfer
 from .exchanges import Pull
 from .framework import Incoming, T
+from .interrupts import operation
 from .job import ModelJob
 
 #: Unused memory that is kept for later: that of so many units of typical size. A transformer block
@@ -60,6 +61,7 @@ class Unit(Generic[T]):
             self.gatherer.job.entry(parameter).modified for parameter in self.parameters.values()
         )
 
+    @operation
     def start(self, together: bool = False) -> None:
         """Starts to fetch it, if it is not allocated. ``together``: all ranks of the group do
         this."""
@@ -77,6 +79,7 @@ class Unit(Generic[T]):
         self._fetch = (job.pull(arrays, together=together), incoming, values)
         self.gatherer.count(self.nbytes)
 
+    @operation
     def finish(self) -> None:
         """Fetches it and waits."""
         self.start()
@@ -103,6 +106,7 @@ class Unit(Generic[T]):
         for parameter in self.parameters.values():
             self.gatherer.job.entry(parameter).expose()
 
+    @operation
     def free(self) -> None:
         """Frees it, unless a forward uses it or the program has written to it. In the latter case
         the next step takes over the values."""
@@ -342,6 +346,7 @@ class Gatherer(Generic[T]):
         if unit.number not in self._prefetched and unit not in self._kept:
             unit.free()
 
+    @operation
     def settle(self, together: bool = False) -> None:
         """Frees all unused units, and prefetches the units that the next pass begins with.
         ``together``: all ranks of the group do this."""
@@ -409,6 +414,7 @@ class Gatherer(Generic[T]):
             unit.done.clear()
             self._free(unit)
 
+    @operation
     def _backward_is_over(self) -> None:
         self._pass = None
         self._frozen.clear()

@@ -19,6 +19,7 @@ from .._native import Box
 from ..errors import InvalidArgumentError
 from .entry import Entry
 from .framework import Hook, MeanGradient, T
+from .interrupts import operation
 from .job import ModelJob
 
 
@@ -135,6 +136,7 @@ class Gradients(Generic[T]):
 
         return accumulated
 
+    @operation
     def _count(self, entry: Entry[T]) -> None:
         self.events += 1
         if self.hold:

@@ -92,6 +92,19 @@ class ModelJob(Generic[T]):
         """The entries of the model's buffers."""
         return (entry for entry in self.entries if entry.buffer)
 
+    def follow_buffers(self) -> None:
+        """Finds the tensors by which the program has replaced buffers (``self.count = self.count +
+        1``).
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if one has another shape or dtype.
+        """
+        named = dict(self.framework.buffers(self._model))
+        for entry in self.buffers:
+            tensor = named.get(entry.name)
+            if tensor is not None and tensor is not entry.tensor:
+                entry.replace(tensor)
+                self._by_tensor[id(tensor)] = entry
+
     @property
     def parameters(self) -> Iterable[Entry[T]]:
         """The entries of the parameters, also of those that are not trained."""
@@ -562,7 +575,7 @@ class ModelJob(Generic[T]):
         if not targets:
             return
         arrays = [(index, incoming.array) for index, incoming in targets]
-        self._fetch(arrays, label=label)
+        self.fetch(arrays, version=self.version, label=label)
         for _, incoming in targets:
             incoming.finish()
 
@@ -570,12 +583,18 @@ class ModelJob(Generic[T]):
         """Fetches everything that is on this worker at all times, at the current version."""
         self.receive((entry for entry in self.entries if entry.resident), label="receiving")
 
-    def _fetch(
-        self, arrays: list[tuple[int, Array]], *, part: str | None = None, label: str | None
+    def fetch(
+        self,
+        arrays: list[tuple[int, Array]],
+        *,
+        version: int,
+        part: str | None = None,
+        label: str | None = None,
     ) -> None:
+        """Fetches tensors at a version: see :meth:`zeroshard._native.Job.fetch`."""
         self.check_not_rolled_back()
         with self.connection.activity.waiting("pull"):
-            self.job.fetch(self.version, arrays, part=part, label=label)
+            self.job.fetch(version, arrays, part=part, label=label)
 
     def untrained(self, *, with_buffers: bool) -> list[Entry[T]]:
         """The parameters that are not trained and are on every rank, and the buffers, if
@@ -599,10 +618,10 @@ class ModelJob(Generic[T]):
         """Returns the value that each rank has passed for ``what``. Every rank must call it."""
         return self.connection.exchange(f"{self.job.name}/{what}", value, self.group.ranks)
 
-    def states(self, only: T | None = None) -> Iterator[tuple[Entry[T], State[T]]]:
-        """The whole optimizer state of all trained entries that were updated, or of one of
-        them."""
-        applied = self.job.applied_steps(self.version)
+    def states(self, version: int, only: T | None = None) -> Iterator[tuple[Entry[T], State[T]]]:
+        """The whole optimizer state at a version, of all trained entries that were updated, or of
+        one of them."""
+        applied = self.job.applied_steps(version)
         updated = [
             entry
             for entry in self.trained
@@ -621,18 +640,18 @@ class ModelJob(Generic[T]):
                     fetched.setdefault(name, []).append((entry.index, array))
                 states.append(tensors)
             for name, arrays in fetched.items():
-                self._fetch(arrays, part=name, label=f"fetching {name}")
+                self.fetch(arrays, version=version, part=name, label=f"fetching {name}")
             for entry, tensors in zip(chunk, states, strict=True):
                 yield entry, (*applied[entry.index], tensors)
 
-    def whole(self, entries: Iterable[Entry[T]]) -> dict[str, T]:
-        """Whole tensors by name, as f32 in host memory, at the current version."""
+    def whole(self, entries: Iterable[Entry[T]], version: int) -> dict[str, T]:
+        """Whole tensors by name, as f32 in host memory, at a version."""
         hosts = {entry.name: (entry, self.framework.host(entry.shape)) for entry in entries}
         arrays = [
             (entry.index, self.framework.array(host, Box.whole(entry.shape)))
             for entry, host in hosts.values()
         ]
-        self._fetch(arrays, part="", label="fetching parameters")
+        self.fetch(arrays, version=version, part="", label="fetching parameters")
         return {name: host for name, (_, host) in hosts.items()}
 
     def state_hash(self) -> str:

@@ -114,7 +114,7 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         job = self.sharding.job
         values = job.groups()
         state: dict[str, Any] = {}
-        for entry, held in job.states():
+        for entry, held in job.states(job.version):
             own = values[entry.group][1]
             state |= _conversion.to_paddle(job.optimizer_name, entry.tensor.name, own, held)
         if isinstance(self._learning_rate, LRScheduler):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from .._core.framework import ParameterMemory
 from ..errors import InvalidArgumentError
 from ._dtensor import local
+from ._reads import copy_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,6 +66,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
     """Calls a torch function, after gathering the parameters among its arguments."""
     if func == _DATA.__set__:
         return _replace_data(*args)
+    if func == Tensor.detach and (copy := copy_of(args[0])) is not None:
+        return copy
     parameters: list[Any] = []
     if func not in METADATA:
         parameters = [*_gathered(args), *_gathered((kwargs or {}).values())]
@@ -232,6 +235,8 @@ class _CopyState:
     def __call__(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
+        if any(copy_of(parameter) is not None for parameter in self._parameters.values()):
+            return
         for name, parameter in self._parameters.items():
             value = state.get(prefix + name)
             if value is not None and value is not parameter:

@@ -114,11 +114,14 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             )
         }
         name = self.sharding.job.optimizer_name
-        self.sharding.follow_changes()
-        state = {
-            numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
-            for entry, held in self.sharding.job.states()
-        }
+        if not self.sharding.needs_copies:
+            self.sharding.follow_changes()
+        state = self.sharding.read(
+            lambda version: {
+                numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
+                for entry, held in self.sharding.job.states(version)
+            }
+        )
         groups, first = [], 0
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key != "params"}

@@ -18,6 +18,8 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._checkpoint import Checkpoint, postponed, settle
 from ._clip import max_norm_of
+from ._flat import check_no_views
+from ._foreign import check_not_wrapped
 from ._framework import TORCH, TorchOptimizer, process_group
 from ._materialize import Materializer
 from ._model import GroupSharded
@@ -120,6 +122,7 @@ def group_sharded_parallel(
         raise InvalidArgumentError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler"
         )
+    check_no_views(model, optimizer, options.fetched(TORCH, model))
     ranks = process_group(group)
     initial = Materializer(
         model,
@@ -163,6 +166,7 @@ def _check(model: Any, optimizer: Any) -> None:
             f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not sharded "
             "yet"
         )
+    check_not_wrapped(model, "group_sharded_parallel")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; "

@@ -61,7 +61,7 @@ class StateOnServers(defaultdict[Tensor, Any]):
             return None
         states = {
             id(entry.tensor): held
-            for entry, held in self._job.states()
+            for entry, held in self._job.states(self._job.version)
             if id(entry.tensor) not in self._removed and entry.tensor not in changed
         }
         return states | optimizer_states(self._job.optimizer_name, self._optimizer, changed)
@@ -88,7 +88,7 @@ class StateOnServers(defaultdict[Tensor, Any]):
         self._follow()
         state: dict[str, Any] = {}
         if id(parameter) in self._stepped - self._removed:
-            found = next(self._job.states(only=parameter), None)
+            found = next(self._job.states(self._job.version, only=parameter), None)
             if found is not None:
                 state = _conversion.to_torch(self._job.optimizer_name, found[1])
         self._read.setdefault(id(parameter), _digest(state))

@@ -11,6 +11,7 @@ from .._core.sharding import forget
 from ._compiled import stop_gathering
 from ._memory import _CopyState
 from ._model import GroupSharded
+from ._reads import stop_reading
 
 
 def unshard(model: GroupSharded) -> nn.Module:
@@ -30,6 +31,7 @@ def unshard(model: GroupSharded) -> nn.Module:
         for module in model.module.modules():
             stop_gathering(module)
             _remove(module._state_dict_hooks, _CopyState)
+    stop_reading(model.module)
     for parameter in model.module.parameters():
         parameter.grad = None
     forget(sharding)
