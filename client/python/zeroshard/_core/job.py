@@ -424,10 +424,27 @@ class ModelJob(Generic[T]):
             lambda name: named[name].trained,
             self.group.ranks,
             lambda value: self.connection.exchange(name, value, self.group.ranks),
+            self._alike(),
         )
         for entry in self.entries:
             entry.layout = agreed.layouts[entry.name]
         return agreed.meshes
+
+    def _alike(self) -> dict[str, str]:
+        """What all ranks must open the job with, as text by name."""
+        tensors = {f"tensor {entry.name!r}": entry.text for entry in self.entries}
+        options = {
+            "the optimizer": self.optimizer_name,
+            "the number of parameter groups": str(len(self.groups())),
+            "offload": str(self._offload),
+            "the URL of the checkpoints": str(self.checkpoints and self.checkpoints.url),
+        }
+        values = {
+            f"{key} of parameter group {number}": str(value)
+            for number, (_, group) in enumerate(self.groups())
+            for key, value in group.items()
+        }
+        return {**tensors, **options, **values}
 
     def _describe(self) -> list[Entry[T]]:
         framework, groups = self.framework, self.optimizer.parameters()
