@@ -73,6 +73,8 @@ class Options:
             for _, parameter in framework.parameters(model)
             if framework.largest_numel(parameter) > self.segment_size
             and id(parameter) not in excluded
+            # Nobody trains a quantised base: it stays.
+            and framework.dtype(parameter) is not None
         }
 
     def _excluded(self, framework: Framework[T], model: Any) -> set[int]:

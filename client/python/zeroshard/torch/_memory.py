@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -267,14 +267,15 @@ class PooledMemory(ParameterMemory[Tensor]):
     # Memory that is allocated in inference mode cannot be used for training later.
     @torch.inference_mode(False)
     def take(self, parameter: Tensor) -> Tensor:
-        values = local(parameter)
+        values, strides = local(parameter), self._strides[id(parameter)]
+        numel = _extent(values.shape, strides)
         if values.device.type == "cpu":
-            block = self._pool.take(values.numel() * values.element_size())
+            block = self._pool.take(numel * values.element_size())
             self._blocks[id(parameter)] = block
             flat = block.view(values.dtype)
         else:
-            flat = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
-        return flat.as_strided(values.shape, self._strides[id(parameter)])
+            flat = torch.empty(numel, dtype=values.dtype, device=values.device)
+        return flat.as_strided(values.shape, strides)
 
     @torch.inference_mode(False)
     def put(self, parameter: Tensor, value: Tensor) -> None:
@@ -293,6 +294,13 @@ class PooledMemory(ParameterMemory[Tensor]):
         block = self._blocks.pop(id(parameter), None)
         if block is not None:
             self._pool.give(block, self.limit)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The elements of memory that a tensor spans: more than it has, if it is a slice with gaps."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _stub(parameter: Tensor) -> Tensor:
