@@ -161,12 +161,12 @@ class Sharding(Generic[T]):
         """Whether the model has parameters that are on the servers."""
         return self.gatherer is not None and bool(self.gatherer.units)
 
-    def check_movable(self) -> None:
+    def check_movable(self, change: str) -> None:
         """Raises an error if the model has parameters that are on the servers, which cannot be
-        moved or cast."""
+        changed in this way."""
         if self.has_units:
             raise InvalidArgumentError(
-                "a model at level p_g_os cannot be moved or cast; "
+                f"a model at level p_g_os cannot be {change}; "
                 "do it before calling group_sharded_parallel"
             )
 

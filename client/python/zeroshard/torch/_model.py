@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,19 +17,20 @@ from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from ._compiled import gather_compiled, warn_not_compiled
 from ._dtensor import parts_of_state
+from ._foreign import check_not_wrapped_later
 from ._memory import outside_graphs
 from ._scaler import GradScaler
+from ._wrapper import ModuleWrapper
 
 
-class GroupSharded(nn.Module):
+class GroupSharded(ModuleWrapper):
     """A model whose optimizer state, and depending on the level its gradients and parameters, are
     on the shard servers.
 
-    Attributes that this class does not have are looked up in the model, and ``state_dict`` has the
-    keys of the model.
+    Attributes that this class does not have are those of the model, and ``state_dict`` has the keys
+    of the model.
     """
 
-    module: nn.Module
     #: The state shared with the optimizer.
     sharding: Sharding[Tensor]
     #: The gradient scaler that was passed together with the model.
@@ -38,12 +39,8 @@ class GroupSharded(nn.Module):
     def __init__(
         self, module: nn.Module, sharding: Sharding[Tensor], scaler: GradScaler | None = None
     ) -> None:
-        super().__init__()
-        self.module = module
-        # Bypasses torch's registration of submodules and parameters.
-        self.__dict__["sharding"] = sharding
-        self.__dict__["_scaler"] = scaler
-        self.__dict__["forward"] = _Forward(self)
+        super().__init__(module)
+        self._keep(sharding=sharding, _scaler=scaler, forward=_Forward(self))
         if sharding.gatherer is not None:
             gather_compiled(module, sharding.gatherer)
 
@@ -52,13 +49,8 @@ class GroupSharded(nn.Module):
         """``os``, ``os_g`` or ``p_g_os``."""
         return self.sharding.level
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_not_wrapped_later(self.module)
         if torch.is_grad_enabled():
             _before_forward(self.sharding)
         gatherer = self.sharding.gatherer
@@ -82,10 +74,6 @@ class GroupSharded(nn.Module):
         them, which must be the same on all ranks, become part of the next step."""
         return self.sharding.gathered()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state dict of the model, with the model's keys. Any rank may call it."""
-        return self.module.state_dict(*args, **kwargs)
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -102,22 +90,6 @@ class GroupSharded(nn.Module):
         self.sharding.take_values()
         return result
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the model, with the keys of ``state_dict``."""
-        if not recurse:
-            return iter(())
-        return self.module.named_parameters(prefix, remove_duplicate=remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the model, with the keys of ``state_dict``."""
-        if not recurse:
-            return iter(())
-        return self.module.named_buffers(prefix, remove_duplicate=remove_duplicate)
-
     def _fqn_modifiers(self) -> dict[str, str]:
         """Read by ``torch.distributed.checkpoint.state_dict``: the name of the child that is not in
         the keys of ``state_dict``."""
@@ -132,12 +104,18 @@ class GroupSharded(nn.Module):
         """A pickled model is whole, and not sharded."""
         return _itself, (self.module,)
 
+    def share_memory(self) -> GroupSharded:
+        """As torch's; not at ``p_g_os``, where parameters have no memory of their own."""
+        self.sharding.check_movable("shared with other processes")
+        super().share_memory()
+        return self
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         if self.sharding.has_units and all(_is_unchanged(fn, tensor) for tensor in tensors):
             return self
-        self.sharding.check_movable()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.sharding.check_movable("moved or cast")
+        return super()._apply(fn, recurse)
 
 
 class _Forward:

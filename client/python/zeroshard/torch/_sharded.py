@@ -18,6 +18,7 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._checkpoint import Checkpoint, postponed, settle
 from ._clip import max_norm_of
+from ._foreign import check_not_wrapped
 from ._framework import TORCH, TorchOptimizer, process_group
 from ._materialize import Materializer
 from ._model import GroupSharded
@@ -162,6 +163,7 @@ def _check(model: Any, optimizer: Any) -> None:
             f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not sharded "
             "yet"
         )
+    check_not_wrapped(model, "group_sharded_parallel")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; "
