@@ -66,6 +66,7 @@ class Unit(Generic[T]):
         if self.allocated:
             return
         job, arrays, incoming, values = self.gatherer.job, [], [], []
+        job.check_open()
         job.check_not_rolled_back()
         for parameter in self.parameters.values():
             if job.entry(parameter).modified:

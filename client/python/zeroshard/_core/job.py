@@ -17,7 +17,13 @@ from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, Transfer
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError, JobExistsError, JobFailedError, RolledBackError
+from ..errors import (
+    InvalidArgumentError,
+    JobExistsError,
+    JobFailedError,
+    NotInitialisedError,
+    RolledBackError,
+)
 from .broadcast import broadcast
 from .entry import Entry, hashes_of, mark, modified
 from .exchanges import Exchanges, Pull
@@ -224,6 +230,15 @@ class ModelJob(Generic[T]):
         self.version = self.started_at = version
         return True
 
+    def check_open(self) -> None:
+        """Raises :class:`~zeroshard.NotInitialisedError` if the session was closed."""
+        if self.connection.closed:
+            raise NotInitialisedError(
+                "the session was closed by zeroshard.shutdown(), and with it the part of this "
+                "model that was on the servers; read, save and train it before that, or create it "
+                "again after zeroshard.init()"
+            )
+
     @property
     def is_rolled_back(self) -> bool:
         """Whether the job was restored from its last checkpoint, and this rank has not followed."""
@@ -252,6 +267,7 @@ class ModelJob(Generic[T]):
 
     def send_gradient(self, entry: Entry[T], gradient: T) -> None:
         """Sends this rank's gradient in the open step."""
+        self.check_open()
         array = self.framework.outgoing(gradient)
         if self.exchanges is not None:
             self.exchanges.gradient(self.version, entry.index, array)
@@ -526,6 +542,7 @@ class ModelJob(Generic[T]):
     def _fetch(
         self, arrays: list[tuple[int, Array]], *, part: str | None = None, label: str | None
     ) -> None:
+        self.check_open()
         self.check_not_rolled_back()
         with self.connection.activity.waiting("pull"):
             self.job.fetch(self.version, arrays, part=part, label=label)
@@ -555,6 +572,7 @@ class ModelJob(Generic[T]):
     def states(self, only: T | None = None) -> Iterator[tuple[Entry[T], State[T]]]:
         """The whole optimizer state of all trained entries that were updated, or of one of
         them."""
+        self.check_open()
         applied = self.job.applied_steps(self.version)
         updated = [
             entry

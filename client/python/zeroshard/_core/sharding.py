@@ -307,6 +307,7 @@ class Sharding(Generic[T]):
 
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
+        self.job.check_open()
         self.follow_changes()
         data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
@@ -331,8 +332,10 @@ class Sharding(Generic[T]):
             where = "in the sum over the ranks" if rank is None else f"on rank {rank}"
             raise InvalidArgumentError(
                 f"the gradient of parameter {self.job.entries[index].name!r} contains inf or NaN "
-                f"{where}, and step {report.version - 1} was skipped; to skip such steps without "
-                "an error, pass a GradScaler to group_sharded_parallel"
+                f"{where}, and step {report.version - 1} was skipped, which has changed nothing; "
+                "lower the learning rate or clip gradients, or use a loss scaler, with which such "
+                "steps are skipped without an error: pass a GradScaler to group_sharded_parallel, "
+                "or choose fp16 precision if a Trainer calls that function for you"
             )
 
     def begin_join(self, excluding: bool) -> None:

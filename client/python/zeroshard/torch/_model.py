@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._core.gather import Gatherer
 from .._core.sharding import Sharding
-from ..errors import InvalidArgumentError
+from ._assign import refuse_assign
 from ._compiled import gather_compiled, warn_not_compiled
 from ._dtensor import parts_of_state
 from ._foreign import check_not_wrapped_later
@@ -41,6 +41,7 @@ class GroupSharded(ModuleWrapper):
     ) -> None:
         super().__init__(module)
         self._keep(sharding=sharding, _scaler=scaler, forward=_Forward(self))
+        refuse_assign(module)
         if sharding.gatherer is not None:
             gather_compiled(module, sharding.gatherer)
 
@@ -80,13 +81,10 @@ class GroupSharded(ModuleWrapper):
         """Loads the state of the model. Every rank must call it; all ranks take the values of rank
         0.
 
-        Tensors may be whole if the model's are distributed.
+        Tensors may be whole if the model's are distributed. ``assign=True`` is an error.
         """
-        if assign:
-            raise InvalidArgumentError(
-                "assign is True; it must be False, since the job holds the existing parameters"
-            )
-        result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
+        state = parts_of_state(self.module, state_dict)
+        result = self.module.load_state_dict(state, strict=strict, assign=assign)
         self.sharding.take_values()
         return result
 
