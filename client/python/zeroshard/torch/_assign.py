@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import InvalidArgumentError
@@ -31,6 +32,8 @@ def refuse_assign(model: nn.Module) -> None:
     """Makes ``load_state_dict(assign=True)`` raise an error, of the model and all its modules."""
     refusal = _Refusal()
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # has no such hooks
         if not any(map(is_refusal, module._load_state_dict_pre_hooks.values())):
             module._register_load_state_dict_pre_hook(refusal)
 
@@ -38,6 +41,8 @@ def refuse_assign(model: nn.Module) -> None:
 def allow_assign(model: nn.Module) -> None:
     """Undoes :func:`refuse_assign`."""
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         for number, hook in list(module._load_state_dict_pre_hooks.items()):
             if is_refusal(hook):
                 del module._load_state_dict_pre_hooks[number]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from .._core.framework import ParameterMemory
 from ..errors import InvalidArgumentError
 from ._dtensor import local
+from ._transforms import check_not_recorded, is_transformed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +70,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
     if func not in METADATA:
         parameters = [*_gathered(args), *_gathered((kwargs or {}).values())]
     context: AbstractContextManager[Any] = contextlib.nullcontext()
+    if parameters:
+        check_not_recorded()
     for parameter in parameters:
         if func in _EXPORTS:
             parameter._zeroshard_expose()
@@ -104,6 +107,8 @@ def _is_view(result: Any, parameter: Tensor) -> bool:
         return any(_is_view(one, parameter) for one in result)
     if not isinstance(result, Tensor) or result.layout is not torch.strided or result is parameter:
         return False
+    if is_transformed(result):
+        return False  # a parameter that a transformation uses is exposed
     memory, of_parameter = (local(one).untyped_storage()._cdata for one in (result, parameter))
     return bool(memory == of_parameter)
 

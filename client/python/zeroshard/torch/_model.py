@@ -20,6 +20,7 @@ from ._dtensor import parts_of_state
 from ._foreign import check_not_wrapped_later
 from ._memory import outside_graphs
 from ._scaler import GradScaler
+from ._transforms import not_recorded, outside_transforms
 from ._wrapper import ModuleWrapper
 
 
@@ -52,9 +53,15 @@ class GroupSharded(ModuleWrapper):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
+        gatherer = self.sharding.gatherer
+        if torch.jit.is_tracing():
+            raise not_recorded()
+        if torch.compiler.is_exporting():
+            if self.sharding.has_units:
+                raise not_recorded()
+            return self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             _before_forward(self.sharding)
-        gatherer = self.sharding.gatherer
         if gatherer is None:
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -64,6 +71,10 @@ class GroupSharded(ModuleWrapper):
         except BaseException:
             self.sharding.unwind()
             raise
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by ``torch.jit.script``."""
+        raise not_recorded()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose forwards have backward passes that are not the last of their step: the
@@ -123,6 +134,8 @@ class _Forward:
     def __init__(self, model: GroupSharded) -> None:
         self._model = model
         functools.update_wrapper(self, model.module.forward)
+        # Read by torch.export.
+        self.__code__ = getattr(model.module.forward, "__code__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model._forward(args, kwargs)
@@ -141,7 +154,8 @@ def _is_unchanged(fn: Any, tensor: Tensor) -> bool:
 
 @outside_graphs
 def _before_forward(sharding: Sharding[Tensor]) -> None:
-    sharding.before_forward()
+    with outside_transforms():
+        sharding.before_forward()
 
 
 @outside_graphs

@@ -85,7 +85,8 @@ class ModuleWrapper(nn.Module):
 
     def __dir__(self) -> list[str]:
         own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
-        return sorted({*own, *dir(self.module)})
+        # torch.jit.trace reads everything that is listed.
+        return sorted({*own, *dir(self.module)} - {"_ddp_params_and_buffers_to_ignore"})
 
     def _has(self, name: str) -> bool:
         """Whether the attribute is one of the wrapper itself."""
