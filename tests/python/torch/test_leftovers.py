@@ -149,6 +149,47 @@ def test_without_a_scaler_the_error_for_nan_has_a_remedy_for_a_trainer(
         optimizer.step()
 
 
+def interrupted(level: str | None, drops: bool) -> Tensor:
+    """Interrupts a loop as Ctrl-C in a notebook does, and runs it again. ``drops``: drops the
+    gradients before that. Returns the loss after it."""
+    if level is None:
+        model: Any = sequential()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    else:
+        model, optimizer, _ = wrap(level)
+
+    def cell(last: int | None = None) -> None:
+        for number in range(3):
+            model(INPUTS + number).square().mean().backward()
+            if number == last:
+                raise KeyboardInterrupt
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(KeyboardInterrupt):
+        cell(1)
+    if not drops:
+        # torch accumulates, and so do we as long as the gradients are here.
+        if level not in (None, "os"):
+            with pytest.raises(zs.InvalidArgumentError, match="interrupted step.*zero_grad"):
+                cell()
+            optimizer.zero_grad()
+    else:
+        optimizer.zero_grad()
+    cell()
+    found: Tensor = model(INPUTS).square().mean().detach()
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loop_that_was_interrupted_after_backward_runs_again(
+    level: str, cluster: zs.Session
+) -> None:
+    for drops in (False, True):
+        like_torch = drops if level == "os" else True
+        torch.testing.assert_close(interrupted(level, drops), interrupted(None, like_torch))
+
+
 #: Runs in a process of its own, since it opens and closes sessions.
 SCRIPT = """
 import copy
