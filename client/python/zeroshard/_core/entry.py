@@ -110,6 +110,13 @@ class Entry(Generic[T]):
         """The shape in which the local tensor is transferred."""
         return (self.framework.words(self.tensor),) if self.raw else self.local_shape
 
+    @property
+    def text(self) -> str:
+        """Its kind, for a comparison with other ranks."""
+        kind = "a buffer" if self.buffer else "trained" if self.trained else "frozen"
+        group = f" in parameter group {self.group}" if self.trained else ""
+        return f"{self.dtype} of shape {list(self.shape)}, {kind}{group}"
+
     def continues(self, before: Entry[T] | None) -> bool:
         """Whether its values are those that the servers hold for ``before``, its entry in the
         previous job.

@@ -68,6 +68,7 @@ class Unit(Generic[T]):
         if self.allocated:
             return
         job, arrays, incoming, values = self.gatherer.job, [], [], []
+        job.check_open()
         job.check_not_rolled_back()
         for parameter in self.parameters.values():
             if job.entry(parameter).modified:
@@ -152,6 +153,8 @@ class Gatherer(Generic[T]):
         #: Units that were used outside of any forward. They are kept until the next forward or
         #: step.
         self._kept: set[Unit[T]] = set()
+        #: Units that a function transformation has used since the last step.
+        self._held: set[Unit[T]] = set()
         self._pass: Hashable = None
         self._frozen: list[Unit[T]] = []
         self._find_units(model)
@@ -251,23 +254,39 @@ class Gatherer(Generic[T]):
 
     def _begin(self, units: list[Unit[T]]) -> Callable[[], None]:
         def begin() -> None:
-            forward = _RunningForward[T]()
-            outermost = not self._forwards and not self.framework.in_backward()
-            self._forwards.append(forward)
-            if outermost:
-                self.settle(together=self._trains())
-                forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
-                forward.hooks.__enter__()
-            for unit in units:
-                unit.start(self._trains())
-            for unit in units:
-                self._use(unit)
+            transforming = self.framework.is_transforming()
+            with self.framework.outside_transforms():
+                self._enter_forward(units, transforming)
 
         return begin
 
+    def _enter_forward(self, units: list[Unit[T]], transforming: bool) -> None:
+        forward = _RunningForward[T]()
+        outermost = not self._forwards and not self.framework.in_backward()
+        self._forwards.append(forward)
+        if outermost:
+            self.settle(together=self._trains())
+            if not transforming:
+                forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
+                forward.hooks.__enter__()
+        for unit in units:
+            unit.start(self._trains())
+        for unit in units:
+            self._use(unit)
+            if transforming:
+                self._hold(unit)
+
+    def _hold(self, unit: Unit[T]) -> None:
+        """Keeps a unit that a transformation uses until the next step, since the tensors that it
+        saves for backward cannot be replaced."""
+        if unit not in self._held:
+            self._held.add(unit)
+            unit.expose()
+
     def _end(self) -> None:
         if self._forwards:
-            self._leave_forward()
+            with self.framework.outside_transforms():
+                self._leave_forward()
 
     def unwind(self) -> None:
         """Ends the forwards that an exception such as KeyboardInterrupt has ended without calling
@@ -288,6 +307,11 @@ class Gatherer(Generic[T]):
     def access(self, unit: Unit[T]) -> AbstractContextManager[Any]:
         """Called before an operation reads one of the unit's parameters. Returns the context in
         which the operation runs."""
+        if self.framework.is_transforming():
+            with self.framework.outside_transforms():
+                unit.finish()
+                self._hold(unit)
+            return nullcontext()
         if self._forwards:
             self._use(unit)
             return nullcontext()
@@ -343,8 +367,9 @@ class Gatherer(Generic[T]):
             self.units[number].start(together)
 
     def _free(self, unit: Unit[T]) -> None:
-        if unit.number not in self._prefetched and unit not in self._kept:
-            unit.free()
+        if unit.number in self._prefetched or unit in self._kept or unit in self._held:
+            return
+        unit.free()
 
     @operation
     def settle(self, together: bool = False) -> None:
@@ -365,6 +390,7 @@ class Gatherer(Generic[T]):
         ``together``: all ranks of the group do this."""
         self.unwind()
         self._kept.clear()
+        self._held.clear()
         self._prefetched = set()
         for unit in self.units:
             unit.free()

@@ -165,7 +165,8 @@ class Gradients(Generic[T]):
             f"backward pass {self._passes[entry.index] + 1} of step {self._job.version} on rank "
             f"{self._job.group.rank} has computed a gradient of parameter {entry.name!r}, whose "
             f"gradient was already sent to the servers; {remedy}, or run all forwards but the last "
-            "of a step under model.no_sync()"
+            "of a step under model.no_sync(), and after an interrupted step (Ctrl-C) call "
+            "optimizer.zero_grad() first"
         )
 
     def _show(self, entry: Entry[T], freed: bool = False) -> MeanGradient[T] | None:

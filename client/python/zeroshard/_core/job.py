@@ -17,7 +17,13 @@ from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, Transfer
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError, JobExistsError, JobFailedError, RolledBackError
+from ..errors import (
+    InvalidArgumentError,
+    JobExistsError,
+    JobFailedError,
+    NotInitialisedError,
+    RolledBackError,
+)
 from .broadcast import broadcast
 from .entry import Entry, hashes_of, mark, modified
 from .exchanges import Exchanges, Pull
@@ -278,6 +284,15 @@ class ModelJob(Generic[T]):
         self.version = self.started_at = version
         return True
 
+    def check_open(self) -> None:
+        """Raises :class:`~zeroshard.NotInitialisedError` if the session was closed."""
+        if self.connection.closed:
+            raise NotInitialisedError(
+                "the session was closed by zeroshard.shutdown(), and with it the part of this "
+                "model that was on the servers; read, save and train it before that, or create it "
+                "again after zeroshard.init()"
+            )
+
     @property
     def is_rolled_back(self) -> bool:
         """Whether the job was restored from its last checkpoint, and this rank has not followed."""
@@ -306,6 +321,7 @@ class ModelJob(Generic[T]):
 
     def send_gradient(self, entry: Entry[T], gradient: T) -> None:
         """Sends this rank's gradient in the open step."""
+        self.check_open()
         array = self.framework.outgoing(gradient)
         if self.exchanges is not None:
             self.exchanges.gradient(self.version, entry.index, array)
@@ -496,10 +512,27 @@ class ModelJob(Generic[T]):
             lambda name: named[name].trained,
             self.group.ranks,
             lambda value: self.connection.exchange(name, value, self.group.ranks),
+            self._alike(),
         )
         for entry in self.entries:
             entry.layout = agreed.layouts[entry.name]
         return agreed.meshes
+
+    def _alike(self) -> dict[str, str]:
+        """What all ranks must open the job with, as text by name."""
+        tensors = {f"tensor {entry.name!r}": entry.text for entry in self.entries}
+        options = {
+            "the optimizer": self.optimizer_name,
+            "the number of parameter groups": str(len(self.groups())),
+            "offload": str(self._offload),
+            "the URL of the checkpoints": str(self.checkpoints and self.checkpoints.url),
+        }
+        values = {
+            f"{key} of parameter group {number}": str(value)
+            for number, (_, group) in enumerate(self.groups())
+            for key, value in group.items()
+        }
+        return {**tensors, **options, **values}
 
     def _describe(self, states: Collection[int]) -> list[Entry[T]]:
         framework, groups = self.framework, self.optimizer.parameters()
@@ -592,6 +625,7 @@ class ModelJob(Generic[T]):
         label: str | None = None,
     ) -> None:
         """Fetches tensors at a version: see :meth:`zeroshard._native.Job.fetch`."""
+        self.check_open()
         self.check_not_rolled_back()
         with self.connection.activity.waiting("pull"):
             self.job.fetch(version, arrays, part=part, label=label)
@@ -621,6 +655,7 @@ class ModelJob(Generic[T]):
     def states(self, version: int, only: T | None = None) -> Iterator[tuple[Entry[T], State[T]]]:
         """The whole optimizer state at a version, of all trained entries that were updated, or of
         one of them."""
+        self.check_open()
         applied = self.job.applied_steps(version)
         updated = [
             entry

@@ -36,6 +36,7 @@ from .options import Options
 from .summary import log_start
 
 R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
 
 #: The number of versions of which a read is tried. Another thread may make steps meanwhile.
 _READS = 20
@@ -46,10 +47,10 @@ _DECISION_TIME = 2.0
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
 
 
-class StateEdits(Protocol[T]):
+class StateEdits(Protocol[T_co]):
     """The optimizer's state as the program sees it, which it may change between steps."""
 
-    def edited(self) -> Mapping[int, State[T]] | None:
+    def edited(self) -> Mapping[int, State[T_co]] | None:
         """The whole state after the program's changes since the last step, by the ``id`` of its
         parameter. None if there are none."""
 
@@ -401,6 +402,7 @@ class Sharding(Generic[T]):
     @operation
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
+        self.job.check_open()
         if self._holding and self.job.group.size > 1:
             raise InvalidArgumentError(
                 "optimizer.step() is called inside no_sync(), and the servers cannot make a step "
@@ -434,8 +436,10 @@ class Sharding(Generic[T]):
             where = "in the sum over the ranks" if rank is None else f"on rank {rank}"
             raise InvalidArgumentError(
                 f"the gradient of parameter {self.job.entries[index].name!r} contains inf or NaN "
-                f"{where}, and step {report.version - 1} was skipped; to skip such steps without "
-                "an error, pass a GradScaler to group_sharded_parallel"
+                f"{where}, and step {report.version - 1} was skipped, which has changed nothing; "
+                "lower the learning rate or clip gradients, or use a loss scaler, with which such "
+                "steps are skipped without an error: pass a GradScaler to group_sharded_parallel, "
+                "or choose fp16 precision if a Trainer calls that function for you"
             )
 
     def begin_join(self, excluding: bool) -> None:

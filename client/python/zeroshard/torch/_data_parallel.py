@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .._core.reducer import Reducer, average_now, weakly
 from .._rendezvous import ProcessGroup as Ranks
 from ..errors import InvalidArgumentError
+from ._assign import refuse_assign
 from ._foreign import check_not_wrapped, check_not_wrapped_later
 from ._framework import TORCH, process_group
 from ._materialize import check_has_values
@@ -52,7 +53,7 @@ class DataParallel(ModuleWrapper):
     Raises:
         InvalidArgumentError: no parameter requires a gradient, a parameter is neither float32 nor
             bfloat16 nor float16, or a size is negative.
-        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
+        DisagreementError: the parameters of the ranks differ in names, shapes or dtypes.
     """
 
     #: Averages the gradients; None in a copy until it is trained.
@@ -93,6 +94,7 @@ class DataParallel(ModuleWrapper):
         }
         self._keep(_options=options, _ranks=ranks)
         self._keep(_made=Reducer(TORCH, module, ranks, **options))
+        refuse_assign(module)
 
     @property
     def _reducer(self) -> Reducer[torch.Tensor]:
@@ -191,7 +193,7 @@ class DataParallel(ModuleWrapper):
 
 
 def _copied(module: nn.Module, options: dict[str, Any], ranks: Ranks | None) -> DataParallel:
-    made = DataParallel.__new__(DataParallel)
+    made = DataParallel.__new__(DataParallel, module)
     ModuleWrapper.__init__(made, module)
     made._keep(_options=dict(options), _ranks=ranks, _made=None)
     return made

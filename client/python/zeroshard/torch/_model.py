@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from .._core.gather import Gatherer
 from .._core.interrupts import operation
 from .._core.sharding import Sharding
-from ..errors import InvalidArgumentError
+from ._assign import refuse_assign
 from ._compiled import gather_compiled, warn_not_compiled
 from ._dtensor import parts_of_state
 from ._foreign import check_not_wrapped_later
 from ._memory import outside_graphs
 from ._reads import read_consistently
 from ._scaler import GradScaler
+from ._transforms import not_recorded, outside_transforms
 from ._wrapper import ModuleWrapper
 
 
@@ -44,6 +45,7 @@ class GroupSharded(ModuleWrapper):
         super().__init__(module)
         self._keep(sharding=sharding, _scaler=scaler, forward=_Forward(self))
         read_consistently(module, sharding)
+        refuse_assign(module)
         if sharding.gatherer is not None:
             gather_compiled(module, sharding.gatherer)
 
@@ -55,8 +57,14 @@ class GroupSharded(ModuleWrapper):
     @operation
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
-        _before_forward(self.sharding, torch.is_grad_enabled(), self.training)
         gatherer = self.sharding.gatherer
+        if torch.jit.is_tracing():
+            raise not_recorded()
+        if torch.compiler.is_exporting():
+            if self.sharding.has_units:
+                raise not_recorded()
+            return self.module(*args, **kwargs)
+        _before_forward(self.sharding, torch.is_grad_enabled(), self.training)
         if gatherer is None:
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -66,6 +74,10 @@ class GroupSharded(ModuleWrapper):
         except BaseException:
             self.sharding.unwind()
             raise
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by ``torch.jit.script``."""
+        raise not_recorded()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose forwards have backward passes that are not the last of their step: the
@@ -83,13 +95,10 @@ class GroupSharded(ModuleWrapper):
         """Loads the state of the model. Every rank must call it; all ranks take the values of rank
         0.
 
-        Tensors may be whole if the model's are distributed.
+        Tensors may be whole if the model's are distributed. ``assign=True`` is an error.
         """
-        if assign:
-            raise InvalidArgumentError(
-                "assign is True; it must be False, since the job holds the existing parameters"
-            )
-        result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
+        state = parts_of_state(self.module, state_dict)
+        result = self.module.load_state_dict(state, strict=strict, assign=assign)
         self.sharding.take_values()
         return result
 
@@ -128,6 +137,8 @@ class _Forward:
     def __init__(self, model: GroupSharded) -> None:
         self._model = model
         functools.update_wrapper(self, model.module.forward)
+        # Read by torch.export.
+        self.__code__ = getattr(model.module.forward, "__code__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model._forward(args, kwargs)
@@ -146,9 +157,10 @@ def _is_unchanged(fn: Any, tensor: Tensor) -> bool:
 
 @outside_graphs
 def _before_forward(sharding: Sharding[Tensor], records: bool, training: bool) -> None:
-    if records:
-        sharding.before_forward()
-    sharding.share_buffers(records and training)
+    with outside_transforms():
+        if records:
+            sharding.before_forward()
+        sharding.share_buffers(records and training)
 
 
 @outside_graphs

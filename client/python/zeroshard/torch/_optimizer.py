@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -34,6 +35,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         self._given = optimizer
         self._state = StateOnServers(sharding.job, self)
         sharding.state_edits = self._state
+        optimizer.register_step_pre_hook(_refusal(sharding))
         #: Whether a scaler makes the step, which may be skipped.
         self.is_scaled = False
 
@@ -158,3 +160,18 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         }
         self._state.forget()
         self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
+
+
+def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:
+    """A hook of the original optimizer, which must not step any more."""
+    alive = weakref.ref(sharding)
+
+    def refuse(*_: Any) -> None:
+        if alive() is not None:
+            raise InvalidArgumentError(
+                "the optimizer that was passed to group_sharded_parallel steps, but its state is "
+                "on the servers; call step() of the optimizer that group_sharded_parallel has "
+                "returned: model, optimizer, scaler = group_sharded_parallel(model, optimizer, ...)"
+            )
+
+    return refuse

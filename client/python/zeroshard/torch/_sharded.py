@@ -21,7 +21,7 @@ from ._clip import max_norm_of
 from ._flat import check_no_views
 from ._foreign import check_not_wrapped
 from ._framework import TORCH, TorchOptimizer, process_group
-from ._materialize import Materializer
+from ._materialize import Materializer, check_has_shapes
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._scaler import GradScaler
@@ -167,6 +167,7 @@ def _check(model: Any, optimizer: Any) -> None:
             "yet"
         )
     check_not_wrapped(model, "group_sharded_parallel")
+    check_has_shapes(model, "group_sharded_parallel")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; "

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._core.sharding import forget
+from ._assign import allow_assign
 from ._compiled import stop_gathering
 from ._memory import _CopyState
 from ._model import GroupSharded
@@ -34,6 +35,7 @@ def unshard(model: GroupSharded) -> nn.Module:
     stop_reading(model.module)
     for parameter in model.module.parameters():
         parameter.grad = None
+    allow_assign(model.module)
     forget(sharding)
     return model.module
 

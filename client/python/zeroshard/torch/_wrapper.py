@@ -6,15 +6,28 @@ module, except for calls, their hooks, and what the wrapper itself is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
 from ._foreign import check_hook, wrapped_later
+from ._leftovers import missing
 
 W = TypeVar("W", bound="ModuleWrapper")
+
+#: What Python looks up in a class: of containers such as ``nn.Sequential``.
+_OPERATORS = (
+    "__len__",
+    "__iter__",
+    "__reversed__",
+    "__contains__",
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+)
 
 
 class ModuleWrapper(nn.Module):
@@ -22,6 +35,10 @@ class ModuleWrapper(nn.Module):
     from the module, written to it and deleted from it."""
 
     module: nn.Module
+
+    def __new__(cls: type[W], module: object = None, *args: Any, **kwargs: Any) -> W:
+        found = [name for name in _OPERATORS if hasattr(type(module), name)]
+        return nn.Module.__new__(_with_operators(cls, *found))
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -45,7 +62,10 @@ class ModuleWrapper(nn.Module):
         except AttributeError:
             if self._wrapped is None:
                 raise
+        try:
             return getattr(self._wrapped, name)
+        except AttributeError as error:
+            raise missing(type(self).__name__, name, error) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._wrapped is None or self._has(name):
@@ -65,7 +85,8 @@ class ModuleWrapper(nn.Module):
 
     def __dir__(self) -> list[str]:
         own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
-        return sorted({*own, *dir(self.module)})
+        # torch.jit.trace reads everything that is listed.
+        return sorted({*own, *dir(self.module)} - {"_ddp_params_and_buffers_to_ignore"})
 
     def _has(self, name: str) -> bool:
         """Whether the attribute is one of the wrapper itself."""
@@ -199,3 +220,21 @@ class ModuleWrapper(nn.Module):
         # module.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+@functools.cache
+def _with_operators(kind: type[W], *names: str) -> type[W]:
+    """The class of a wrapper whose module has these operators: only then may the wrapper have
+    them."""
+    members = {"__module__": kind.__module__, **_operators(names)}
+    return cast("type[W]", type(kind.__name__, (kind,), members))
+
+
+def _operators(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    def of_module(name: str) -> Callable[..., Any]:
+        def operator(wrapper: ModuleWrapper, *args: Any) -> Any:
+            return getattr(wrapper.module, name)(*args)
+
+        return operator
+
+    return {name: of_module(name) for name in names}
