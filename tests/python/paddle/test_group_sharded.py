@@ -21,6 +21,7 @@ TRAININGS = {
         max_norm=0.1, clip=nn.ClipGradByNorm, unclipped="bias", scaled=True, lr=1e-2
     ),
     "groups": Training(groups=True, settings={"weight_decay": 0.1}),
+    "groups clipped": Training(groups=True, max_norm=0.1, lr=1e-2),
     "accumulated, learned": Training(micro=3),
     "accumulated under no_sync": Training(micro=3, announced="no_sync"),
     "accumulated, announced": Training(micro=3, announced="accumulation_steps"),

@@ -283,7 +283,7 @@ def test_a_gradient_that_was_sent_is_used_or_an_error(cluster: zs.Session, level
         step_again,
     ):
         backward()
-        if level == "os":
+        if level == "os" or use is not step_again:
             use()
             assert optimizer.last_report is None or optimizer.last_report.gradient_norm > 0
         else:
@@ -296,7 +296,7 @@ def test_a_gradient_that_was_sent_is_used_or_an_error(cluster: zs.Session, level
     for clear in (optimizer.clear_grad, layer.clear_gradients):
         backward()
         clear()
-        assert weight.grad is None or level == "os"
+        assert weight.grad is None or (level == "os" and not weight.grad.numpy().any())
         step(model, optimizer)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, cast
 
 from .._native import Box
@@ -220,6 +220,25 @@ class Gradients(Generic[T]):
     # ---- for mean gradients
 
     @property
+    def version(self) -> int:
+        """The version from which the open step starts."""
+        return self._job.version
+
+    @property
+    def trained(self) -> Iterable[Entry[T]]:
+        """The parameters that the job trains."""
+        return self._job.trained
+
+    @property
+    def shows_any(self) -> bool:
+        """Whether a mean gradient of the open step is shown."""
+        return bool(self._means)
+
+    def adopt(self, mean: MeanGradient[T]) -> None:
+        """The program sees a mean gradient to which this rank contributes none."""
+        self._means[mean.entry.index] = mean
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is only one rank."""
         return self._job.group.size == 1
@@ -318,15 +337,24 @@ class Gradients(Generic[T]):
                 mean.clip(self._clip_factor)
         return norm
 
-    def clip_each(self, max_norm: float) -> list[float]:
-        """The factors of all tensors of the job that clip each mean gradient to ``max_norm``,
-        multiplied by those of the program. Every rank must call it."""
+    def clip_sets(self, sets: Iterable[tuple[Iterable[T], float]]) -> list[float]:
+        """The factors of all tensors of the job that clip the mean gradients of each set of
+        parameters to a norm of its own, multiplied by those of the program. Every rank must call
+        it."""
         factors = self.factors() or [1.0] * len(self._job.entries)
         norms = self.norms()
-        for entry in self._job.trained:
-            norm = abs(factors[entry.index]) * norms[entry.index] / self.loss_scale
-            if self._job.framework.clips(entry.tensor) and max_norm < norm < math.inf:
-                factors[entry.index] *= max_norm / norm
+        clipped = {
+            id(entry.tensor): entry.index
+            for entry in self._job.trained
+            if self._job.framework.clips(entry.tensor)
+        }
+        for parameters, max_norm in sets:
+            indices = [clipped[id(each)] for each in parameters if id(each) in clipped]
+            norm = math.hypot(*(factors[index] * norms[index] for index in indices))
+            norm /= self.loss_scale
+            if max_norm < norm < math.inf:
+                for index in indices:
+                    factors[index] *= max_norm / norm
         return factors
 
     def unscale(self, loss_scale: float) -> None:
@@ -380,7 +408,9 @@ class Gradients(Generic[T]):
             return None
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and (mean.own is None or mean.is_edited):
-            return mean.to_send()
+            if self._early or mean.is_edited:
+                return mean.to_send()
+            return None  # the ranks that have used the parameter still have their gradients
         gradient = self._job.framework.gradient(entry.tensor)
         if gradient is not None and mean is None and self._unscaled:
             scaled: T = cast(Any, gradient) * self.loss_scale

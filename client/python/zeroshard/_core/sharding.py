@@ -72,14 +72,14 @@ class Sharding(Generic[T]):
         *,
         states: Mapping[int, State[T]],
         max_norm: float | None,
-        max_tensor_norm: float | None = None,
+        clip_sets: Sequence[tuple[Sequence[T], float]] = (),
         initial: Callable[[Collection[int]], Iterable[Sequence[T]]] | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
         """``states``: existing optimizer state, by the ``id`` of its parameter. ``max_norm``: clip
-        every step to this global norm. ``max_tensor_norm``: clip the gradient of each parameter to
-        this norm. ``initial``: called with the ids of the parameters that are fetched; returns the
-        ``initial`` of :meth:`ModelJob.open`."""
+        every step to this global norm. ``clip_sets``: sets of parameters, each of which is clipped
+        to a norm of its own. ``initial``: called with the ids of the parameters that are fetched;
+        returns the ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
         #: Whether the last training forward may have changed buffers that ranks share.
@@ -88,7 +88,7 @@ class Sharding(Generic[T]):
         if checkpoints is not None:
             checkpoints.check_unused()
         self._max_norm = max_norm
-        self._max_tensor_norm = max_tensor_norm
+        self._clip_sets = clip_sets
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
@@ -686,8 +686,8 @@ class Sharding(Generic[T]):
     ) -> Report:
         limits = [norm for norm in (self._clip_once, self._max_norm) if norm is not None]
         factors = self.gradients.factors()
-        if self._max_tensor_norm is not None:
-            factors = self.gradients.clip_each(self._max_tensor_norm)
+        if self._clip_sets:
+            factors = self.gradients.clip_sets(self._clip_sets)
         hashes = self.job.hashes(written)
         self._voted = self.job.version
         with self.job.connection.activity.waiting("commit"):

@@ -12,28 +12,33 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 
 
-def clip_of(optimizer: Any) -> Any | None:
-    """The optimizer's ``ClipGradByGlobalNorm`` or ``ClipGradByNorm``. None if steps are not
-    clipped.
+def clipping(optimizer: Any) -> tuple[float | None, list[tuple[list[Any], float]]]:
+    """How the optimizer clips gradients: the global norm of all parameters, and sets of parameters
+    that are each clipped to a norm of their own. One of the two is empty.
+
+    As in Paddle, ``ClipGradByGlobalNorm`` computes one norm for each parameter group.
 
     Raises:
-        InvalidArgumentError: the optimizer uses another clipping method, or its groups clip
-            differently.
+        InvalidArgumentError: the optimizer uses another clipping method.
     """
-    clips = [
-        group.get("grad_clip", optimizer._grad_clip)
-        for group in _conversion.param_groups(optimizer)
-    ]
-    if any(clip is not clips[0] for clip in clips):
-        raise InvalidArgumentError(
-            "grad_clip differs between the parameter groups; it must be the same object in all of "
-            "them"
-        )
-    clip = clips[0] if clips else None
-    if clip is not None and type(clip) not in (
-        paddle.nn.ClipGradByGlobalNorm,
-        paddle.nn.ClipGradByNorm,
-    ):
+    groups = _conversion.param_groups(optimizer)
+    sets: list[tuple[list[Any], float]] = []
+    for group in groups:
+        clip = group.get("grad_clip", optimizer._grad_clip)
+        if clip is None:
+            continue
+        norm, parameters = float(_checked(clip).clip_norm), list(group["params"])
+        if isinstance(clip, paddle.nn.ClipGradByNorm):
+            sets += [([parameter], norm) for parameter in parameters]
+        elif len(groups) == 1:
+            return norm, []
+        else:
+            sets.append((parameters, norm))
+    return None, sets
+
+
+def _checked(clip: Any) -> Any:
+    if type(clip) not in (paddle.nn.ClipGradByGlobalNorm, paddle.nn.ClipGradByNorm):
         raise InvalidArgumentError(
             f"grad_clip is a {type(clip).__name__}; it must be a paddle.nn.ClipGradByGlobalNorm or "
             "a paddle.nn.ClipGradByNorm, since the servers clip by norms only"

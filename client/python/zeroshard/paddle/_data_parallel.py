@@ -14,9 +14,10 @@ from .._core.reducer import Reducer, average_now, weakly
 from ..errors import InvalidArgumentError
 from . import _autograd
 from ._framework import PADDLE, process_group
+from ._wrapper import LayerWrapper
 
 
-class DataParallel(paddle.DataParallel):
+class DataParallel(LayerWrapper, paddle.DataParallel):
     """Averages the gradients of a layer over the ranks after each backward pass.
 
     The gradients of a bucket are sent as soon as they are ready, while the backward pass continues.
@@ -32,7 +33,7 @@ class DataParallel(paddle.DataParallel):
     is frozen or unfrozen later is noticed at the next forward pass. Sparse gradients become dense.
 
     Args:
-        layers: the model. Its attributes are available on the wrapper.
+        layers: the model. Its attributes are read and written on the wrapper.
         strategy: deprecated, has no effect.
         comm_buffer_size: the size of a bucket in MB.
         last_comm_buffer_size: the size in MB of the first bucket of each dtype, which is sent last.
@@ -135,34 +136,21 @@ class DataParallel(paddle.DataParallel):
 
     # ---- state
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            layers = self.__dict__.get("_sub_layers", {})
-            if "_layers" not in layers:
-                raise
-            return getattr(layers["_layers"], name)
-
     def scale_loss(self, loss: Any) -> Any:
         """Returns the loss. Paddle's class has this method for compatibility."""
         return loss
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's state dict, whose keys have no prefix."""
-        return self._layers.state_dict(*args, **kwargs)
-
-    def set_state_dict(self, state_dict: Any, use_structured_name: bool = True) -> Any:
-        """Loads the matching keys, and warns of the others. Returns missing and unexpected keys.
+    def set_state_dict(self, state_dict: Any, use_structured_name: bool = True) -> None:
+        """Loads the matching keys, and warns of the others.
 
         Args:
             state_dict: parameters and buffers.
             use_structured_name: whether tensors are matched by their name in the layer, or by their
                 own.
         """
-        return self._layers.set_state_dict(state_dict, use_structured_name)
+        self._layers.set_state_dict(state_dict, use_structured_name)
 
-    load_dict = set_state_dict
+    set_dict = load_dict = set_state_dict
 
 
 def fused_allreduce_gradients(parameter_list: Any | Iterable[Any], hcg: Any | None = None) -> None:

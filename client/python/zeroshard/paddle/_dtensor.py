@@ -13,6 +13,7 @@ from .._core.layout import local_box
 from .._native import Layout, Mesh
 from .._rendezvous import world_group
 from ..errors import InvalidArgumentError
+from ._mean_gradient import own_gradient
 
 
 def local(tensor: Any) -> Any:
@@ -68,14 +69,15 @@ def whole(tensor: Any) -> Any:
 
 def aligned_gradient(parameter: Any) -> Any | None:
     """The gradient of a parameter, redistributed to the parameter's layout if it has another."""
-    gradient = parameter.grad
+    gradient = own_gradient(parameter)
     if gradient is None or not parameter.is_dist() or gradient.placements == parameter.placements:
         return gradient
     with paddle.no_grad():
         gradient = redistributed(gradient, parameter.placements)
-    parameter.clear_gradient(False)
-    parameter.grad = gradient
-    return parameter.grad
+    # Not the parameter's own methods, which would end showing the mean over the ranks.
+    Tensor.clear_gradient(parameter, False)
+    Tensor.grad.__set__(parameter, gradient)
+    return own_gradient(parameter)
 
 
 def like(part: Any, tensor: Any) -> Any:

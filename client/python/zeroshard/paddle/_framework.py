@@ -25,7 +25,7 @@ from ..errors import InvalidArgumentError
 from . import _autograd, _conversion, _memory
 from ._collectives import PaddleCollectives
 from ._dtensor import aligned_gradient, assembled, layout, local
-from ._gradient import ATTRIBUTE, FreedGradient
+from ._mean_gradient import MeanGradient, given, own_gradient, show, shown
 
 #: The dtypes of parameters and gradients that the servers support.
 _DTYPES = {paddle.float32: "f32", paddle.bfloat16: "bf16", paddle.float16: "f16"}
@@ -74,6 +74,7 @@ class _Paddle(Framework[Tensor]):
         return paddle.zeros(tensor.shape, dtype=tensor.dtype)
 
     def outgoing(self, tensor: Tensor) -> Array:
+        _memory.check_has_values(tensor)
         values = local(tensor)
         return self.array(values if _is_plain(values) else values.detach().cpu().contiguous())
 
@@ -113,7 +114,7 @@ class _Paddle(Framework[Tensor]):
         if gradient is None:
             parameter.clear_gradient(False)
             return
-        own = _memory.own_gradient(parameter)
+        own = own_gradient(parameter)
         if own is not None and own.is_selected_rows():
             # A sparse gradient cannot be replaced by a dense one: it becomes one with all rows.
             rows = own.get_selected_rows()
@@ -126,18 +127,16 @@ class _Paddle(Framework[Tensor]):
 
     def show_mean(
         self, gradients: Gradients[Tensor], entry: Entry[Tensor], freed: bool
-    ) -> FreedGradient | None:
-        if not freed or not isinstance(entry.tensor, _memory.Counted):
+    ) -> MeanGradient | None:
+        if not isinstance(entry.tensor, _memory.Counted) or (gradients.is_alone and not freed):
             return None
-        entry.tensor.clear_gradient(False)
-        setattr(entry.tensor, ATTRIBUTE, FreedGradient(entry))
-        return self.shown_mean(entry.tensor)
+        return show(gradients, entry)
 
-    def shown_mean(self, parameter: Tensor) -> FreedGradient | None:
-        return _memory.freed_gradient(parameter)
+    def shown_mean(self, parameter: Tensor) -> MeanGradient | None:
+        return shown(parameter)
 
     def given_gradient(self, parameter: Tensor) -> object:
-        return _memory.freed_gradient(parameter)
+        return given(parameter)
 
     def own_elements(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -20,7 +20,7 @@ from paddle.base.framework import EagerParamBase
 from .._core.framework import ParameterMemory
 from ..errors import InvalidArgumentError
 from ._dtensor import like
-from ._gradient import ATTRIBUTE, FreedGradient
+from ._mean_gradient import ATTRIBUTE, given, own_gradient
 
 #: Methods that do not read the elements of a tensor, or gather the parameter themselves.
 _METADATA = {
@@ -39,6 +39,9 @@ _FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
 
 #: Prefix of the attributes that this package sets.
 _OURS = "_zeroshard"
+
+#: The attribute of a trainable parameter that is not in the optimizer: its sharded model.
+_OUTSIDE = "_zeroshard_outside"
 
 
 def alias(tensor: Any) -> Any:
@@ -66,21 +69,44 @@ def _set_changes(parameter: Any, number: int) -> None:
     parameter._zeroshard_writes = number - int(parameter.inplace_version)
 
 
-def freed_gradient(parameter: Any) -> FreedGradient | None:
-    """Stands for the parameter's gradient, if it was sent to the servers and freed."""
-    found: FreedGradient | None = getattr(parameter, ATTRIBUTE, None)
-    return found
+def check_has_values(tensor: Any) -> None:
+    """Raises an error for a parameter that the program has taken out of its model while its values
+    were on the servers."""
+    if getattr(tensor, "_zeroshard_dropped", False) and not tensor._is_initialized():
+        raise InvalidArgumentError(
+            f"parameter {tensor.name!r} was taken out of the model after group_sharded_parallel, "
+            "and at level p_g_os its values were on the servers only; replace parts of the model "
+            "before group_sharded_parallel"
+        )
 
 
-def own_gradient(parameter: Any) -> Any | None:
-    """The parameter's gradient on this worker."""
-    return Tensor.grad.__get__(parameter)
+def _gradient(parameter: Any) -> Any | None:
+    """The gradient that the program sees."""
+    mean = given(parameter)
+    if mean is not None:
+        return mean.values()
+    own = own_gradient(parameter)
+    sharding = parameter.__dict__.get(_OUTSIDE, _nothing)()
+    if own is not None and sharding is not None and not sharding.job.entry(parameter).trained:
+        raise InvalidArgumentError(
+            f"parameter {parameter.name!r} is not in the optimizer, so its gradient is not the mean "
+            "over the ranks; freeze it (stop_gradient = True), or pass it to the optimizer"
+        )
+    return own
 
 
-def _check_not_freed(parameter: Any) -> None:
-    freed = freed_gradient(parameter)
-    if freed is not None:
-        raise freed.error()
+def mark_outside(sharding: Any) -> None:
+    """Makes the gradients of parameters that are not in the optimizer unavailable if there are
+    several ranks, which do not average them."""
+    if sharding.job.group.size == 1:
+        return
+    for entry in sharding.job.parameters:
+        if isinstance(entry.tensor, Counted) and not entry.trained and entry.differentiable:
+            setattr(entry.tensor, _OUTSIDE, weakref.ref(sharding))
+
+
+def _nothing() -> None:
+    return None
 
 
 def access(parameter: Any) -> None:
@@ -114,7 +140,8 @@ def _guarded(parameter: Any) -> _Parameters | None:
 
 class Counted:
     """A parameter that counts the writes that Paddle's own counter omits: ``set_value``, ``copy_``
-    and ``data``. Reading its gradient raises an error if it was sent to the servers and freed."""
+    and ``data``. Its gradient is
+    the mean over the ranks."""
 
     #: Added to Paddle's counter.
     _zeroshard_writes = 0
@@ -144,8 +171,7 @@ class Counted:
 
     @property
     def grad(self) -> Any | None:
-        _check_not_freed(self)
-        return own_gradient(self)
+        return _gradient(self)
 
     @grad.setter
     def grad(self, gradient: Any | None) -> None:
@@ -154,16 +180,18 @@ class Counted:
 
     @property
     def grad_(self) -> Any | None:
-        _check_not_freed(self)
-        return super().grad_  # type: ignore[misc]
+        found = _gradient(self)
+        return super().grad_ if given(self) is None else found  # type: ignore[misc]
 
     def _grad_ivar(self) -> Any | None:
-        _check_not_freed(self)
-        return super()._grad_ivar()  # type: ignore[misc]
+        found = _gradient(self)
+        return super()._grad_ivar() if given(self) is None else found  # type: ignore[misc]
 
     def gradient(self) -> Any | None:
-        _check_not_freed(self)
-        return super().gradient()  # type: ignore[misc]
+        found = _gradient(self)
+        if given(self) is None:
+            return super().gradient()  # type: ignore[misc]
+        return None if found is None else found.numpy()
 
     def clear_gradient(self, set_to_zero: bool = True) -> None:
         self.__dict__.pop(ATTRIBUTE, None)

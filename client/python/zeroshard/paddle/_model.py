@@ -12,21 +12,22 @@ from paddle.base.framework import _current_expected_place
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
+from ._wrapper import LayerWrapper
 
 
-class GroupSharded(paddle.nn.Layer):
+class GroupSharded(LayerWrapper):
     """A model whose optimizer state, and depending on the level its gradients and parameters, are
     on the shard servers.
 
-    Attributes that this class does not have are looked up in the model, and ``state_dict`` has the
-    keys of the model.
+    Attributes that this class does not have are those of the model, and ``state_dict`` has the keys
+    of the model.
     """
 
     def __init__(self, layer: Any, sharding: Sharding[Any]) -> None:
         super().__init__()
-        self._layer = layer
         # Bypasses Paddle's registration of sublayers and parameters.
         self.__dict__["_sharding"] = sharding
+        self._layer = layer
 
     @property
     def level(self) -> str:
@@ -38,15 +39,6 @@ class GroupSharded(paddle.nn.Layer):
         """The state shared with the optimizer."""
         sharding: Sharding[Any] = self.__dict__["_sharding"]
         return sharding
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            layers = self.__dict__.get("_sub_layers", {})
-            if "_layer" not in layers:
-                raise
-            return getattr(layers["_layer"], name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
@@ -79,10 +71,6 @@ class GroupSharded(paddle.nn.Layer):
         """
         self.sharding.gather_all()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state dict of the model, with the model's keys. Any rank may call it."""
-        return self._layer.state_dict(*args, **kwargs)
-
     def set_state_dict(self, state_dict: Any, use_structured_name: bool = True) -> Any:
         """Loads the state of the model. Every rank must call it; all ranks take the values of rank
         0.
@@ -95,7 +83,7 @@ class GroupSharded(paddle.nn.Layer):
         self.sharding.take_values()
         return result
 
-    load_dict = set_state_dict
+    set_dict = load_dict = set_state_dict
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As :meth:`set_state_dict`. With ``strict``, missing and unexpected keys are an error."""

@@ -14,9 +14,9 @@ from .._core.sharding import Sharding, is_sharded
 from .._session import connection
 from ..errors import InvalidArgumentError
 from . import _conversion
-from ._clip import clip_of
+from ._clip import clipping
 from ._framework import PADDLE, PaddleOptimizer, process_group
-from ._memory import is_guarded
+from ._memory import is_guarded, mark_outside
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer, own_state, states_of
 from ._scaler import GradScaler
@@ -46,7 +46,7 @@ def group_sharded_parallel(
         model: any layer. All ranks take the parameters and buffers of rank 0.
         optimizer: SGD, Momentum, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSProp or
             Lamb of ``paddle.optimizer``, with its scheduler, groups, and ``ClipGradByGlobalNorm``
-            or ``ClipGradByNorm``. Existing state is uploaded.
+            (one norm for each group) or ``ClipGradByNorm``. Existing state is uploaded.
         level: what the servers hold: ``"os"``: the optimizer state; ``"os_g"``: also gradients,
             which are sent during backward; ``"p_g_os"``: also parameters, which are fetched for
             each use.
@@ -102,9 +102,7 @@ def group_sharded_parallel(
         )
     if level == "p_g_os":
         _check_not_static(model)
-    clip = clip_of(optimizer)
-    max_norm = None if clip is None else float(clip.clip_norm)
-    is_global = isinstance(clip, paddle.nn.ClipGradByGlobalNorm)
+    max_norm, clip_sets = clipping(optimizer)
     sharding = Sharding(
         connection(),
         PADDLE,
@@ -113,10 +111,11 @@ def group_sharded_parallel(
         process_group(group),
         options,
         states=states_of(optimizer, own_state(optimizer)),
-        max_norm=max_norm if is_global else None,
-        max_tensor_norm=None if is_global else max_norm,
+        max_norm=max_norm,
+        clip_sets=clip_sets,
         checkpoints=checkpoints,
     )
+    mark_outside(sharding)
     # The state is now on the servers.
     optimizer._accumulators.clear()
     optimizer._accumulators_holder = {}

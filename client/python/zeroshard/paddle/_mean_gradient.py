@@ -1,0 +1,241 @@
+"""The mean over the ranks of one parameter's gradient, which ``parameter.grad`` shows."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import paddle
+from paddle import Tensor
+
+from .._native import Array, hashes
+from ..errors import InvalidArgumentError, TimeoutError
+
+if TYPE_CHECKING:
+    from .._core.entry import Entry
+    from .._core.gradients import Gradients
+
+#: The parameter's attribute that holds its :class:`MeanGradient`.
+ATTRIBUTE = "_zeroshard_gradient"
+
+
+def own_gradient(parameter: Any) -> Any | None:
+    """The parameter's gradient on this worker."""
+    return Tensor.grad.__get__(parameter)
+
+
+def given(parameter: Any) -> MeanGradient | None:
+    """What the parameter shows instead of its own gradient."""
+    found: MeanGradient | None = getattr(parameter, ATTRIBUTE, None)
+    return found
+
+
+def shown(parameter: Any) -> MeanGradient | None:
+    """The mean gradient of the open step that the parameter shows, or one that was not cleared
+    after its step and is not on this worker."""
+    found = given(parameter)
+    if found is None or found.is_pending or (found.has_ended and not found.is_freed):
+        return None
+    return found
+
+
+def show(gradients: Gradients[Any], entry: Entry[Any]) -> MeanGradient:
+    """Shows the mean gradient of a parameter, whose gradient was computed on this rank. The
+    parameters that this rank has not used so far show that of the other ranks, if there is one."""
+    if not gradients.shows_any:
+        for other in gradients.trained:
+            if shown(other.tensor) is None:
+                setattr(other.tensor, ATTRIBUTE, MeanGradient(gradients, other, True))
+    mean = MeanGradient(gradients, entry, False)
+    setattr(entry.tensor, ATTRIBUTE, mean)
+    return mean
+
+
+@dataclass
+class _Fetched:
+    """The values of a mean gradient that the program has looked at."""
+
+    #: The program may write to them.
+    values: Any
+    #: Their hash, to find what the program writes.
+    hash: int
+    #: The loss scale by which they were divided.
+    loss_scale: float
+
+    def scale(self, factor: float) -> None:
+        is_edited = self.is_edited
+        with paddle.no_grad():
+            self.values.scale_(factor)
+        if not is_edited:
+            self.hash = _hash(self.values)
+
+    @property
+    def is_edited(self) -> bool:
+        return _hash(self.values) != self.hash
+
+
+class MeanGradient:
+    """The mean over the ranks of one parameter's gradient in one step.
+
+    It implements :class:`zeroshard._core.framework.MeanGradient`. This rank's own gradient stays
+    where Paddle accumulates it.
+    """
+
+    factor = 1.0
+    is_zeroed = False
+
+    def __init__(self, gradients: Gradients[Any], entry: Entry[Any], is_pending: bool) -> None:
+        # Weak: the parameter refers to this object, and Python does not find cycles through a
+        # parameter.
+        self._of_gradients = weakref.ref(gradients)
+        self.entry = entry
+        self._version = gradients.version
+        #: Whether it is not known yet if any rank has such a gradient.
+        self.is_pending = is_pending
+        #: Whether this rank's gradient was sent and freed.
+        self.is_freed = False
+        #: Whether its step has ended.
+        self.has_ended = False
+        self._fetched: _Fetched | None = None
+
+    @property
+    def entry(self) -> Entry[Any]:
+        """The parameter."""
+        entry = self._entry()
+        if entry is None:
+            raise self._gone()
+        return entry
+
+    @entry.setter
+    def entry(self, entry: Entry[Any]) -> None:
+        self._entry = weakref.ref(entry)
+        self.name = entry.name
+
+    @property
+    def own(self) -> Any | None:
+        """This rank's gradient, as long as it is on this worker."""
+        return None if self.is_freed else own_gradient(self.entry.tensor)
+
+    @own.setter
+    def own(self, gradient: Any | None) -> None:
+        parameter = self.entry.tensor
+        self.is_freed = gradient is None
+        # Not the parameter's own method, which would end showing this mean.
+        Tensor.clear_gradient(parameter, False)
+        if gradient is not None:
+            Tensor.grad.__set__(parameter, gradient.astype(parameter.dtype))
+
+    # ---- used by the step
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the program has written to the values."""
+        return self._fetched is not None and self._fetched.is_edited
+
+    def was_sent_again(self, gradient: Any) -> None:
+        """The servers have ``gradient`` from this rank now."""
+        if not self.is_freed:
+            self.own = gradient
+        if self._fetched is not None:
+            self._fetched.hash = _hash(self._fetched.values)
+
+    def clip(self, factor: float) -> None:
+        """The step will multiply the gradient by ``factor``."""
+        if self._fetched is not None:
+            self._fetched.scale(factor)
+
+    def end_step(self, factor: float) -> None:
+        """The step, which has multiplied the gradient by ``factor``, has ended."""
+        self.has_ended = True
+
+    def to_send(self) -> Any:
+        """The values as gradients that are sent, which are multiplied by the loss scale."""
+        values = self.values()
+        gradients = self._of_gradients()
+        if values is None or gradients is None:
+            raise self._gone()
+        with paddle.no_grad():
+            # In f32, so that f16 does not overflow.
+            return values.astype("float32") * gradients.loss_scale
+
+    # ---- used by the program
+
+    def values(self) -> Any | None:
+        """The mean as a tensor with the parameter's shape and dtype. The step applies what the
+        program writes to it, which must be the same on all ranks. None: no rank has a gradient."""
+        gradients = self._of_gradients()
+        if self.is_pending:
+            if gradients is None or not self._is_current(gradients) or gradients.in_backward:
+                return own_gradient(self.entry.tensor)
+            if self._norms(gradients)[self.entry.index] == 0:
+                return own_gradient(self.entry.tensor)
+            found = given(self.entry.tensor)
+            if found is not self:
+                return None if found is None else found.values()
+            self.is_pending, self.is_freed = False, True
+            gradients.adopt(self)
+        if self._fetched is None:
+            if gradients is None or not gradients.is_open(self):
+                raise self._gone()
+            if gradients.in_backward and not gradients.is_sent(self):
+                return self.own
+            self._fetched = self._fetch(gradients)
+        return self._read(self._fetched)
+
+    # ---- internal
+
+    def _is_current(self, gradients: Gradients[Any]) -> bool:
+        return gradients.version == self._version and not gradients.is_complete
+
+    def _norms(self, gradients: Gradients[Any]) -> list[float]:
+        try:
+            return gradients.norms()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{error}; parameter.grad is the mean over all ranks: before the next collective "
+                "call, look at it on every rank or on none"
+            ) from error
+
+    def _fetch(self, gradients: Gradients[Any]) -> _Fetched:
+        entry = self.entry
+        if entry.layout is not None:
+            raise InvalidArgumentError(
+                f"the gradient of parameter {self.name!r}, which is distributed over ranks, cannot "
+                "be read before the step; to clip it, use grad_clip of the optimizer or "
+                "zeroshard.paddle.clip_grad_norm_; to use its values, register a hook on the "
+                "parameter"
+            )
+        self._norms(gradients)  # waits until the gradient of every rank has arrived
+        if not gradients.is_open(self):
+            raise self._gone()
+        with paddle.no_grad():
+            total, divisor = gradients.fetch(entry)
+            scale = gradients.clipping(entry) / gradients.loss_scale
+            mean = (total / divisor) * scale
+            values = mean.reshape(list(entry.shape)).astype(entry.tensor.dtype)
+            values = values.to(paddle.get_device())
+        return _Fetched(values, _hash(values), gradients.loss_scale)
+
+    def _read(self, fetched: _Fetched) -> Any:
+        """The fetched values, divided by the loss scale that the program has removed since."""
+        gradients = self._of_gradients()
+        if gradients is not None and gradients.is_open(self):
+            if fetched.loss_scale != gradients.loss_scale:
+                fetched.scale(fetched.loss_scale / gradients.loss_scale)
+                fetched.loss_scale = gradients.loss_scale
+        return fetched.values
+
+    def _gone(self) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"the mean gradient of parameter {self.name!r} is no longer available, since its step "
+            "has ended; read it between backward and optimizer.step(), and call "
+            "optimizer.clear_grad() after each step"
+        )
+
+
+def _hash(values: Any) -> int:
+    host = values.detach().cpu().contiguous()
+    dtype = {paddle.float32: "f32", paddle.bfloat16: "bf16", paddle.float16: "f16"}[host.dtype]
+    [found] = hashes([Array(host.data_ptr() or 0, int(host.numel()), dtype, host)])
+    return found
