@@ -10,7 +10,7 @@ use bytes::Bytes;
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
     AppliedSteps, DType, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
-    checkpoint::MAX_USER_DATA, deadline::MARGIN, geometry::LocalTensor, pb, trace,
+    checkpoint::MAX_USER_DATA, geometry::LocalTensor, pb, trace,
 };
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, retry::drops_job, state};
@@ -43,7 +43,6 @@ struct Member {
     /// The id, which distinguishes the job from earlier and later jobs of the same name.
     id: u64,
     rank: u32,
-    lease: u64,
     /// The parts of all tensors that the rank holds.
     locals: Vec<LocalTensor>,
     membership: watch::Receiver<Membership>,
@@ -68,45 +67,25 @@ impl Job {
         address: Option<&str>,
     ) -> Result<Self> {
         trace::start_from_environment("zeroshard-worker")?;
-        // The first message may also take some time, because an earlier lease of the rank has to
-        // end.
-        let (first, stream) = cluster
-            .tries(&cluster.peer, &format!("a lease for rank {rank} of job {job:?}"), |left| {
-                // The stream has no deadline: it lasts as long as the lease.
-                let mut client = Cluster::client(cluster.connection.clone());
-                let wait_ms = left.saturating_sub(MARGIN).as_millis();
-                let request = pb::JoinRequest {
-                    job: job.to_owned(),
-                    rank,
-                    address: address.map(str::to_owned),
-                    wait_ms: u32::try_from(wait_ms).unwrap_or(u32::MAX).max(1),
-                    ..Default::default()
-                };
-                async move {
-                    let mut stream = client.join(request).await?.into_inner();
-                    let first = stream.message().await?;
-                    Ok(tonic::Response::new((first, stream)))
-                }
-            })
-            .await?;
-        let first = first.ok_or_else(|| Error::LeaseLost { job: job.to_owned(), rank })?;
-        let spec = JobSpec::try_from(first.spec.clone().unwrap_or_default())?;
-        let (id, lease, locals) = (first.job_id, first.lease, LocalTensor::all(&spec, rank));
-        let (told, membership) = watch::channel(Membership::new(first)?);
-        let lease_held = pb::JoinRequest {
+        let request = pb::JoinRequest {
             job: job.to_owned(),
             rank,
             address: address.map(str::to_owned),
-            lease,
-            job_id: id,
             ..Default::default()
         };
+        // An earlier lease of the rank may have to end first.
+        let limit = cluster.options.timeout;
+        let (first, stream) = membership::take_rank(&cluster, request.clone(), limit).await?;
+        let spec = JobSpec::try_from(first.spec.clone().unwrap_or_default())?;
+        let (id, locals) = (first.job_id, LocalTensor::all(&spec, rank));
+        let request = pb::JoinRequest { lease: first.lease, job_id: id, ..request };
+        let (told, membership) = watch::channel(Membership::new(first)?);
         let (spec, attempts) = (Arc::new(spec), Arc::<Attempts>::default());
         let restored = membership.borrow().restored.map_or(0, |restored| restored.epoch);
         let user_data = Arc::<Mutex<SentData>>::default();
         let watcher = Watcher {
             cluster: cluster.clone(),
-            lease: lease_held,
+            request,
             told,
             attempts: attempts.clone(),
             user_data: user_data.clone(),
@@ -118,7 +97,6 @@ impl Job {
             spec,
             id,
             rank,
-            lease,
             locals,
             membership,
             watcher,
@@ -166,9 +144,10 @@ impl Job {
         self.0.cluster.options.timeout
     }
 
-    /// The number of this worker's lease, which no other worker has.
+    /// The number of this worker's lease, which no other worker has. It changes when the
+    /// coordinator had no connection to this worker for too long, and the rank has joined again.
     pub fn lease(&self) -> u64 {
-        self.0.lease
+        self.0.membership.borrow().lease
     }
 
     /// The version of the job in the coordinator's last message; `None` before the initial
@@ -337,22 +316,29 @@ impl Job {
         // The epoch is read first: if the job is restored after the check, the data is older.
         let epoch = self.epoch();
         self.check_restored(version)?;
-        let Member { cluster, spec, id, lease, rank, .. } = &*self.0;
+        let Member { cluster, spec, id, rank, .. } = &*self.0;
+        let deadline = Deadline::after(cluster.options.timeout);
         let data = user_data.into();
         self.keep_data(epoch, version, &data);
-        let request = pb::SendUserDataRequest {
-            job: spec.name.clone(),
-            job_id: *id,
-            lease: *lease,
-            rank: *rank,
-            version,
-            user_data: data,
-        };
-        let sent = cluster.retry("the receipt of the data of this rank", |mut client| {
-            let request = request.clone();
-            async move { client.send_user_data(request).await }
-        });
-        self.unless_ended(sent).await.map(|_| ())
+        loop {
+            let lease = self.lease();
+            let request = pb::SendUserDataRequest {
+                job: spec.name.clone(),
+                job_id: *id,
+                lease,
+                rank: *rank,
+                version,
+                user_data: data.clone(),
+            };
+            let sent = cluster.retry("the receipt of the data of this rank", |mut client| {
+                let request = request.clone();
+                async move { client.send_user_data(request).await }
+            });
+            match self.unless_ended(sent).await {
+                Err(Error::LeaseLost { .. }) => self.wait_for_lease_after(lease, deadline).await?,
+                sent => return sent.map(|_| ()),
+            }
+        }
     }
 
     /// Keeps the data of this rank for a new coordinator, unless it will be refused.
@@ -384,8 +370,9 @@ impl Job {
     }
 
     async fn end_lease(&self, done: bool) -> Result<()> {
-        let Member { cluster, spec, id, lease, .. } = &*self.0;
-        let request = pb::LeaveRequest { job: spec.name.clone(), lease: *lease, job_id: *id, done };
+        let Member { cluster, spec, id, .. } = &*self.0;
+        let lease = self.lease();
+        let request = pb::LeaveRequest { job: spec.name.clone(), lease, job_id: *id, done };
         let mut tries = 0;
         let left = cluster.retry("leave", |mut client| {
             tries += 1;

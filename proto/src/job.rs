@@ -107,7 +107,7 @@ impl JobSpec {
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name, MAX_JOB_NAME)?;
         check_number("meshes", self.meshes.len(), MAX_MESHES)?;
-        check_groups(&self.groups, self.groups.first())?;
+        check_groups(&self.groups, self.groups.first(), Optimizer::same_state_layout)?;
         for (index, mesh) in self.meshes.iter().enumerate() {
             self.validate_mesh(index, mesh)?;
         }
@@ -287,7 +287,7 @@ impl JobSpec {
             let expected = format!("the number of groups of the job, {}", self.groups.len());
             return Err(Error::invalid("number of parameter groups", groups.len(), expected));
         }
-        check_groups(groups, self.groups.first())
+        check_groups(groups, self.groups.first(), Optimizer::uses_state_of)
     }
 
     /// The name of the first part in which `other` differs.
@@ -318,7 +318,12 @@ impl JobSpec {
     }
 }
 
-fn check_groups(groups: &[Optimizer], like: Option<&Optimizer>) -> Result<()> {
+/// Checks the parameter groups; `fits` compares each with `like`, the job's.
+fn check_groups(
+    groups: &[Optimizer],
+    like: Option<&Optimizer>,
+    fits: impl Fn(&Optimizer, &Optimizer) -> bool,
+) -> Result<()> {
     let Some(like) = like else {
         return Err(Error::invalid("number of parameter groups", 0, format!("1 to {MAX_GROUPS}")));
     };
@@ -332,7 +337,7 @@ fn check_groups(groups: &[Optimizer], like: Option<&Optimizer>) -> Result<()> {
                 e.expected,
             )
         })?;
-        if !group.same_state_layout(like) {
+        if !fits(group, like) {
             return Err(Error::invalid(
                 what(),
                 format!("{} with state {:?}", group.name(), group.state()),

@@ -6,6 +6,7 @@
 //!
 //! All parameter groups of a job share the kind and the state layout
 //! ([`Optimizer::same_state_layout`]); everything else may differ between groups and between steps.
+//! A step may use fewer state tensors ([`Optimizer::uses_state_of`]), and keeps the others.
 
 use std::{fmt, str::FromStr};
 
@@ -199,6 +200,12 @@ impl Optimizer {
         self.name() == other.name() && self.state() == other.state()
     }
 
+    /// Whether a step of this optimizer finds its state tensors in a job of the other one: same
+    /// kind, and no further state tensors.
+    pub fn uses_state_of(&self, job: &Optimizer) -> bool {
+        self.name() == job.name() && self.state().iter().all(|name| job.state().contains(name))
+    }
+
     /// Checks every hyperparameter.
     ///
     /// # Errors
@@ -282,6 +289,7 @@ mod tests {
         other_lr.set_lr(7.0);
         assert!(plain.same_state_layout(&other_lr));
         assert!(!plain.same_state_layout(&momentum));
+        assert!(plain.uses_state_of(&momentum) && !momentum.uses_state_of(&plain));
         // Adam and LAMB have state tensors of the same names, but cannot use each other's state.
         let adam = Optimizer::Adam(Adam::default());
         assert!(!adam.same_state_layout(&Optimizer::Lamb(Lamb::default())));

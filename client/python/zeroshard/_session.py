@@ -11,7 +11,9 @@ import pathlib
 import re
 import secrets
 import sys
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from ._connection import Connection
 from ._credentials import tls_files, token_of
@@ -30,8 +32,9 @@ class Session:
     """The connection of this process to a cluster, created by :func:`init`. As a context manager,
     it closes the connection at the end of the block."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, arguments: Mapping[str, Any]) -> None:
         self._connection = connection
+        self._arguments = arguments
 
     @property
     def address(self) -> str:
@@ -41,6 +44,20 @@ class Session:
     def status(self) -> Status:
         """Servers and jobs of the cluster."""
         return self._connection.status()
+
+    def again(self, arguments: Mapping[str, Any]) -> Session:
+        """This session, for a further call of :func:`init`, as in a cell of a notebook.
+
+        Raises:
+            InvalidArgumentError: the arguments are not those of the first call.
+        """
+        changed = [name for name, value in arguments.items() if value != self._arguments[name]]
+        if changed:
+            raise InvalidArgumentError(
+                f"zeroshard.init was called before with other values of {', '.join(changed)}; call "
+                "zeroshard.shutdown() before you change them, and create the models again"
+            )
+        return self
 
     def close(self) -> None:
         """Leaves all jobs and disconnects. An embedded cluster stops when all ranks have left."""
@@ -74,7 +91,8 @@ def init(
     connect_timeout: float = 10.0,
     replicas: int = 1,
 ) -> Session:
-    """Connects this process to a cluster, or starts one.
+    """Connects this process to a cluster, or starts one. A further call with the same arguments
+    returns the open session.
 
     Args:
         address: the coordinator's ``host:port``, or those of several coordinators, of which one is
@@ -103,8 +121,9 @@ def init(
             :class:`StepAbortedError`, and is run again.
 
     Raises:
-        NotInitialisedError: a session is already open, or the ranks cannot find each other.
-        InvalidArgumentError: the name has other characters.
+        NotInitialisedError: the ranks cannot find each other.
+        InvalidArgumentError: the name has other characters, or a session with other arguments is
+            open.
         UnavailableError: no coordinator answers at the address, which the message names together
             with the cause.
         TimeoutError: rank 0 does not answer.
@@ -112,11 +131,20 @@ def init(
         TlsError: one side does not trust the certificate of the other.
     """
     global _current
-    if _current is not None:
-        raise NotInitialisedError(
-            "zeroshard.init was called before; call zeroshard.shutdown() first"
-        )
     timeout = timeout if deadline is None else deadline
+    arguments = {
+        "address": address,
+        "token": token,
+        "shards": shards,
+        "name": name,
+        "wire": wire,
+        "chunk_bytes": chunk_bytes,
+        "timeout": timeout,
+        "connect_timeout": connect_timeout,
+        "replicas": replicas,
+    }
+    if _current is not None:
+        return _current.again(arguments)
     name = _script() if name is None else _checked(name)
     world = world_group()
     number = next(_inits)
@@ -179,7 +207,7 @@ def init(
             rendezvous.publish(f"run/{number}", json.dumps(shared))
     # The connection keeps the rendezvous: this process may serve the store, and other ranks may
     # still have to read it.
-    _current = Session(Connection(cluster, world, name, run, rendezvous, timeout))
+    _current = Session(Connection(cluster, world, name, run, rendezvous, timeout), arguments)
     return _current
 
 

@@ -14,7 +14,7 @@ use zeroshard_proto::{
     trace::{Span, SpanKind, Trace},
 };
 
-use super::{Job, Member};
+use super::{Job, Member, membership::Membership};
 use crate::{
     Commit, Exchange, Reduced, Rested, StatePart, StepReport, Sums, Target, TensorData,
     push::Contents,
@@ -40,6 +40,7 @@ pub(super) struct Attempts(Mutex<BTreeMap<u64, Arc<State>>>);
 
 #[derive(Debug)]
 struct State {
+    lease: u64,
     epoch: u64,
     step: u64,
     number: u32,
@@ -90,12 +91,12 @@ impl Job {
         if let Some((state, None)) = before {
             return Ok(Attempt { job: self.clone(), state });
         }
-        let epoch = self.current()?.epoch;
+        let Membership { lease, epoch, .. } = self.current()?;
         let number = match before {
             Some((state, Some(end))) if state.epoch == epoch => end.next,
             _ => 0,
         };
-        let state = Arc::new(State { epoch, step, number, end: watch::Sender::new(None) });
+        let state = Arc::new(State { lease, epoch, step, number, end: watch::Sender::new(None) });
         attempts.insert(step, state.clone());
         Ok(Attempt { job: self.clone(), state })
     }
@@ -407,10 +408,11 @@ impl Attempt {
         };
         let pb::RestResponse { step, attempt: number, last } = response;
         self.end(self.aborted(self.state.epoch, "every rank has rested".to_owned()), number);
-        let (epoch, end) = (self.state.epoch, watch::Sender::new(None));
+        let State { lease, epoch, .. } = *self.state;
+        let end = watch::Sender::new(None);
         let mut attempts = self.job.0.attempts.lock();
         attempts.clear();
-        attempts.insert(step, Arc::new(State { epoch, step, number, end }));
+        attempts.insert(step, Arc::new(State { lease, epoch, step, number, end }));
         Ok(Rested { step, last })
     }
 
@@ -436,10 +438,10 @@ impl Attempt {
     }
 
     fn turn(&self) -> pb::Turn {
-        let Member { spec, id, lease, rank, .. } = &*self.job.0;
+        let Member { spec, id, rank, .. } = &*self.job.0;
         let State { epoch, step, number: attempt, .. } = *self.state;
         let job = spec.name.clone();
-        pb::Turn { job, job_id: *id, lease: *lease, epoch, rank: *rank, step, attempt }
+        pb::Turn { job, job_id: *id, lease: self.state.lease, epoch, rank: *rank, step, attempt }
     }
 
     /// Checks that the attempt is open; a later epoch ends it.
@@ -498,6 +500,15 @@ impl Attempt {
             }
             Error::StaleEpoch { current, .. } if *current > epoch => (*current, None),
             Error::StepAborted { epoch: current, cause, .. } => (*current, Some(cause.clone())),
+            // The coordinator had no connection to this worker for too long.
+            Error::LeaseLost { .. } => {
+                let lease = self.state.lease;
+                if let Err(ended) = self.job.wait_for_lease_after(lease, deadline).await {
+                    return ended;
+                }
+                let cause = format!("the lease of rank {} had ended", self.job.0.rank);
+                (epoch.saturating_add(1), Some(cause))
+            }
             // The rank left during this attempt or before it. The epoch is then the same, and the
             // attempt continues when another worker has taken the rank.
             Error::RankLeft { rank, .. } => {

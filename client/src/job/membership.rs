@@ -8,7 +8,7 @@ use std::{
 
 use bytes::Bytes;
 use tokio::sync::watch;
-use zeroshard_proto::{Deadline, Error, Placement, Result, pb};
+use zeroshard_proto::{Deadline, Error, Placement, Result, deadline::MARGIN, pb};
 
 use super::{Job, attempt::Attempts};
 use crate::{Cluster, retry::drops_job};
@@ -16,9 +16,14 @@ use crate::{Cluster, retry::drops_job};
 /// The coordinator announces the end of a job at most this long after the servers have reported it.
 pub(super) const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The wait for a rank whose lease has ended. It is either free or has another worker.
+const AGAIN_WAIT: Duration = Duration::from_secs(1);
+
 /// The contents of all messages so far.
 #[derive(Debug, Clone)]
 pub(super) struct Membership {
+    /// The lease of the rank. It changes when the rank joins again.
+    pub(super) lease: u64,
     pub(super) epoch: u64,
     pub(super) version: Option<u64>,
     pub(super) placement: Arc<Placement>,
@@ -35,6 +40,7 @@ impl Membership {
     pub(super) fn new(message: pb::JoinResponse) -> Result<Self> {
         let placement = Arc::new(message.placement.clone().unwrap_or_default().try_into()?);
         let mut membership = Self {
+            lease: message.lease,
             epoch: message.epoch,
             version: None,
             placement,
@@ -52,7 +58,7 @@ impl Membership {
         if let Some(placement) = message.placement {
             self.placement = Arc::new(placement.try_into()?);
         }
-        self.epoch = message.epoch;
+        (self.lease, self.epoch) = (message.lease, message.epoch);
         self.restored = message.restored.or(self.restored);
         // A published version remains published.
         self.version = message.version.or(self.version);
@@ -70,8 +76,9 @@ impl Membership {
 #[derive(Debug)]
 pub(super) struct Watcher {
     pub(super) cluster: Cluster,
-    /// The request that continues the lease after a restart of the coordinator.
-    pub(super) lease: pb::JoinRequest,
+    /// The request that continues the lease after a restart of the coordinator, and without its
+    /// lease joins again.
+    pub(super) request: pb::JoinRequest,
     pub(super) told: watch::Sender<Membership>,
     pub(super) attempts: Arc<Attempts>,
     pub(super) user_data: Arc<Mutex<SentData>>,
@@ -99,6 +106,35 @@ impl SentData {
 
 type Memberships = tonic::Streaming<pb::JoinResponse>;
 
+/// Asks for a rank, and waits at most `limit` for the end of an earlier lease. Returns the first
+/// message and the stream of the next ones.
+///
+/// # Errors
+/// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::LeaseLost`] if the job ends meanwhile.
+pub(super) async fn take_rank(
+    cluster: &Cluster,
+    request: pb::JoinRequest,
+    limit: Duration,
+) -> Result<(pb::JoinResponse, Memberships)> {
+    let what = format!("a lease for rank {} of job {:?}", request.rank, request.job);
+    let (first, stream) = cluster
+        .tries(&cluster.peer, &what, |left| {
+            // The stream has no deadline: it lasts as long as the lease.
+            let mut client = Cluster::client(cluster.connection.clone());
+            let wait_ms = left.saturating_sub(MARGIN).min(limit).as_millis();
+            let wait_ms = u32::try_from(wait_ms).unwrap_or(u32::MAX).max(1);
+            let request = pb::JoinRequest { wait_ms, ..request.clone() };
+            async move {
+                let mut stream = client.join(request).await?.into_inner();
+                let first = stream.message().await?;
+                Ok(tonic::Response::new((first, stream)))
+            }
+        })
+        .await?;
+    let lost = || Error::LeaseLost { job: request.job.clone(), rank: request.rank };
+    Ok((first.ok_or_else(lost)?, stream))
+}
+
 impl Watcher {
     pub(super) async fn run(mut self, mut stream: Memberships) {
         let ended = loop {
@@ -107,12 +143,17 @@ impl Watcher {
                 Err(error) => error,
             };
             tracing::warn!(error = %broken, "the membership stream failed; connecting again");
-            stream = match self.attach(broken).await {
+            let attached = match self.attach(broken).await {
                 Ok(stream) => {
                     // Its first message has all peers.
                     self.told.send_modify(|membership| membership.peers.clear());
-                    stream
+                    Ok(stream)
                 }
+                Err(Error::LeaseLost { .. }) => self.join_again().await,
+                Err(error) => Err(error),
+            };
+            stream = match attached {
+                Ok(stream) => stream,
                 Err(error) => break error,
             };
         };
@@ -120,7 +161,47 @@ impl Watcher {
     }
 
     fn lost(&self) -> Error {
-        Error::LeaseLost { job: self.lease.job.clone(), rank: self.lease.rank }
+        Error::LeaseLost { job: self.request.job.clone(), rank: self.request.rank }
+    }
+
+    /// Joins the job again, after the coordinator has ended the lease because it had no connection
+    /// to this worker for too long. The end of the lease has begun a new epoch, so that nothing
+    /// that was sent under the old lease counts.
+    ///
+    /// # Errors
+    /// The reason for the end of the membership: another worker has the rank, or the job is gone.
+    async fn join_again(&mut self) -> Result<Memberships> {
+        if self.told.borrow().version.is_none() {
+            // The servers have dropped the initial parameters that this rank uploaded.
+            return Err(self.lost());
+        }
+        let request = pb::JoinRequest { lease: 0, ..self.request.clone() };
+        let (first, stream) = match take_rank(&self.cluster, request, AGAIN_WAIT).await {
+            Ok(joined) => joined,
+            Err(error @ (Error::JobFailed { .. } | Error::JobReplaced { .. })) => {
+                return Err(error);
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the rank could not join the job again");
+                return Err(self.lost());
+            }
+        };
+        if first.job_id != self.request.job_id {
+            return Err(Error::JobReplaced { job: self.request.job.clone() });
+        }
+        tracing::warn!(
+            job = self.request.job,
+            rank = self.request.rank,
+            epoch = first.epoch,
+            "the lease had ended; the rank has joined the job again"
+        );
+        self.request.lease = first.lease;
+        let mut now = self.told.borrow().clone();
+        now.peers.clear();
+        now.update(first)?;
+        self.cluster.shards.forget(&self.told.borrow().placement, &now.placement);
+        self.told.send_replace(now);
+        Ok(stream)
     }
 
     /// Passes on messages until the stream ends. Returns the error of a stream that breaks.
@@ -160,7 +241,7 @@ impl Watcher {
                 attempt,
                 user_data,
                 user_data_version,
-                ..self.lease.clone()
+                ..self.request.clone()
             };
             async move { client.join(request).await }
         });
@@ -228,6 +309,20 @@ impl Job {
             Some(error) => Err(error),
             None => Ok(membership),
         }
+    }
+
+    /// Waits until this rank has another lease than `lease`, which has ended.
+    ///
+    /// # Errors
+    /// The reason for the end of the membership; [`Error::Timeout`].
+    pub(super) async fn wait_for_lease_after(&self, lease: u64, deadline: Deadline) -> Result<()> {
+        let mut membership = self.0.membership.clone();
+        let again = membership.wait_for(|now| now.lease != lease || now.ended.is_some());
+        let waiting_for =
+            || format!("rank {} of job {:?} to join again", self.0.rank, self.0.spec.name);
+        // The same reason as in `wait_for_news`.
+        let _ = deadline.limit(waiting_for, again).await?;
+        self.current().map(|_| ())
     }
 
     /// Waits until the coordinator has announced an epoch later than `epoch`.

@@ -91,13 +91,13 @@ impl Job {
 
     /// The message that opens a push of this rank.
     pub(super) fn begin(&self, epoch: u64, contents: Wire) -> pb::PushBegin {
-        let Member { spec, id, rank, lease, .. } = &*self.0;
+        let Member { spec, id, rank, .. } = &*self.0;
         let is_sum = spec.group_size > 1 && matches!(contents, Wire::Gradients(_));
         pb::PushBegin {
             job: spec.name.clone(),
             job_id: *id,
             rank: *rank,
-            lease: *lease,
+            lease: self.lease(),
             epoch,
             covers: if is_sum { spec.group_of(*rank).collect() } else { Vec::new() },
             contents: Some(contents),

@@ -69,6 +69,8 @@ pub(crate) struct Slice<B: Backend> {
     no_clip: bool,
     /// The divisor of summed gradients.
     divisor: f64,
+    /// The names of the state tensors.
+    state_names: &'static [&'static str],
     /// The shapes of the state tensors.
     state_shapes: Vec<StateShape>,
     /// The initial value of all elements of the optimizer state.
@@ -220,6 +222,7 @@ impl<B: Backend> Slice<B> {
             group,
             no_clip: tensor.no_clip,
             divisor: job.divisor(spec.tensor) as f64,
+            state_names: group.map_or(&[], |group| groups[group].state()),
             state_shapes: group
                 .map_or_else(Vec::new, |group| groups[group].state_shapes(&tensor.shape)),
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),

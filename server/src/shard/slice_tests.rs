@@ -168,6 +168,27 @@ fn uploaded_state_and_steps_continue_like_an_uninterrupted_run() {
 }
 
 #[test]
+fn a_step_keeps_the_state_tensors_that_it_does_not_use() {
+    let momentum = r#"{"name":"sgd","lr":0.5,"momentum":0.5}"#;
+    let plain = [serde_json::from_str(r#"{"name":"sgd","lr":0.5}"#).unwrap()];
+    let subject = Subject::new(momentum, Subject::tensor(), 1);
+    subject.upload(PARAMETERS, 0, &[1.0; NUMEL]).unwrap();
+    subject.push(0, &[1.0; NUMEL]);
+    subject.step(0, 1.0, 1.0);
+    // A reader holds the state, so that a step that wrote it would take other memory.
+    let held = subject.held(Part::State(0), 1);
+    subject.push(0, &[1.0; NUMEL]);
+    subject.step_with(1, Apply { groups: &plain, ..subject.unchanged() });
+    assert_eq!(subject.read(Part::Master, 2), bytes(&[0.0; NUMEL]));
+    assert_eq!(subject.read(Part::State(0), 2), bytes(&[1.0; NUMEL]));
+    subject.push(0, &[1.0; NUMEL]);
+    subject.step(2, 1.0, 1.0);
+    assert_eq!(subject.read(Part::State(0), 3), bytes(&[1.5; NUMEL]));
+    assert_eq!(subject.read(Part::Master, 3), bytes(&[-0.75; NUMEL]));
+    assert_eq!(subject.values(&held), bytes(&[1.0; NUMEL]));
+}
+
+#[test]
 fn state_after_the_parameters_is_refused_unless_it_arrived_before() {
     let subject = Subject::new(ADAMW, Subject::tensor(), 1);
     let state = Upload { state: Some(0), applied: AppliedSteps::new(7) };

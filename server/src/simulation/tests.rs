@@ -21,7 +21,7 @@ use super::{
 };
 
 /// The number of runs without the environment variable `SIMULATION_SEEDS`.
-const SEEDS: u64 = if cfg!(debug_assertions) { 2000 } else { 20_000 };
+const SEEDS: u64 = if cfg!(debug_assertions) { 2000 } else { 5000 };
 const STEPS: u64 = 6;
 
 /// What an undisturbed run shows, by number of ranks.

@@ -219,7 +219,7 @@ def different_models(rank: int) -> str:
 
 
 def test_different_models_are_refused() -> None:
-    assert "JobExistsError" in ranks.run(2, different_models)
+    assert ranks.run(2, different_models) == ["DisagreementError"] * 2
 
 
 # Gradients

@@ -51,6 +51,24 @@ def test_a_mode_without_its_loss_or_optimizer_is_refused() -> None:
     assert alone.mode == "predict" and with_loss.mode == "eval"
 
 
+def test_attributes_are_those_of_the_layer() -> None:
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    layer = Scaled(4, 2)
+    model: Any = to_static(layer)
+    before = layer(torch.ones(1, 4))
+    model.factor *= 0.5
+    model.bias = nn.Parameter(layer.bias.detach() + 1)
+    torch.testing.assert_close(model(torch.ones(1, 4))["out0"], (before + 1) * 0.5)
+    assert layer.factor == 0.5 and model.weight is layer.weight and not hasattr(model, "missing")
+    del model.factor
+    assert model.factor == 1.0 and copy.deepcopy(model).factor == 1.0
+
+
 @pytest.mark.parametrize("stage", LEVELS)
 def test_training_updates_and_returns_the_loss(stage: int, cluster: zs.Session) -> None:
     model = made(stage=stage)

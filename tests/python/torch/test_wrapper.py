@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import models
@@ -134,3 +134,40 @@ def test_our_clip_has_the_options_of_torchs(level: str, cluster: zs.Session) -> 
         clip_grad_norm_(model, 1.0, unknown=True)  # type: ignore[call-arg]
     with pytest.raises(zs.InvalidArgumentError, match="norm_type is 1.0"):
         clip_grad_norm_(model, 1.0, 1.0)
+
+
+def flattened(model: nn.Module) -> Tensor:
+    """Makes all parameters views of one flat tensor."""
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    return flat
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_flat_tensor_of_all_parameters_has_their_values_or_is_refused(
+    level: str, cluster: zs.Session
+) -> None:
+    def train(level: str | None) -> Tensor:
+        model = models.build("mlp")
+        flat = flattened(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped: Any = model
+        if level is not None:
+            wrapped, optimizer, _ = group_sharded_parallel(
+                model, optimizer, level, segment_size=SEGMENT
+            )
+        step(wrapped, optimizer)
+        return flat
+
+    if level != "p_g_os":
+        torch.testing.assert_close(train(level), train(None))
+        return
+    with pytest.raises(zs.InvalidArgumentError, match="part of a larger tensor"):
+        train(level)
+    # Nobody can read the flat tensor any more.
+    model = models.build("mlp")
+    flattened(model)
+    step(*wrap(model, level))

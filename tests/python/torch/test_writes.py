@@ -388,7 +388,7 @@ def test_loading_optimizer_state_before_the_step_keeps_the_gradients_or_raises(
     if level == "os":
         assert_close(train(level), train("plain"), rtol=1e-5, atol=1e-6)
         return
-    with pytest.raises(zs.InvalidArgumentError, match="loaded between backward and step 2, after"):
+    with pytest.raises(zs.InvalidArgumentError, match="changed between backward and step 2, after"):
         train(level)
 
 
@@ -413,13 +413,12 @@ def test_a_parameter_that_is_unfrozen_before_the_step_has_no_gradient_in_it(
 def write_before_other_changes(rank: int) -> None:
     for level in LEVELS:
         model, optimizer = build(level)
-        model.module.layers[4].requires_grad_(False)
         model(*models.share(models.batch("mlp", 0, 8), rank, 2)).backward()
         optimizer.step()
         if rank == 1:
             with torch.no_grad():
                 model.module.layers[0].weight.mul_(0.5)
-        model.module.layers[4].requires_grad_(True)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         with pytest.raises(zs.DisagreementError, match="rank 0 and rank 1 .*'layers.0.weight'"):
             model(*models.share(models.batch("mlp", 1, 8), rank, 2))
 

@@ -1,8 +1,10 @@
 //! Ranks that leave, join late, or take over a rank.
 
-use zeroshard_client::Error;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use zeroshard_client::{Error, Job};
 use zeroshard_proto::{Departure, JobSpec};
-use zeroshard_tests::{Cluster, Training, synthetic, training};
+use zeroshard_tests::{Cluster, FaultProxy, Training, synthetic, training};
 
 use crate::{connect, job, sgd, start, until, until_calls_wait};
 
@@ -147,4 +149,66 @@ async fn an_early_rank_waits_for_version_0() {
     let (one, other) = tokio::join!(training::step(&early, 0), late);
     assert_eq!(one.unwrap(), other.unwrap());
     assert_eq!(early.state_hash(1).await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn ranks_whose_leases_ended_with_their_connections_join_again_with_the_same_bits() {
+    const STEPS: u64 = 40;
+    let cluster = Cluster::start(2);
+    let calm = Training { steps: STEPS, ..Training::new(spec("calm", 2)) };
+    let expected = calm.run(cluster.address()).await.unwrap().hash;
+
+    let proxy = FaultProxy::start().await.unwrap();
+    proxy.forward_to(cluster.address());
+    let jobs = start(proxy.address(), &spec("cut", 2)).await;
+    let (leases, epoch) = ([jobs[0].lease(), jobs[1].lease()], jobs[0].epoch());
+    let done = AtomicU64::new(0);
+    let train = async |job: &Job| {
+        for step in 0..STEPS {
+            loop {
+                match training::step(job, step).await {
+                    Ok(_) => break,
+                    // Either the coordinator had decided the step before, and the rank gets its
+                    // report, or no rank does.
+                    Err(Error::StepAborted { .. }) => {}
+                    Err(error) => panic!("rank {} at step {step}: {error}", job.rank()),
+                }
+            }
+            done.fetch_max(step, Ordering::Relaxed);
+        }
+    };
+    let cuts = async {
+        for cut in 1..8 {
+            until("the next cut is due", || done.load(Ordering::Relaxed) >= cut * 4).await;
+            // Later and later in a step, up to the report of its decision.
+            proxy.cut_after(150 * cut);
+        }
+    };
+    tokio::join!(train(&jobs[0]), train(&jobs[1]), cuts);
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+    assert!(jobs[0].epoch() > epoch);
+    assert!(jobs.iter().zip(leases).all(|(job, lease)| job.lease() != lease));
+}
+
+#[tokio::test]
+async fn a_rank_that_another_worker_has_taken_does_not_come_back() {
+    let cluster = Cluster::start(1);
+    let proxy = FaultProxy::start().await.unwrap();
+    proxy.forward_to(cluster.address());
+    let spec = spec("taken", 1);
+    connect(cluster.address()).await.create_job(&spec).await.unwrap();
+    let first = connect(proxy.address()).await.join("taken", 0).await.unwrap();
+    first.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    // The second worker waits for the rank, and gets it when the connection of the first is cut.
+    let second = connect(cluster.address()).await;
+    let cut = async {
+        until_calls_wait(&cluster.coordinator, "CoordinatorService/Join", 2).await;
+        proxy.cut();
+    };
+    let (second, ()) = tokio::join!(second.join("taken", 0), cut);
+    let second = second.unwrap();
+    training::step(&second, 0).await.unwrap();
+    let lost = training::step(&first, 0).await;
+    assert!(matches!(lost, Err(Error::LeaseLost { rank: 0, .. })), "{lost:?}");
+    training::step(&second, 1).await.unwrap();
 }

@@ -3,7 +3,7 @@
 //! process uses more memory or files in the end.
 //!
 //! The messages are generated from the descriptors of the protocol, so that future fields and calls
-//! are covered. `tests/run` runs this test for a minute, and `tests/run long` runs it for half an
+//! are covered. `tests/run` runs this test for 40 s, and `tests/run long` runs it for half an
 //! hour. `LIVE_FUZZ_SECONDS` sets the duration, and `LIVE_FUZZ_SEED` sets the seed. The input of a
 //! call depends on the seed, its number, and the current ids and steps of the jobs.
 
@@ -51,7 +51,7 @@ fn variable(name: &str, default: u64) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "takes a minute or more; tests/run runs it"]
+#[ignore = "takes 40 s or more; tests/run runs it"]
 async fn servers_withstand_invalid_input_to_every_call_without_leaks() {
     let seconds = variable("LIVE_FUZZ_SECONDS", 60);
     let seed = variable("LIVE_FUZZ_SEED", 1);

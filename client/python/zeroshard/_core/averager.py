@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Generic
 
 from .. import _native
+from .._agreement import check_equal
 from .._connection import Connection
 from .._native import Rest
 from .._rendezvous import ProcessGroup
@@ -37,7 +39,7 @@ class Averager(Generic[T]):
 
     Raises:
         InvalidArgumentError: a parameter is neither float32 nor bfloat16 nor float16.
-        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
+        DisagreementError: the parameters of the ranks differ in names, shapes or dtypes.
     """
 
     def __init__(
@@ -74,6 +76,13 @@ class Averager(Generic[T]):
             for name, tensor in constants
         ]
         name = connection.job_name(purpose, group.ranks)
+        kinds = {
+            f"tensor {name!r}": f"{framework.dtype_text(tensor)} of shape "
+            f"{list(framework.shape(tensor))}"
+            for name, tensor in (*parameters, *constants)
+        }
+        everywhere = connection.exchange(name, json.dumps(kinds), group.ranks)
+        check_equal(dict(zip(group.ranks, map(json.loads, everywhere), strict=True)))
         numel = sum(framework.numel(tensor) for _, tensor in parameters)
         self._job = connection.open(name, specs, [AVERAGE], group, numel)
         self._start(

@@ -23,7 +23,7 @@ class Entry(Generic[T]):
     framework: Framework[T]
     name: str
     tensor: T
-    #: Whether the servers update it.
+    #: Whether the servers update it. It may be frozen now: then no rank has a gradient of it.
     trained: bool
     #: Whether it is a buffer of the model.
     buffer: bool
@@ -37,12 +37,14 @@ class Entry(Generic[T]):
     layout: JobLayout | None = None
     #: Whether it is on this worker at all times.
     resident: bool = True
+    #: Whether it is a parameter of the optimizer.
+    optimized: bool = False
     shape: tuple[int, ...] = field(init=False)
     #: The shape of the local tensor.
     local_shape: tuple[int, ...] = field(init=False)
     #: The framework's name of its dtype.
     dtype: str = field(init=False)
-    #: Whether backward computed gradients for it, when it was last marked.
+    #: Whether backward computes gradients for it, according to the last forward.
     differentiable: bool = field(init=False)
     #: Whether its values are compared to find out whether the program has written to it. The
     #: framework does not count all writes.
@@ -57,8 +59,12 @@ class Entry(Generic[T]):
         self.shape = self.framework.shape(self.tensor)
         self.local_shape = self.framework.local_shape(self.tensor)
         self.dtype = self.framework.dtype_text(self.tensor)
-        self.differentiable = self.framework.trains(self.tensor)
+        self.follow_freezing()
         self._seen = self._counted()
+
+    def follow_freezing(self) -> None:
+        """Called before a forward, after which the program may have frozen or unfrozen it."""
+        self.differentiable = self.framework.trains(self.tensor)
 
     def expose(self) -> None:
         """From now on the program may write to it in ways that the framework does not count."""
@@ -79,13 +85,22 @@ class Entry(Generic[T]):
     def _counted(self) -> object:
         return self.framework.changes(self.tensor), self.framework.memory(self.tensor)
 
+    def replace(self, tensor: T) -> None:
+        """The program has replaced it by another tensor, which must have its shape and dtype."""
+        self._check_kind_of(tensor)
+        self.tensor = tensor
+
     def check_kind(self) -> None:
         """Raises an error if the program has changed its shape or dtype."""
-        shape = self.framework.local_shape(self.tensor)
-        dtype = self.framework.dtype_text(self.tensor)
+        self._check_kind_of(self.tensor)
+
+    def _check_kind_of(self, tensor: T) -> None:
+        shape = self.framework.local_shape(tensor)
+        dtype = self.framework.dtype_text(tensor)
         if (shape, dtype) != (self.local_shape, self.dtype):
+            kind = "buffer" if self.buffer else "parameter"
             raise InvalidArgumentError(
-                f"parameter {self.name!r} was changed from {self.dtype} of shape "
+                f"{kind} {self.name!r} was changed from {self.dtype} of shape "
                 f"{list(self.local_shape)} to {dtype} of shape {list(shape)} after "
                 "group_sharded_parallel; change the model before this call"
             )
@@ -94,6 +109,13 @@ class Entry(Generic[T]):
     def wire_shape(self) -> tuple[int, ...]:
         """The shape in which the local tensor is transferred."""
         return (self.framework.words(self.tensor),) if self.raw else self.local_shape
+
+    @property
+    def text(self) -> str:
+        """Its kind, for a comparison with other ranks."""
+        kind = "a buffer" if self.buffer else "trained" if self.trained else "frozen"
+        group = f" in parameter group {self.group}" if self.trained else ""
+        return f"{self.dtype} of shape {list(self.shape)}, {kind}{group}"
 
     def continues(self, before: Entry[T] | None) -> bool:
         """Whether its values are those that the servers hold for ``before``, its entry in the
@@ -147,7 +169,7 @@ class Entry(Generic[T]):
 def mark(entries: Sequence[Entry[T]]) -> None:
     """Records the state of the tensors, to detect changes by the program."""
     for entry in entries:
-        entry.differentiable = entry.framework.trains(entry.tensor)
+        entry.follow_freezing()
         entry._compared = entry.trained and entry.resident
     _see(entries)
 

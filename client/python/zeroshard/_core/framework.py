@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from .._native import Array, Box, Layout
@@ -241,6 +241,10 @@ class Framework(ABC, Generic[T]):
         """Whether backward computes a gradient for the tensor."""
 
     @abstractmethod
+    def is_stepped(self, parameter: T) -> bool:
+        """Whether an optimizer of the framework would step the parameter, if it has a gradient."""
+
+    @abstractmethod
     def gradient(self, parameter: T) -> T | None:
         """The parameter's gradient, in the parameter's layout."""
 
@@ -313,7 +317,20 @@ class Framework(ABC, Generic[T]):
     def after_backward(self, call: Callable[[], None]) -> None:
         """During backward: calls ``call`` once when the current pass has ended."""
 
+    def is_transforming(self) -> bool:
+        """Whether a function transformation runs in this thread, in which saved tensors cannot be
+        replaced."""
+        return False
+
+    def outside_transforms(self) -> AbstractContextManager[None]:
+        """A context whose operations are not transformed."""
+        return nullcontext()
+
     # ---- modules
+
+    def stays(self, module: Any) -> bool:
+        """Whether the parameters of a module stay on the worker, since native code reads them."""
+        return False
 
     @abstractmethod
     def parameters(self, model: Any) -> Iterable[tuple[str, T]]:

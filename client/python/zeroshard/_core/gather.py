@@ -23,6 +23,7 @@ from typing import Any, Generic
 from .._native import Schedule, Transfer
 from .exchanges import Pull
 from .framework import Incoming, T
+from .interrupts import operation
 from .job import ModelJob
 
 #: Unused memory that is kept for later: that of so many units of typical size. A transformer block
@@ -60,12 +61,14 @@ class Unit(Generic[T]):
             self.gatherer.job.entry(parameter).modified for parameter in self.parameters.values()
         )
 
+    @operation
     def start(self, together: bool = False) -> None:
         """Starts to fetch it, if it is not allocated. ``together``: all ranks of the group do
         this."""
         if self.allocated:
             return
         job, arrays, incoming, values = self.gatherer.job, [], [], []
+        job.check_open()
         job.check_not_rolled_back()
         for parameter in self.parameters.values():
             if job.entry(parameter).modified:
@@ -77,6 +80,7 @@ class Unit(Generic[T]):
         self._fetch = (job.pull(arrays, together=together), incoming, values)
         self.gatherer.count(self.nbytes)
 
+    @operation
     def finish(self) -> None:
         """Fetches it and waits."""
         self.start()
@@ -103,6 +107,7 @@ class Unit(Generic[T]):
         for parameter in self.parameters.values():
             self.gatherer.job.entry(parameter).expose()
 
+    @operation
     def free(self) -> None:
         """Frees it, unless a forward uses it or the program has written to it. In the latter case
         the next step takes over the values."""
@@ -148,6 +153,8 @@ class Gatherer(Generic[T]):
         #: Units that were used outside of any forward. They are kept until the next forward or
         #: step.
         self._kept: set[Unit[T]] = set()
+        #: Units that a function transformation has used since the last step.
+        self._held: set[Unit[T]] = set()
         self._pass: Hashable = None
         self._frozen: list[Unit[T]] = []
         self._find_units(model)
@@ -247,23 +254,39 @@ class Gatherer(Generic[T]):
 
     def _begin(self, units: list[Unit[T]]) -> Callable[[], None]:
         def begin() -> None:
-            forward = _RunningForward[T]()
-            outermost = not self._forwards and not self.framework.in_backward()
-            self._forwards.append(forward)
-            if outermost:
-                self.settle(together=self._trains())
-                forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
-                forward.hooks.__enter__()
-            for unit in units:
-                unit.start(self._trains())
-            for unit in units:
-                self._use(unit)
+            transforming = self.framework.is_transforming()
+            with self.framework.outside_transforms():
+                self._enter_forward(units, transforming)
 
         return begin
 
+    def _enter_forward(self, units: list[Unit[T]], transforming: bool) -> None:
+        forward = _RunningForward[T]()
+        outermost = not self._forwards and not self.framework.in_backward()
+        self._forwards.append(forward)
+        if outermost:
+            self.settle(together=self._trains())
+            if not transforming:
+                forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
+                forward.hooks.__enter__()
+        for unit in units:
+            unit.start(self._trains())
+        for unit in units:
+            self._use(unit)
+            if transforming:
+                self._hold(unit)
+
+    def _hold(self, unit: Unit[T]) -> None:
+        """Keeps a unit that a transformation uses until the next step, since the tensors that it
+        saves for backward cannot be replaced."""
+        if unit not in self._held:
+            self._held.add(unit)
+            unit.expose()
+
     def _end(self) -> None:
         if self._forwards:
-            self._leave_forward()
+            with self.framework.outside_transforms():
+                self._leave_forward()
 
     def unwind(self) -> None:
         """Ends the forwards that an exception such as KeyboardInterrupt has ended without calling
@@ -284,6 +307,11 @@ class Gatherer(Generic[T]):
     def access(self, unit: Unit[T]) -> AbstractContextManager[Any]:
         """Called before an operation reads one of the unit's parameters. Returns the context in
         which the operation runs."""
+        if self.framework.is_transforming():
+            with self.framework.outside_transforms():
+                unit.finish()
+                self._hold(unit)
+            return nullcontext()
         if self._forwards:
             self._use(unit)
             return nullcontext()
@@ -339,9 +367,11 @@ class Gatherer(Generic[T]):
             self.units[number].start(together)
 
     def _free(self, unit: Unit[T]) -> None:
-        if unit.number not in self._prefetched and unit not in self._kept:
-            unit.free()
+        if unit.number in self._prefetched or unit in self._kept or unit in self._held:
+            return
+        unit.free()
 
+    @operation
     def settle(self, together: bool = False) -> None:
         """Frees all unused units, and prefetches the units that the next pass begins with.
         ``together``: all ranks of the group do this."""
@@ -360,6 +390,7 @@ class Gatherer(Generic[T]):
         ``together``: all ranks of the group do this."""
         self.unwind()
         self._kept.clear()
+        self._held.clear()
         self._prefetched = set()
         for unit in self.units:
             unit.free()
@@ -409,6 +440,7 @@ class Gatherer(Generic[T]):
             unit.done.clear()
             self._free(unit)
 
+    @operation
     def _backward_is_over(self) -> None:
         self._pass = None
         self._frozen.clear()

@@ -19,6 +19,7 @@ from .._native import Box
 from ..errors import InvalidArgumentError
 from .entry import Entry
 from .framework import Hook, MeanGradient, T
+from .interrupts import operation
 from .job import ModelJob
 
 
@@ -58,12 +59,15 @@ class Gradients(Generic[T]):
         self._most: dict[int, int] = {}
         #: By the index of a parameter whose gradient was sent: the gradient that the program sees.
         self._sent: dict[int, object] = {}
+        #: The indices in ``_sent`` of parameters whose gradient this rank has contributed.
+        self._contributed: set[int] = set()
         #: The mean gradients that the program sees.
         self._means: dict[int, MeanGradient[T]] = {}
         self._norms: list[float] | None = None
         #: Indices in ``_sent`` of parameters without a gradient that were not reported yet.
         self._absent: list[int] = []
-        self._hooks: list[Hook] = []
+        #: By index, of the parameters that were not frozen.
+        self._hooks: dict[int, Hook] = {}
         #: The number of gradients that were computed, and of steps that began again.
         self.events = 0
         self.watch()
@@ -82,21 +86,26 @@ class Gradients(Generic[T]):
 
     def unwatch(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
 
     def _register_hooks(self) -> None:
         self.unwatch()
-        self._hooks = [
-            self._job.framework.after_gradient(entry.tensor, self._hook(entry))
+        # A frozen parameter takes no hook.
+        self._hooks = {
+            entry.index: self._job.framework.after_gradient(entry.tensor, self._hook(entry))
             for entry in self._job.trained
-        ]
+            if entry.differentiable
+        }
 
     def follow_hooks(self) -> None:
         """The program's hooks get a gradient before it is sent, also those that it has registered
-        since."""
-        if not all(hook.is_last for hook in self._hooks):
+        since. Parameters that the program has unfrozen get their hooks."""
+        missing = (
+            entry.differentiable and entry.index not in self._hooks for entry in self._job.trained
+        )
+        if any(missing) or not all(hook.is_last for hook in self._hooks.values()):
             self._register_hooks()
 
     @property
@@ -127,6 +136,7 @@ class Gradients(Generic[T]):
 
         return accumulated
 
+    @operation
     def _count(self, entry: Entry[T]) -> None:
         self.events += 1
         if self.hold:
@@ -155,7 +165,8 @@ class Gradients(Generic[T]):
             f"backward pass {self._passes[entry.index] + 1} of step {self._job.version} on rank "
             f"{self._job.group.rank} has computed a gradient of parameter {entry.name!r}, whose "
             f"gradient was already sent to the servers; {remedy}, or run all forwards but the last "
-            "of a step under model.no_sync()"
+            "of a step under model.no_sync(), and after an interrupted step (Ctrl-C) call "
+            "optimizer.zero_grad() first"
         )
 
     def _show(self, entry: Entry[T], freed: bool = False) -> MeanGradient[T] | None:
@@ -173,7 +184,7 @@ class Gradients(Generic[T]):
         """Sends the gradient, or records that the parameter has none."""
         framework = self._job.framework
         mean = framework.shown_mean(entry.tensor)
-        if mean is not None and mean.own is None:
+        if mean is not None and mean.own is None and framework.is_stepped(entry.tensor):
             raise InvalidArgumentError(
                 f"parameter {entry.name!r} has the gradient of an earlier step, which was not "
                 "zeroed and is no longer available; call optimizer.zero_grad() after each step"
@@ -193,6 +204,7 @@ class Gradients(Generic[T]):
         self._sent[entry.index] = framework.given_gradient(entry.tensor)
 
     def _push(self, entry: Entry[T], gradient: T) -> None:
+        self._contributed.add(entry.index)
         with self._job.connection.activity.waiting("push"):
             self._job.send_gradient(entry, gradient)
 
@@ -390,7 +402,10 @@ class Gradients(Generic[T]):
         return [entry for entry in self._job.trained if self._is_changed(entry)]
 
     def current(self, entry: Entry[T]) -> T | None:
-        """A gradient as the program sees it, or this rank's contribution to it."""
+        """A gradient as the program sees it, or this rank's contribution to it. None if the step
+        does not apply it."""
+        if not self._job.framework.is_stepped(entry.tensor):
+            return None
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and (mean.own is None or mean.is_edited):
             if self._early or mean.is_edited:
@@ -405,6 +420,9 @@ class Gradients(Generic[T]):
     def _is_changed(self, entry: Entry[T]) -> bool:
         if entry.index not in self._sent:
             return False
+        is_stepped = self._job.framework.is_stepped(entry.tensor)
+        if entry.index in self._contributed and not is_stepped:
+            return True  # frozen since
         mean = self._job.framework.shown_mean(entry.tensor)
         given = self._job.framework.given_gradient(entry.tensor)
         if given is not self._sent[entry.index]:
@@ -415,6 +433,7 @@ class Gradients(Generic[T]):
         """Sends other gradients in a new attempt at the step. ``gradients``: by the id of the
         parameter."""
         self._sent.clear()
+        self._contributed.clear()
         self._absent.clear()
         self._norms = None
         for entry in self._job.trained:
@@ -485,6 +504,7 @@ class Gradients(Generic[T]):
     def _clear(self) -> None:
         self._passes.clear()
         self._sent.clear()
+        self._contributed.clear()
         self._absent.clear()
         self._means.clear()
         self._norms, self._clip_factor, self._unscaled, self.resting = None, None, False, []

@@ -17,12 +17,19 @@ from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, Transfer
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError, JobExistsError, JobFailedError, RolledBackError
+from ..errors import (
+    InvalidArgumentError,
+    JobExistsError,
+    JobFailedError,
+    NotInitialisedError,
+    RolledBackError,
+)
 from .broadcast import broadcast
 from .entry import Entry, hashes_of, mark, modified
 from .exchanges import Exchanges, Pull
 from .framework import Framework, Optimizer, T
 from .layout import job_layouts
+from .hyperparameters import reserving
 
 #: Bytes of host memory that are used at a time when the optimizer's state is fetched, for each
 #: state tensor.
@@ -65,6 +72,9 @@ class ModelJob(Generic[T]):
         self.checkpoints = checkpoints
         self.exchanges = exchanges
         self._offload = offload
+        #: The state tensors that each parameter group has used so far. They stay on the servers
+        #: when the program changes a hyperparameter so that steps do not use them any more.
+        self._used: list[set[str]] = []
         #: The version of the checkpoint from which the job was started or restored last; 0: none.
         self.started_at = 0
         #: :attr:`Job.restored`, as far as this rank has followed.
@@ -88,6 +98,19 @@ class ModelJob(Generic[T]):
         """The entries of the model's buffers."""
         return (entry for entry in self.entries if entry.buffer)
 
+    def follow_buffers(self) -> None:
+        """Finds the tensors by which the program has replaced buffers (``self.count = self.count +
+        1``).
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if one has another shape or dtype.
+        """
+        named = dict(self.framework.buffers(self._model))
+        for entry in self.buffers:
+            tensor = named.get(entry.name)
+            if tensor is not None and tensor is not entry.tensor:
+                entry.replace(tensor)
+                self._by_tensor[id(tensor)] = entry
+
     @property
     def parameters(self) -> Iterable[Entry[T]]:
         """The entries of the parameters, also of those that are not trained."""
@@ -110,9 +133,17 @@ class ModelJob(Generic[T]):
         return self.optimizer.groups(self.optimizer_name)
 
     def changed(self) -> bool:
-        """Whether the program has changed the specification of the job."""
-        return self._state_layout() != self._opened_with or any(
-            entry.differentiable != self.framework.trains(entry.tensor) for entry in self.entries
+        """Whether the program has changed the specification of the job.
+
+        A parameter that was trained before stays a part of the specification while it is frozen:
+        no rank has a gradient of it, so that steps keep its values and its optimizer state.
+        """
+        used = self._state_used()
+        if [len(group) for group in self.optimizer.parameters()] != self._sizes:
+            return True
+        return not set().union(*used) <= set(self._optimizers[0].state) or any(
+            entry.optimized and not entry.trained and self.framework.is_stepped(entry.tensor)
+            for entry in self.entries
         )
 
     def written(self) -> list[Entry[T]]:
@@ -151,12 +182,41 @@ class ModelJob(Generic[T]):
             hashes[entry.index] = 1 if is_distributed else value or 1
         return hashes if any(hashes) else []
 
-    def _state_layout(self) -> list[tuple[int, tuple[str, ...]]]:
-        groups = zip(self.optimizer.parameters(), self.groups(), strict=True)
-        return [
-            (len(parameters), tuple(_native.Optimizer(*values).state))
-            for parameters, values in groups
-        ]
+    def _state_used(self) -> list[set[str]]:
+        """The state tensors that the next step uses, by parameter group."""
+        return [set(_native.Optimizer(*values).state) for values in self.groups()]
+
+    @property
+    def used_state(self) -> list[set[str]]:
+        """The state tensors that each parameter group has used so far."""
+        return self._used
+
+    def begin_step(self) -> None:
+        """Called before each step, which may use state tensors that a group has not used before.
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if the servers do not begin to use them as
+        the framework does.
+        """
+        for number, (names, (_, values)) in enumerate(zip(self._state_used(), self.groups())):
+            if not names <= self._used[number] and values.get("dampening"):
+                raise InvalidArgumentError(
+                    f"the momentum of parameter group {number} was 0 until now, while other groups "
+                    "have momentum, and its dampening is not 0; set the momentum before the first "
+                    "step, or the dampening to 0"
+                )
+            self._used[number] |= names
+
+    def _reserve_state(self, states: Mapping[int, State[T]]) -> list[tuple[str, dict[str, float]]]:
+        """Adds the state tensors of the next step, and those in ``states``, to those that the
+        servers keep. Returns hyperparameters with which every group has all of them."""
+        groups, used = self.optimizer.parameters(), self._state_used()
+        self._sizes = [len(parameters) for parameters in groups]
+        self._used += [set() for _ in groups[len(self._used) :]]
+        for number, (parameters, names) in enumerate(zip(groups, used, strict=True)):
+            given = (states[id(p)][2] for p in parameters if id(p) in states)
+            self._used[number] |= names.union(*given)
+        kept = set().union(*self._used[: len(groups)])
+        return [(name, reserving(name, values, kept)) for name, values in self.groups()]
 
     @property
     def uploaded(self) -> list[Entry[T]]:
@@ -185,7 +245,7 @@ class ModelJob(Generic[T]):
 
         Raises :class:`~zeroshard.errors.JobFailedError` if this fails on another rank.
         """
-        self._start(fetched)
+        self._start(fetched, states)
         try:
             if self._has_values():
                 for _ in initial:
@@ -224,6 +284,15 @@ class ModelJob(Generic[T]):
         self.version = self.started_at = version
         return True
 
+    def check_open(self) -> None:
+        """Raises :class:`~zeroshard.NotInitialisedError` if the session was closed."""
+        if self.connection.closed:
+            raise NotInitialisedError(
+                "the session was closed by zeroshard.shutdown(), and with it the part of this "
+                "model that was on the servers; read, save and train it before that, or create it "
+                "again after zeroshard.init()"
+            )
+
     @property
     def is_rolled_back(self) -> bool:
         """Whether the job was restored from its last checkpoint, and this rank has not followed."""
@@ -252,6 +321,7 @@ class ModelJob(Generic[T]):
 
     def send_gradient(self, entry: Entry[T], gradient: T) -> None:
         """Sends this rank's gradient in the open step."""
+        self.check_open()
         array = self.framework.outgoing(gradient)
         if self.exchanges is not None:
             self.exchanges.gradient(self.version, entry.index, array)
@@ -343,9 +413,11 @@ class ModelJob(Generic[T]):
         where it still fits. Buffers, and parameters that are new or that the program has written
         to, take the value of the first rank that has them. The other ranks receive them.
         """
+        if states is None:
+            self._check_state_grows()
         old, before = self.job, {entry.name: entry for entry in self.entries}
         fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
-        self._start(fetched, (old, self.version), fresh_state=states is not None)
+        self._start(fetched, states or {}, (old, self.version), fresh_state=states is not None)
         if values is None:
             self._upload_changed(before, states or {})
         else:
@@ -355,6 +427,20 @@ class ModelJob(Generic[T]):
         self.receive(entry for entry in self.received if entry.resident)
         self.mark()
         self.connection.leave(old)
+
+    def _check_state_grows(self) -> None:
+        """Raises :class:`~zeroshard.InvalidArgumentError` if the next step uses a state tensor that
+        the optimizer cannot begin to keep after its first step. (SGD can.)"""
+        used: set[str] = set().union(*self._state_used())
+        missing = sorted(used - set(self._optimizers[0].state))
+        name = self.optimizer_name
+        if missing and name != "sgd" and any(n for n, _ in self.job.applied_steps(self.version)):
+            raise InvalidArgumentError(
+                f"a hyperparameter of {name} was changed after its first step, and the next step "
+                f"uses the state {missing[0]!r}, which the optimizer has not kept; set the "
+                "hyperparameter before the first step, or load a state that has it with "
+                "load_state_dict"
+            )
 
     def _upload_changed(
         self,
@@ -377,12 +463,14 @@ class ModelJob(Generic[T]):
     def _start(
         self,
         fetched: Collection[int],
+        states: Mapping[int, State[T]],
         predecessor: tuple[Job, int] | None = None,
         *,
         fresh_state: bool = False,
     ) -> None:
+        """``states``: existing optimizer state, by the ``id`` of its parameter."""
         self.optimizer_name = self.optimizer.name()
-        self.entries = self._describe()
+        self.entries = self._describe(states)
         for entry in self.entries:
             entry.resident = id(entry.tensor) not in fetched
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
@@ -395,12 +483,12 @@ class ModelJob(Generic[T]):
         meshes = self._place_entries(name)
         whole = _native.Optimizer(self.optimizer_name).needs_whole_tensors
         specs = [entry.spec(whole) for entry in self.entries]
-        self._opened_with = self._state_layout()
-        self._optimizers = [_native.Optimizer(*values) for values in self.groups()]
+        groups = self._reserve_state(states)
+        self._optimizers = [_native.Optimizer(*values) for values in groups]
         self.job = self.connection.open(
             name,
             specs,
-            self.groups(),
+            groups,
             self.group,
             self._bucket_numel,
             meshes=meshes,
@@ -424,13 +512,32 @@ class ModelJob(Generic[T]):
             lambda name: named[name].trained,
             self.group.ranks,
             lambda value: self.connection.exchange(name, value, self.group.ranks),
+            self._alike(),
         )
         for entry in self.entries:
             entry.layout = agreed.layouts[entry.name]
         return agreed.meshes
 
-    def _describe(self) -> list[Entry[T]]:
+    def _alike(self) -> dict[str, str]:
+        """What all ranks must open the job with, as text by name."""
+        tensors = {f"tensor {entry.name!r}": entry.text for entry in self.entries}
+        options = {
+            "the optimizer": self.optimizer_name,
+            "the number of parameter groups": str(len(self.groups())),
+            "offload": str(self._offload),
+            "the URL of the checkpoints": str(self.checkpoints and self.checkpoints.url),
+        }
+        values = {
+            f"{key} of parameter group {number}": str(value)
+            for number, (_, group) in enumerate(self.groups())
+            for key, value in group.items()
+        }
+        return {**tensors, **options, **values}
+
+    def _describe(self, states: Collection[int]) -> list[Entry[T]]:
         framework, groups = self.framework, self.optimizer.parameters()
+        # A parameter keeps its optimizer state while it is frozen.
+        kept = {id(entry.tensor) for entry in self.trained}.union(states)
         group_of = {
             id(parameter): number for number, group in enumerate(groups) for parameter in group
         }
@@ -449,12 +556,13 @@ class ModelJob(Generic[T]):
             dtype = framework.dtype(tensor)
             raw = not trained and dtype is None or buffer and dtype != "f32"
             group = group_of.get(id(tensor), 0)
-            entries.append(
-                Entry(framework, name, tensor, trained, buffer, group, len(entries), raw)
-            )
+            entry = Entry(framework, name, tensor, trained, buffer, group, len(entries), raw)
+            entry.optimized = id(tensor) in group_of
+            entries.append(entry)
 
         for key, (name, parameter) in named.items():
-            add(name, parameter, key in group_of and framework.trains(parameter), False)
+            trained = key in group_of and (key in kept or framework.is_stepped(parameter))
+            add(name, parameter, trained, False)
         for name, tensor in framework.buffers(self._model):
             add(name, tensor, False, True)
         return entries
@@ -470,7 +578,9 @@ class ModelJob(Generic[T]):
         for applied, some in self._by_applied([*entries, *kept], states).items():
             by_part: dict[str, list[tuple[int, Array]]] = {}
             for entry in some:
-                for part, tensor in states[id(entry.tensor)][2].items() if applied[0] else ():
+                if id(entry.tensor) not in states:
+                    continue
+                for part, tensor in states[id(entry.tensor)][2].items():
                     array = self.framework.array(tensor)
                     by_part.setdefault(part, []).append((entry.index, array))
             for part, arrays in by_part.items():
@@ -498,7 +608,7 @@ class ModelJob(Generic[T]):
         if not targets:
             return
         arrays = [(index, incoming.array) for index, incoming in targets]
-        self._fetch(arrays, label=label)
+        self.fetch(arrays, version=self.version, label=label)
         for _, incoming in targets:
             incoming.finish()
 
@@ -506,12 +616,19 @@ class ModelJob(Generic[T]):
         """Fetches everything that is on this worker at all times, at the current version."""
         self.receive((entry for entry in self.entries if entry.resident), label="receiving")
 
-    def _fetch(
-        self, arrays: list[tuple[int, Array]], *, part: str | None = None, label: str | None
+    def fetch(
+        self,
+        arrays: list[tuple[int, Array]],
+        *,
+        version: int,
+        part: str | None = None,
+        label: str | None = None,
     ) -> None:
+        """Fetches tensors at a version: see :meth:`zeroshard._native.Job.fetch`."""
+        self.check_open()
         self.check_not_rolled_back()
         with self.connection.activity.waiting("pull"):
-            self.job.fetch(self.version, arrays, part=part, label=label)
+            self.job.fetch(version, arrays, part=part, label=label)
 
     def untrained(self, *, with_buffers: bool) -> list[Entry[T]]:
         """The parameters that are not trained and are on every rank, and the buffers, if
@@ -535,10 +652,11 @@ class ModelJob(Generic[T]):
         """Returns the value that each rank has passed for ``what``. Every rank must call it."""
         return self.connection.exchange(f"{self.job.name}/{what}", value, self.group.ranks)
 
-    def states(self, only: T | None = None) -> Iterator[tuple[Entry[T], State[T]]]:
-        """The whole optimizer state of all trained entries that were updated, or of one of
-        them."""
-        applied = self.job.applied_steps(self.version)
+    def states(self, version: int, only: T | None = None) -> Iterator[tuple[Entry[T], State[T]]]:
+        """The whole optimizer state at a version, of all trained entries that were updated, or of
+        one of them."""
+        self.check_open()
+        applied = self.job.applied_steps(version)
         updated = [
             entry
             for entry in self.trained
@@ -548,25 +666,27 @@ class ModelJob(Generic[T]):
             fetched: dict[str, list[tuple[int, Array]]] = {}
             states: list[dict[str, T]] = []
             for entry in chunk:
+                used = self._used[entry.group]
                 names = self._optimizers[entry.group].state_of(entry.shape)
+                names = [name for name in names if name in used]
                 tensors = {name: self.framework.host(entry.shape) for name in names}
                 for name, tensor in tensors.items():
                     array = self.framework.array(tensor, Box.whole(entry.shape))
                     fetched.setdefault(name, []).append((entry.index, array))
                 states.append(tensors)
             for name, arrays in fetched.items():
-                self._fetch(arrays, part=name, label=f"fetching {name}")
+                self.fetch(arrays, version=version, part=name, label=f"fetching {name}")
             for entry, tensors in zip(chunk, states, strict=True):
                 yield entry, (*applied[entry.index], tensors)
 
-    def whole(self, entries: Iterable[Entry[T]]) -> dict[str, T]:
-        """Whole tensors by name, as f32 in host memory, at the current version."""
+    def whole(self, entries: Iterable[Entry[T]], version: int) -> dict[str, T]:
+        """Whole tensors by name, as f32 in host memory, at a version."""
         hosts = {entry.name: (entry, self.framework.host(entry.shape)) for entry in entries}
         arrays = [
             (entry.index, self.framework.array(host, Box.whole(entry.shape)))
             for entry, host in hosts.values()
         ]
-        self._fetch(arrays, part="", label="fetching parameters")
+        self.fetch(arrays, version=version, part="", label="fetching parameters")
         return {name: host for name, (_, host) in hosts.items()}
 
     def state_hash(self) -> str:

@@ -42,6 +42,7 @@ def job_layouts(
     trained: Callable[[str], bool],
     ranks: Sequence[int],
     exchange: Callable[[str], Sequence[str]],
+    alike: Mapping[str, str],
 ) -> JobLayouts:
     """Combines the layouts of all ranks into the layouts of their job.
 
@@ -50,9 +51,10 @@ def job_layouts(
         trained: whether a tensor has a gradient.
         ranks: the job's ranks, as ranks of the world.
         exchange: sends a value to all of these ranks and returns their values, in rank order.
+        alike: the text of everything else that must be equal on all ranks, by its name.
 
     Raises:
-        DisagreementError: the ranks have different tensors or layouts.
+        DisagreementError: the ranks have different tensors or layouts, or differ in ``alike``.
         InvalidArgumentError: the meshes of the ranks overlap, or do not cover the job's ranks.
     """
     meshes = list(dict.fromkeys(layout.mesh for layout in layouts.values() if layout is not None))
@@ -63,6 +65,7 @@ def job_layouts(
                 f"the layout of tensor {name!r}": _text(layout, meshes)
                 for name, layout in layouts.items()
             },
+            **alike,
         },
         "ranks": [mesh.ranks for mesh in meshes],
     }

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, Generic
 
-from .. import _native
 from ..errors import InvalidArgumentError
 from .framework import T
 from .sharding import Sharding
@@ -49,25 +47,3 @@ class SteppedByServers(Generic[T]):
         if not max_norm > 0:
             raise InvalidArgumentError(f"max_norm is {max_norm}; it must be greater than 0")
         return self.sharding.clip(float(max_norm))
-
-
-def hyperparameters(name: str, found: Mapping[str, Any]) -> dict[str, float]:
-    """The hyperparameters of the servers' optimizer ``name``, from those of a parameter group.
-
-    Raises:
-        InvalidArgumentError: one is missing, or is not a number.
-    """
-    return {each: _number(name, each, found) for each in _native.Optimizer(name).hyperparameters}
-
-
-def _number(optimizer: str, name: str, found: Mapping[str, Any]) -> float:
-    try:
-        return float(found[name])
-    except KeyError:
-        raise InvalidArgumentError(
-            f"{name!r} is missing from a parameter group of {optimizer}"
-        ) from None
-    except (TypeError, ValueError):
-        raise InvalidArgumentError(
-            f"{name!r} of a parameter group of {optimizer} is {found[name]!r}; it must be a number"
-        ) from None

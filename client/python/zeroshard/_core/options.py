@@ -86,10 +86,13 @@ class Options:
             for _, parameter in framework.parameters(model)
             if framework.largest_numel(parameter) > self.segment_size
             and id(parameter) not in excluded
+            # Nobody trains a quantised base: it stays.
+            and framework.dtype(parameter) is not None
         }
 
     def _excluded(self, framework: Framework[T], model: Any) -> set[int]:
-        """The parameters of the excluded modules, which stay on the worker."""
+        """The parameters of modules that are excluded, or run in native code: they stay on the
+        worker."""
         layers = self.exclude_layer or ()
         modules = list(framework.modules(model))
         known = {id(module) for module in modules} | {type(module).__name__ for module in modules}
@@ -102,6 +105,6 @@ class Options:
         return {
             id(parameter)
             for module in modules
-            if type(module).__name__ in layers or id(module) in layers
+            if type(module).__name__ in layers or id(module) in layers or framework.stays(module)
             for _, parameter in framework.parameters(module)
         }

@@ -178,10 +178,20 @@ class Reducer(Generic[T]):
             constants,
             broadcast,
         )
-        for index, parameter in enumerate(self._trained):
-            ready = weakly(self, Reducer._ready, index)
-            self._hooks.append(self._framework.after_gradient(parameter, ready))
+        self._hooks = [self._hook(index) for index in range(len(self._trained))]
         self._broken = False
+
+    def _hook(self, index: int) -> Hook:
+        ready = weakly(self, Reducer._ready, index)
+        return self._framework.after_gradient(self._trained[index], ready)
+
+    def _follow_hooks(self) -> None:
+        """The program's hooks get a gradient before it is sent, also those that it has registered
+        since."""
+        for index, hook in enumerate(self._hooks):
+            if not hook.is_last:
+                hook.remove()
+                self._hooks[index] = self._hook(index)
 
     def _constants(self) -> list[Named[T]]:
         framework = self._framework
@@ -213,6 +223,7 @@ class Reducer(Generic[T]):
                 )
             self._arrange(trainable, broadcast=False)
         elif self.averager is not None:
+            self._follow_hooks()
             self.averager.resume()
         return self.syncing and self.averager is not None
 
@@ -249,6 +260,8 @@ class Reducer(Generic[T]):
             self.begin_backward(averaging and self.averager is not None)
         if not self._averaging or self.averager is None:
             return
+        if not self._hooks[index].is_last:
+            return  # hooks of the program follow: it is sent at the end of the pass
         try:
             ready = self._buckets.ready(index)
         except InvalidArgumentError as error:

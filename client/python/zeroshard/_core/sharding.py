@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, Protocol, TypeVar
 
 from .._agreement import agree
 from .._checkpoints import Checkpoints
@@ -21,18 +23,39 @@ from ..errors import (
     RolledBackError,
     StepAbortedError,
     StepMismatchError,
+    VersionGoneError,
 )
 from .entry import Entry, hashes_of
 from .exchanges import exchanges
 from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
+from .interrupts import is_within_operation, operation
 from .job import ModelJob, State
 from .options import Options
 from .summary import log_start
 
+R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
+
+#: The number of versions of which a read is tried. Another thread may make steps meanwhile.
+_READS = 20
+#: Seconds to wait until the servers have decided a step, before a read takes the version before it.
+_DECISION_TIME = 2.0
+
 #: The sharded models of this process, to find the model of a parameter.
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
+
+
+class StateEdits(Protocol[T_co]):
+    """The optimizer's state as the program sees it, which it may change between steps."""
+
+    def edited(self) -> Mapping[int, State[T_co]] | None:
+        """The whole state after the program's changes since the last step, by the ``id`` of its
+        parameter. None if there are none."""
+
+    def settle(self) -> None:
+        """Called when the servers have the changes."""
 
 
 class Sharding(Generic[T]):
@@ -59,6 +82,8 @@ class Sharding(Generic[T]):
         returns the ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
+        #: Whether the last training forward may have changed buffers that ranks share.
+        self._buffers_differ = False
         self._checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.check_unused()
@@ -75,6 +100,12 @@ class Sharding(Generic[T]):
         #: Whether this rank does not know the version of the job, since its rest was interrupted.
         self._is_behind = False
         self.last_report: Report | None = None
+        #: What the program changes in the state of the optimizer, if it can.
+        self.state_edits: StateEdits[T] | None = None
+        #: The step for which this rank has voted last, unless it knows that it was dropped.
+        self._voted: int | None = None
+        #: The thread that trains.
+        self._thread = threading.get_ident()
         #: The number of steps so far.
         self.steps = 0
         fetched = options.fetched(framework, model)
@@ -123,13 +154,27 @@ class Sharding(Generic[T]):
     def loss_scale(self, scale: float) -> None:
         self.gradients.loss_scale = scale
 
+    @operation
     def before_forward(self) -> None:
         """Called when a forward of the whole model begins."""
+        self._thread = threading.get_ident()
         if self._holding:
             self.gradients.announce()
         self.gradients.hold = self._holding
         self.follow_changes()
+        for entry in self.job.entries:
+            entry.follow_freezing()
         self.gradients.follow_hooks()
+
+    @operation
+    def share_buffers(self, trains: bool) -> None:
+        """Called when a forward of the whole model begins; ``trains``: whether it is one of a
+        training pass. If ranks share buffers, they take those of rank 0 after a step, and here
+        after a training forward that no step has followed."""
+        if self._buffers_differ and not self._joining:
+            self.job.follow_buffers()
+            self.job.broadcast(0, self.job.buffers)
+        self._buffers_differ = self._sync_buffers and trains and not self._holding
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,6 +196,7 @@ class Sharding(Generic[T]):
             if self.gatherer is not None:
                 self.gatherer.settle()
 
+    @operation
     def gather_all(self) -> None:
         """Fetches all parameters, and keeps them until the next forward or step."""
         if self.gatherer is not None:
@@ -161,12 +207,12 @@ class Sharding(Generic[T]):
         """Whether the model has parameters that are on the servers."""
         return self.gatherer is not None and bool(self.gatherer.units)
 
-    def check_movable(self) -> None:
+    def check_movable(self, change: str) -> None:
         """Raises an error if the model has parameters that are on the servers, which cannot be
-        moved or cast."""
+        changed in this way."""
         if self.has_units:
             raise InvalidArgumentError(
-                "a model at level p_g_os cannot be moved or cast; "
+                f"a model at level p_g_os cannot be {change}; "
                 "do it before calling group_sharded_parallel"
             )
 
@@ -192,13 +238,52 @@ class Sharding(Generic[T]):
         """Whole parameters of the model, as f32 in host memory, by the given names."""
         entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
         for entry in entries.values():
-            if entry.modified:
+            if not self.needs_copies and entry.modified:
                 raise InvalidArgumentError(
                     f"parameter {entry.name!r} was modified after the last step; save the model "
                     "after the next step, which sends the change to the servers"
                 )
-        found = self.job.whole({entry.name: entry for entry in entries.values()}.values())
+        unique = {entry.name: entry for entry in entries.values()}.values()
+        found = self.read(lambda version: self.job.whole(unique, version))
         return {name: found[entry.name] for name, entry in entries.items()}
+
+    # ---- reads at any time
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether this rank has voted for the open step, which the servers may have made."""
+        return self._voted == self.job.version
+
+    @property
+    def is_other_thread(self) -> bool:
+        """Whether another thread than the caller trains the model."""
+        return threading.get_ident() != self._thread
+
+    @property
+    def needs_copies(self) -> bool:
+        """Whether the caller must not read the parameters on this worker: it is a signal handler
+        or another thread, or a step was interrupted while it was decided."""
+        if self.gatherer is None:
+            return self.is_undecided
+        return self.is_undecided or self.is_other_thread or is_within_operation()
+
+    def read(self, fetch: Callable[[int], R]) -> R:
+        """Calls ``fetch`` with the version of the servers, again if a later one replaces it."""
+        for _ in range(_READS - 1):
+            with contextlib.suppress(VersionGoneError):
+                return fetch(self._decided_version())
+        return fetch(self._decided_version())
+
+    def _decided_version(self) -> int:
+        """The version that the servers have when the open step is decided, or when that takes too
+        long, because other ranks have left: several reads get the same one."""
+        end = time.monotonic() + _DECISION_TIME
+        while (version := self.job.version) == self._voted:
+            version = max(version, self.job.current_version())
+            if version != self._voted or time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        return version
 
     def follow_changes(self) -> None:
         """Continues with a new job if the program has changed the specification of the job."""
@@ -209,12 +294,17 @@ class Sharding(Generic[T]):
             self._end_interrupted_step()
         if self.gradients.were_dropped:
             self.discard()
+        states = None if self.state_edits is None else self.state_edits.edited()
+        if self.state_edits is not None and states is not None:
+            self.reopen(states)
+            self.state_edits.settle()
         # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
             self._check_may_reopen()
             self.job.check_written()
             self.reopen(None)
 
+    @operation
     def take_values(self) -> None:
         """All ranks take the values of rank 0, after the program has loaded them. Every rank must
         call it."""
@@ -223,6 +313,7 @@ class Sharding(Generic[T]):
         if not self.gradients.any_sent:
             self._reopen(None)
 
+    @operation
     def load(self, values: Iterable[tuple[T, T]]) -> None:
         """All ranks take new values, those of ``values`` on the ranks that upload them: see
         :meth:`ModelJob.reopen`. Every rank must call it."""
@@ -238,6 +329,7 @@ class Sharding(Generic[T]):
                 "zero_grad()"
             )
 
+    @operation
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
         """Continues with a new job, with ``states`` as its optimizer state if given.
 
@@ -245,10 +337,11 @@ class Sharding(Generic[T]):
         of the open step are on the servers only, which a new job does not take over.
         """
         self._check_may_reopen()
-        self._check_nothing_sent("the state of the optimizer is loaded", "load it")
+        self._check_nothing_sent("the state of the optimizer is loaded or changed", "change it")
         self.discard()
         self._reopen(states)
 
+    @operation
     def roll_back(self) -> None:
         """Follows the job to the checkpoint from which it was restored, if it was, and drops
         everything of the steps after it."""
@@ -265,6 +358,7 @@ class Sharding(Generic[T]):
         self.abandon()
         self._rest = None
         self._interrupted = self._is_behind = False
+        self.job.follow_buffers()
         self.job.receive_resident()
         self.job.mark()
 
@@ -274,14 +368,14 @@ class Sharding(Generic[T]):
         self.job.forget()
         self.gradients.restart()
         self.gradients.drop()
-        self._clip_once = None
+        self._clip_once = self._voted = None
         if self.gatherer is not None:
             self.gatherer.restart()
 
     def _check_may_reopen(self) -> None:
         if self._checkpoints is not None:
             raise InvalidArgumentError(
-                "the program has changed what the servers train (frozen parameters, parameter "
+                "the program has changed what the servers train (unfrozen parameters, parameter "
                 "groups, a loaded state), which a job with checkpoints does not support; change it "
                 "before group_sharded_parallel, or train without checkpoints"
             )
@@ -289,7 +383,7 @@ class Sharding(Generic[T]):
         if resting:
             ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in resting)
             raise InvalidArgumentError(
-                "the program has changed what the servers train (frozen parameters, parameter "
+                "the program has changed what the servers train (unfrozen parameters, parameter "
                 f"groups, a loaded state) while rank {ranks} has no more batches; change it before "
                 "or after the loops under zeroshard.torch.join"
             )
@@ -305,9 +399,19 @@ class Sharding(Generic[T]):
         if self.gatherer is not None:
             self.gatherer.new_version(together=True)
 
+    @operation
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
+        self.job.check_open()
+        if self._holding and self.job.group.size > 1:
+            raise InvalidArgumentError(
+                "optimizer.step() is called inside no_sync(), and the servers cannot make a step "
+                "of one rank alone; call it outside of no_sync(), or train with DataParallel, "
+                "whose optimizer runs on each rank, for local steps (LocalSGD)"
+            )
+        self._thread = threading.get_ident()
         self.follow_changes()
+        self.job.begin_step()
         data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
         self._sent(self.gradients.send_rest)
@@ -322,6 +426,7 @@ class Sharding(Generic[T]):
         # Rank 0 sends none while it rests: the other ranks keep their own.
         if self._sync_buffers and 0 not in report.resting:
             self.job.receive(entry for entry in self.job.received if entry.buffer)
+        self._buffers_differ = False
 
     def check_applied(self) -> None:
         """Raises an error if the last step was skipped."""
@@ -331,8 +436,10 @@ class Sharding(Generic[T]):
             where = "in the sum over the ranks" if rank is None else f"on rank {rank}"
             raise InvalidArgumentError(
                 f"the gradient of parameter {self.job.entries[index].name!r} contains inf or NaN "
-                f"{where}, and step {report.version - 1} was skipped; to skip such steps without "
-                "an error, pass a GradScaler to group_sharded_parallel"
+                f"{where}, and step {report.version - 1} was skipped, which has changed nothing; "
+                "lower the learning rate or clip gradients, or use a loss scaler, with which such "
+                "steps are skipped without an error: pass a GradScaler to group_sharded_parallel, "
+                "or choose fp16 precision if a Trainer calls that function for you"
             )
 
     def begin_join(self, excluding: bool) -> None:
@@ -402,6 +509,7 @@ class Sharding(Generic[T]):
         step, which become part of the next one; and its parameters that are not trained, and its
         buffers, if ranks share them."""
         written = self.job.hashes(self.job.written())
+        self.job.follow_buffers()
         untrained = self.job.untrained(with_buffers=self._sync_buffers)
         own = [{index: value for index, value in enumerate(written) if value}, hashes_of(untrained)]
         ranks = [json.loads(text) for text in self.exchange("written values", json.dumps(own))]
@@ -433,6 +541,7 @@ class Sharding(Generic[T]):
         if self.gatherer is not None:
             self.gatherer.unwind()
 
+    @operation
     def clip(self, max_norm: float) -> float:
         """Clips the open step to ``max_norm``. Returns the global norm of the mean gradient."""
         self.follow_changes()
@@ -441,6 +550,7 @@ class Sharding(Generic[T]):
         self._clip_once = max_norm
         return norm
 
+    @operation
     def discard(self, *, keep: bool = False) -> None:
         """Makes the servers drop the gradients that were sent for the open step. Every rank must
         call it. For ``keep`` see :meth:`Gradients.restart`."""
@@ -454,6 +564,7 @@ class Sharding(Generic[T]):
 
     # ---- internal
 
+    @operation
     def _run(self, work: Callable[[], Any]) -> Any:
         """Calls ``work``, which looks at gradients."""
         self.follow_changes()
@@ -520,6 +631,8 @@ class Sharding(Generic[T]):
             # The servers have dropped an aborted step. After any other error, or Ctrl-C, they may
             # have a part of the step.
             self._interrupted = not isinstance(error, (StepAbortedError, RolledBackError))
+            if not self._interrupted:
+                self._voted = None
             raise
 
     def _end_interrupted_step(self) -> None:
@@ -532,7 +645,7 @@ class Sharding(Generic[T]):
         except StepMismatchError:
             # The step was decided before the interruption: the next step starts from its result.
             self._take_version(self.job.version + 1)
-        self._interrupted = False
+        self._interrupted, self._voted = False, None
 
     def _catch_up(self) -> None:
         """Takes the current version, after the other ranks may have made any number of steps."""
@@ -576,6 +689,7 @@ class Sharding(Generic[T]):
         if self._clip_sets:
             factors = self.gradients.clip_sets(self._clip_sets)
         hashes = self.job.hashes(written)
+        self._voted = self.job.version
         with self.job.connection.activity.waiting("commit"):
             return self.job.job.commit(
                 self.job.version,
@@ -594,6 +708,8 @@ class Sharding(Generic[T]):
         checkpoints have them."""
         # All buffers, since batch norm's updates of them do not count as modifications.
         sends_buffers = self._sync_buffers or self._checkpoints is not None
+        if sends_buffers:
+            self.job.follow_buffers()
         buffers = self.job.buffers if sends_buffers else ()
         arrays = [
             (entry.index, entry.outgoing())
@@ -654,15 +770,14 @@ def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
     """
     given = {id(parameter) for parameter in parameters}
     for sharding in _all:
-        trained = {id(entry.tensor) for entry in sharding.job.trained}
-        if trained & given:
-            if trained - given:
-                missing = next(
-                    entry.name for entry in sharding.job.trained if id(entry.tensor) not in given
-                )
-                raise InvalidArgumentError(
-                    f"parameters do not include {missing!r}; pass all parameters that the sharded "
-                    "optimizer trains, since the global norm is over all of them"
-                )
+        trained = [entry for entry in sharding.job.trained if id(entry.tensor) in given]
+        if trained:
+            stepped = sharding.job.framework.is_stepped
+            for entry in sharding.job.trained:
+                if id(entry.tensor) not in given and stepped(entry.tensor):
+                    raise InvalidArgumentError(
+                        f"parameters do not include {entry.name!r}; pass all parameters that the "
+                        "sharded optimizer trains, since the global norm is over all of them"
+                    )
             return sharding
     return None

@@ -62,9 +62,7 @@ def clip_grad_norm_(
         The global norm of the mean gradient over all ranks.
     """
     if isinstance(parameters, paddle.nn.Layer):
-        parameters = [
-            parameter for parameter in parameters.parameters() if not parameter.stop_gradient
-        ]
+        parameters = list(parameters.parameters())
     given = (
         list(parameters)
         if isinstance(parameters, Iterable) and not isinstance(parameters, paddle.Tensor)

@@ -15,7 +15,7 @@ from paddle.regularizer import L2Decay
 
 from .. import _native
 from .._core.job import State
-from .._core.optimizer import hyperparameters
+from .._core.hyperparameters import hyperparameters
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 
 #: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.

@@ -45,7 +45,7 @@ class DataParallel(LayerWrapper, paddle.DataParallel):
     Raises:
         InvalidArgumentError: no parameter requires a gradient, a parameter is neither float32 nor
             bfloat16 nor float16, or a size is negative.
-        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
+        DisagreementError: the parameters of the ranks differ in names, shapes or dtypes.
     """
 
     def __init__(

@@ -97,6 +97,9 @@ class _Paddle(Framework[Tensor]):
     def trains(self, tensor: Tensor) -> bool:
         return not tensor.stop_gradient
 
+    def is_stepped(self, parameter: Tensor) -> bool:
+        return not parameter.stop_gradient
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = aligned_gradient(parameter)
         if gradient is None:

@@ -102,7 +102,7 @@ class GroupSharded(LayerWrapper):
         device and the dtype that they have are accepted."""
         if self.sharding.has_units and self._is_unchanged(device, dtype):
             return self
-        self.sharding.check_movable()
+        self.sharding.check_movable("moved or cast")
         return super().to(device, dtype, blocking, *args, **kwargs)
 
     def _is_unchanged(self, device: Any, dtype: Any) -> bool:

@@ -114,7 +114,7 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         job = self.sharding.job
         values = job.groups()
         state: dict[str, Any] = {}
-        for entry, held in job.states():
+        for entry, held in job.states(job.version):
             own = values[entry.group][1]
             state |= _conversion.to_paddle(job.optimizer_name, entry.tensor.name, own, held)
         if isinstance(self._learning_rate, LRScheduler):
@@ -149,8 +149,6 @@ def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[in
     states: dict[int, State[Any]] = {}
     for parameters, values in _conversion.groups(optimizer, name):
         for parameter in parameters:
-            if parameter.stop_gradient:
-                continue
 
             def get(accumulator: str, owner: str = parameter.name) -> Any | None:
                 # With multi_precision, accumulators belong to the float32 master weights.

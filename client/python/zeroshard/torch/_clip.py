@@ -61,7 +61,7 @@ def clip_grad_norm_(
         The global norm of the mean gradient over all ranks.
     """
     if isinstance(parameters, nn.Module):
-        parameters = [parameter for parameter in parameters.parameters() if parameter.requires_grad]
+        parameters = list(parameters.parameters())
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
     given = list(parameters)

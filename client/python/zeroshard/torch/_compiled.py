@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._core.gather import Gatherer
 from ._memory import outside_graphs, plain_parameters
+from ._transforms import check_not_recorded
 
 
 class _Running:
@@ -90,6 +91,7 @@ class _ForwardHook:
     def __call__(self, *_: Any) -> None:
         if self._call is None:
             return
+        check_not_recorded()
         if torch.compiler.is_compiling():
             warn_not_compiled()
         self._call()

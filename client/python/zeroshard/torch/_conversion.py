@@ -11,7 +11,8 @@ import torch
 
 from .. import _native
 from .._core.job import State
-from .._core.optimizer import hyperparameters as _numbers
+from .._core.hyperparameters import hyperparameters as _numbers
+from .._core.hyperparameters import reserving
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 from .optim import LAMB, Lion
 
@@ -86,6 +87,8 @@ def hyperparameters(name: str, group: Mapping[str, Any]) -> dict[str, float]:
             "shard servers"
         )
     found = {"paddle": False, **group}
+    if name == "sgd" and not group["momentum"]:
+        found["nesterov"] = False  # torch ignores it without momentum
     if "betas" in group:
         found["beta1"], found["beta2"] = group["betas"]
     if name == "adafactor":
@@ -142,14 +145,22 @@ def from_torch(
     Raises:
         InvalidArgumentError: a part of the state is missing, or a tensor has another shape.
     """
-    optimizer = _native.Optimizer(name, hyperparameters)
+    # torch keeps state that steps do not use with the current hyperparameters.
+    had = [part for part, value in state.items() if isinstance(value, torch.Tensor)]
+    optimizer = _native.Optimizer(name, reserving(name, hyperparameters, had))
     names, scalar_names = optimizer.state_of(shape), optimizer.scalar_state
     if name == "sgd":
         applied = 1 if names and state.get("momentum_buffer") is not None else 0
     else:
         applied = int(state.get("step", 0))
-    if applied == 0:
+    if applied == 0 and not any(bool(state[part].any()) for part in had if part in names):
         return 0, (), {}
+    if applied == 0 and scalar_names:
+        raise InvalidArgumentError(
+            f"the state of an optimizer {name!r} has 0 steps and {', '.join(names)} that are not "
+            f"0, which the servers cannot continue, since it also has {', '.join(scalar_names)}; "
+            "remove the state of the parameter, or set the tensors to 0 as well"
+        )
     missing = [part for part in names if not isinstance(state.get(part), torch.Tensor)]
     missing += [part for part in scalar_names if state.get(part) is None]
     if missing:

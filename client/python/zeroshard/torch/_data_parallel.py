@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -13,12 +14,16 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from .._core.reducer import Reducer, average_now, weakly
+from .._rendezvous import ProcessGroup as Ranks
 from ..errors import InvalidArgumentError
+from ._assign import refuse_assign
+from ._foreign import check_not_wrapped, check_not_wrapped_later
 from ._framework import TORCH, process_group
 from ._materialize import check_has_values
+from ._wrapper import ModuleWrapper
 
 
-class DataParallel(nn.Module):
+class DataParallel(ModuleWrapper):
     """Averages the gradients of a module over the ranks after each backward pass.
 
     The gradients of a bucket are sent as soon as they are ready, while the backward pass continues.
@@ -48,8 +53,14 @@ class DataParallel(nn.Module):
     Raises:
         InvalidArgumentError: no parameter requires a gradient, a parameter is neither float32 nor
             bfloat16 nor float16, or a size is negative.
-        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
+        DisagreementError: the parameters of the ranks differ in names, shapes or dtypes.
     """
+
+    #: Averages the gradients; None in a copy until it is trained.
+    _made: Reducer[torch.Tensor] | None
+    _options: dict[str, Any]
+    #: None: all ranks of the process that uses a copy.
+    _ranks: Ranks | None
 
     def __init__(
         self,
@@ -60,7 +71,6 @@ class DataParallel(nn.Module):
         find_unused_parameters: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(
                 f"module is a {type(module).__name__}; it must be a torch.nn.Module"
@@ -69,24 +79,34 @@ class DataParallel(nn.Module):
             warnings.warn(
                 "strategy has no effect and will be removed", DeprecationWarning, stacklevel=2
             )
+        check_not_wrapped(module, "DataParallel")
         check_has_values(module, "DataParallel")
         ranks = process_group(group)
         if ranks.size == 1:
             warnings.warn(
                 "DataParallel has no effect in a single process", UserWarning, stacklevel=2
             )
-        self.module = module
-        self._reducer = Reducer(
-            TORCH,
-            module,
-            ranks,
-            comm_buffer_size=comm_buffer_size,
-            last_comm_buffer_size=last_comm_buffer_size,
-            find_unused_parameters=find_unused_parameters,
-        )
+        super().__init__(module)
+        options: dict[str, Any] = {
+            "comm_buffer_size": comm_buffer_size,
+            "last_comm_buffer_size": last_comm_buffer_size,
+            "find_unused_parameters": find_unused_parameters,
+        }
+        self._keep(_options=options, _ranks=ranks)
+        self._keep(_made=Reducer(TORCH, module, ranks, **options))
+        refuse_assign(module)
+
+    @property
+    def _reducer(self) -> Reducer[torch.Tensor]:
+        if self._made is None:
+            ranks = self._ranks or process_group(None)
+            self._keep(_made=Reducer(TORCH, self.module, ranks, **self._options))
+        assert self._made is not None
+        return self._made
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
+        check_not_wrapped_later(self.module)
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         averaging = self._reducer.begin_forward()
@@ -117,7 +137,7 @@ class DataParallel(nn.Module):
 
     @find_unused_parameters.setter
     def find_unused_parameters(self, may: bool) -> None:
-        self._reducer.find_unused_parameters = may
+        self._reducer.find_unused_parameters = self._options["find_unused_parameters"] = may
 
     @property
     def buckets(self) -> list[list[int]]:
@@ -126,23 +146,14 @@ class DataParallel(nn.Module):
 
     # ---- state
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A copy averages its own gradients, with the same ranks. Its first training forward is
+        one of all ranks, which take the values of rank 0."""
+        return _copied(copy.deepcopy(self.module, memo), self._options, self._ranks)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict, whose keys have no prefix."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads a state dict of this wrapper or of the module."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As :meth:`__deepcopy__`, with all ranks of the program that reads it."""
+        return _copied, (self.module, self._options, None)
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
@@ -180,14 +191,12 @@ class DataParallel(nn.Module):
                 )
         return found
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # The state dict of a module that contains this wrapper has no prefix for the wrapped
-        # module.
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+def _copied(module: nn.Module, options: dict[str, Any], ranks: Ranks | None) -> DataParallel:
+    made = DataParallel.__new__(DataParallel, module)
+    ModuleWrapper.__init__(made, module)
+    made._keep(_options=dict(options), _ranks=ranks, _made=None)
+    return made
 
 
 def fused_allreduce_gradients(

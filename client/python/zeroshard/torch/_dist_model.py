@@ -90,6 +90,30 @@ class DistModel(DistModelBase[Tensor]):
                 layer, optimizer, level, group=self._group()
             )
 
+    # ---- attributes of the module, which are read and written through this object
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._layer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._has(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._layer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._has(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self._layer, name)
+
+    def _has(self, name: str) -> bool:
+        """Whether the attribute is one of this object itself."""
+        # `loader` is the first attribute of a new object.
+        return name.startswith("_") or name == "loader" or hasattr(type(self), name)
+
     @property
     def layer(self) -> nn.Module:
         """The original module."""

@@ -26,6 +26,7 @@ from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
 from ._mean_gradient import MeanGradient
 from ._memory import PooledMemory, guard, guard_tied
+from ._transforms import is_transformed, is_transforming, outside_transforms
 
 #: The dtypes of parameters and gradients that the servers support.
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -110,6 +111,10 @@ class _Torch(Framework[Tensor]):
     def trains(self, tensor: Tensor) -> bool:
         return tensor.requires_grad
 
+    def is_stepped(self, parameter: Tensor) -> bool:
+        # torch steps a parameter that has a gradient from before it was frozen.
+        return parameter.requires_grad or parameter.grad is not None
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if not isinstance(gradient, GradientTensor):
@@ -178,7 +183,16 @@ class _Torch(Framework[Tensor]):
     def after_backward(self, call: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(call)
 
+    def is_transforming(self) -> bool:
+        return is_transforming()
+
+    def outside_transforms(self) -> AbstractContextManager[None]:
+        return outside_transforms()
+
     # ---- modules
+
+    def stays(self, module: nn.Module) -> bool:
+        return isinstance(module, torch.jit.ScriptModule)
 
     def parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
         return model.named_parameters()
@@ -238,7 +252,7 @@ class _Torch(Framework[Tensor]):
         guard_tied(module, parameters)
 
     def memory(self, tensor: Tensor) -> Hashable | None:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or is_transformed(tensor):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             storage: int = local(tensor).untyped_storage()._cdata

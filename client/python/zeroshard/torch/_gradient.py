@@ -171,7 +171,7 @@ def _set_data(gradient: GradientTensor, data: Any) -> Any:
 def _no_memory(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
     raise InvalidArgumentError(
         f"the gradient of parameter {gradient.source.name!r} has no memory on this worker; use "
-        "a copy of it, parameter.grad.clone()"
+        "a copy of it, parameter.grad.clone(), and call optimizer.zero_grad() before torch.export"
     )
 
 

@@ -13,6 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._core.sharding import Sharding, find, is_sharded
 from ..errors import InvalidArgumentError
+from ._assign import is_refusal
 from ._checkpoint import Checkpoint, postpone
 from ._data_parallel import DataParallel
 from ._model import GroupSharded
@@ -97,7 +98,7 @@ def _check_usual(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kind: Any = type(module)
         if (
-            module._load_state_dict_pre_hooks
+            not all(map(is_refusal, module._load_state_dict_pre_hooks.values()))
             or module._load_state_dict_post_hooks
             or kind._load_from_state_dict not in _USUAL
             or kind.set_extra_state is not nn.Module.set_extra_state

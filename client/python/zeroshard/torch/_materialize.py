@@ -248,8 +248,19 @@ _SAY_HOW = (
 )
 
 
+def check_has_shapes(model: nn.Module, what: str) -> None:
+    """Raises an error if the model has lazy modules that have not run yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise InvalidArgumentError(
+                f"{name!r} belongs to a lazy module and has no shape before the first forward; run "
+                f"the model once on an example before {what}, and create the optimizer after that"
+            )
+
+
 def check_has_values(model: nn.Module, what: str) -> None:
     """Raises an error if the model has tensors on the meta device."""
+    check_has_shapes(model, what)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise InvalidArgumentError(

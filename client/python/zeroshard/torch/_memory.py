@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from .._core.framework import ParameterMemory
 from ..errors import InvalidArgumentError
 from ._dtensor import local
+from ._reads import copy_of
+from ._transforms import check_not_recorded, is_transformed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,10 +67,14 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
     """Calls a torch function, after gathering the parameters among its arguments."""
     if func == _DATA.__set__:
         return _replace_data(*args)
+    if func == Tensor.detach and (copy := copy_of(args[0])) is not None:
+        return copy
     parameters: list[Any] = []
     if func not in METADATA:
         parameters = [*_gathered(args), *_gathered((kwargs or {}).values())]
     context: AbstractContextManager[Any] = contextlib.nullcontext()
+    if parameters:
+        check_not_recorded()
     for parameter in parameters:
         if func in _EXPORTS:
             parameter._zeroshard_expose()
@@ -104,6 +110,8 @@ def _is_view(result: Any, parameter: Tensor) -> bool:
         return any(_is_view(one, parameter) for one in result)
     if not isinstance(result, Tensor) or result.layout is not torch.strided or result is parameter:
         return False
+    if is_transformed(result):
+        return False  # a parameter that a transformation uses is exposed
     memory, of_parameter = (local(one).untyped_storage()._cdata for one in (result, parameter))
     return bool(memory == of_parameter)
 
@@ -232,6 +240,8 @@ class _CopyState:
     def __call__(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
+        if any(copy_of(parameter) is not None for parameter in self._parameters.values()):
+            return
         for name, parameter in self._parameters.items():
             value = state.get(prefix + name)
             if value is not None and value is not parameter:
@@ -267,14 +277,15 @@ class PooledMemory(ParameterMemory[Tensor]):
     # Memory that is allocated in inference mode cannot be used for training later.
     @torch.inference_mode(False)
     def take(self, parameter: Tensor) -> Tensor:
-        values = local(parameter)
+        values, strides = local(parameter), self._strides[id(parameter)]
+        numel = _extent(values.shape, strides)
         if values.device.type == "cpu":
-            block = self._pool.take(values.numel() * values.element_size())
+            block = self._pool.take(numel * values.element_size())
             self._blocks[id(parameter)] = block
             flat = block.view(values.dtype)
         else:
-            flat = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
-        return flat.as_strided(values.shape, self._strides[id(parameter)])
+            flat = torch.empty(numel, dtype=values.dtype, device=values.device)
+        return flat.as_strided(values.shape, strides)
 
     @torch.inference_mode(False)
     def put(self, parameter: Tensor, value: Tensor) -> None:
@@ -293,6 +304,13 @@ class PooledMemory(ParameterMemory[Tensor]):
         block = self._blocks.pop(id(parameter), None)
         if block is not None:
             self._pool.give(block, self.limit)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The elements of memory that a tensor spans: more than it has, if it is a slice with gaps."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _stub(parameter: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,23 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from .._core.gather import Gatherer
+from .._core.interrupts import operation
 from .._core.sharding import Sharding
-from ..errors import InvalidArgumentError
+from ._assign import refuse_assign
 from ._compiled import gather_compiled, warn_not_compiled
 from ._dtensor import parts_of_state
+from ._foreign import check_not_wrapped_later
 from ._memory import outside_graphs
+from ._reads import read_consistently
 from ._scaler import GradScaler
+from ._transforms import not_recorded, outside_transforms
+from ._wrapper import ModuleWrapper
 
 
-class GroupSharded(nn.Module):
+class GroupSharded(ModuleWrapper):
     """A model whose optimizer state, and depending on the level its gradients and parameters, are
     on the shard servers.
 
-    Attributes that this class does not have are looked up in the model, and ``state_dict`` has the
-    keys of the model.
+    Attributes that this class does not have are those of the model, and ``state_dict`` has the keys
+    of the model.
     """
 
-    module: nn.Module
     #: The state shared with the optimizer.
     sharding: Sharding[Tensor]
     #: The gradient scaler that was passed together with the model.
@@ -38,12 +42,10 @@ class GroupSharded(nn.Module):
     def __init__(
         self, module: nn.Module, sharding: Sharding[Tensor], scaler: GradScaler | None = None
     ) -> None:
-        super().__init__()
-        self.module = module
-        # Bypasses torch's registration of submodules and parameters.
-        self.__dict__["sharding"] = sharding
-        self.__dict__["_scaler"] = scaler
-        self.__dict__["forward"] = _Forward(self)
+        super().__init__(module)
+        self._keep(sharding=sharding, _scaler=scaler, forward=_Forward(self))
+        read_consistently(module, sharding)
+        refuse_assign(module)
         if sharding.gatherer is not None:
             gather_compiled(module, sharding.gatherer)
 
@@ -52,16 +54,17 @@ class GroupSharded(nn.Module):
         """``os``, ``os_g`` or ``p_g_os``."""
         return self.sharding.level
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
+    @operation
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled():
-            _before_forward(self.sharding)
+        check_not_wrapped_later(self.module)
         gatherer = self.sharding.gatherer
+        if torch.jit.is_tracing():
+            raise not_recorded()
+        if torch.compiler.is_exporting():
+            if self.sharding.has_units:
+                raise not_recorded()
+            return self.module(*args, **kwargs)
+        _before_forward(self.sharding, torch.is_grad_enabled(), self.training)
         if gatherer is None:
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -71,6 +74,10 @@ class GroupSharded(nn.Module):
         except BaseException:
             self.sharding.unwind()
             raise
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by ``torch.jit.script``."""
+        raise not_recorded()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose forwards have backward passes that are not the last of their step: the
@@ -82,41 +89,18 @@ class GroupSharded(nn.Module):
         them, which must be the same on all ranks, become part of the next step."""
         return self.sharding.gathered()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state dict of the model, with the model's keys. Any rank may call it."""
-        return self.module.state_dict(*args, **kwargs)
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads the state of the model. Every rank must call it; all ranks take the values of rank
         0.
 
-        Tensors may be whole if the model's are distributed.
+        Tensors may be whole if the model's are distributed. ``assign=True`` is an error.
         """
-        if assign:
-            raise InvalidArgumentError(
-                "assign is True; it must be False, since the job holds the existing parameters"
-            )
-        result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
+        state = parts_of_state(self.module, state_dict)
+        result = self.module.load_state_dict(state, strict=strict, assign=assign)
         self.sharding.take_values()
         return result
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the model, with the keys of ``state_dict``."""
-        if not recurse:
-            return iter(())
-        return self.module.named_parameters(prefix, remove_duplicate=remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the model, with the keys of ``state_dict``."""
-        if not recurse:
-            return iter(())
-        return self.module.named_buffers(prefix, remove_duplicate=remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Read by ``torch.distributed.checkpoint.state_dict``: the name of the child that is not in
@@ -132,12 +116,18 @@ class GroupSharded(nn.Module):
         """A pickled model is whole, and not sharded."""
         return _itself, (self.module,)
 
+    def share_memory(self) -> GroupSharded:
+        """As torch's; not at ``p_g_os``, where parameters have no memory of their own."""
+        self.sharding.check_movable("shared with other processes")
+        super().share_memory()
+        return self
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         if self.sharding.has_units and all(_is_unchanged(fn, tensor) for tensor in tensors):
             return self
-        self.sharding.check_movable()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.sharding.check_movable("moved or cast")
+        return super()._apply(fn, recurse)
 
 
 class _Forward:
@@ -147,6 +137,8 @@ class _Forward:
     def __init__(self, model: GroupSharded) -> None:
         self._model = model
         functools.update_wrapper(self, model.module.forward)
+        # Read by torch.export.
+        self.__code__ = getattr(model.module.forward, "__code__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model._forward(args, kwargs)
@@ -164,8 +156,11 @@ def _is_unchanged(fn: Any, tensor: Tensor) -> bool:
 
 
 @outside_graphs
-def _before_forward(sharding: Sharding[Tensor]) -> None:
-    sharding.before_forward()
+def _before_forward(sharding: Sharding[Tensor], records: bool, training: bool) -> None:
+    with outside_transforms():
+        if records:
+            sharding.before_forward()
+        sharding.share_buffers(records and training)
 
 
 @outside_graphs

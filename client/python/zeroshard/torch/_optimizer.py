@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from .._core.job import State
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from . import _conversion
-from ._dtensor import local, part
 from ._gradient import GradientTensor
+from ._state import StateOnServers, optimizer_states
 
 
 class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
@@ -33,8 +32,10 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._sharding = sharding
-        self.state = _StateOnServers(sharding)
         self._given = optimizer
+        self._state = StateOnServers(sharding.job, self)
+        sharding.state_edits = self._state
+        optimizer.register_step_pre_hook(_refusal(sharding))
         #: Whether a scaler makes the step, which may be skipped.
         self.is_scaled = False
 
@@ -43,6 +44,19 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         """The state shared with the model's wrapper."""
         assert self._sharding is not None
         return self._sharding
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state by parameter, as torch's. What the program writes to it takes effect at the
+        next forward or step, if it is written between a step and the next backward pass."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._sharding is not None and state is not self._state:
+            given = dict(state)
+            self._state.clear()
+            self._state.update(given)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -102,11 +116,14 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             )
         }
         name = self.sharding.job.optimizer_name
-        self.sharding.follow_changes()
-        state = {
-            numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
-            for entry, held in self.sharding.job.states()
-        }
+        if not self.sharding.needs_copies:
+            self.sharding.follow_changes()
+        state = self.sharding.read(
+            lambda version: {
+                numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
+                for entry, held in self.sharding.job.states(version)
+            }
+        )
         groups, first = [], 0
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key != "params"}
@@ -141,45 +158,20 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             for number, value in state_dict["state"].items()
             if number in by_number
         }
+        self._state.forget()
         self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
 
 
-class _StateOnServers(defaultdict[Tensor, Any]):
-    """The attribute ``state`` of an optimizer whose state is on the servers.
+def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:
+    """A hook of the original optimizer, which must not step any more."""
+    alive = weakref.ref(sharding)
 
-    It holds no elements, but is true if the servers hold state, and fetches that of a parameter.
-    Otherwise ``torch.distributed.checkpoint.state_dict`` would make a step to create the state.
-    """
+    def refuse(*_: Any) -> None:
+        if alive() is not None:
+            raise InvalidArgumentError(
+                "the optimizer that was passed to group_sharded_parallel steps, but its state is "
+                "on the servers; call step() of the optimizer that group_sharded_parallel has "
+                "returned: model, optimizer, scaler = group_sharded_parallel(model, optimizer, ...)"
+            )
 
-    def __init__(self, sharding: Sharding[Tensor]) -> None:
-        super().__init__()
-        self._job = sharding.job
-
-    def __bool__(self) -> bool:
-        return any(applied for applied, _ in self._job.job.applied_steps(self._job.version))
-
-    def __missing__(self, parameter: Tensor) -> dict[str, Any]:
-        found = next(self._job.states(only=parameter), None)
-        return {} if found is None else _conversion.to_torch(self._job.optimizer_name, found[1])
-
-
-def optimizer_states(
-    name: str, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]
-) -> dict[int, State[Tensor]]:
-    """torch's state in the servers' form, by the id of the parameter. Parameters that were never
-    updated are omitted."""
-    states: dict[int, State[Tensor]] = {}
-    for group in optimizer.param_groups:
-        values = _conversion.hyperparameters(name, group)
-        for parameter in group["params"]:
-            if parameter in state and parameter.requires_grad:
-                had = {
-                    key: part(_conversion.repeated(key, value, parameter.shape), parameter)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in state[parameter].items()
-                }
-                found = _conversion.from_torch(name, values, had, local(parameter).shape)
-                if found[0]:
-                    states[id(parameter)] = found
-    return states
+    return refuse

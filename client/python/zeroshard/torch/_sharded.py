@@ -18,11 +18,14 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._checkpoint import Checkpoint, postponed, settle
 from ._clip import max_norm_of
+from ._flat import check_no_views
+from ._foreign import check_not_wrapped
 from ._framework import TORCH, TorchOptimizer, process_group
-from ._materialize import Materializer
+from ._materialize import Materializer, check_has_shapes
 from ._model import GroupSharded
-from ._optimizer import ShardedOptimizer, optimizer_states
+from ._optimizer import ShardedOptimizer
 from ._scaler import GradScaler
+from ._state import optimizer_states
 
 
 def group_sharded_parallel(
@@ -119,6 +122,7 @@ def group_sharded_parallel(
         raise InvalidArgumentError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler"
         )
+    check_no_views(model, optimizer, options.fetched(TORCH, model))
     ranks = process_group(group)
     initial = Materializer(
         model,
@@ -162,6 +166,8 @@ def _check(model: Any, optimizer: Any) -> None:
             f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not sharded "
             "yet"
         )
+    check_not_wrapped(model, "group_sharded_parallel")
+    check_has_shapes(model, "group_sharded_parallel")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; "

@@ -8,9 +8,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._core.sharding import forget
+from ._assign import allow_assign
 from ._compiled import stop_gathering
 from ._memory import _CopyState
 from ._model import GroupSharded
+from ._reads import stop_reading
 
 
 def unshard(model: GroupSharded) -> nn.Module:
@@ -30,8 +32,10 @@ def unshard(model: GroupSharded) -> nn.Module:
         for module in model.module.modules():
             stop_gathering(module)
             _remove(module._state_dict_hooks, _CopyState)
+    stop_reading(model.module)
     for parameter in model.module.parameters():
         parameter.grad = None
+    allow_assign(model.module)
     forget(sharding)
     return model.module
 

@@ -82,7 +82,11 @@ impl<B: Backend> Slice<B> {
             let published = inner.published.as_mut().map(|p| p.next(&self.backend)).transpose()?;
             let published = published.map(|published| in_memory(published).buffer);
             let master = inner.master.next(&self.backend)?;
-            let state = inner.state.iter_mut().map(|state| state.next(&self.backend));
+            // The step keeps the state tensors that it does not use.
+            let is_used = |name: &&str| optimizer.state().contains(name);
+            let state = inner.state.iter_mut().zip(self.state_names);
+            let state = state.filter(|(_, name)| is_used(name));
+            let state = state.map(|(state, _)| state.next(&self.backend));
             let state = state.collect::<Result<Vec<_>>>()?;
             let sum = open.sum.current();
             match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {

@@ -1,0 +1,57 @@
+"""Refuses ``load_state_dict(assign=True)`` of modules whose parameters are trained elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidArgumentError
+
+
+class _Refusal:
+    """A hook that torch calls before a module loads its state."""
+
+    def __call__(self, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise InvalidArgumentError(
+                "assign=True would replace the parameters that the optimizer and the servers "
+                "train; use load_state_dict(..., assign=False), which copies the values"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module is plain, also where ZeroShard is not installed: its hook is a
+        # function of Python's that takes any arguments and does nothing.
+        return functools.partial, (itertools.chain,)
+
+
+def refuse_assign(model: nn.Module) -> None:
+    """Makes ``load_state_dict(assign=True)`` raise an error, of the model and all its modules."""
+    refusal = _Refusal()
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # has no such hooks
+        if not any(map(is_refusal, module._load_state_dict_pre_hooks.values())):
+            module._register_load_state_dict_pre_hook(refusal)
+
+
+def allow_assign(model: nn.Module) -> None:
+    """Undoes :func:`refuse_assign`."""
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for number, hook in list(module._load_state_dict_pre_hooks.items()):
+            if is_refusal(hook):
+                del module._load_state_dict_pre_hooks[number]
+
+
+def is_refusal(hook: Any) -> bool:
+    """Whether a hook of a module's ``_load_state_dict_pre_hooks``, or of a copy of it, is that of
+    :func:`refuse_assign`."""
+    called = getattr(hook, "hook", None)
+    return isinstance(called, _Refusal) or (
+        isinstance(called, functools.partial) and called.func is itertools.chain
+    )

@@ -1,0 +1,51 @@
+"""Parts of torch that run a model in their own way: the transformations of ``torch.func``, and what
+records programs (``torch.jit.trace``, ``torch.export``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidArgumentError
+
+
+def is_transforming() -> bool:
+    """Whether a transformation such as ``jvp`` or ``vmap`` runs, in which tensors have no memory of
+    their own and ``grad`` permits no hooks for saved tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transformation."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A context whose operations are not transformed."""
+    if not is_transforming():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def check_not_recorded() -> None:
+    """Raises an error if torch records the running program, which would have the parameters of this
+    moment only."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise not_recorded()
+
+
+def not_recorded() -> InvalidArgumentError:
+    """The error for a program that cannot be recorded."""
+    return InvalidArgumentError(
+        "a model whose parameters are on the servers (level p_g_os) and the wrapper of a model "
+        "cannot be traced, scripted or exported; pass a plain copy of the whole model instead: "
+        "copy.deepcopy(model)"
+    )

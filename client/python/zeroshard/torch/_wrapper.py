@@ -1,0 +1,240 @@
+"""The members of a model's wrapper that are those of the model.
+
+A script reads and changes its model through the wrapper: each member of ``nn.Module`` acts on the
+module, except for calls, their hooks, and what the wrapper itself is for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+
+from ..errors import InvalidArgumentError
+from ._foreign import check_hook, wrapped_later
+from ._leftovers import missing
+
+W = TypeVar("W", bound="ModuleWrapper")
+
+#: What Python looks up in a class: of containers such as ``nn.Sequential``.
+_OPERATORS = (
+    "__len__",
+    "__iter__",
+    "__reversed__",
+    "__contains__",
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+)
+
+
+class ModuleWrapper(nn.Module):
+    """A module that runs another one. Attributes that the wrapper does not have itself are read
+    from the module, written to it and deleted from it."""
+
+    module: nn.Module
+
+    def __new__(cls: type[W], module: object = None, *args: Any, **kwargs: Any) -> W:
+        found = [name for name in _OPERATORS if hasattr(type(module), name)]
+        return nn.Module.__new__(_with_operators(cls, *found))
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def _keep(self, **attributes: Any) -> None:
+        """Sets attributes of the wrapper itself, without torch's registration of modules."""
+        self.__dict__.update(attributes)
+
+    @property
+    def _wrapped(self) -> nn.Module | None:
+        """The module; None while the wrapper is created."""
+        found: nn.Module | None = self.__dict__.get("_modules", {}).get("module")
+        return found
+
+    # ---- attributes
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self._wrapped is None:
+                raise
+        try:
+            return getattr(self._wrapped, name)
+        except AttributeError as error:
+            raise missing(type(self).__name__, name, error) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._wrapped is None or self._has(name):
+            super().__setattr__(name, value)
+        elif name == "module":
+            raise self._irreplaceable()
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._wrapped is None or self._has(name):
+            super().__delattr__(name)
+        elif name == "module":
+            raise self._irreplaceable()
+        else:
+            delattr(self._wrapped, name)
+
+    def __dir__(self) -> list[str]:
+        own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        # torch.jit.trace reads everything that is listed.
+        return sorted({*own, *dir(self.module)} - {"_ddp_params_and_buffers_to_ignore"})
+
+    def _has(self, name: str) -> bool:
+        """Whether the attribute is one of the wrapper itself."""
+        return name in self.__dict__ or hasattr(type(self), name)
+
+    def _irreplaceable(self) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"the module of a {type(self).__name__} cannot be replaced or deleted; wrap the other "
+            "module instead, or change the parts of this one (model.head = ...)"
+        )
+
+    @property
+    def training(self) -> bool:
+        """The module's mode."""
+        return True if self._wrapped is None else self._wrapped.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if self._wrapped is not None:
+            self._wrapped.training = mode
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Read by torch's DistributedDataParallel when it wraps this wrapper."""
+        raise wrapped_later("DistributedDataParallel")
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        check_hook(hook)
+        return super().register_forward_pre_hook(hook, **options)
+
+    # ---- parts
+
+    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.module.register_buffer(name, *args, **kwargs)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.module.register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.module.add_module(name, module)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_children()
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As those of the module, which is the first one: the wrapper is not among them."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the module, with the keys of ``state_dict``."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of the module, with the keys of ``state_dict``."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    # ---- all parts at once
+
+    def apply(self: W, fn: Callable[[nn.Module], None]) -> W:
+        self.module.apply(fn)
+        return self
+
+    def train(self: W, mode: bool = True) -> W:
+        self.module.train(mode)
+        return self
+
+    def eval(self: W) -> W:
+        self.module.eval()
+        return self
+
+    def requires_grad_(self: W, requires_grad: bool = True) -> W:
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.module._apply(fn, recurse)
+        return self
+
+    # ---- state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of the module, whose keys have no prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict of this wrapper or of the module."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def get_extra_state(self) -> Any:
+        return self.module.get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.module.set_extra_state(state)
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        return self.module.register_state_dict_pre_hook(hook)
+
+    def register_state_dict_post_hook(self, hook: Any) -> Any:
+        return self.module.register_state_dict_post_hook(hook)
+
+    def _register_state_dict_hook(self, hook: Any) -> Any:
+        return self.module._register_state_dict_hook(hook)
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        return self.module.register_load_state_dict_pre_hook(hook)
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        return self.module.register_load_state_dict_post_hook(hook)
+
+    def _register_load_state_dict_pre_hook(self, hook: Any, with_module: bool = False) -> Any:
+        return self.module._register_load_state_dict_pre_hook(hook, with_module)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # The state dict of a module that contains this wrapper has no prefix for the wrapped
+        # module.
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+@functools.cache
+def _with_operators(kind: type[W], *names: str) -> type[W]:
+    """The class of a wrapper whose module has these operators: only then may the wrapper have
+    them."""
+    members = {"__module__": kind.__module__, **_operators(names)}
+    return cast("type[W]", type(kind.__name__, (kind,), members))
+
+
+def _operators(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    def of_module(name: str) -> Callable[..., Any]:
+        def operator(wrapper: ModuleWrapper, *args: Any) -> Any:
+            return getattr(wrapper.module, name)(*args)
+
+        return operator
+
+    return {name: of_module(name) for name in names}

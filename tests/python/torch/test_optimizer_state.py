@@ -1,0 +1,191 @@
+"""Programs that write to ``optimizer.state``: it has the effect that it has in torch."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import ranks
+import torch
+import zeroshard as zs
+from torch import Tensor
+from training import LEVELS, SEGMENT, assert_close
+from zeroshard.torch import group_sharded_parallel
+
+
+def some(optimizer: Any) -> list[Any]:
+    return list(optimizer.param_groups[0]["params"])[:3]
+
+
+def zero_in_place(optimizer: Any) -> None:
+    for parameter in some(optimizer):
+        optimizer.state[parameter]["exp_avg"].zero_()
+        optimizer.state[parameter]["exp_avg_sq"].data.mul_(0.5)
+
+
+def write_by_hand(optimizer: Any) -> None:
+    optimizer.state[some(optimizer)[0]]["exp_avg"].numpy()[0] = 0.25
+
+
+def assign_tensors(optimizer: Any) -> None:
+    for parameter in some(optimizer):
+        optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+
+
+def assign_states(optimizer: Any) -> None:
+    for parameter in some(optimizer):
+        optimizer.state[parameter] = {
+            **optimizer.state[parameter],
+            "step": torch.tensor(1.0),
+        }
+
+
+def zero_steps(optimizer: Any) -> None:
+    for parameter in some(optimizer):
+        optimizer.state[parameter]["step"].zero_()
+
+
+def pop(optimizer: Any) -> None:
+    for parameter in some(optimizer):
+        assert "exp_avg" in optimizer.state.pop(parameter)
+        assert optimizer.state.pop(parameter, None) is None and parameter not in optimizer.state
+
+
+def delete(optimizer: Any) -> None:
+    del optimizer.state[some(optimizer)[1]]
+    with pytest.raises(KeyError):
+        del optimizer.state[some(optimizer)[1]]
+
+
+def clear(optimizer: Any) -> None:
+    optimizer.state.clear()
+    assert not optimizer.state and len(optimizer.state) == 0
+
+
+def replace(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def iterate(optimizer: Any) -> None:
+    """As ReLoRA does."""
+    for parameter, state in optimizer.state.items():
+        assert parameter in optimizer.state
+        for value in state.values():
+            if torch.is_tensor(value) and value.dim():
+                value.mul_(0.1)
+    assert len(list(optimizer.state)) == len(optimizer.state.values()) == len(optimizer.state)
+
+
+def look(optimizer: Any) -> None:
+    kept = copy.deepcopy(optimizer.state)
+    assert {p.shape for p in kept} == {p.shape for p in optimizer.state}
+    for parameter in list(optimizer.state):
+        optimizer.state[parameter] = {k: v.clone() for k, v in optimizer.state[parameter].items()}
+        assert optimizer.state.get(parameter) is optimizer.state.setdefault(parameter, {})
+
+
+EDITS: list[Callable[[Any], None]] = [
+    zero_in_place,
+    write_by_hand,
+    assign_tensors,
+    assign_states,
+    zero_steps,
+    pop,
+    delete,
+    clear,
+    replace,
+    iterate,
+    look,
+]
+
+
+def train(
+    level: str | None,
+    edit: Callable[[Any], None],
+    share: tuple[int, int] = (0, 1),
+    cls: Any = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    inner: Any = models.build("mlp")
+    model = inner
+    make = cls or (lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    optimizer: Any = make(inner.parameters())
+    if level is not None:
+        model, optimizer, _ = group_sharded_parallel(inner, optimizer, level, segment_size=SEGMENT)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(*models.share(models.batch("mlp", step, 8), *share)).backward()
+        optimizer.step()
+        if step == 2:
+            edit(optimizer)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return state, optimizer.state_dict()
+
+
+def assert_as_torch(found: Any, expected: Any) -> None:
+    assert_close(found[0], expected[0], rtol=2e-5, atol=2e-6)
+    ours, torchs = found[1]["state"], expected[1]["state"]
+    assert ours.keys() == torchs.keys()
+    for number, state in torchs.items():
+        assert_close(dict(ours[number]), dict(state))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_writes_to_optimizer_state_are_those_of_torch(
+    edit: Callable[[Any], None], cluster: zs.Session
+) -> None:
+    expected = train(None, edit)
+    for level in LEVELS:
+        assert_as_torch(train(level, edit), expected)
+
+
+def test_state_without_momentum_is_empty(cluster: zs.Session) -> None:
+    def check(optimizer: Any) -> None:
+        assert len(optimizer.state) == 0 and not list(optimizer.state.items())
+        optimizer.state.clear()
+
+    plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    assert_as_torch(train("os", check, cls=plain), train(None, check, cls=plain))
+
+
+def train_on_two_ranks(rank: int) -> None:
+    for edit in (zero_in_place, clear):
+        expected = train(None, edit)
+        for level in LEVELS:
+            assert_as_torch(train(level, edit, (rank, 2)), expected)
+
+
+def test_ranks_write_to_optimizer_state() -> None:
+    ranks.run(2, train_on_two_ranks)
+
+
+def test_writes_that_come_too_late_are_errors(cluster: zs.Session) -> None:
+    inner: Any = models.build("mlp")
+    model, optimizer, _ = group_sharded_parallel(
+        inner, torch.optim.AdamW(inner.parameters()), "os_g", segment_size=SEGMENT
+    )
+
+    def step() -> None:
+        model(*models.batch("mlp", 0, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    first = some(optimizer)[0]
+    old = optimizer.state[first]
+    step()
+    step()
+    old["exp_avg"].zero_()  # nobody can know
+    assert optimizer.state[first]["exp_avg"].any()
+    old = optimizer.state[first]
+    step()
+    old["exp_avg"].zero_()
+    with pytest.raises(zs.InvalidArgumentError, match="read optimizer.state"):
+        model(*models.batch("mlp", 0, 8))
+    model(*models.batch("mlp", 0, 8)).backward()
+    optimizer.state[first]["exp_avg"].zero_()
+    with pytest.raises(zs.InvalidArgumentError, match="change it before backward"):
+        optimizer.step()
