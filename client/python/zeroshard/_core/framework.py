@@ -53,6 +53,8 @@ class MeanGradient(Protocol[T]):
 
     #: Whether the program has set it to zero after it was sent.
     is_zeroed: bool
+    #: Whether this rank has not used the parameter, and contributes nothing to the mean.
+    is_absent: bool
 
     @property
     def is_edited(self) -> bool:
@@ -265,6 +267,11 @@ class Framework(ABC, Generic[T]):
         None: it stays this rank's gradient, because there is none, or the framework cannot show the
         mean.
         """
+        return None
+
+    def show_absent(self, gradients: Gradients[T], entry: Entry[T]) -> MeanGradient[T] | None:
+        """Shows the program the mean over the ranks of a gradient that this rank does not have.
+        None if the framework cannot."""
         return None
 
     def may_differentiate(self, parameter: T) -> bool:

@@ -24,6 +24,7 @@ class FreedGradient:
     own: Any | None = None
     factor = 1.0
     is_zeroed = False
+    is_absent = False
     is_edited = False
 
     def __init__(self, entry: Entry[Any]) -> None:
