@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ._rendezvous import Rendezvous, world_group
 from .errors import DisagreementError
@@ -30,20 +30,40 @@ def agree(call: str, arguments: Mapping[str, str], ranks: Sequence[int]) -> None
     Raises :class:`~zeroshard.DisagreementError`, which names both ranks and their values, or
     :class:`~zeroshard.TimeoutError`.
     """
+    mine = {"the call": call, **arguments}
+    for other, theirs in _told(call, mine, ranks):
+        check_equal({world_group().rank: mine, other: theirs})
+
+
+def share(call: str, value: str, ranks: Sequence[int]) -> list[str]:
+    """Returns the values of the other ``ranks``, which all call this. For ``call`` and errors see
+    :func:`agree`."""
+    values = []
+    mine = {"the call": f"{call}, with values to share"}
+    for other, theirs in _told(call, {**mine, "value": value}, ranks):
+        check_equal({world_group().rank: mine, other: {"the call": theirs["the call"]}})
+        values.append(theirs["value"])
+    return values
+
+
+def _told(
+    call: str, mine: Mapping[str, str], ranks: Sequence[int]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Publishes ``mine``, and yields what each other rank publishes."""
     world = world_group()
     if world.size == 1 or len(ranks) < 2 or world.rank not in ranks:
         return
     rendezvous = Rendezvous(world, TIMEOUT)
     counts = _counts(rendezvous)
-    mine = {"the call": call, **arguments}
     numbers = {other: counts[other] for other in ranks if other != world.rank}
     counts.update(numbers.keys())
     for other, number in numbers.items():
         rendezvous.publish(f"agree/{world.rank}>{other}/{number}", json.dumps(mine))
     for other, number in numbers.items():
         waiting_for = f"rank {other} to call {call}"
-        theirs = json.loads(rendezvous.receive(f"agree/{other}>{world.rank}/{number}", waiting_for))
-        check_equal({world.rank: mine, other: theirs})
+        received = rendezvous.receive(f"agree/{other}>{world.rank}/{number}", waiting_for)
+        theirs: dict[str, str] = json.loads(received)
+        yield other, theirs
 
 
 def check_equal(values: Mapping[int, Mapping[str, str]]) -> None:

@@ -423,26 +423,5 @@ def write_before_other_changes(rank: int) -> None:
             model(*models.share(models.batch("mlp", 1, 8), rank, 2))
 
 
-def change_a_gradient_that_one_rank_does_not_have(rank: int) -> None:
-    for level in ("os_g", "p_g_os"):
-        model, optimizer = build(level)
-        for step in range(2):
-            optimizer.zero_grad()
-            outputs = model.module.layers[:4](models.batch("mlp", step, 8)[0])
-            (
-                model.module.layers[4](outputs) if rank == 0 or step == 0 else outputs
-            ).sum().backward()
-            if step == 0:
-                optimizer.step()
-        model.module.layers[0].weight.grad.add_(0.1)
-        with pytest.raises(zs.DisagreementError, match="the gradient of parameter 'layers.4"):
-            optimizer.step()
-
-
-def differences(rank: int) -> None:
-    write_before_other_changes(rank)
-    change_a_gradient_that_one_rank_does_not_have(rank)
-
-
 def test_differences_between_ranks_that_change_their_models_are_errors() -> None:
-    ranks.run(2, differences)
+    ranks.run(2, write_before_other_changes)

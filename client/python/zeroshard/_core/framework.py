@@ -55,6 +55,10 @@ class MeanGradient(Protocol[T]):
     is_zeroed: bool
 
     @property
+    def is_absent(self) -> bool:
+        """Whether this rank has not used the parameter, and contributes nothing to the mean."""
+
+    @property
     def is_edited(self) -> bool:
         """Whether the program has changed the values."""
 
@@ -265,6 +269,11 @@ class Framework(ABC, Generic[T]):
         None: it stays this rank's gradient, because there is none, or the framework cannot show the
         mean.
         """
+        return None
+
+    def show_absent(self, gradients: Gradients[T], entry: Entry[T]) -> MeanGradient[T] | None:
+        """Shows the program the mean over the ranks of a gradient that this rank does not have.
+        None if the framework cannot."""
         return None
 
     def may_differentiate(self, parameter: T) -> bool:

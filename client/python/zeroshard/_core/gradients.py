@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, cast
 
 from .._native import Box
@@ -68,6 +68,8 @@ class Gradients(Generic[T]):
         self._absent: list[int] = []
         #: By index, of the parameters that were not frozen.
         self._hooks: dict[int, Hook] = {}
+        #: The last backward pass that has computed gradients.
+        self._backward_pass: object = None
         #: The number of gradients that were computed, and of steps that began again.
         self.events = 0
         self.watch()
@@ -141,6 +143,8 @@ class Gradients(Generic[T]):
         self.events += 1
         if self.hold:
             return
+        if not self.is_alone:
+            self._follow_backward()
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and mean.own is None and not self.is_open(mean):
             return  # it was added to a gradient of an earlier step, which is not sent again
@@ -153,6 +157,39 @@ class Gradients(Generic[T]):
             self._send(entry)
         else:
             self._show(entry)
+
+    def _follow_backward(self) -> None:
+        """Called in a backward pass. After it, the program sees the mean of every gradient, also of
+        parameters that this rank has not used in the pass."""
+        running = self._job.framework.backward_pass()
+        if running == self._backward_pass:
+            return
+        self._backward_pass = running
+        of_gradients = weakref.ref(self)
+
+        def is_over() -> None:
+            gradients = of_gradients()
+            if gradients is not None:
+                gradients._backward_pass = None
+                gradients._show_unused()
+
+        self._job.framework.after_backward(is_over)
+
+    def _show_unused(self) -> None:
+        framework = self._job.framework
+        for entry in self._job.trained:
+            is_open = entry.index in self._sent or entry.index in self._means
+            if is_open or not entry.differentiable or entry.layout is not None:
+                continue
+            mean = framework.shown_mean(entry.tensor)
+            if mean is not None and not mean.is_absent:
+                continue
+            if mean is None and framework.given_gradient(entry.tensor) is not None:
+                mean = self._show(entry)  # from a pass under `no_sync`
+            elif mean is None:
+                mean = framework.show_absent(self, entry)
+            if mean is not None:
+                self._means[entry.index] = mean
 
     def already_sent(self, entry: Entry[T]) -> InvalidArgumentError:
         """The error for a gradient that is computed after it was sent."""
@@ -184,12 +221,18 @@ class Gradients(Generic[T]):
         """Sends the gradient, or records that the parameter has none."""
         framework = self._job.framework
         mean = framework.shown_mean(entry.tensor)
-        if mean is not None and mean.own is None and framework.is_stepped(entry.tensor):
+        is_absent = mean is not None and mean.is_absent
+        if (
+            mean is not None
+            and mean.own is None
+            and not is_absent
+            and framework.is_stepped(entry.tensor)
+        ):
             raise InvalidArgumentError(
                 f"parameter {entry.name!r} has the gradient of an earlier step, which was not "
                 "zeroed and is no longer available; call optimizer.zero_grad() after each step"
             )
-        gradient = self.current(entry)
+        gradient = None if is_absent else self.current(entry)
         if gradient is None:
             self._absent.append(entry.index)
         else:
@@ -218,25 +261,6 @@ class Gradients(Generic[T]):
         return total
 
     # ---- for mean gradients
-
-    @property
-    def version(self) -> int:
-        """The version from which the open step starts."""
-        return self._job.version
-
-    @property
-    def trained(self) -> Iterable[Entry[T]]:
-        """The parameters that the job trains."""
-        return self._job.trained
-
-    @property
-    def shows_any(self) -> bool:
-        """Whether a mean gradient of the open step is shown."""
-        return bool(self._means)
-
-    def adopt(self, mean: MeanGradient[T]) -> None:
-        """The program sees a mean gradient to which this rank contributes none."""
-        self._means[mean.entry.index] = mean
 
     @property
     def is_alone(self) -> bool:
@@ -385,6 +409,29 @@ class Gradients(Generic[T]):
             return mean.is_zeroed
         return self._job.framework.given_gradient(tensor) is None
 
+    @property
+    def contributed(self) -> set[int]:
+        """The indices of the parameters whose gradient this rank has sent in the open step."""
+        return set(self._contributed)
+
+    def drop_unused(self, used: Collection[int], gradients: dict[int, T | None]) -> None:
+        """Removes those of ``gradients``, by the id of the parameter, that no rank has contributed
+        to. ``used``: the indices of all others.
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if the program has written to one.
+        """
+        for entry in self._job.trained:
+            mean = self._job.framework.shown_mean(entry.tensor)
+            if entry.index in used or mean is None or not mean.is_absent:
+                continue
+            if mean.is_edited:
+                raise InvalidArgumentError(
+                    f"the program has written to the gradient of parameter {entry.name!r}, which "
+                    f"no rank has used in step {self._job.version}, so that it would be None "
+                    "without ZeroShard; skip gradients whose norm is 0"
+                )
+            gradients[id(entry.tensor)] = None
+
     def send_replaced(self) -> None:
         """Sends this rank's own gradients where the program has replaced the gradient before they
         were sent, so that these count as changed."""
@@ -407,10 +454,10 @@ class Gradients(Generic[T]):
         if not self._job.framework.is_stepped(entry.tensor):
             return None
         mean = self._job.framework.shown_mean(entry.tensor)
+        if mean is not None and mean.is_absent and not self._early and not self._is_changed(entry):
+            return None
         if mean is not None and (mean.own is None or mean.is_edited):
-            if self._early or mean.is_edited:
-                return mean.to_send()
-            return None  # the ranks that have used the parameter still have their gradients
+            return mean.to_send()
         gradient = self._job.framework.gradient(entry.tensor)
         if gradient is not None and mean is None and self._unscaled:
             scaled: T = cast(Any, gradient) * self.loss_scale
@@ -467,7 +514,8 @@ class Gradients(Generic[T]):
         self.events += 1
         for mean in self._means.values():
             tensor = mean.entry.tensor
-            if mean.own is None and framework.shown_mean(tensor) is mean and not keep:
+            is_shown = framework.shown_mean(tensor) is mean
+            if is_shown and (mean.is_absent or mean.own is None and not keep):
                 framework.set_gradient(tensor, None)
             mean.is_zeroed = False
         if self._unscaled:
@@ -497,7 +545,11 @@ class Gradients(Generic[T]):
         for index, passes in self._passes.items():
             self._most[index] = max(passes, self._most.get(index, 0))
         for mean in self._means.values():
-            clips = self._job.framework.clips(mean.entry.tensor)
+            tensor = mean.entry.tensor
+            if mean.is_absent and self._job.framework.shown_mean(tensor) is mean:
+                # Without it the rank still contributes nothing to what the others keep.
+                self._job.framework.set_gradient(tensor, None)
+            clips = self._job.framework.clips(tensor)
             mean.end_step((clip_factor if clips else 1.0) / self.loss_scale)
         self._clear()
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from .._agreement import agree
+from .._agreement import agree, share
 from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._log import is_shown
@@ -586,10 +586,13 @@ class Sharding(Generic[T]):
         resting, size = set(self.gradients.resting), self.job.group.size
         active = [self.job.group.ranks[rank] for rank in range(size) if rank not in resting]
         current = {id(entry.tensor): self.gradients.current(entry) for entry in self.job.trained}
+        contributed = self.gradients.contributed
         if moved:
             self._reopen(None)
         else:
             self.job.discard()
+        of_ranks = share("optimizer.step", json.dumps(sorted(contributed)), active)
+        self.gradients.drop_unused(contributed.union(*map(json.loads, of_ranks)), current)
         texts = {}
         for entry in changed:
             text, gradient = "none", current.get(id(entry.tensor))

@@ -133,6 +133,11 @@ class _Paddle(Framework[Tensor]):
             return None
         return show(gradients, entry)
 
+    def show_absent(
+        self, gradients: Gradients[Tensor], entry: Entry[Tensor]
+    ) -> MeanGradient | None:
+        return show(gradients, entry) if isinstance(entry.tensor, _memory.Counted) else None
+
     def shown_mean(self, parameter: Tensor) -> MeanGradient | None:
         return shown(parameter)
 

@@ -35,19 +35,12 @@ def shown(parameter: Any) -> MeanGradient | None:
     """The mean gradient of the open step that the parameter shows, or one that was not cleared
     after its step and is not on this worker."""
     found = given(parameter)
-    if found is None or found.is_pending or (found.has_ended and not found.is_freed):
-        return None
-    return found
+    return None if found is None or (found.has_ended and not found.is_freed) else found
 
 
 def show(gradients: Gradients[Any], entry: Entry[Any]) -> MeanGradient:
-    """Shows the mean gradient of a parameter, whose gradient was computed on this rank. The
-    parameters that this rank has not used so far show that of the other ranks, if there is one."""
-    if not gradients.shows_any:
-        for other in gradients.trained:
-            if shown(other.tensor) is None:
-                setattr(other.tensor, ATTRIBUTE, MeanGradient(gradients, other, True))
-    mean = MeanGradient(gradients, entry, False)
+    """Shows the mean gradient of a parameter."""
+    mean = MeanGradient(gradients, entry)
     setattr(entry.tensor, ATTRIBUTE, mean)
     return mean
 
@@ -85,14 +78,11 @@ class MeanGradient:
     factor = 1.0
     is_zeroed = False
 
-    def __init__(self, gradients: Gradients[Any], entry: Entry[Any], is_pending: bool) -> None:
+    def __init__(self, gradients: Gradients[Any], entry: Entry[Any]) -> None:
         # Weak: the parameter refers to this object, and Python does not find cycles through a
         # parameter.
         self._of_gradients = weakref.ref(gradients)
         self.entry = entry
-        self._version = gradients.version
-        #: Whether it is not known yet if any rank has such a gradient.
-        self.is_pending = is_pending
         #: Whether this rank's gradient was sent and freed.
         self.is_freed = False
         #: Whether its step has ended.
@@ -129,13 +119,18 @@ class MeanGradient:
     # ---- used by the step
 
     @property
+    def is_absent(self) -> bool:
+        """Whether this rank has not used the parameter, and contributes nothing to the mean."""
+        return not self.is_freed and self.own is None
+
+    @property
     def is_edited(self) -> bool:
         """Whether the program has written to the values."""
         return self._fetched is not None and self._fetched.is_edited
 
     def was_sent_again(self, gradient: Any) -> None:
         """The servers have ``gradient`` from this rank now."""
-        if not self.is_freed:
+        if self.own is not None:
             self.own = gradient
         if self._fetched is not None:
             self._fetched.hash = _hash(self._fetched.values)
@@ -151,11 +146,12 @@ class MeanGradient:
 
     def to_send(self) -> Any:
         """The values as gradients that are sent, which are multiplied by the loss scale."""
-        values = self.values()
-        gradients = self._of_gradients()
-        if values is None or gradients is None:
+        values, gradients = self.values(), self._of_gradients()
+        if gradients is None:
             raise self._gone()
         with paddle.no_grad():
+            if values is None:
+                return paddle.zeros(list(self.entry.shape), dtype="float32")
             # In f32, so that f16 does not overflow.
             return values.astype("float32") * gradients.loss_scale
 
@@ -165,28 +161,17 @@ class MeanGradient:
         """The mean as a tensor with the parameter's shape and dtype. The step applies what the
         program writes to it, which must be the same on all ranks. None: no rank has a gradient."""
         gradients = self._of_gradients()
-        if self.is_pending:
-            if gradients is None or not self._is_current(gradients) or gradients.in_backward:
-                return own_gradient(self.entry.tensor)
-            if self._norms(gradients)[self.entry.index] == 0:
-                return own_gradient(self.entry.tensor)
-            found = given(self.entry.tensor)
-            if found is not self:
-                return None if found is None else found.values()
-            self.is_pending, self.is_freed = False, True
-            gradients.adopt(self)
         if self._fetched is None:
             if gradients is None or not gradients.is_open(self):
                 raise self._gone()
             if gradients.in_backward and not gradients.is_sent(self):
                 return self.own
+            if self.is_absent and self._norms(gradients)[self.entry.index] == 0:
+                return None
             self._fetched = self._fetch(gradients)
         return self._read(self._fetched)
 
     # ---- internal
-
-    def _is_current(self, gradients: Gradients[Any]) -> bool:
-        return gradients.version == self._version and not gradients.is_complete
 
     def _norms(self, gradients: Gradients[Any]) -> list[float]:
         try:

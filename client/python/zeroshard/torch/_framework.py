@@ -142,6 +142,13 @@ class _Torch(Framework[Tensor]):
         entry.tensor.grad = GradientTensor(mean)
         return mean
 
+    def show_absent(
+        self, gradients: Gradients[Tensor], entry: Entry[Tensor]
+    ) -> MeanGradient | None:
+        mean = MeanGradient(gradients, entry, None)
+        entry.tensor.grad = GradientTensor(mean)
+        return mean
+
     def may_differentiate(self, parameter: Tensor) -> bool:
         gradient = parameter.grad
         return gradient is not None and gradient.requires_grad

@@ -42,12 +42,17 @@ class _Fetched:
 class MeanGradient:
     """The mean over the ranks of one parameter's gradient in one step."""
 
-    def __init__(self, gradients: Gradients[Tensor], entry: Entry[Tensor], own: Tensor) -> None:
+    def __init__(
+        self, gradients: Gradients[Tensor], entry: Entry[Tensor], own: Tensor | None
+    ) -> None:
+        """``own``: this rank's gradient. None if it has none."""
         # Weak, since Python cannot find a cycle through a parameter and its gradient.
         self._of_gradients = weakref.ref(gradients)
         self.entry = entry
         #: This rank's gradient, as long as it is on this worker.
         self.own: Tensor | None = own
+        #: Whether this rank has not used the parameter, and contributes nothing to the mean.
+        self.is_absent = own is None
         #: The factor by which the program has multiplied the mean.
         self.factor = 1.0
         #: Whether the program has set it to zero after it was sent.
@@ -86,7 +91,12 @@ class MeanGradient:
         gradients = self._gradients
         if gradients.is_sent(self):
             raise gradients.already_sent(self.entry)
-        if self.own is None:
+        if self.is_absent and not gradient.requires_grad:
+            self.own, self.factor = gradient.detach().clone(), 1.0
+            self.is_absent = self.is_zeroed = False
+            self._fetched = None
+            return
+        if self.own is None and not self.is_absent:
             # The sum is not available. It is needed only if the optimizer steps, which then raises
             # an error: a backward pass through a model that is not trained now, as in a GAN, may
             # add to what the last step has left.
@@ -96,7 +106,7 @@ class MeanGradient:
                 "a backward pass with create_graph=True adds to the gradient of parameter "
                 f"{self.name!r}; call optimizer.zero_grad() before it"
             )
-        own = self._scaled_own(self.own)
+        own = self._scaled_own(self._alive(self.own))
         if self.is_edited:
             own = self._read().values
         self._fetched = None
@@ -138,6 +148,9 @@ class MeanGradient:
             gradient.zero_()
             return
         self.is_zeroed = self._gradients.is_sent(self)
+        if self.is_absent and not self.is_zeroed:
+            self.factor = 1.0  # this rank still contributes nothing
+            return
         self.own = torch.zeros_like(self.entry.tensor, requires_grad=False)
         self.factor, self._fetched = 1.0, None
 
@@ -230,7 +243,11 @@ class MeanGradient:
                 "ranks, are not available, and no gradient of its model can be changed; use norms "
                 "and factors, or register hooks on parameters before the forward"
             )
-        self._norms(gradients)  # waits until the gradient of every rank has arrived
+        # Waits until the gradient of every rank has arrived.
+        norm = self._norms(gradients)[entry.index]
+        if self.is_absent and norm == 0.0:
+            values = torch.zeros_like(entry.tensor, requires_grad=False)
+            return _Fetched(values, values.clone(), gradients.loss_scale)
         total, divisor = gradients.fetch(entry)
         scale = gradients.clipping(entry) / gradients.loss_scale
         mean = total.div_(divisor).mul_(self.factor * scale)
