@@ -42,8 +42,10 @@ class GroupSharded(LayerWrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
-        if paddle.is_grad_enabled():
+        records = paddle.is_grad_enabled()
+        if records:
             self.sharding.before_forward()
+        self.sharding.share_buffers(records and self.training)
         try:
             return self._layer(*inputs, **kwargs)
         except BaseException:
