@@ -16,6 +16,14 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._dtensor import local, part
 from ._gradient import GradientTensor
+from ._optimizer_hooks import calling_load_hooks, calling_state_hooks, share_hooks
+
+
+def _not_copied() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "a sharded optimizer cannot be copied or pickled, since its state is on the servers; use "
+        "optimizer.state_dict(), which an optimizer of the original class can load"
+    )
 
 
 class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
@@ -37,6 +45,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         self._given = optimizer
         #: Whether a scaler makes the step, which may be skipped.
         self.is_scaled = False
+        share_hooks(optimizer, self)
 
     @property
     def sharding(self) -> Sharding[Tensor]:
@@ -93,6 +102,13 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         step."""
         super().add_param_group(param_group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _not_copied()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied()
+
+    @calling_state_hooks
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's format, for an optimizer of the original class."""
         numbers = {
@@ -121,6 +137,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             "param_groups": groups,
         }
 
+    @calling_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state in torch's format. Every rank must call it; all ranks take the state of
         rank 0."""
