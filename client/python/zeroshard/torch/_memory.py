@@ -53,8 +53,11 @@ _DATA = vars(torch._C.TensorBase)["data"]
 #: Functions that give the memory of a tensor to something else than another tensor.
 _EXPORTS: set[Any] = {
     getattr(Tensor, name)
-    for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage")
-}
+    for name in (
+        "__array__", "__dlpack__", "const_data_ptr", "data_ptr", "numpy", "share_memory_", "storage"
+    )
+    if hasattr(Tensor, name)
+}  # fmt: skip
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
