@@ -193,10 +193,15 @@ def test_a_loop_that_was_interrupted_after_backward_runs_again(
 #: Runs in a process of its own, since it opens and closes sessions.
 SCRIPT = """
 import copy
+import sys
 import torch
 from torch import nn
 import zeroshard as zs
 from zeroshard.torch import group_sharded_parallel
+
+
+# Importing the compiler takes as long as importing torch.
+assert "torch._dynamo" not in sys.modules
 
 
 def refused(call, kind, *texts):

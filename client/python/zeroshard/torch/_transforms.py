@@ -20,7 +20,9 @@ def is_transforming() -> bool:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a transformation."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return not torch.compiler.is_compiling() and bool(
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 @contextlib.contextmanager
