@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from .._core.framework import ParameterMemory
@@ -62,7 +63,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     As ``torch.compiler.disable``, which imports the compiler here: that takes as long as the import
     of torch.
     """
-    kept_out: Callable[P, R] = torch._disable_dynamo(function)
+    kept_out: Callable[P, R] = _disable_dynamo(function)
     return kept_out
 
 

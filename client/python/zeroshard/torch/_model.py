@@ -20,7 +20,7 @@ from ._dtensor import parts_of_state
 from ._foreign import check_not_wrapped_later
 from ._memory import outside_graphs
 from ._scaler import GradScaler
-from ._transforms import not_recorded, outside_transforms
+from ._transforms import is_tracing, not_recorded, outside_transforms
 from ._wrapper import ModuleWrapper
 
 
@@ -54,7 +54,7 @@ class GroupSharded(ModuleWrapper):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
         gatherer = self.sharding.gatherer
-        if torch.jit.is_tracing():
+        if is_tracing():
             raise not_recorded()
         if torch.compiler.is_exporting():
             if self.sharding.has_units:

@@ -37,10 +37,15 @@ def outside_transforms() -> Iterator[None]:
         yield
 
 
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` runs."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def check_not_recorded() -> None:
     """Raises an error if torch records the running program, which would have the parameters of this
     moment only."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if is_tracing() or torch.compiler.is_exporting():
         raise not_recorded()
 
 
