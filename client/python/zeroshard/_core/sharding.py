@@ -35,10 +35,10 @@ from .summary import log_start
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
 
 
-class StateEdits(Protocol[T]):
+class StateEdits(Protocol):
     """The optimizer's state as the program sees it, which it may change between steps."""
 
-    def edited(self) -> Mapping[int, State[T]] | None:
+    def edited(self) -> Mapping[int, State[Any]] | None:
         """The whole state after the program's changes since the last step, by the ``id`` of its
         parameter. None if there are none."""
 
@@ -87,7 +87,7 @@ class Sharding(Generic[T]):
         self._is_behind = False
         self.last_report: Report | None = None
         #: What the program changes in the state of the optimizer, if it can.
-        self.state_edits: StateEdits[T] | None = None
+        self.state_edits: StateEdits | None = None
         #: The number of steps so far.
         self.steps = 0
         fetched = options.fetched(framework, model)

@@ -44,7 +44,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         return self._sharding
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state by parameter, as torch's. What the program writes to it takes effect at the
         next forward or step, if it is written between a step and the next backward pass."""
         return self._state
