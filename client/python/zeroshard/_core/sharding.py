@@ -36,7 +36,6 @@ from .options import Options
 from .summary import log_start
 
 R = TypeVar("R")
-T_co = TypeVar("T_co", covariant=True)
 
 #: The number of versions of which a read is tried. Another thread may make steps meanwhile.
 _READS = 20
@@ -47,10 +46,10 @@ _DECISION_TIME = 2.0
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
 
 
-class StateEdits(Protocol[T_co]):
+class StateEdits(Protocol):
     """The optimizer's state as the program sees it, which it may change between steps."""
 
-    def edited(self) -> Mapping[int, State[T_co]] | None:
+    def edited(self) -> Mapping[int, State[Any]] | None:
         """The whole state after the program's changes since the last step, by the ``id`` of its
         parameter. None if there are none."""
 
@@ -101,7 +100,7 @@ class Sharding(Generic[T]):
         self._is_behind = False
         self.last_report: Report | None = None
         #: What the program changes in the state of the optimizer, if it can.
-        self.state_edits: StateEdits[T] | None = None
+        self.state_edits: StateEdits | None = None
         #: The step for which this rank has voted last, unless it knows that it was dropped.
         self._voted: int | None = None
         #: The thread that trains.
