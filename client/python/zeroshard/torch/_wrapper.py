@@ -39,7 +39,7 @@ class ModuleWrapper(nn.Module):
     def __new__(cls: type[W], module: object = None, *args: Any, **kwargs: Any) -> W:
         found = [name for name in _OPERATORS if hasattr(type(module), name)]
         kind: type = cls
-        made: W = nn.Module.__new__(_with_operators(kind, *found))
+        made: W = nn.Module.__new__(_with_operators(kind, *found) if found else kind)
         return made
 
     def __init__(self, module: nn.Module) -> None:
