@@ -18,10 +18,17 @@ use zeroshard_proto::{
 use crate::{
     Job, Options, Status, Traffic,
     connect::{first_answer, status_request},
-    retry::{Next, Tries},
+    retry::{Next, Tries, drops_job},
     shards::Shards,
     state,
 };
+
+/// Whether the servers could not answer about a version because the job has moved on, or to other
+/// servers.
+fn has_changed(error: &Error) -> bool {
+    matches!(error, Error::VersionGone { .. } | Error::NotHere { .. } | Error::StaleEpoch { .. })
+        || drops_job(error)
+}
 
 /// The interval at which a reader that waits for servers checks whether slices have moved.
 const MOVED_INTERVAL: Duration = Duration::from_millis(500);
@@ -216,6 +223,8 @@ impl Cluster {
     /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was applied meanwhile,
     /// [`Error::Timeout`].
     pub async fn state_hash(&self, job: &str) -> Result<String> {
+        let deadline = Deadline::after(self.options.timeout);
+        let mut ahead = 0;
         loop {
             let description = self.describe_job(job).await?;
             let version = description.version.ok_or_else(|| {
@@ -225,11 +234,30 @@ impl Cluster {
                     "initialised by uploading its parameters",
                 )
             })?;
-            tokio::select! {
-                hash = state::hash(self, &description, version) => return hash,
-                () = self.has_moved(job, &description) => {}
+            // A job that trains leaves a version before all servers have been asked. They wait for
+            // a later one.
+            let hash = state::hash(self, &description, version + ahead);
+            let patience = if ahead > 0 { deadline.left() / 2 } else { deadline.left() };
+            let hash = tokio::select! {
+                hash = tokio::time::timeout(patience, hash) => hash,
+                () = self.has_moved(job, &description) => continue,
+            };
+            match hash {
+                Ok(Err(error)) if has_changed(&error) && !deadline.left().is_zero() => ahead += 1,
+                Ok(hash) => return hash,
+                // The job has stopped before this version.
+                Err(_) if ahead > 0 && !deadline.left().is_zero() => ahead = 0,
+                Err(_) => {
+                    let waiting_for = format!("the shard servers to hash job {job:?}");
+                    return Err(deadline.timeout(waiting_for));
+                }
             }
         }
+    }
+
+    /// The address of the coordinator, as the caller has named it.
+    pub fn address(&self) -> &str {
+        self.peer.strip_prefix("coordinator ").unwrap_or(&self.peer)
     }
 
     /// Waits until the placement of the job differs from `description`, so that a reader does not

@@ -67,7 +67,8 @@ pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
 pub use status::{
-    JobOnServer, JobState, JobStatus, JobWait, ServerStatus, SlowRank, Status, Trouble,
+    JobOnServer, JobState, JobStatus, JobWait, MissingServer, ServerStatus, SlowRank, Status,
+    Trouble,
 };
 pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};

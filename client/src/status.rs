@@ -15,6 +15,47 @@ pub struct Status {
     pub version: String,
     /// The clock of the coordinator: milliseconds since 1970, UTC.
     pub unix_ms: u64,
+    /// How long this coordinator has been the leader.
+    pub leading: Duration,
+    /// Whether servers may still describe jobs of an earlier coordinator, so that servers and jobs
+    /// may be absent here.
+    pub recovering: bool,
+    /// The shard servers that were connected, and were not drained before they left.
+    pub missing: Vec<MissingServer>,
+}
+
+/// A shard server that is missing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MissingServer {
+    /// The server.
+    pub server: Server,
+    /// How long it has been missing.
+    pub since: Duration,
+    /// Why its connection to the coordinator has ended.
+    pub cause: String,
+}
+
+impl Status {
+    /// The reasons why the cluster itself needs attention: its coordinator is recovering, or shard
+    /// servers are missing. Empty for a healthy cluster, whose jobs may have problems of their own.
+    pub fn problems(&self) -> Vec<String> {
+        let mut problems = Vec::new();
+        if self.recovering {
+            problems.push(
+                "the coordinator is recovering: servers and jobs may not have been found yet"
+                    .to_owned(),
+            );
+        }
+        let missing = |MissingServer { server, since, cause }: &MissingServer| {
+            let seconds = since.as_secs();
+            format!("shard server {} has been missing for {seconds} s: {cause}", server.address)
+        };
+        problems.extend(self.missing.iter().map(missing));
+        if self.servers.is_empty() {
+            problems.push("no shard server is connected".to_owned());
+        }
+        problems
+    }
 }
 
 /// A shard server and its memory. All numbers are 0 until its first report, which arrives within a
@@ -99,6 +140,12 @@ pub struct JobStatus {
     pub trouble: Option<Trouble>,
     /// The version of the last checkpoint that was completed since the start of the coordinator.
     pub saved_version: Option<u64>,
+    /// The time since that checkpoint was completed.
+    pub saved_ago: Option<Duration>,
+    /// The number of saves that have failed since then.
+    pub failed_saves: u32,
+    /// The error of the last of them; empty if there was none.
+    pub save_error: String,
 }
 
 impl JobStatus {
@@ -112,8 +159,14 @@ impl JobStatus {
         if let Some(wait) = self.wait.as_ref().filter(|wait| wait.is_blocked()) {
             return Some(wait.reason.clone());
         }
-        let degraded = self.degraded_slices;
-        (degraded > 0).then(|| format!("{degraded} slices have too few replicas"))
+        if matches!(self.state, JobState::Recovering | JobState::Restoring) {
+            return Some(format!("it is {}", self.state));
+        }
+        if self.degraded_slices > 0 {
+            return Some(format!("{} slices have too few replicas", self.degraded_slices));
+        }
+        let (failed, error) = (self.failed_saves, &self.save_error);
+        (failed > 0).then(|| format!("its last {failed} saves have failed: {error}"))
     }
 }
 
@@ -215,9 +268,26 @@ impl TryFrom<pb::StatusResponse> for Status {
         Ok(Self {
             servers: servers.collect::<Result<_>>()?,
             jobs: jobs.collect(),
+            missing: message
+                .missing
+                .into_iter()
+                .map(MissingServer::try_from)
+                .collect::<Result<_>>()?,
             version: message.version,
             unix_ms: message.unix_ms,
+            leading: Duration::from_millis(message.leading_ms),
+            recovering: message.recovering,
         })
+    }
+}
+
+impl TryFrom<pb::MissingServer> for MissingServer {
+    type Error = Error;
+
+    fn try_from(message: pb::MissingServer) -> Result<Self> {
+        let absent = || Error::invalid("server of a status", "absent", "present");
+        let server = message.server.ok_or_else(absent)?.into();
+        Ok(Self { server, since: Duration::from_millis(message.missing_ms), cause: message.cause })
     }
 }
 
@@ -282,6 +352,9 @@ impl From<pb::JobStatus> for JobStatus {
             degraded_slices: message.degraded_slices,
             trouble: message.trouble.map(Into::into),
             saved_version: message.saved_version,
+            saved_ago: message.saved_ms_ago.map(Duration::from_millis),
+            failed_saves: message.failed_saves,
+            save_error: message.save_error,
             name: message.name,
             id: message.job_id,
             epoch: message.epoch,

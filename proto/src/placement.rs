@@ -13,20 +13,26 @@ pub struct Server {
     pub address: String,
 }
 
-/// Maps each slice to an ordered list of servers, primary first.
+/// The entry of a slice that has fewer servers than others.
+const NONE: u32 = u32::MAX;
+
+/// Maps each slice to an ordered list of servers, primary first. Slices may have different numbers
+/// of servers, for example while one of them is being drained.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     servers: Vec<Server>,
     replicas: usize,
-    /// INVARIANT: positions in `servers`; `replicas` for each slice, distinct within a slice.
+    /// INVARIANT: positions in `servers`; `replicas` for each slice, distinct within a slice, the
+    /// last of which may be [`NONE`], but not the first.
     owners: Vec<u32>,
 }
 
 impl Placement {
     /// Creates a placement. `owners` are positions in `servers`, `replicas` of them for each slice.
+    /// A slice with fewer servers ends with entries of [`u32::MAX`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless every slice has `replicas` distinct servers.
+    /// [`Error::Invalid`] unless every slice has 1 to `replicas` distinct servers.
     pub fn new(servers: Vec<Server>, replicas: usize, owners: Vec<u32>) -> Result<Self> {
         let wrong =
             |found: String, expected: &str| Err(Error::invalid("placement", found, expected));
@@ -39,11 +45,12 @@ impl Placement {
         // For each server, the last slice (counted from 1) that listed it.
         let mut last = vec![0; servers.len()];
         for (slice, owners) in (1..).zip(owners.chunks(replicas)) {
-            let distinct = owners.iter().all(|&owner| {
+            let distinct = listed(owners).iter().all(|&owner| {
                 last.get_mut(owner as usize)
                     .is_some_and(|last| std::mem::replace(last, slice) != slice)
             });
-            if !distinct {
+            let is_padded = owners[listed(owners).len()..].iter().all(|&owner| owner == NONE);
+            if !distinct || !is_padded || owners[0] == NONE {
                 return wrong(
                     format!("{owners:?} of {} servers for slice {}", servers.len(), slice - 1),
                     "distinct positions in the list of servers for each slice",
@@ -53,12 +60,24 @@ impl Placement {
         Ok(Self { servers, replicas, owners })
     }
 
+    /// Creates a placement from the list of servers of each slice, primary first.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless every slice has distinct servers, at least one.
+    pub fn of_lists(servers: Vec<Server>, lists: &[Vec<u32>]) -> Result<Self> {
+        let replicas = lists.iter().map(Vec::len).max().unwrap_or(1);
+        let padded = lists.iter().flat_map(|owners| {
+            owners.iter().copied().chain(std::iter::repeat(NONE)).take(replicas)
+        });
+        Self::new(servers, replicas, padded.collect())
+    }
+
     /// All servers that hold slices.
     pub fn servers(&self) -> &[Server] {
         &self.servers
     }
 
-    /// The number of servers per slice.
+    /// The largest number of servers of a slice.
     pub fn replicas(&self) -> usize {
         self.replicas
     }
@@ -70,7 +89,7 @@ impl Placement {
 
     /// The positions in [`Self::servers`] of the servers of `slice`, primary first.
     pub fn owners(&self, slice: usize) -> &[u32] {
-        &self.owners[slice * self.replicas..][..self.replicas]
+        listed(&self.owners[slice * self.replicas..][..self.replicas])
     }
 
     /// The position in [`Self::servers`] of the primary of `slice`.
@@ -90,6 +109,12 @@ impl Placement {
     pub fn primary_slices(&self, id: u64) -> impl Iterator<Item = usize> + '_ {
         (0..self.slices()).filter(move |&slice| self.servers[self.primary(slice)].id == id)
     }
+}
+
+/// The entries before the first [`NONE`].
+fn listed(owners: &[u32]) -> &[u32] {
+    let end = owners.iter().position(|&owner| owner == NONE);
+    &owners[..end.unwrap_or(owners.len())]
 }
 
 impl From<Server> for pb::Server {

@@ -179,6 +179,11 @@ pub struct Common {
     /// value, so that they send the same traces
     #[arg(long, env = "ZEROSHARD_TRACE_RATIO", value_name = "RATIO", default_value_t = 1.0)]
     pub trace_ratio: f64,
+    /// Prefix of the URLs at which jobs may save checkpoints and read them, such as
+    /// s3://bucket/team/. Without it, everyone who may create a job can have the shard servers
+    /// write to any file and any bucket that the servers can write to
+    #[arg(long, env = "ZEROSHARD_CHECKPOINT_URLS", value_name = "PREFIX")]
+    pub checkpoint_urls: Option<String>,
     /// Accept connections from other machines without a token or certificate. Everyone who can
     /// connect can then read, change and delete all jobs
     #[arg(long, env = "ZEROSHARD_INSECURE")]
@@ -252,6 +257,14 @@ impl Common {
         let expected = "set to a secret (or set --token-file, --tokens, or --tls-ca with \
                         --tls-cert and --tls-key; --insecure accepts every call)";
         Err(Error::value("common", "token", found, expected))
+    }
+
+    /// Checks the same of the admin server, whose pages and metrics show all jobs.
+    fn check_admin(&self, listen: AdminListen) -> Result<(), Error> {
+        match listen {
+            AdminListen::On(listen) => self.check_open(listen),
+            AdminListen::Off => Ok(()),
+        }
     }
 
     fn validate(&self) -> Result<(), Error> {
@@ -433,6 +446,7 @@ fn serve(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
             let coordinator: Coordinator = layered("coordinator", matches, file.as_ref())?;
             coordinator.validate()?;
             common.check_open(coordinator.listen)?;
+            common.check_admin(coordinator.admin_listen)?;
             Role::Coordinator(coordinator)
         }
         "shard" => {
@@ -444,6 +458,7 @@ fn serve(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
             }
             shard.check_tiers("shard")?;
             common.check_open(shard.listen)?;
+            common.check_admin(shard.admin_listen)?;
             Role::Shard(shard)
         }
         _ => {
@@ -452,6 +467,7 @@ fn serve(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
             all.shard().check_tiers("all")?;
             common.check_open(all.listen)?;
             common.check_open(all.shard_listen)?;
+            common.check_admin(all.admin_listen)?;
             Role::All(all)
         }
     };

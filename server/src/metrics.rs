@@ -216,7 +216,7 @@ mod tests {
     fn a_standby_shows_that_it_is_one_and_nothing_of_the_cluster() {
         let metrics = Metrics::new();
         metrics.coordinator.lead();
-        metrics.coordinator.show_servers(3);
+        metrics.coordinator.show_servers(3, 0);
         metrics.coordinator.stand_by();
         let text = metrics.text();
         assert!(text.contains("zeroshard_leader 0"));

@@ -13,7 +13,7 @@ from ._activity import Activity
 from ._native import CheckpointPolicy, Cluster, Job, Mesh, TensorSpec, Transfer
 from ._rendezvous import ProcessGroup, Rendezvous
 from ._status import JobStatus, Status, status_of
-from .errors import Error, UnknownJobError
+from .errors import Error, JobExistsError, RankTakenError, UnknownJobError
 
 #: Seconds for which rank 0 keeps its embedded cluster when no rank has a job, but not all ranks
 #: have left.
@@ -33,13 +33,17 @@ class Connection:
         run: str,
         rendezvous: Rendezvous | None,
         timeout: float,
+        *,
+        named: bool,
     ) -> None:
         """``run`` is the prefix of the names of the run's jobs: ``name`` and a random number. Jobs
-        with checkpoints have the prefix ``name``, which later runs have as well. ``rendezvous`` is
+        with checkpoints have the prefix ``name``, which later runs have as well; without ``named``
+        it is that of the script, which other scripts of the cluster may have. ``rendezvous`` is
         None for a single process; rank 0 may host the cluster that the other ranks use."""
         self.cluster = cluster
         self.world = world
         self._name = name
+        self._named = named
         self._run = run
         self._rendezvous = rendezvous
         #: The maximum time of an operation in seconds.
@@ -88,21 +92,29 @@ class Connection:
         leaves the job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job
         when all ranks have left or are lost.
         """
-        self.cluster.create_job(
-            name,
-            tensors,
-            groups,
-            group.size,
-            meshes,
-            idle_timeout=_IDLE_TIMEOUT,
-            predecessor=predecessor,
-            fresh_state=fresh_state,
-            checkpoints=checkpoints,
-            resume=resume,
-            group_size=group_size,
-            offload=offload,
-        )
-        job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
+        try:
+            self.cluster.create_job(
+                name,
+                tensors,
+                groups,
+                group.size,
+                meshes,
+                idle_timeout=_IDLE_TIMEOUT,
+                predecessor=predecessor,
+                fresh_state=fresh_state,
+                checkpoints=checkpoints,
+                resume=resume,
+                group_size=group_size,
+                offload=offload,
+            )
+            job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
+        except (JobExistsError, RankTakenError) as error:
+            if not self._named and name.startswith(f"{self._name}/"):
+                error.args = (
+                    f"{error}; zeroshard.init has named this run {self._name!r} after its script, "
+                    "as another run of the cluster: pass it a name of your own, name=...",
+                )
+            raise
         self._jobs.append(job)
         return job
 

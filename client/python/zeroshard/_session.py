@@ -145,7 +145,7 @@ def init(
     }
     if _current is not None:
         return _current.again(arguments)
-    name = _script() if name is None else _checked(name)
+    named, name = name is not None, _script() if name is None else _checked(name)
     world = world_group()
     number = next(_inits)
     address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
@@ -174,7 +174,7 @@ def init(
         if "error" in shared:
             raise UnavailableError(f"rank 0 could not connect: {shared['error']}")
         cluster = connect(shared["address"], shared["token"], shared["is_ours"])
-        name, run = shared["name"], shared["run"]
+        name, run, named = shared["name"], shared["run"], shared["named"]
     else:
         run = f"{name}-{secrets.token_hex(4)}"
         if address is not None:
@@ -202,12 +202,14 @@ def init(
                 "is_ours": address is None,
                 "token": token,
                 "name": name,
+                "named": named,
                 "run": run,
             }
             rendezvous.publish(f"run/{number}", json.dumps(shared))
     # The connection keeps the rendezvous: this process may serve the store, and other ranks may
     # still have to read it.
-    _current = Session(Connection(cluster, world, name, run, rendezvous, timeout), arguments)
+    made = Connection(cluster, world, name, run, rendezvous, timeout, named=named)
+    _current = Session(made, arguments)
     return _current
 
 

@@ -270,6 +270,9 @@ impl Attempt {
         match self.span("commit").over(report).await {
             Ok(report) => {
                 self.decided();
+                // The placement may have changed for the next step. If the news does not arrive,
+                // the next push is refused, and the next attempt waits for it.
+                let _ = self.job.wait_for_news(report.next_epoch.saturating_sub(1), deadline).await;
                 Ok(StepReport::new(&report, &spec.manifest))
             }
             Err(error) => Err(self.noted(error, deadline).await),

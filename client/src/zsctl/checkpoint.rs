@@ -1,6 +1,6 @@
 //! `zsctl checkpoint`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -158,7 +158,7 @@ pub(crate) async fn online(command: &Command, cluster: &Cluster, json: bool) -> 
 
 /// Opens the checkpoint of a version, or the latest one.
 async fn open(job: &str, version: Option<u64>, place: &Place) -> Result<(Storage, Manifest)> {
-    let storage = Storage::open(&place.url)?;
+    let storage = existing(&place.url)?;
     let version = match version {
         Some(version) => version,
         None => storage.versions(job).await?.pop().ok_or_else(|| Error::NoCheckpoint {
@@ -171,8 +171,20 @@ async fn open(job: &str, version: Option<u64>, place: &Place) -> Result<(Storage
     Ok((storage, manifest))
 }
 
+/// Opens a storage that exists: a directory with a typing error is not created.
+fn existing(url: &str) -> Result<Storage> {
+    if let Some(directory) = url.strip_prefix("file://") {
+        let is_encoded = directory.contains('%');
+        if directory.starts_with('/') && !is_encoded && !Path::new(directory).is_dir() {
+            let expected = "the URL of a directory that exists";
+            return Err(Error::invalid("--url", format!("{url:?}"), expected));
+        }
+    }
+    Storage::open(url)
+}
+
 async fn list(job: Option<&str>, place: &Place, json: bool) -> Result<()> {
-    let storage = Storage::open(&place.url)?;
+    let storage = existing(&place.url)?;
     let jobs = match job {
         Some(job) => vec![job.to_owned()],
         None => storage.jobs().await?,
@@ -271,7 +283,7 @@ async fn verify(job: &str, version: Option<u64>, place: &Place, json: bool) -> R
 }
 
 async fn remove(job: &str, version: u64, place: &Place, json: bool) -> Result<()> {
-    Storage::open(&place.url)?.remove(job, version).await?;
+    existing(&place.url)?.remove(job, version).await?;
     let event = json!({"event": "removed", "job": job, "version": version});
     print(json, &event, &format!("the checkpoint of version {version} of job {job:?} is removed"));
     Ok(())

@@ -1,7 +1,5 @@
 //! `zsctl completion`: scripts for completion in shells.
 
-use std::io::stdout;
-
 use clap::{CommandFactory, ValueEnum};
 use clap_complete::{
     generate,
@@ -25,10 +23,11 @@ enum Shell {
 
 /// Prints the completion script.
 pub(crate) fn run(arguments: &Arguments) {
-    let (mut command, mut out) = (crate::Arguments::command(), stdout());
+    let (mut command, mut out) = (crate::Arguments::command(), Vec::new());
     match arguments.shell {
         Shell::Bash => generate(Bash, &mut command, "zsctl", &mut out),
         Shell::Zsh => generate(Zsh, &mut command, "zsctl", &mut out),
         Shell::Fish => generate(Fish, &mut command, "zsctl", &mut out),
     }
+    say!("{}", String::from_utf8_lossy(&out).trim_end());
 }

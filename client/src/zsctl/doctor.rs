@@ -46,7 +46,6 @@ struct Finding {
 ///
 /// # Errors
 /// [`zeroshard_client::Error::Invalid`] for an invalid address or token.
-#[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) async fn run(
     arguments: &Arguments,
     address: &str,
@@ -77,12 +76,12 @@ pub(crate) async fn run(
     }
     let problems: Vec<String> = findings.iter().flat_map(Finding::lines).collect();
     if json {
-        findings.iter().for_each(|finding| println!("{}", finding.json()));
+        findings.iter().for_each(|finding| say!("{}", finding.json()));
     } else {
-        println!("{}", rows(&findings));
+        say!("{}", rows(&findings));
         match problems.is_empty() {
-            true => println!("\nno problems found; zsctl has version {VERSION}"),
-            false => println!("\n{}", problems.join("\n")),
+            true => say!("\nno problems found; zsctl has version {VERSION}"),
+            false => say!("\n{}", problems.join("\n")),
         }
     }
     match problems.is_empty() {

@@ -1,5 +1,12 @@
 //! `zsctl`, the tool for operators. It calls a cluster's coordinator and prints tables or JSON.
 
+/// Prints a line on standard output. Ends the process if its reader has gone.
+macro_rules! say {
+    ($($text:tt)*) => {
+        $crate::write_line(format_args!($($text)*))
+    };
+}
+
 mod checkpoint;
 mod completion;
 mod delete;
@@ -15,7 +22,12 @@ mod token;
 mod top;
 mod why;
 
-use std::{process::ExitCode, time::Duration};
+use std::{
+    fmt,
+    io::{self, Write},
+    process::ExitCode,
+    time::Duration,
+};
 
 use clap::{Parser, Subcommand};
 use serde_json::{Value, json};
@@ -31,7 +43,7 @@ const PROBLEM: u8 = 3;
     name = "zsctl",
     version,
     after_help = "Exit codes: 0 success, 1 error, 2 invalid flags, 3 a problem was found (status, \
-                  doctor)"
+                  doctor, plan)"
 )]
 struct Arguments {
     /// The address of the coordinator; several coordinators, of which one is the leader, are
@@ -58,15 +70,16 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show servers, jobs, versions and memory, and what jobs wait for. The exit code is 3 if a job
-    /// has failed, cannot continue because workers or servers are missing, or has slices with too
-    /// few replicas because a server was lost
+    /// Show the leader, servers, jobs, versions and memory, and what jobs wait for. The exit code is
+    /// 3 if the leader is recovering; if a server is missing, or none is connected; or if a job has
+    /// failed, cannot continue because workers or servers are missing, has slices with too few
+    /// replicas, or could not be saved the last time
     Status(status::Arguments),
-    /// Explain the state of a job: the cause and the duration of a wait, the last error, and the
-    /// recommended action
+    /// Explain the state of the cluster and of a job: missing servers, the cause and the duration
+    /// of a wait, failed saves, the last error, and the recommended action
     Why {
-        /// Name of the job; `zsctl status` lists the jobs
-        job: String,
+        /// Name of the job; `zsctl status` lists the jobs [default: the cluster and all jobs]
+        job: Option<String>,
     },
     /// Show the speed of jobs and the memory of servers, refreshed every second until Ctrl-C
     Top(top::Arguments),
@@ -100,7 +113,9 @@ enum Command {
     Cordon(operate::Server),
     /// Let a cordoned shard server receive new slices again
     Uncordon(operate::Server),
-    /// Cordon a shard server and move its slices to other servers, so that it can be stopped
+    /// Cordon a shard server, copy its slices to other servers, and release it, so that it can be
+    /// stopped. Waits until no job needs it, and aborts no step. A server that is lost for good is
+    /// removed from the list
     Drain(operate::Drain),
     /// End the lease of a rank whose worker hangs, so that another worker can take the rank
     Evict(operate::Evict),
@@ -118,9 +133,29 @@ async fn main() -> ExitCode {
     match run(&arguments).await {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("zsctl: {error}");
+            let event = json!({
+                "event": "error", "error": error.name(), "message": error.to_string(),
+            });
+            match arguments.json {
+                true => eprintln!("{event}"),
+                false => eprintln!("zsctl: {error}"),
+            }
             ExitCode::FAILURE
         }
+    }
+}
+
+/// The exit code of a process whose reader has closed the pipe, as for other tools.
+const BROKEN_PIPE: i32 = 141;
+
+/// Writes a line of output; `say!` calls this.
+fn write_line(line: fmt::Arguments<'_>) {
+    if let Err(error) = writeln!(io::stdout().lock(), "{line}") {
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            std::process::exit(BROKEN_PIPE);
+        }
+        eprintln!("zsctl: cannot write the output: {error}");
+        std::process::exit(1);
     }
 }
 
@@ -135,7 +170,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
         Command::Token(command) => {
             return token::run(command, is_json).map(|()| ExitCode::SUCCESS);
         }
-        Command::Estimate(plan) => return plan::run(plan, is_json).map(|()| ExitCode::SUCCESS),
+        Command::Estimate(plan) => return plan::run(plan, is_json),
         Command::Completion(shell) => {
             completion::run(shell);
             return Ok(ExitCode::SUCCESS);
@@ -150,7 +185,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
         Command::Status(status) => return status::run(status, &cluster, is_json).await,
-        Command::Why { job } => why::run(job, &cluster, is_json).await?,
+        Command::Why { job } => why::run(job.as_deref(), &cluster, is_json).await?,
         Command::Top(top) => top::run(top, &cluster, is_json).await?,
         Command::Tensors { job, norms } => tensors::run(job, *norms, &cluster, is_json).await?,
         Command::Hash { job } => {
@@ -171,10 +206,9 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 /// Prints the event as JSON, or the text.
-#[expect(clippy::print_stdout, reason = "the program's output")]
 fn print(json: bool, event: &Value, text: &str) {
     match json {
-        true => println!("{event}"),
-        false => println!("{text}"),
+        true => say!("{event}"),
+        false => say!("{text}"),
     }
 }

@@ -56,7 +56,8 @@ pub(crate) async fn cordon(
         true => ("cordoned", "is cordoned: it receives no new slices"),
         false => ("uncordoned", "is not cordoned"),
     };
-    let event = json!({"event": event, "server": server.id, "address": server.address});
+    let event =
+        json!({"event": event, "server": format!("{:016x}", server.id), "address": server.address});
     print(json, &event, &format!("shard server {} {what}", server.address));
     Ok(())
 }
@@ -75,7 +76,7 @@ pub(crate) async fn drain(drain: &Drain, cluster: &Cluster, json: bool) -> Resul
         let address = &server.address;
         if stays.is_empty() {
             let event = json!({
-                "event": "drained", "server": server.id, "address": address,
+                "event": "drained", "server": format!("{:016x}", server.id), "address": address,
                 "degraded_slices": degraded_slices,
             });
             let copied = match degraded_slices {
@@ -92,7 +93,7 @@ pub(crate) async fn drain(drain: &Drain, cluster: &Cluster, json: bool) -> Resul
         let is_final = stays.iter().all(|stays| !stays.transient);
         // The text of an error is limited, so it has a single reason at most.
         if reasons != reported && !(is_final && reasons.len() == 1) {
-            reasons.iter().for_each(|reason| eprintln!("zsctl: {reason}"));
+            stays.iter().for_each(|stays| progress(address, stays, json));
         }
         if is_final {
             let what = format!("shard server {address} (now cordoned)");
@@ -114,6 +115,17 @@ fn summary(reasons: &[String]) -> String {
     match reasons {
         [reason] => reason.clone(),
         several => format!("{} jobs, which are listed above", several.len()),
+    }
+}
+
+/// Reports what a job waits for.
+fn progress(address: &str, stays: &Stays, json: bool) {
+    let event = json!({
+        "event": "draining", "address": address, "job": stays.job, "waiting_for": stays.reason,
+    });
+    match json {
+        true => say!("{event}"),
+        false => eprintln!("zsctl: {}", reason(stays)),
     }
 }
 

@@ -1,14 +1,14 @@
 //! `zsctl plan`: the memory and the traffic of a job that does not exist yet.
 
-use std::{cmp::Reverse, collections::BinaryHeap, path::PathBuf};
+use std::{cmp::Reverse, collections::BinaryHeap, path::PathBuf, process::ExitCode};
 
 use clap::Args;
 use serde_json::{Value, json};
 use zeroshard_client::Result;
-use zeroshard_proto::{DType, Error, JobSpec, Manifest, Optimizer, Policy, TensorSpec};
+use zeroshard_proto::{DType, Error, JobSpec, Manifest, Optimizer, Policy, TensorSpec, size};
 
 use crate::{
-    shapes,
+    PROBLEM, shapes,
     table::{human, table},
 };
 
@@ -45,17 +45,18 @@ pub(crate) struct Estimate {
     #[arg(long, value_name = "N", default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=64))]
     replicas: u32,
-    /// Memory of each shard server for slices, in GiB: the plan then says whether the job fits.
-    /// `zsctl status` shows what the servers of a cluster have free
-    #[arg(long, value_name = "GIB")]
+    /// Memory of each shard server for slices, such as 64GiB; a number alone is in GiB. The plan then
+    /// says whether the job fits, and the exit code is 3 if it does not. `zsctl status` shows what
+    /// the servers of a cluster have free
+    #[arg(long, value_name = "SIZE", value_parser = gibibytes)]
     memory: Option<f64>,
 }
 
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct Model {
-    /// Number of parameters, as a single tensor
-    #[arg(long, value_name = "N")]
+    /// Number of parameters, such as 7B, 124M or 7e9, as a single tensor
+    #[arg(long, value_name = "N", value_parser = parameters)]
     parameters: Option<u64>,
     /// Safetensors file, or directory with such files, whose headers have the shapes
     #[arg(long, value_name = "PATH")]
@@ -86,18 +87,50 @@ struct Figures {
 ///
 /// # Errors
 /// [`Error::Invalid`] for a model that cannot be read, or numbers that do not fit together.
-#[expect(clippy::print_stdout, reason = "the program's output")]
-pub(crate) fn run(plan: &Estimate, json: bool) -> Result<()> {
+pub(crate) fn run(plan: &Estimate, json: bool) -> Result<ExitCode> {
     let figures = plan.figures()?;
     if json {
-        println!("{}", plan.json(&figures));
+        say!("{}", plan.json(&figures));
     } else {
-        println!("{}", plan.table(&figures));
+        say!("{}", plan.table(&figures));
         if let Some(verdict) = plan.verdict(&figures) {
-            println!("\n{verdict}");
+            say!("\n{verdict}");
         }
     }
-    Ok(())
+    match plan.fits(&figures) {
+        Some(false) => Ok(ExitCode::from(PROBLEM)),
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Reads a number of parameters: 7000000000, 7e9 or 7B.
+fn parameters(text: &str) -> Result<u64, String> {
+    let expected = || format!("{text:?} is not a whole number of parameters, such as 7B or 7e9");
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let units = [('K', 1e3), ('M', 1e6), ('B', 1e9), ('G', 1e9), ('T', 1e12)];
+    let unit = |&(unit, _): &(char, f64)| text.to_ascii_uppercase().ends_with(unit);
+    let (digits, factor) = match units.iter().find(|of| unit(of)) {
+        Some((_, factor)) => (&text[..text.len() - 1], *factor),
+        None => (text, 1.0),
+    };
+    let number = digits.trim().parse::<f64>().map_err(|_| expected())? * factor;
+    match number >= 1.0 && number < 1e18 && number.fract() == 0.0 {
+        true => Ok(number as u64),
+        false => Err(expected()),
+    }
+}
+
+/// Reads a size in GiB: 64, 0.5 or 64GiB.
+fn gibibytes(text: &str) -> Result<f64, String> {
+    let size = match text.parse::<f64>() {
+        Ok(number) => Some(number),
+        Err(_) => size::parse(text).map(|bytes| bytes as f64 / GIB),
+    };
+    size.filter(|size| size.is_finite() && *size > 0.0).ok_or_else(|| {
+        format!("{text:?} is not a size; expected {}, or a number of GiB", size::EXPECTED)
+    })
 }
 
 impl Estimate {
@@ -212,6 +245,11 @@ impl Estimate {
     }
 
     /// Whether the job fits, and what would make it fit.
+    /// Whether the job fits; `None` without `--memory`.
+    fn fits(&self, figures: &Figures) -> Option<bool> {
+        self.memory.map(|memory| figures.servers[0] as f64 <= memory * GIB)
+    }
+
     fn verdict(&self, figures: &Figures) -> Option<String> {
         let free = (self.memory? * GIB) as u64;
         let largest = figures.servers[0];
@@ -236,7 +274,7 @@ impl Estimate {
 
     fn json(&self, figures: &Figures) -> Value {
         let [received, sent] = self.links(figures);
-        let fits = self.memory.map(|memory| figures.servers[0] as f64 <= memory * GIB);
+        let fits = self.fits(figures);
         json!({
             "event": "plan", "parameters": figures.parameters, "fits": fits,
             "servers_bytes": figures.servers.iter().sum::<u64>(),

@@ -1,10 +1,10 @@
-//! `zsctl status`.
+//! `zsctl status`: the leader, the servers and the jobs, and what is wrong with them.
 
 use std::{process::ExitCode, time::Duration};
 
 use comfy_table::Table;
 use serde_json::json;
-use zeroshard_client::{Cluster, JobState, JobStatus, Result, ServerStatus};
+use zeroshard_client::{Cluster, JobState, JobStatus, MissingServer, Result, ServerStatus, Status};
 
 use crate::{
     PROBLEM,
@@ -27,24 +27,28 @@ pub(crate) struct Arguments {
 ///
 /// # Errors
 /// Those of [`Cluster::status`].
-#[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) -> Result<ExitCode> {
     let status = cluster.status().await?;
     let late = arguments.late.map(Duration::from_secs);
     let problems: Vec<_> = status.jobs.iter().map(|job| problem(job, late)).collect();
+    let of_cluster = status.problems();
     let jobs = || status.jobs.iter().zip(&problems);
     if json {
-        status.servers.iter().for_each(|server| println!("{}", server_json(server)));
-        jobs().for_each(|(job, problem)| println!("{}", job_json(job, problem.as_deref())));
+        say!("{}", leader_json(&status, cluster.address()));
+        status.servers.iter().for_each(|server| say!("{}", server_json(server)));
+        status.missing.iter().for_each(|missing| say!("{}", missing_json(missing)));
+        jobs().for_each(|(job, problem)| say!("{}", job_json(job, problem.as_deref())));
     } else {
-        println!("{}\n\n{}", servers(&status.servers), table_of(&status.jobs));
-        let notes: Vec<_> =
-            jobs().filter_map(|(job, problem)| note(job, problem.as_deref())).collect();
+        say!("{}\n", leader(&status, cluster.address()));
+        say!("{}\n\n{}", servers(&status), table_of(&status.jobs));
+        let notes = jobs().filter_map(|(job, problem)| note(job, problem.as_deref()));
+        let notes: Vec<_> = of_cluster.iter().cloned().chain(notes).collect();
         if !notes.is_empty() {
-            println!("\n{}", notes.join("\n"));
+            say!("\n{}", notes.join("\n"));
+            say!("`zsctl why` explains what to do");
         }
     }
-    match problems.iter().any(Option::is_some) {
+    match !of_cluster.is_empty() || problems.iter().any(Option::is_some) {
         true => Ok(ExitCode::from(PROBLEM)),
         false => Ok(ExitCode::SUCCESS),
     }
@@ -70,10 +74,48 @@ fn note(job: &JobStatus, problem: Option<&str>) -> Option<String> {
     }
 }
 
-fn servers(servers: &[ServerStatus]) -> Table {
+/// A line about the coordinator that answered, which is the leader.
+fn leader(status: &Status, address: &str) -> String {
+    let recovering = if status.recovering { ", recovering" } else { "" };
+    let connected = match status.missing.len() {
+        0 => format!("{} servers", status.servers.len()),
+        missing => {
+            format!("{} of {} servers", status.servers.len(), status.servers.len() + missing)
+        }
+    };
+    format!(
+        "leader {address}, version {}, leading for {}{recovering}; {connected}, {} jobs",
+        status.version,
+        ago(status.leading),
+        status.jobs.len()
+    )
+}
+
+fn leader_json(status: &Status, address: &str) -> serde_json::Value {
+    json!({
+        "event": "leader", "address": address, "version": status.version,
+        "leading_seconds": status.leading.as_secs_f64(), "recovering": status.recovering,
+        "connected_servers": status.servers.len(), "missing_servers": status.missing.len(),
+        "problems": status.problems(),
+    })
+}
+
+fn missing_json(MissingServer { server, since, cause }: &MissingServer) -> serde_json::Value {
+    json!({
+        "event": "missing_server", "id": hex(server.id), "address": server.address,
+        "missing_seconds": since.as_secs_f64(), "cause": cause,
+    })
+}
+
+/// The id of a server, as logs show it.
+fn hex(id: u64) -> String {
+    format!("{id:016x}")
+}
+
+fn servers(status: &Status) -> Table {
     let mut table = table(&[
         "SERVER",
-        "ADDRESS",
+        "ID",
         "SLICES",
         "MASTER",
         "STATE",
@@ -82,9 +124,13 @@ fn servers(servers: &[ServerStatus]) -> Table {
         "PARKED",
         "FREE",
         "ZONE",
-        "CORDONED",
+        "CONNECTION",
     ]);
-    for status in servers {
+    for MissingServer { server, since, .. } in &status.missing {
+        let (head, state) = ([server.address.clone(), hex(server.id)], missing_for(*since));
+        table.add_row(head.into_iter().chain(vec!["-".to_owned(); 8]).chain([state]));
+    }
+    for status in &status.servers {
         let bytes = [
             status.master_bytes,
             status.state_bytes,
@@ -93,15 +139,19 @@ fn servers(servers: &[ServerStatus]) -> Table {
             status.parked_bytes,
         ];
         let server = &status.server;
-        let head = [server.id.to_string(), server.address.clone(), status.slices.to_string()];
+        let head = [server.address.clone(), hex(server.id), status.slices.to_string()];
         let zone = if status.zone.is_empty() { "-".to_owned() } else { status.zone.clone() };
         let left = |capacity: u64| human(capacity.saturating_sub(status.assigned_bytes));
         let free = status.capacity_bytes.map_or("no limit".to_owned(), left);
-        let cordoned = if status.cordoned { "yes" } else { "-" }.to_owned();
-        let tail = [free, zone, cordoned];
+        let state = if status.cordoned { "cordoned" } else { "connected" }.to_owned();
+        let tail = [free, zone, state];
         table.add_row(head.into_iter().chain(bytes.map(human)).chain(tail));
     }
     table
+}
+
+fn missing_for(since: Duration) -> String {
+    format!("missing for {}", ago(since))
 }
 
 fn table_of(jobs: &[JobStatus]) -> Table {
@@ -114,6 +164,7 @@ fn table_of(jobs: &[JobStatus]) -> Table {
         "TENSORS",
         "SLICES",
         "LATE RANK",
+        "CHECKPOINT",
         "STATE",
     ]);
     for job in jobs {
@@ -126,6 +177,7 @@ fn table_of(jobs: &[JobStatus]) -> Table {
             job.tensors.to_string(),
             job.slices.to_string(),
             late_rank(job),
+            checkpoint(job),
             state(job),
         ]);
     }
@@ -139,6 +191,18 @@ pub(crate) fn late_rank(job: &JobStatus) -> String {
     job.slowest.map_or("-".to_owned(), late)
 }
 
+/// The version of the last checkpoint, its age, and the number of saves that have failed since.
+fn checkpoint(job: &JobStatus) -> String {
+    let mut text = job.saved_version.map_or("-".to_owned(), |version| version.to_string());
+    if let Some(saved) = job.saved_ago {
+        text += &format!(" ({} ago)", ago(saved));
+    }
+    if job.failed_saves > 0 {
+        text += &format!(", {} failed", job.failed_saves);
+    }
+    text
+}
+
 /// The state of a job in a few words, or the reason of its failure.
 pub(crate) fn state(job: &JobStatus) -> String {
     match (&job.failure, job.state) {
@@ -148,6 +212,7 @@ pub(crate) fn state(job: &JobStatus) -> String {
         }
         (_, JobState::Open) if job.version.is_none() => "waiting for initial parameters".to_owned(),
         (_, JobState::Open) if job.degraded_slices > 0 => "too few replicas".to_owned(),
+        (_, JobState::Open) if job.failed_saves > 0 => "saves fail".to_owned(),
         (_, JobState::Open) => "ok".to_owned(),
         (_, state) => state.to_string(),
     }
@@ -155,7 +220,7 @@ pub(crate) fn state(job: &JobStatus) -> String {
 
 fn server_json(status: &ServerStatus) -> serde_json::Value {
     json!({
-        "event": "server", "id": status.server.id, "hex_id": format!("{:016x}", status.server.id),
+        "event": "server", "id": hex(status.server.id),
         "address": status.server.address, "version": status.version, "cordoned": status.cordoned,
         "zone": status.zone, "slices": status.slices,
         "master_bytes": status.master_bytes, "state_bytes": status.state_bytes,
@@ -175,6 +240,8 @@ fn job_json(job: &JobStatus, problem: Option<&str>) -> serde_json::Value {
         "slowest_rank": job.slowest.map(|slowest| slowest.rank),
         "late_seconds": job.slowest.map(|slowest| slowest.late.as_secs_f64()),
         "degraded_slices": job.degraded_slices, "saved_version": job.saved_version,
+        "saved_seconds_ago": job.saved_ago.map(|ago| ago.as_secs_f64()),
+        "failed_saves": job.failed_saves, "save_error": job.save_error,
     })
 }
 
@@ -204,6 +271,9 @@ mod tests {
             degraded_slices: 0,
             trouble: None,
             saved_version: None,
+            saved_ago: None,
+            failed_saves: 0,
+            save_error: String::new(),
         }
     }
 

@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use comfy_table::{Table, presets};
+use comfy_table::{ContentArrangement, Table, presets};
 
 /// An empty table.
 pub(crate) fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header);
+    // Long reasons wrap at the width of the terminal. Output to a file has no width.
+    table.set_content_arrangement(ContentArrangement::Dynamic);
     table
 }
 

@@ -10,7 +10,6 @@ use crate::table::{human, table};
 ///
 /// # Errors
 /// Those of [`Cluster::describe_job`] and [`Cluster::norms`].
-#[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) async fn run(job: &str, with_norms: bool, cluster: &Cluster, json: bool) -> Result<()> {
     let spec = cluster.describe_job(job).await?.spec;
     let norms = if with_norms { Some(cluster.norms(job).await?) } else { None };
@@ -40,7 +39,7 @@ pub(crate) async fn run(job: &str, with_norms: bool, cluster: &Cluster, json: bo
             if let (Some(norm), Some(norms)) = (norm, &norms) {
                 (line["norm"], line["version"]) = (json!(norm), json!(norms.version));
             }
-            println!("{line}");
+            say!("{line}");
         }
         let mut row = vec![
             tensor.name.clone(),
@@ -60,7 +59,7 @@ pub(crate) async fn run(job: &str, with_norms: bool, cluster: &Cluster, json: bo
         let (tensors, parameters) = (spec.manifest.tensors().len(), spec.manifest.parameters());
         let version = norms.map(|norms| format!(", norms of version {}", norms.version));
         let version = version.unwrap_or_default();
-        println!("job {job:?}: {tensors} tensors, {parameters} parameters{version}\n\n{rows}");
+        say!("job {job:?}: {tensors} tensors, {parameters} parameters{version}\n\n{rows}");
     }
     Ok(())
 }

@@ -54,7 +54,6 @@ fn weight() -> clap::builder::RangedI64ValueParser<u32> {
 ///
 /// # Errors
 /// [`zeroshard_proto::Error::Internal`] if the system cannot provide random numbers.
-#[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) fn run(command: &Command, json: bool) -> Result<()> {
     let Command::New { role, limits: Limits { memory, jobs, requests, weight } } = command;
     let quota = Quota { memory: *memory, jobs: *jobs, requests: *requests, weight: *weight };
@@ -62,10 +61,10 @@ pub(crate) fn run(command: &Command, json: bool) -> Result<()> {
     let line = format!("{} {quota}", Tokens::line(role, &token));
     let (line, text) = (line.trim_end(), token.reveal().unwrap_or_default());
     if json {
-        println!("{}", json!({"event": "token", "token": text, "line": line}));
+        say!("{}", json!({"event": "token", "token": text, "line": line}));
     } else {
-        println!("token, for ZEROSHARD_TOKEN or a file of its user:\n{text}\n");
-        println!("line for the file of tokens:\n{line}");
+        say!("token, for ZEROSHARD_TOKEN or a file of its user:\n{text}\n");
+        say!("line for the file of tokens:\n{line}");
     }
     Ok(())
 }

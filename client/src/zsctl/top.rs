@@ -39,7 +39,6 @@ pub(crate) struct Arguments {
 ///
 /// # Errors
 /// Those of [`Cluster::status`].
-#[expect(clippy::print_stdout, reason = "the program's output")]
 pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) -> Result<()> {
     let is_live = !arguments.once && stdout().is_terminal();
     let mut window = VecDeque::from([(Instant::now(), cluster.status().await?)]);
@@ -57,10 +56,10 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
         };
         let rates = Rates { before, now, seconds: ended.duration_since(*began).as_secs_f64() };
         if json {
-            rates.lines().iter().for_each(|line| println!("{line}"));
+            rates.lines().iter().for_each(|line| say!("{line}"));
         } else {
             let clear = if is_live { CLEAR } else { "" };
-            println!("{clear}{}\n\n{}", rates.jobs(), rates.servers());
+            say!("{clear}{}\n\n{}", rates.jobs(), rates.servers());
         }
         if !is_live {
             return Ok(());

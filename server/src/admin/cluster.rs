@@ -9,7 +9,10 @@ use super::{
     html::{Text, age, bytes, count, counted, percent},
     jobs,
 };
-use crate::coordinator::{history::Happened, overview::Overview, overview::ServerOverview};
+use crate::coordinator::{
+    history::{Happened, Severity},
+    overview::{Overview, ServerOverview},
+};
 
 /// The kinds of memory of a server, with the numbers of their colours.
 const KINDS: [(u8, &str); 5] = [
@@ -36,17 +39,22 @@ pub(super) fn sections(overview: &Overview, now: SystemTime) -> String {
 }
 
 fn summary(html: &mut String, overview: &Overview) {
-    let &Overview { connected, all_jobs, workers, memory: (used, capacity), .. } = overview;
+    let &Overview { connected, missing, all_jobs, workers, memory: (used, capacity), .. } =
+        overview;
     let memory = match capacity {
         Some(capacity) if connected > 0 => {
             format!("{} <small>of {}</small>", bytes(used), bytes(capacity))
         }
         _ => bytes(used),
     };
+    let servers = match missing {
+        0 => count(connected as u64),
+        missing => format!("{connected} <small>of {}</small>", connected + missing),
+    };
     let tiles = [
         ("Jobs", count(all_jobs as u64)),
         ("Workers", count(workers as u64)),
-        ("Servers", count(connected as u64)),
+        ("Servers", servers),
         ("Memory of jobs", memory),
     ];
     html.push_str("<dl class=tiles>");
@@ -82,8 +90,7 @@ fn servers(html: &mut String, overview: &Overview) {
         "<p class=note>In use: memory that the server has allocated; the bar shows its share of \
          the capacity for slices. Reserved: memory that the jobs of the server need.</p>",
     );
-    let awaited = shown.iter().filter(|server| server.awaited_by > 0).count();
-    left_out(html, shown.len(), overview.connected + awaited, "server");
+    left_out(html, shown.len(), overview.connected + overview.missing, "server");
     html.push_str("</section>");
 }
 
@@ -97,13 +104,7 @@ fn row(html: &mut String, server: &ServerOverview) {
         Some(room) => (bytes(room.bytes), percent(server.assigned, room.bytes)),
         None => ("no limit".to_owned(), String::new()),
     };
-    let state = match server.awaited_by {
-        0 => "<span class='state good'>connected</span>".to_owned(),
-        jobs => format!(
-            "<span class='state bad'>lost</span> {} for it",
-            if jobs == 1 { "1 job waits".to_owned() } else { format!("{jobs} jobs wait") }
-        ),
-    };
+    let state = state(server);
     let _ = write!(
         html,
         "<tr><td title='id {:016x}'>{}<td>{}<td class=number>{}<td class=number>{}<td>{}<td class=number>{}\
@@ -117,6 +118,21 @@ fn row(html: &mut String, server: &ServerOverview) {
         bytes(used as u64),
         bytes(server.assigned),
     );
+}
+
+fn state(server: &ServerOverview) -> String {
+    let waits = match server.awaited_by {
+        0 => String::new(),
+        1 => ": 1 job waits for it".to_owned(),
+        jobs => format!(": {jobs} jobs wait for it"),
+    };
+    match (&server.lost, server.cordoned) {
+        (Some(cause), _) => {
+            format!("<span class='state bad'>lost</span> ({}){waits}", Text(cause))
+        }
+        (None, true) => "<span class='state warn'>cordoned</span>".to_owned(),
+        (None, false) => "<span class='state good'>connected</span>".to_owned(),
+    }
 }
 
 /// The parts of a server's memory, by kind.
@@ -145,19 +161,29 @@ fn events(html: &mut String, events: &[Happened], now: SystemTime) {
         html.push_str("<p class=empty>No event has occurred since this coordinator started.</p>");
     } else {
         html.push_str("<ol class=events id=scroll-events tabindex=0 aria-labelledby=events>");
-        for Happened { at, text } in events {
+        for Happened { at, severity, text } in events {
             let ago = now.duration_since(*at).unwrap_or_default();
             let _ = write!(
                 html,
-                "<li><time>{} UTC <small>{}</small></time><span>{}</span></li>",
+                "<li><time>{} UTC <small>{}</small></time><span>{}{}</span></li>",
                 clock(*at),
                 age(ago),
+                badge(*severity),
                 Text(text)
             );
         }
         html.push_str("</ol>");
     }
     html.push_str("</section>");
+}
+
+fn badge(severity: Severity) -> String {
+    let class = match severity {
+        Severity::Info => return String::new(),
+        Severity::Warning => "warn",
+        Severity::Error => "bad",
+    };
+    format!("<span class='state {class}'>{}</span> ", severity.label())
 }
 
 /// The time of day in UTC, such as `13:05:59`.

@@ -71,12 +71,18 @@ fn row(html: &mut String, job: &JobOverview) {
 }
 
 fn checkpoint(job: &JobOverview) -> String {
-    match (job.saved, job.saving) {
-        (saved, Some(version)) => {
-            format!("{} <small>saving {version}</small>", saved.map_or("–".to_owned(), count))
-        }
-        (saved, None) => saved.map_or("–".to_owned(), count),
+    let mut text = job.saved.map_or("–".to_owned(), count);
+    if let Some(ago) = job.saved_ago {
+        let _ = write!(text, " <small>{}</small>", age(ago));
     }
+    if job.failed_saves > 0 {
+        let failed = counted(job.failed_saves as usize, "save");
+        let _ = write!(text, " <span class='state bad'>{failed} failed</span>");
+    }
+    if let Some(version) = job.saving {
+        let _ = write!(text, " <small>saving {version}</small>");
+    }
+    text
 }
 
 /// The state as a coloured label. The text alone also identifies the state.

@@ -9,6 +9,7 @@ use zeroshard_proto::Result;
 use super::{
     driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
     events::{Action, Command, Event, Link, Placed, Placing, ServerId},
+    history::Severity,
     jobs::Plan,
     save::Completion,
     storage, traces,
@@ -45,7 +46,10 @@ impl Driver {
                 Action::Dismiss(link) => inner.dismiss(link, "it was lost"),
                 Action::Probe(server) => self.probe(inner, server),
                 Action::Decided { job, step } => {
-                    inner.count(&job.name, |series| series.decided(step.applied, &step.waits));
+                    inner.count(&job.name, |series| {
+                        series.decided(step.applied, &step.waits);
+                        self.metrics.coordinator.show_step(series, step.loss, step.norm);
+                    });
                     traces::decided(&job, &step, self.now());
                     inner.histories.entry(job.name).or_default().add(&step, self.now());
                 }
@@ -70,7 +74,15 @@ impl Driver {
                 }
                 Action::Note(note) => {
                     tracing::info!("{note}");
-                    inner.journal.add(note);
+                    inner.journal.add(Severity::Info, note);
+                }
+                Action::Alarm(severity, text) => {
+                    match severity {
+                        Severity::Info => tracing::info!("{text}"),
+                        Severity::Warning => tracing::warn!("{text}"),
+                        Severity::Error => tracing::error!("{text}"),
+                    }
+                    inner.journal.add(severity, text);
                 }
             }
         }
@@ -117,8 +129,8 @@ impl Driver {
     pub(super) fn show(&self, inner: &mut Inner) {
         let Inner { cluster, series, .. } = inner;
         let metrics = &self.metrics.coordinator;
-        let (servers, jobs) = cluster.figures();
-        metrics.show_servers(servers);
+        let (servers, missing, jobs) = cluster.figures();
+        metrics.show_servers(servers, missing);
         for (job, figures) in jobs {
             let series = match series.get_mut(job) {
                 Some(series) => series,

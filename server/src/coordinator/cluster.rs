@@ -10,6 +10,7 @@ use super::{
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
     jobs::Failed,
+    missing::Missing,
     placement::Zones,
     recovery::{LEARNING, RECOVERY, SETTLING, unknown_yet},
     state::{Job, Open, Phase, ServerState},
@@ -19,6 +20,8 @@ use super::{
 #[derive(Debug)]
 pub(crate) struct Cluster {
     pub(super) servers: BTreeMap<ServerId, ServerState>,
+    /// The servers that were connected, and were not drained before they left.
+    pub(super) missing: BTreeMap<ServerId, Missing>,
     /// The zones of servers that have one, also while they are away.
     pub(super) zones: Zones,
     /// The connected servers that are about to stop. The value is true for a server that was
@@ -54,6 +57,7 @@ impl Default for Cluster {
     fn default() -> Self {
         Self {
             servers: BTreeMap::new(),
+            missing: BTreeMap::new(),
             zones: Zones::new(),
             departing: BTreeMap::new(),
             is_stopping: false,

@@ -221,7 +221,10 @@ impl Cluster {
     ) {
         match self.try_commit(caller, &commit, now, out) {
             Ok(None) => self.advance(&commit.turn.job.name, now, out),
-            Ok(Some(report)) => out.push(Action::Answer(caller, Ok(Reply::Report(report)))),
+            Ok(Some(report)) => {
+                let epoch = self.jobs.get(&commit.turn.job.name).map_or(0, |job| job.epoch);
+                out.push(Action::Answer(caller, Ok(Reply::Report(report, epoch))));
+            }
             Err(error) => out.push(Action::Answer(caller, Err(error))),
         }
     }

@@ -126,17 +126,18 @@ impl Decided {
     }
 
     /// The decision does not wait for a server that is lost.
-    pub(super) fn without(&mut self, server: ServerId, out: &mut Vec<Action>) {
+    pub(super) fn without(&mut self, server: ServerId, epoch: u64, out: &mut Vec<Action>) {
         if self.pending.remove(&server) {
-            self.answer(out);
+            self.answer(epoch, out);
         }
     }
 
-    /// Answers the waiting calls when every server has stored the decision.
-    fn answer(&mut self, out: &mut Vec<Action>) {
+    /// Answers the waiting calls when every server has stored the decision. `epoch` is that of the
+    /// next step.
+    fn answer(&mut self, epoch: u64, out: &mut Vec<Action>) {
         if self.pending.is_empty() {
             let report =
-                |w: Waiter| Action::Answer(w.caller, Ok(Reply::Report(self.report.clone())));
+                |w: Waiter| Action::Answer(w.caller, Ok(Reply::Report(self.report.clone(), epoch)));
             out.extend(self.waiters.drain(..).map(report));
         }
     }
@@ -230,7 +231,7 @@ impl Cluster {
         open.saves.user_data = open.round.user_data();
         let waiters = open.round.drop_all();
         let mut decided = Box::new(Decided { waiters, ..Decided::new(decision, report, pending) });
-        decided.answer(out);
+        decided.answer(*epoch, out);
         open.last = Some(decided);
         // A rank sends its data before it commits the next step.
         if let Some((save, error)) = open.saves.without_data_of(name, |_| true) {
@@ -256,7 +257,14 @@ impl Cluster {
             return;
         };
         if decided.pending.remove(&server) && decided.pending.is_empty() {
-            decided.answer(out);
+            // The ranks have not been told yet, so none has begun the next step.
+            self.continue_drains(&job.name, now, out);
+            let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+                return;
+            };
+            if let Some(decided) = &mut open.last {
+                decided.answer(*epoch, out);
+            }
             self.serve_version(&job.name, out);
             self.copy_next(&job.name, out);
             self.advance(&job.name, now, out);

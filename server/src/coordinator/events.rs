@@ -13,10 +13,10 @@ use zeroshard_proto::{
 use super::{
     admission::Rooms,
     decisions::{Decision, Report},
+    drains::Drained,
     held::Held,
-    history::Step,
+    history::{Severity, Step},
     jobs::Plan,
-    operators::Drained,
     placement::Zones,
     reduce::{Norm, Reduced},
     responses::{Files, Stats},
@@ -338,7 +338,8 @@ pub(crate) enum Reply {
     /// The lease is valid. Memberships are read with [`super::cluster::Cluster::next_membership`].
     Joined,
     Left,
-    Report(Report),
+    /// The result of a step, and the epoch of the next one.
+    Report(Report, u64),
     /// The norm, and the ranks that rest.
     Reduced(Norm, Vec<u32>),
     /// The open attempt.
@@ -494,6 +495,8 @@ pub(crate) enum Action {
     Tick(Now),
     /// Release the resources of a deleted job.
     Forgotten { job: String },
-    /// Log this text.
+    /// Log this text as an event of normal operation.
     Note(String),
+    /// Log this text as an event of this severity.
+    Alarm(Severity, String),
 }

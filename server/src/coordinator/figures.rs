@@ -82,10 +82,10 @@ impl Job {
 }
 
 impl Cluster {
-    /// The number of servers, and the figures of each job.
-    pub(crate) fn figures(&self) -> (usize, impl Iterator<Item = (&str, JobFigures)>) {
+    /// The numbers of connected and of missing servers, and the figures of each job.
+    pub(crate) fn figures(&self) -> (usize, usize, impl Iterator<Item = (&str, JobFigures)>) {
         let jobs = self.jobs.iter().map(|(name, job)| (name.as_str(), job.figures()));
-        (self.servers.len(), jobs)
+        (self.servers.len(), self.missing.len(), jobs)
     }
 }
 

@@ -224,10 +224,33 @@ impl History {
     }
 }
 
+/// The severity of an event, which is the level of its log line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Severity {
+    /// Part of normal operation.
+    Info,
+    /// The cluster has lost something, and continues without it or tries again.
+    Warning,
+    /// A job cannot continue: an operator has to act.
+    Error,
+}
+
+impl Severity {
+    /// The name on the status page.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Info => "info",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
 /// An event of the cluster.
 #[derive(Debug, Clone)]
 pub(crate) struct Happened {
     pub(crate) at: SystemTime,
+    pub(crate) severity: Severity,
     pub(crate) text: String,
 }
 
@@ -236,13 +259,13 @@ pub(crate) struct Happened {
 pub(crate) struct Journal(VecDeque<Happened>);
 
 impl Journal {
-    pub(super) fn add(&mut self, mut text: String) {
+    pub(super) fn add(&mut self, severity: Severity, mut text: String) {
         if text.len() > MAX_EVENT {
             text.truncate(text.floor_char_boundary(MAX_EVENT));
             text.push('…');
         }
         self.0.truncate(EVENTS - 1);
-        self.0.push_front(Happened { at: SystemTime::now(), text });
+        self.0.push_front(Happened { at: SystemTime::now(), severity, text });
     }
 
     /// The last events, newest first.
@@ -332,7 +355,7 @@ mod tests {
     fn the_journal_keeps_the_newest_events_and_a_bounded_part_of_each() {
         let mut journal = Journal::default();
         for number in 0..EVENTS + 5 {
-            journal.add(format!("{number} {}", "ä".repeat(MAX_EVENT)));
+            journal.add(Severity::Info, format!("{number} {}", "ä".repeat(MAX_EVENT)));
         }
         let newest = journal.newest();
         assert_eq!(newest.len(), EVENTS);

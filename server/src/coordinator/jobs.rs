@@ -19,6 +19,7 @@ use super::{
     events::{
         Action, Command, Create, JobRef, Now, OpenJob, Placed, Placing, Reply, ServerId, Waiter,
     },
+    history::Severity,
     placement::{Zones, place},
     progress::Progress,
     recovery::unknown_yet,
@@ -407,7 +408,8 @@ impl Cluster {
     /// job.
     pub(super) fn fail(&mut self, name: &str, reason: &str, now: Now, out: &mut Vec<Action>) {
         let Some(mut job) = self.jobs.remove(name) else { return };
-        out.push(Action::Note(format!("job {name:?} failed: {reason}")));
+        let text = format!("job {name:?} failed: {reason}");
+        out.push(Action::Alarm(Severity::Error, text));
         let failed = Phase::Failed { reason: reason.to_owned(), is_damaged: false };
         let (id, phase) = (job.id, std::mem::replace(&mut job.phase, failed));
         // A job that never opened has no state to lose: it can be created again at once.

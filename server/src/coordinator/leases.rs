@@ -12,6 +12,7 @@ use super::{
     events::{
         Action, Attach, Caller, Command, JobRef, Join, Lease, Leave, Now, Reply, ServerId, Waiter,
     },
+    history::Severity,
     members::{Joining, Member},
     recovery::unknown_yet,
     state::{Job, Open, Phase},
@@ -339,7 +340,8 @@ impl Cluster {
         };
         self.enter_epoch(name, announce, error, out);
         if matches!(cause, Cause::Lost) {
-            out.push(Action::Note(format!("rank {rank} of job {name:?} was lost")));
+            let text = format!("rank {rank} of job {name:?} was lost");
+            out.push(Action::Alarm(Severity::Warning, text));
         }
     }
 
@@ -373,7 +375,8 @@ impl Cluster {
             open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, out);
         }
         announce(spec, open, new, out);
-        if !open.round.is_empty() {
+        // Ranks compute and push before the first of them commits.
+        if !open.round.is_empty() || is_interrupted && !open.members.is_empty() {
             out.push(Action::Aborted { job: name.to_owned() });
         }
         if is_interrupted {
@@ -382,6 +385,24 @@ impl Cluster {
         waiters.extend(open.round.drop_all());
         let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error(step, new)));
         out.extend(waiters.into_iter().map(answer));
+        open.wake_all(out);
+    }
+
+    /// Begins an epoch between two steps: no rank has begun the open step, and none rests, so
+    /// nothing ends. `announce` tells the servers.
+    pub(super) fn enter_epoch_between_steps(
+        &mut self,
+        name: &str,
+        announce: impl FnOnce(&Arc<JobSpec>, &mut Open, u64, &mut Vec<Action>),
+        out: &mut Vec<Action>,
+    ) {
+        let new = self.next_epoch();
+        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
+        else {
+            return;
+        };
+        *epoch = new;
+        announce(spec, open, new, out);
         open.wake_all(out);
     }
 

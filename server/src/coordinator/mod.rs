@@ -28,6 +28,7 @@ mod creators;
 pub(crate) mod decisions;
 mod departures;
 mod disposal;
+mod drains;
 mod driver;
 pub(crate) mod events;
 pub(crate) mod feed;
@@ -38,6 +39,7 @@ pub(crate) mod jobs;
 pub mod leadership;
 mod leases;
 mod members;
+pub(crate) mod missing;
 mod operators;
 pub(crate) mod overview;
 pub mod placement;
@@ -59,6 +61,7 @@ mod storage;
 mod succession;
 mod terms;
 mod traces;
+mod urls;
 pub(crate) mod user_data;
 
 use std::{sync::Arc, time::Duration};
@@ -73,6 +76,7 @@ use leadership::Leadership;
 use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
+use urls::UrlPrefix;
 
 /// The operator's limits on jobs.
 #[derive(Debug, Clone, Copy)]
@@ -109,7 +113,8 @@ impl Coordinator {
         let (interval, timeout) = common.keepalive();
         let rank = (2 * (interval + timeout)).max(RECOVERY);
         let waits = Waits { default: common.wait(), rank };
-        let service = Service { driver: self.driver.clone(), waits };
+        let urls = UrlPrefix(common.checkpoint_urls.clone());
+        let service = Service { driver: self.driver.clone(), waits, urls };
         let limit = common.max_message_bytes;
         Routes::new(CoordinatorServiceServer::new(service).max_decoding_message_size(limit))
     }

@@ -10,6 +10,7 @@ use super::{
     driver::Driver,
     events::{Now, ServerId},
     history::{Happened, History},
+    missing::Missing,
     responses::Stats,
     state::{Job, Phase, ServerState},
 };
@@ -32,6 +33,8 @@ pub(crate) struct Overview {
     pub(crate) servers: Vec<ServerOverview>,
     /// The number of connected servers.
     pub(crate) connected: usize,
+    /// The number of servers that were connected, and were not drained before they left.
+    pub(crate) missing: usize,
     /// At most [`MAX_JOBS`] jobs: first failed jobs, then jobs that do not train, then the jobs
     /// with the most recent steps.
     pub(crate) jobs: Vec<JobOverview>,
@@ -62,6 +65,10 @@ pub(crate) struct ServerOverview {
     pub(crate) stats: Option<pb::Stats>,
     /// The number of jobs that wait for the server, if it is not connected.
     pub(crate) awaited_by: usize,
+    /// Why the server is not connected.
+    pub(crate) lost: Option<String>,
+    /// Whether the server is cordoned.
+    pub(crate) cordoned: bool,
 }
 
 /// A job.
@@ -79,6 +86,9 @@ pub(crate) struct JobOverview {
     pub(crate) done: usize,
     pub(crate) saved: Option<u64>,
     pub(crate) saving: Option<u64>,
+    /// The time since the last checkpoint was completed, and the number of failed saves since.
+    pub(crate) saved_ago: Option<Duration>,
+    pub(crate) failed_saves: u32,
     /// Steps per second.
     pub(crate) rate: Option<f64>,
     /// The time since the last step.
@@ -131,6 +141,7 @@ impl Cluster {
         Overview {
             servers,
             connected: self.servers.len(),
+            missing: self.missing().len(),
             jobs: jobs.collect(),
             all_jobs: self.jobs.len(),
             workers,
@@ -144,7 +155,7 @@ impl Cluster {
         let assigned = self.assigned();
         let assigned = |id: ServerId| assigned.get(&id).map_or(0, |load| load.bytes);
         let connected = self.servers.iter().map(|(&id, known)| {
-            let ServerState { address, capacity, stats, .. } = known;
+            let ServerState { address, capacity, stats, cordoned, .. } = known;
             ServerOverview {
                 id,
                 address: address.clone(),
@@ -153,6 +164,8 @@ impl Cluster {
                 assigned: assigned(id),
                 stats: stats.as_ref().map(|Stats(stats)| stats.clone()),
                 awaited_by: 0,
+                lost: None,
+                cordoned: *cordoned,
             }
         });
         let mut servers: Vec<_> = connected.collect();
@@ -166,28 +179,37 @@ impl Cluster {
         };
         servers.sort_by(|a, b| {
             let by_fullness = fullness(b).total_cmp(&fullness(a));
-            b.awaited_by.cmp(&a.awaited_by).then(by_fullness).then(a.address.cmp(&b.address))
+            let by_loss = b.lost.is_some().cmp(&a.lost.is_some());
+            by_loss
+                .then(b.awaited_by.cmp(&a.awaited_by))
+                .then(by_fullness)
+                .then(a.address.cmp(&b.address))
         });
         servers.truncate(MAX_SERVERS);
         (servers, (in_use, capacity))
     }
 
-    /// The disconnected servers that open jobs wait for.
+    /// The missing servers, and the number of open jobs that wait for each.
     fn awaited_servers(&self, assigned: impl Fn(ServerId) -> u64) -> Vec<ServerOverview> {
-        let mut awaited = BTreeMap::<ServerId, ServerOverview>::new();
+        let overview = |Missing { server, cause, .. }: Missing| ServerOverview {
+            id: server.id,
+            zone: self.zones.get(&server.id).cloned().unwrap_or_default(),
+            capacity: None,
+            assigned: assigned(server.id),
+            stats: None,
+            awaited_by: 0,
+            lost: Some(cause),
+            cordoned: false,
+            address: server.address,
+        };
+        let missing = self.missing().into_iter().map(|of| (of.server.id, overview(of)));
+        let mut awaited: BTreeMap<ServerId, ServerOverview> = missing.collect();
         for job in self.jobs.values() {
             let Phase::Open(open) = &job.phase else { continue };
             let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
             for server in away {
-                let new = || ServerOverview {
-                    id: server.id,
-                    address: server.address.clone(),
-                    zone: self.zones.get(&server.id).cloned().unwrap_or_default(),
-                    capacity: None,
-                    assigned: assigned(server.id),
-                    stats: None,
-                    awaited_by: 0,
-                };
+                let cause = "it is not connected".to_owned();
+                let new = || overview(Missing { server: server.clone(), since: Now::ZERO, cause });
                 awaited.entry(server.id).or_insert_with(new).awaited_by += 1;
             }
         }
@@ -224,6 +246,8 @@ impl Cluster {
             done: open.map_or(0, |open| open.done.len()),
             saved: open.and_then(|open| open.saves.last()),
             saving: open.and_then(|open| open.saves.current()),
+            saved_ago: open.and_then(|open| open.saves.completed).map(|at| now.saturating_sub(at)),
+            failed_saves: open.map_or(0, |open| open.saves.failures),
             rate: history.and_then(|history| history.rate(now)),
             idle: history.and_then(|history| history.idle(now)),
             loss: last.and_then(|last| last.loss()),

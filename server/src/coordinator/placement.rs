@@ -93,7 +93,8 @@ pub fn place_within(
 
 /// Keeps each slice on the servers `kept`, the first of which is the primary, and adds servers
 /// where these are fewer than `replicas`, as far as there are any: none of those in `full` if there
-/// is a choice, and of other zones first. No slice moves.
+/// is a choice, and of other zones first. No slice moves. Servers in `leaving` get no slices, and
+/// do not count.
 ///
 /// # Errors
 /// [`Error::Invalid`] if there is no server.
@@ -101,7 +102,7 @@ pub fn replace_lost(
     kept: &[Vec<Server>],
     live: &[Server],
     zones: &Zones,
-    full: &BTreeSet<u64>,
+    Unfit { full, leaving }: Unfit<'_>,
     weights: &[u64],
     replicas: usize,
 ) -> Result<Placement> {
@@ -114,14 +115,24 @@ pub fn replace_lost(
     }
     let mut plan = Plan::new(&servers, zones, weights, replicas);
     plan.full = servers.iter().map(|server| full.contains(&server.id)).collect();
+    plan.leaving = servers.iter().map(|server| leaving.contains(&server.id)).collect();
     let position = |server: &Server| servers.iter().position(|other| other == server);
     for (slice, kept) in kept.iter().enumerate() {
         let owners = kept.iter().filter_map(position).map(|owner| owner as u32);
-        plan.owners[slice] = owners.take(replicas).collect();
+        plan.owners[slice] = owners.collect();
     }
     plan.count();
     plan.fill();
     plan.finish(&servers)
+}
+
+/// The servers that should get no slices.
+#[derive(Clone, Copy)]
+pub struct Unfit<'a> {
+    /// Those without memory for further slices, which get slices only if there is no other server.
+    pub full: &'a BTreeSet<u64>,
+    /// Those that are being drained.
+    pub leaving: &'a BTreeSet<u64>,
 }
 
 struct Plan<'a> {
@@ -131,9 +142,12 @@ struct Plan<'a> {
     zones: Vec<Option<&'a str>>,
     /// Whether each live server has no memory for further slices.
     full: Vec<bool>,
+    /// Whether each live server is being drained: it gets no slices, and those that it has do not
+    /// count.
+    leaving: Vec<bool>,
     /// What is left on each live server, and what each slice needs; `None` if that does not matter.
     within: Option<(Vec<Capacity>, &'a [Required])>,
-    /// Positions in the list of live servers, primary first, of each slice; at most `replicas`.
+    /// Positions in the list of live servers, primary first, of each slice.
     owners: Vec<Vec<u32>>,
     loads: Vec<u64>,
     /// INVARIANT: (load, server) of every server; the first is the least loaded.
@@ -148,6 +162,7 @@ impl<'a> Plan<'a> {
             replicas,
             zones: servers.iter().map(zone).collect(),
             full: vec![false; servers.len()],
+            leaving: vec![false; servers.len()],
             within: None,
             owners: vec![Vec::with_capacity(replicas); weights.len()],
             loads: vec![0; servers.len()],
@@ -211,21 +226,26 @@ impl<'a> Plan<'a> {
         };
         let free = || {
             let servers = self.order.iter().map(|&(_, server)| server);
-            servers.filter(|server| !owners.contains(server)).filter(has_room)
+            let stays = |server: &u32| !self.leaving[*server as usize];
+            servers.filter(|server| !owners.contains(server)).filter(stays).filter(has_room)
         };
         let with_memory = || free().filter(|&server| !self.full[server as usize]);
         let elsewhere = with_memory().find(|&server| !self.shares_zone(owners, server));
         elsewhere.or_else(|| with_memory().next()).or_else(|| free().next())
     }
 
+    /// The number of servers of a slice that are not being drained.
+    fn staying(&self, slice: usize) -> usize {
+        self.owners[slice].iter().filter(|&&owner| !self.leaving[owner as usize]).count()
+    }
+
     /// Finds servers for slices that have too few, largest first.
     fn fill(&mut self) {
-        let mut lacking: Vec<usize> = (0..self.weights.len())
-            .filter(|&slice| self.owners[slice].len() < self.replicas)
-            .collect();
+        let mut lacking: Vec<usize> =
+            (0..self.weights.len()).filter(|&slice| self.staying(slice) < self.replicas).collect();
         lacking.sort_by_key(|&slice| (std::cmp::Reverse(self.weights[slice]), slice));
         for slice in lacking {
-            while self.owners[slice].len() < self.replicas {
+            while self.staying(slice) < self.replicas {
                 let Some(server) = self.free(slice) else { break };
                 self.owners[slice].push(server);
                 self.add(server, self.weights[slice]);
@@ -301,8 +321,9 @@ impl<'a> Plan<'a> {
             .collect();
         let listed =
             servers.iter().zip(&used).filter(|(_, used)| **used).map(|(server, _)| server.clone());
-        let owners = self.owners.iter().flatten().map(|&owner| position[owner as usize]);
-        Placement::new(listed.collect(), self.replicas, owners.collect())
+        let list = |owners: &Vec<u32>| owners.iter().map(|&at| position[at as usize]).collect();
+        let lists: Vec<Vec<u32>> = self.owners.iter().map(list).collect();
+        Placement::of_lists(listed.collect(), &lists)
     }
 }
 
@@ -334,15 +355,28 @@ mod tests {
         let zones: Zones = (0..4).map(|id| (id, format!("zone {}", id % 2))).collect();
         let weights = [10, 20, 30];
         let kept = vec![servers([0]), servers([1]), servers([0])];
-        let placed =
-            replace_lost(&kept, &servers(0..4), &zones, &BTreeSet::new(), &weights, 2).unwrap();
+        let none = BTreeSet::new();
+        let unfit = Unfit { full: &none, leaving: &none };
+        let placed = replace_lost(&kept, &servers(0..4), &zones, unfit, &weights, 2).unwrap();
         for slice in 0..3 {
             assert_eq!(zones_of(&placed, slice, 2).iter().sum::<u64>(), 1, "{placed:?}");
         }
         let placed =
-            replace_lost(&kept[..1], &servers([0, 2]), &zones, &BTreeSet::new(), &weights[..1], 2)
-                .unwrap();
+            replace_lost(&kept[..1], &servers([0, 2]), &zones, unfit, &weights[..1], 2).unwrap();
         assert_eq!(ids(&placed, 0), [0, 2], "better than none");
+    }
+
+    #[test]
+    fn a_server_that_is_drained_keeps_its_slices_beside_their_new_servers_and_gets_none() {
+        let kept = vec![servers([0, 1]), servers([1, 2]), servers([2, 0])];
+        let (none, leaving) = (BTreeSet::new(), BTreeSet::from([0]));
+        let unfit = Unfit { full: &none, leaving: &leaving };
+        let placed =
+            replace_lost(&kept, &servers([1, 2]), &Zones::new(), unfit, &[1, 1, 1], 2).unwrap();
+        let lists: Vec<_> = (0..3).map(|slice| ids(&placed, slice)).collect();
+        assert_eq!(lists, [vec![0, 1, 2], vec![1, 2], vec![2, 0, 1]]);
+        let wire = zeroshard_proto::pb::Placement::from(&placed);
+        assert_eq!(Placement::try_from(wire).unwrap(), placed);
     }
 
     fn servers(ids: impl IntoIterator<Item = u64>) -> Vec<Server> {

@@ -99,9 +99,17 @@ impl Cluster {
         let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
         let away = away.map(|of| format!("shard server {}, which is not connected", of.address));
         let mut parts: Vec<String> = away.collect();
-        let lacks_workers = (0..job.spec.world)
-            .any(|rank| open.takes_part(rank) && open.members.get(rank).is_none());
         let lacks_servers = !parts.is_empty();
+        // At the end of training, ranks leave in order, and none has committed the open step.
+        let is_ending = !open.left.is_empty() && open.round.is_empty();
+        let is_lost = |rank: u32| {
+            let has_left = is_ending && open.left.contains(&rank);
+            open.takes_part(rank) && open.members.get(rank).is_none() && !has_left
+        };
+        let lacks_workers = (0..job.spec.world).any(is_lost);
+        if is_ending && !lacks_workers && !lacks_servers {
+            return None;
+        }
         if open.replicas.is_copying() {
             parts.push("the copies of slices to a backup".to_owned());
         }

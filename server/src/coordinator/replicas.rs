@@ -17,8 +17,9 @@ use super::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Now, OpenJob, ServerId},
     held::Held,
+    history::Severity,
     jobs::{Plan, weights},
-    placement::replace_lost,
+    placement::{Unfit, replace_lost},
     state::{Job, Open, Phase},
 };
 
@@ -52,6 +53,31 @@ pub(crate) struct Replicas {
     full: BTreeSet<ServerId>,
     /// Since when there have been slices with too few replicas.
     degraded: Option<Now>,
+    /// The servers from which the job moves away (`drains`), also if they hold no slices any more.
+    pub(super) leaving: BTreeSet<ServerId>,
+}
+
+/// A change of the placement of a running job.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Change {
+    /// The job continues without a server that was lost. Aborts the open step.
+    Lost(ServerId),
+    /// More servers are connected. Aborts the open step.
+    More,
+    /// Slices are to be copied from servers that are being drained. No rank has begun the step.
+    Copy,
+    /// A server that is being drained is released. No rank has begun the step.
+    Release(ServerId),
+}
+
+impl Change {
+    /// The server that the placement loses.
+    fn without(self) -> Option<ServerId> {
+        match self {
+            Self::Lost(server) | Self::Release(server) => Some(server),
+            Self::More | Self::Copy => None,
+        }
+    }
 }
 
 /// Slices that a server is copying.
@@ -114,8 +140,13 @@ impl Replicas {
         self.empty.get(&server).cloned().unwrap_or_default()
     }
 
+    /// Whether a server has refused the job, or further slices of it.
+    pub(super) fn cannot_hold(&self, server: &Server) -> bool {
+        self.refused.contains(&(server.id, server.incarnation)) || self.full.contains(&server.id)
+    }
+
     /// Whether one of the servers of a slice has its content.
-    fn has(&self, server: ServerId, slice: u32) -> bool {
+    pub(super) fn has(&self, server: ServerId, slice: u32) -> bool {
         let lacks = |slices: &BTreeSet<u32>| slices.contains(&slice);
         let copies = |copy: &Copying| copy.server == server && copy.slices.contains(&slice);
         !self.empty.get(&server).is_some_and(lacks) && !self.copying.as_ref().is_some_and(copies)
@@ -162,14 +193,30 @@ fn active(
 impl Open {
     /// The number of slices with fewer replicas than the job asks for.
     pub(super) fn degraded_slices(&self, spec: &JobSpec) -> usize {
-        if self.placement.replicas() < spec.replicas as usize {
-            return self.placement.slices();
+        let (wanted, replicas) = (spec.replicas as usize, &self.replicas);
+        match self.placement.replicas() {
+            all if all < wanted => return self.placement.slices(),
+            all if all == wanted && replicas.empty.is_empty() && !replicas.is_copying() => {
+                return 0;
+            }
+            _ => {}
         }
-        let replicas = &self.replicas;
-        let copying = replicas.copying.iter().flat_map(|copy| &copy.slices);
-        let slices: BTreeSet<u32> =
-            replicas.empty.values().flatten().chain(copying).copied().collect();
-        slices.len()
+        (0..self.placement.slices()).filter(|&slice| self.holders(slice).count() < wanted).count()
+    }
+
+    /// The servers that have the content of a slice.
+    pub(super) fn holders(&self, slice: usize) -> impl Iterator<Item = ServerId> + '_ {
+        let servers = self.placement.servers();
+        let owners = self.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
+        owners.filter(move |&server| self.replicas.has(server, slice as u32))
+    }
+
+    /// Whether a slice is to have more servers, beside those that are being drained.
+    pub(super) fn lacks_servers(&self, spec: &JobSpec, slice: usize) -> bool {
+        let servers = self.placement.servers();
+        let owners = self.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
+        let staying = owners.filter(|server| !self.replicas.leaving.contains(server)).count();
+        staying < spec.replicas as usize
     }
 
     /// Whether the open step waits for a report of the server.
@@ -180,7 +227,7 @@ impl Open {
 
     /// The servers that each slice has left without the server `lost`, those with its content
     /// first. `None` if a slice has no server with its content left.
-    fn kept_without(&self, lost: Option<ServerId>) -> Option<Vec<Vec<Server>>> {
+    pub(super) fn kept_without(&self, lost: Option<ServerId>) -> Option<Vec<Vec<Server>>> {
         let servers = self.placement.servers();
         let kept = |slice: usize| {
             let owners = self.placement.owners(slice).iter().map(|&owner| &servers[owner as usize]);
@@ -239,8 +286,9 @@ impl Cluster {
         // If the other servers have all initial parameters, the ranks may have been told so.
         open.uninitialised.remove(&lost);
         self.publish_if_initialised(name, out);
-        out.push(Action::Note(format!("{gone}; job {name:?} continues with its backups")));
-        self.change_placement(name, Some(lost), kept, now, out);
+        let text = format!("{gone}; job {name:?} continues with its backups");
+        out.push(Action::Alarm(Severity::Warning, text));
+        self.change_placement(name, Change::Lost(lost), kept, now, out);
         true
     }
 
@@ -249,55 +297,51 @@ impl Cluster {
     pub(super) fn restore_redundancy(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
         let (placement, replicas) = (&open.placement, &open.replicas);
-        let mut lacking: Vec<usize> = match placement.replicas() < spec.replicas as usize {
-            true => (0..placement.slices()).collect(),
-            false => {
-                let refused = replicas.full.iter().filter_map(|server| replicas.empty.get(server));
-                refused.flatten().map(|&slice| slice as usize).collect()
-            }
-        };
+        let refused = replicas.full.iter().filter_map(|server| replicas.empty.get(server));
+        let refused = refused.flatten().map(|&slice| slice as usize);
+        let mut lacking: Vec<usize> =
+            (0..placement.slices()).filter(|&slice| open.lacks_servers(spec, slice)).collect();
+        lacking.extend(refused);
         lacking.dedup_by_key(|slice| placement.owners(*slice));
         let can_hold = |server: &Server, slice: usize| {
             let mut owners = placement.owners(slice).iter();
             owners.all(|&owner| placement.servers()[owner as usize] != *server)
         };
         let mut live = self.placeable();
-        live.retain(|server| {
-            !replicas.refused.contains(&(server.id, server.incarnation))
-                && !replicas.full.contains(&server.id)
-        });
+        live.retain(|server| !replicas.cannot_hold(server));
         let is_possible =
             lacking.iter().any(|&slice| live.iter().any(|server| can_hold(server, slice)));
         if open.version.is_some()
             && is_possible
             && let Some(kept) = open.kept_without(None)
         {
-            self.change_placement(name, None, kept, now, out);
+            self.change_placement(name, Change::More, kept, now, out);
         }
     }
 
     /// Begins an epoch in which each slice stays on the servers `kept`. If these are fewer than the
     /// job asks for, connected servers become backups.
-    fn change_placement(
+    pub(super) fn change_placement(
         &mut self,
         name: &str,
-        lost: Option<ServerId>,
+        change: Change,
         kept: Vec<Vec<Server>>,
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let (live, zones) = (self.placeable(), self.zones.clone());
+        let (live, zones, lost) = (self.placeable(), self.zones.clone(), change.without());
         let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
+        open.replicas.leaving.retain(|server| Some(*server) != lost);
         let refused = &open.replicas.refused;
         let live: Vec<Server> = live
             .into_iter()
             .filter(|server| !refused.contains(&(server.id, server.incarnation)))
             .collect();
-        let full = &open.replicas.full;
+        let unfit = Unfit { full: &open.replicas.full, leaving: &open.replicas.leaving };
         let placed =
-            replace_lost(&kept, &live, &zones, full, &weights(spec), spec.replicas as usize);
+            replace_lost(&kept, &live, &zones, unfit, &weights(spec), spec.replicas as usize);
         let placement = match placed {
             Ok(placement) => placement,
             Err(error) => return self.fail(name, &error.to_string(), now, out),
@@ -315,17 +359,20 @@ impl Cluster {
         });
         let Plan { placement, trainable, loads } = Plan::of(&spec, placement);
         let Open { replicas, .. } = &mut **open;
-        let is_whole = empty.is_empty() && placement.replicas() >= spec.replicas as usize;
         *replicas = Replicas {
             active: active(&spec, &placement, &empty),
             empty,
             last_copy: replicas.last_copy,
             refused: std::mem::take(&mut replicas.refused),
             full: std::mem::take(&mut replicas.full),
-            degraded: replicas.degraded.or((!is_whole).then_some(now)),
+            degraded: replicas.degraded,
+            leaving: std::mem::take(&mut replicas.leaving),
             ..Replicas::default()
         };
         (open.placement, open.trainable, open.loads) = (placement, trainable, loads);
+        if open.degraded_slices(&spec) > 0 {
+            open.replicas.degraded.get_or_insert(now);
+        }
         if let Some(lost) = lost {
             open.away.remove(&lost);
             if open.servers().all(|server| server != lost) {
@@ -333,7 +380,7 @@ impl Cluster {
             }
             self.wait_no_more_for(lost, &job, now, out);
         }
-        self.enter_placement(job, &before, lost, out);
+        self.enter_placement(job, &before, change, out);
         self.serve_version(name, out);
         self.copy_next(name, out);
         self.probe_missing(out);
@@ -342,9 +389,12 @@ impl Cluster {
     /// A save, a decision and joins do not wait for a lost server any more.
     fn wait_no_more_for(&mut self, lost: ServerId, job: &JobRef, now: Now, out: &mut Vec<Action>) {
         self.save_without(lost, &job.name, "it was lost", now, out);
-        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+            return;
+        };
+        let epoch = *epoch;
         if let Some(last) = &mut open.last {
-            last.without(lost, out);
+            last.without(lost, epoch, out);
         }
         let lease = |rank| Some((rank, open.members.get(rank)?.lease));
         let leases: Vec<_> = open.members.ranks().filter_map(lease).collect();
@@ -359,14 +409,12 @@ impl Cluster {
         &mut self,
         job: JobRef,
         before: &[Server],
-        lost: Option<ServerId>,
+        change: Change,
         out: &mut Vec<Action>,
     ) {
-        let is_drained = |id| self.servers.get(&id).is_some_and(|known| known.cordoned);
-        let cause = match lost {
-            Some(server) if is_drained(server) => format!("{} is being drained", self.name(server)),
-            Some(server) => format!("shard server {server:016x} was lost"),
-            None => "a shard server has joined".to_owned(),
+        let cause = match change {
+            Change::Lost(server) => format!("shard server {server:016x} was lost"),
+            _ => "a shard server has joined".to_owned(),
         };
         let error = |step, epoch| Error::StepAborted {
             job: job.name.clone(),
@@ -392,7 +440,12 @@ impl Cluster {
                 out.push(Action::Command(server.id, command));
             }
         };
-        self.enter_epoch(&job.name, announce, error, out);
+        match change {
+            Change::Lost(_) | Change::More => self.enter_epoch(&job.name, announce, error, out),
+            Change::Copy | Change::Release(_) => {
+                self.enter_epoch_between_steps(&job.name, announce, out);
+            }
+        }
     }
 
     /// A server cannot hold a job. Returns whether the job has replicas and continues without it.

@@ -5,9 +5,10 @@ use zeroshard_proto::{JobSpec, Server, pb, version::VERSION};
 use super::{
     cluster::{Cluster, Description},
     decisions::Report,
+    drains::{Drained, Stays},
     events::Now,
     feed::{Change, Peer},
-    operators::{Drained, Stays},
+    missing::Missing,
     progress::Wait,
     reduce::{Absent, Norm, Overflow},
     state::{Job, Phase, ServerState},
@@ -52,6 +53,7 @@ impl From<Report> for pb::CommitResponse {
             world: report.world,
             absent: report.absent.into_iter().map(absent).collect(),
             resting: report.resting,
+            next_epoch: 0,
         }
     }
 }
@@ -129,13 +131,26 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
             let Wait { reason, lacks_workers, lacks_servers } = wait;
             pb::JobWait { reason, waited_ms, lacks_workers, lacks_servers }
         });
-        pb::JobStatus { wait, trouble: trouble(job, now), ..job.into() }
+        let saved_ms_ago = match &job.phase {
+            Phase::Open(open) => open.saves.completed,
+            _ => None,
+        };
+        let saved_ms_ago = saved_ms_ago.map(|at| now.saturating_sub(at).as_millis() as u64);
+        pb::JobStatus { wait, trouble: trouble(job, now), saved_ms_ago, ..job.into() }
+    };
+    let missing = |Missing { server, since, cause }| pb::MissingServer {
+        server: Some(server.into()),
+        missing_ms: now.saturating_sub(since).as_millis() as u64,
+        cause,
     };
     pb::StatusResponse {
         servers: cluster.live().into_iter().zip(cluster.servers.values()).map(server).collect(),
         jobs: cluster.jobs.values().map(job).collect(),
         version: VERSION.to_owned(),
         unix_ms: unix_ms(),
+        leading_ms: now.as_millis() as u64,
+        recovering: cluster.is_learning(),
+        missing: cluster.missing().into_iter().map(missing).collect(),
     }
 }
 
@@ -200,6 +215,9 @@ impl From<&Job> for pb::JobStatus {
             // These fields depend on the whole cluster and on the time; the caller sets them.
             wait: None,
             trouble: None,
+            saved_ms_ago: None,
+            failed_saves: open.map_or(0, |open| open.saves.failures),
+            save_error: open.and_then(|open| open.saves.failure.clone()).unwrap_or_default(),
         }
     }
 }

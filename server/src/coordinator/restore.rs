@@ -22,6 +22,7 @@ use super::{
     events::{Action, Command, JobRef, Lease, Now, ServerId, Waiter},
     feed::Peers,
     held::Ranks,
+    history::Severity,
     leases::Cause,
     members::{Member, Members, Queue},
     recovery::RECOVERY,
@@ -262,9 +263,8 @@ impl Cluster {
             let job = JobRef { name: name.to_owned(), id: *id };
             out.push(Action::Interrupted { job, attempt, began: progress.since() });
         }
-        out.push(Action::Note(format!(
-            "{gone}; job {name:?} is restored from its last checkpoint"
-        )));
+        let text = format!("{gone}; job {name:?} is restored from its last checkpoint");
+        out.push(Action::Alarm(Severity::Warning, text));
         out.push(Action::Tick(now + RESTORE_LIMIT));
         self.skip_epochs(known);
         self.try_place(name, now, out);
@@ -308,7 +308,7 @@ impl Cluster {
         let again = format!("job {name:?} could not be restored: {failure}; again in {RETRY:?}");
         match self.jobs.get(name).map(|job| &job.phase) {
             Some(Phase::Opening { .. }) => _ = self.interrupt(name, &again, now, out),
-            _ => out.push(Action::Note(again)),
+            _ => out.push(Action::Alarm(Severity::Warning, again)),
         }
     }
 

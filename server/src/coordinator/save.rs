@@ -17,6 +17,7 @@ use zeroshard_proto::{Error, JobSpec, Result};
 use super::{
     cluster::Cluster,
     events::{Action, Caller, Command, JobRef, Now, Reply, ServerId, Waiter},
+    history::Severity,
     responses::Files,
     state::{Job, Phase},
     user_data::UserData,
@@ -48,6 +49,11 @@ pub(crate) struct Saves {
     next: Option<Next>,
     /// The last complete checkpoint, and where it is.
     last: Option<(Saved, String)>,
+    /// When that checkpoint was completed.
+    pub(super) completed: Option<Now>,
+    /// The number of saves that have failed since, and the error of the last one.
+    pub(super) failures: u32,
+    pub(super) failure: Option<String>,
     /// When the last save began; before the first one, when the first step was decided.
     began: Option<Now>,
     /// When an unused job is saved again, after a save has failed.
@@ -110,6 +116,11 @@ pub(crate) struct Saved {
 }
 
 impl Saves {
+    /// Whether the current save waits for a server.
+    pub(super) fn awaits(&self, server: ServerId) -> bool {
+        self.current.as_ref().is_some_and(|saving| saving.pending.contains(&server))
+    }
+
     /// The version that is being saved.
     pub(super) fn current(&self) -> Option<u64> {
         self.current.as_ref().map(|saving| saving.plan.version)
@@ -402,6 +413,8 @@ impl Cluster {
             Ok(bytes) => {
                 let saved = Saved { version, bytes: *bytes };
                 open.saves.last = Some((saved, saving.plan.url.clone()));
+                (open.saves.completed, open.saves.failures, open.saves.failure) =
+                    (Some(now), 0, None);
                 out.push(Action::Note(format!(
                     "version {version} of job {name:?} is saved: {bytes} bytes at {}",
                     saving.plan.url
@@ -409,11 +422,14 @@ impl Cluster {
             }
             Err(error) => {
                 open.saves.retry_at = now + RETRY;
+                open.saves.failures = open.saves.failures.saturating_add(1);
+                open.saves.failure = Some(error.to_string());
                 let job = job.clone();
                 open.send(&Command::CancelSave { job, save }, out);
-                out.push(Action::Note(format!(
-                    "version {version} of job {name:?} is not saved: {error}"
-                )));
+                out.push(Action::Alarm(
+                    Severity::Warning,
+                    format!("version {version} of job {name:?} is not saved: {error}"),
+                ));
             }
         }
         let complete = outcome.is_ok().then(|| (version, now.saturating_sub(saving.since)));
@@ -437,7 +453,8 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        out.push(Action::Note(format!("{}: {cause}", self.name(server))));
+        let text = format!("{}: {cause}", self.name(server));
+        out.push(Action::Alarm(Severity::Warning, text));
         self.save_ended(job, save, Err(cause), now, out);
     }
 

@@ -53,6 +53,7 @@ impl Cluster {
             version,
             cordoned,
         };
+        self.forget_missing(id, &state.address);
         self.servers.insert(id, state);
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
@@ -70,8 +71,7 @@ impl Cluster {
         let server = link.server;
         let has_departed = self.departing.remove(&server).is_some();
         let gone = format!("{} was lost ({cause})", self.name(server));
-        self.servers.remove(&server);
-        out.push(Action::Note(gone.clone()));
+        self.note_loss(server, cause, has_departed, now, out);
         out.push(Action::Dismiss(link));
         let hit = |job: &&Job| job.phase.uses(server);
         let names: Vec<String> =

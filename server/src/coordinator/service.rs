@@ -21,6 +21,7 @@ use super::{
     requests::{Waits, attached_data, create, dialled, rank_data},
     responses::{reduced, status},
     save::Saved,
+    urls::UrlPrefix,
 };
 use crate::{
     access::Caller,
@@ -34,6 +35,7 @@ use crate::{
 pub(crate) struct Service {
     pub(crate) driver: Arc<Driver>,
     pub(crate) waits: Waits,
+    pub(crate) urls: UrlPrefix,
 }
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -52,6 +54,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         let name = spec.map_or("", |spec| &spec.name);
         audited.is("create job", name);
         caller.check_train(name)?;
+        self.urls.check_job(&request)?;
         from.map_or(Ok(()), |from| caller.check_read(&from.job))?;
         request.restore.as_ref().map_or(Ok(()), |saved| caller.check_read(&saved.job))?;
         let convert = move || Ok(Box::new(create(request, holder)?));
@@ -128,7 +131,9 @@ impl coordinator_service_server::CoordinatorService for Service {
         check_turn(&request, |request| &request.turn)?;
         let commit = Box::new(self.waits.commit(request)?);
         match self.driver.call(|caller| Event::Commit { caller, commit }).await? {
-            Reply::Report(report) => Ok(Response::new(report.into())),
+            Reply::Report(report, next_epoch) => {
+                Ok(Response::new(pb::CommitResponse { next_epoch, ..report.into() }))
+            }
             other => Err(unexpected(&other)),
         }
     }
@@ -157,6 +162,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     ) -> Answer<pb::SaveCheckpointResponse> {
         Audited::of(&request).is("save job", &request.get_ref().job);
         Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
+        self.urls.check(&request.get_ref().url)?;
         let save = self.waits.save(request)?;
         match self.driver.call(|caller| Event::Save { caller, save }).await? {
             Reply::Saved(Saved { version, bytes }) => {

@@ -18,6 +18,9 @@ const SAVES: [&str; 2] = ["succeeded", "failed"];
 pub struct Coordinator {
     leader: IntGaugeVec,
     servers: IntGaugeVec,
+    missing: IntGaugeVec,
+    loss: GaugeVec,
+    norm: GaugeVec,
     degraded: HistogramVec,
     gauges: JobGauges,
     state: IntGaugeVec,
@@ -108,6 +111,23 @@ impl Coordinator {
                 &[],
             ),
             servers: f.gauges("servers", "Number of connected shard servers.", &[]),
+            missing: f.gauges(
+                "servers_missing",
+                "Number of shard servers that were connected, and were not drained before they \
+                 left.",
+                &[],
+            ),
+            loss: f.real_gauges(
+                "job_loss",
+                "Mean loss of the ranks in the last step, if each of them passed one.",
+                job,
+            ),
+            norm: f.real_gauges(
+                "job_gradient_norm",
+                "L2 norm of the mean gradient of the last step, before it was clipped. Not finite \
+                 after an overflow.",
+                job,
+            ),
             degraded: f.histograms(
                 "degraded_seconds",
                 "Seconds from the loss of a server until a job has all its replicas again.",
@@ -184,8 +204,9 @@ impl Coordinator {
 
     /// This process is a coordinator. Until [`Self::lead`] it is a standby.
     pub(crate) fn stand_by(&self) {
-        let Self { leader, servers, degraded, steps, checkpoints, .. } = self;
+        let Self { leader, servers, missing, degraded, steps, checkpoints, .. } = self;
         servers.reset();
+        missing.reset();
         degraded.reset();
         steps.reset();
         checkpoints.reset();
@@ -195,16 +216,27 @@ impl Coordinator {
     /// This coordinator decides.
     pub(crate) fn lead(&self) {
         self.leader.with_label_values::<&str>(&[]).set(1);
-        self.show_servers(0);
+        self.show_servers(0, 0);
         // A counter that begins at 0 shows its first increase.
         OUTCOMES.iter().for_each(|outcome| drop(self.steps.with_label_values(&[outcome])));
         SAVES.iter().for_each(|outcome| drop(self.checkpoints.with_label_values(&[outcome])));
         self.degraded.with_label_values::<&str>(&[]);
     }
 
-    /// Shows the number of connected servers.
-    pub(crate) fn show_servers(&self, connected: usize) {
+    /// Shows the numbers of connected and of missing servers.
+    pub(crate) fn show_servers(&self, connected: usize, missing: usize) {
         self.servers.with_label_values::<&str>(&[]).set(connected as i64);
+        self.missing.with_label_values::<&str>(&[]).set(missing as i64);
+    }
+
+    /// Shows the loss and the gradient norm of the last step.
+    pub(crate) fn show_step(&self, series: &JobSeries, loss: Option<f64>, norm: f64) {
+        let job = &[series.job.as_str()];
+        self.norm.with_label_values(job).set(norm);
+        match loss {
+            Some(loss) => self.loss.with_label_values(job).set(loss),
+            None => _ = self.loss.remove_label_values(job),
+        }
     }
 
     /// Counts the time for which a job had too few replicas.
@@ -264,7 +296,7 @@ impl Coordinator {
         for gauges in [&self.workers, &self.degraded_slices, &self.checkpoint_version] {
             let _ = gauges.remove_label_values(&[job]);
         }
-        for gauges in [&self.checkpoint_seconds, &self.checkpoint_time] {
+        for gauges in [&self.checkpoint_seconds, &self.checkpoint_time, &self.loss, &self.norm] {
             let _ = gauges.remove_label_values(&[job]);
         }
         let _ = self.lateness.remove_label_values(&[job]);

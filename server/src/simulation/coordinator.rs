@@ -277,6 +277,7 @@ impl World {
             | Action::Forgotten { .. }
             | Action::SaveEnded { .. }
             | Action::Redundant { .. }
+            | Action::Alarm(..)
             | Action::Note(_) => {}
         }
         None

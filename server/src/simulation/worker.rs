@@ -425,7 +425,7 @@ impl World {
             // The first membership follows, unless it has arrived before.
             (Call::Join, Reply::Joined) => worker.awaits_membership = !worker.has_joined,
             (Call::Attach, Reply::Joined) => worker.awaits_membership = !worker.has_stream,
-            (Call::Commit, Reply::Report(report)) => self.committed(rank, report),
+            (Call::Commit, Reply::Report(report, _)) => self.committed(rank, report),
             (Call::UserData, Reply::UserDataStored) => worker.owes_data = false,
             (Call::Save, Reply::Saved(_)) => {}
             (call, reply) => self.fail(format!("{reply:?} answers {call:?}")),

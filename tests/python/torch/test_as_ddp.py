@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -120,16 +121,27 @@ def local_steps(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
     return model.weight.detach().clone()
 
 
+def gradient_of_a_copy(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
+    """The gradient of a copy of the wrapped model, which the original does not share."""
+    torch.manual_seed(0)
+    wrapped = wrap(nn.Linear(8, 4))
+    copied = copy.deepcopy(wrapped)
+    if rank == 0:
+        copy.deepcopy(wrapped)  # of one rank alone, as an average of the weights is
+    copied(randn(10 * rank, 6, 8)).pow(2).mean().backward()
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+    [weight, _] = [p.grad for p in copied.parameters() if p.grad is not None]
+    return weight.clone()
+
+
 def everything(rank: int) -> dict[str, Any]:
     """The results of each script with DistributedDataParallel and with ZeroShard."""
+    wrappers = (DistributedDataParallel, DataParallel)
     with zs.init():
         found: dict[str, Any] = {
-            "hooks": [
-                hooked_gradients(rank, wrap) for wrap in (DistributedDataParallel, DataParallel)
-            ],
-            "local steps": [
-                local_steps(rank, wrap) for wrap in (DistributedDataParallel, DataParallel)
-            ],
+            "hooks": [hooked_gradients(rank, wrap) for wrap in wrappers],
+            "local steps": [local_steps(rank, wrap) for wrap in wrappers],
+            "copies": [gradient_of_a_copy(rank, wrap) for wrap in wrappers],
             "buffers": {
                 system: after_passes_without_backward(rank, system) for system in ("ddp", *LEVELS)
             },
@@ -152,6 +164,12 @@ def test_hooks_that_are_registered_later_get_gradients_before_the_mean(
         assert len(ddp) == len(ours) == 12
         for one, other in zip(ddp, ours, strict=True):
             torch.testing.assert_close(other, one)
+
+
+def test_a_copy_averages_its_own_gradients(results: Any) -> None:
+    for found in results:
+        ddp, ours = found["copies"]
+        torch.testing.assert_close(ours, ddp)
 
 
 def test_buffers_are_those_of_rank_0_after_passes_without_backward(

@@ -1,5 +1,5 @@
-"""Ranks that pass different models or optimizers: every rank gets an error that names the difference
-at once."""
+"""Ranks that pass different models or optimizers: every rank gets an error at once, which names the
+difference."""
 
 from __future__ import annotations
 

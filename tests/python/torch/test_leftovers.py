@@ -1,5 +1,5 @@
-"""What scripts keep from plain torch, FSDP and DeepSpeed, or from a session that has ended: it works,
-or the error says what to do instead."""
+"""What scripts keep from plain torch, FSDP and DeepSpeed, or from a session that has ended: it
+works, or the error says what to do instead."""
 
 from __future__ import annotations
 
@@ -193,10 +193,16 @@ def test_a_loop_that_was_interrupted_after_backward_runs_again(
 #: Runs in a process of its own, since it opens and closes sessions.
 SCRIPT = """
 import copy
+import sys
+import tempfile
 import torch
 from torch import nn
 import zeroshard as zs
+from zeroshard._native import Cluster, TensorSpec
 from zeroshard.torch import group_sharded_parallel
+
+# Importing the compiler takes as long as importing torch.
+assert "torch._dynamo" not in sys.modules
 
 
 def refused(call, kind, *texts):
@@ -236,7 +242,21 @@ for level, (model, optimizer) in models.items():
             refused(call, zs.NotInitialisedError, *closed)
         else:
             call()
-assert zs.init() is not session
+
+# Another run has the name of this script, which is in its checkpoints.
+session = zs.init(token="secret")
+other = Cluster.connect(session.address, token="secret")
+other.create_job("c/sharded-0/all", [TensorSpec("other", [2])], [("average", {})], 1)
+model = nn.Linear(6, 6)
+optimizer = torch.optim.SGD(model.parameters())
+with tempfile.TemporaryDirectory() as folder:
+    checkpoints = zs.Checkpoints(f"file://{folder}")
+    refused(
+        lambda: group_sharded_parallel(model, optimizer, "os", checkpoints=checkpoints),
+        zs.JobExistsError,
+        "has named this run 'c' after its script",
+        "name=",
+    )
 """
 
 

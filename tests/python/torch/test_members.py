@@ -1,7 +1,7 @@
-"""What a script can do with each member of ``torch.nn.Module`` on a wrapped model, compared with
-the same on the model itself.
+"""What a script can do with each member of ``torch.nn.Module`` on a wrapped model, and of
+``torch.optim.Optimizer`` on a sharded optimizer, compared with the same without ZeroShard.
 
-The table has every member, so that a member that a new version of torch adds fails the first test
+The tables have every member, so that a member that a new version of torch adds fails the first test
 until someone has looked at it.
 """
 
@@ -54,7 +54,10 @@ class Script:
     def __init__(self, wrapper: str | None) -> None:
         self.plain = Net()
         self.model: Any = self.plain
-        self.optimizer: Any = torch.optim.SGD(self.plain.parameters(), lr=0.1)
+        self.optimizer: Any = torch.optim.AdamW(self.plain.parameters(), lr=0.1)
+        #: A call for each step, of a hook that is registered before wrapping.
+        self.steps: list[int] = []
+        self.optimizer.register_step_post_hook(lambda *_: self.steps.append(1))
         if wrapper == "DataParallel":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it has no effect in one process
@@ -348,6 +351,104 @@ OTHER = {
 }
 
 
+# ---- optimizers
+
+
+def hooked_optimizer(register: str) -> Use:
+    """Registers a hook on the optimizer, and calls what has hooks."""
+
+    def use(script: Script) -> Any:
+        calls: list[int] = []
+        handle = getattr(script.optimizer, register)(lambda *_: calls.append(len(_)))
+        script.step()
+        script.optimizer.load_state_dict(script.optimizer.state_dict())
+        handle.remove()
+        return calls, script.step(), script.optimizer.state_dict(), calls, script.steps
+
+    return use
+
+
+def group_added(script: Script) -> Any:
+    script.step()
+    extra = nn.Parameter(torch.ones(4))
+    script.model.extra = extra
+    script.optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    for _ in range(2):
+        script.optimizer.zero_grad()
+        (script.outputs().pow(2).mean() + (extra * 2).sum()).backward()
+        script.optimizer.step()
+    return script.step(), extra.tolist(), len(script.optimizer.param_groups)
+
+
+def group_changed(script: Script) -> Any:
+    script.step()
+    script.optimizer.param_groups[0]["lr"] = 0.01
+    return script.step(), script.step(), str(script.optimizer).split("(", 1)[1]
+
+
+def optimizer_saved(script: Script) -> Any:
+    losses = script.step()
+    state = copy.deepcopy(script.optimizer.state_dict())
+    torch.optim.AdamW(script.model.parameters()).load_state_dict(copy.deepcopy(state))
+    script.optimizer.load_state_dict(copy.deepcopy(state))
+    return losses, state, script.step()
+
+
+def stepped(script: Script) -> Any:
+    def closure() -> Tensor:
+        script.optimizer.zero_grad()
+        loss = script.outputs().pow(2).mean()
+        loss.backward()
+        return loss
+
+    return [script.optimizer.step(closure).item() for _ in range(3)]
+
+
+def gradients_kept(script: Script) -> Any:
+    script.step()
+    script.optimizer.zero_grad(set_to_none=False)
+    zeros = [parameter.grad.abs().sum().item() for parameter in script.model.parameters()]
+    script.optimizer.step()
+    script.optimizer.zero_grad()
+    return zeros, [p.grad is None for p in script.model.parameters()], script.step()
+
+
+#: A member that does the same on a sharded optimizer. What scripts write to ``state`` is tested in
+#: test_optimizer_state.py.
+OPTIMIZER: dict[str, Use] = {
+    "add_param_group": group_added,
+    "load_state_dict": optimizer_saved,
+    "register_load_state_dict_post_hook": hooked_optimizer("register_load_state_dict_post_hook"),
+    "register_load_state_dict_pre_hook": hooked_optimizer("register_load_state_dict_pre_hook"),
+    "register_state_dict_post_hook": hooked_optimizer("register_state_dict_post_hook"),
+    "register_state_dict_pre_hook": hooked_optimizer("register_state_dict_pre_hook"),
+    "register_step_post_hook": hooked_optimizer("register_step_post_hook"),
+    "register_step_pre_hook": hooked_optimizer("register_step_pre_hook"),
+    "state_dict": optimizer_saved,
+    "step": stepped,
+    "zero_grad": gradients_kept,
+    "defaults": lambda s: s.optimizer.defaults,
+    "param_groups": group_changed,
+    "state": lambda s: (
+        s.step(),
+        [s.optimizer.state[p]["step"].item() for p in s.plain.parameters()],
+    ),
+    "__repr__": lambda s: str(s.optimizer).split("(", 1)[1],
+}
+#: A member that is an error with a remedy.
+OPTIMIZER_REFUSED: dict[str, Use] = {
+    "__getstate__": lambda s: copy.deepcopy(s.optimizer),
+    "__setstate__": lambda s: pickle.dumps(s.optimizer),
+}
+#: As ``OTHER``.
+OPTIMIZER_OTHER = {
+    "__init__": "a sharded optimizer is created by group_sharded_parallel",
+    "profile_hook_step": "calls the hooks of steps",
+    "OptimizerPreHook": "a type",
+    "OptimizerPostHook": "a type",
+}
+
+
 def members(kind: type) -> set[str]:
     """The public members of a class, and the special ones that it defines itself."""
     special = {
@@ -376,9 +477,15 @@ def test_every_member_of_module_is_known() -> None:
     assert members(nn.Module) == {*SAME, *REFUSED, *REFUSED_AT_P_G_OS, *OTHER}
 
 
+def test_every_member_of_optimizer_is_known() -> None:
+    known = {*OPTIMIZER, *OPTIMIZER_REFUSED, *OPTIMIZER_OTHER}
+    assert members(torch.optim.Optimizer) | {"defaults", "param_groups", "state"} == known
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_members_of_a_wrapped_module_do_the_same(wrapper: str, cluster: zs.Session) -> None:
-    same = SAME | (REFUSED if wrapper == "DataParallel" else {})
+    same = SAME | {f"Optimizer.{name}": use for name, use in OPTIMIZER.items()}
+    same |= REFUSED if wrapper == "DataParallel" else {}
     same |= {} if wrapper == "p_g_os" else REFUSED_AT_P_G_OS
     different = {}
     for name, use in same.items():
@@ -396,7 +503,7 @@ def test_the_members_of_a_wrapped_module_do_the_same(wrapper: str, cluster: zs.S
 def test_the_members_that_change_what_servers_hold_are_refused(
     level: str, cluster: zs.Session
 ) -> None:
-    refused = REFUSED | (REFUSED_AT_P_G_OS if level == "p_g_os" else {})
+    refused = REFUSED | OPTIMIZER_REFUSED | (REFUSED_AT_P_G_OS if level == "p_g_os" else {})
     for name, use in refused.items():
         with pytest.raises(zs.InvalidArgumentError):
             use(Script(level))
@@ -405,10 +512,14 @@ def test_the_members_that_change_what_servers_hold_are_refused(
 
 def is_close(found: Any, expected: Any) -> bool:
     """Whether results are equal, but for the rounding of numbers."""
-    if isinstance(found, Exception):
+    if isinstance(found, Exception) or isinstance(found, str) != isinstance(expected, str):
         return False
     if isinstance(expected, float):
-        return isinstance(found, float) and found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        return isinstance(found, float) and found == pytest.approx(
+            expected, rel=1e-4, abs=1e-6, nan_ok=True
+        )
+    if isinstance(expected, Tensor):
+        return is_close(found.tolist(), expected.tolist())
     if isinstance(expected, dict):
         return list(found) == list(expected) and is_close([*found.values()], [*expected.values()])
     if isinstance(expected, list | tuple):

@@ -36,6 +36,7 @@ mod roles;
 mod same_bits;
 mod shortage;
 mod shutdown;
+mod status;
 mod steps;
 mod succession;
 mod tiers;

@@ -17,42 +17,42 @@ use crate::{
 };
 
 /// The exit code of a command that has found a problem.
-const PROBLEM: i32 = 3;
+pub(crate) const PROBLEM: i32 = 3;
 
 pub(crate) fn zsctl(cluster: &Cluster, arguments: &[&str]) -> Output {
     run("zsctl", &[&["--address", cluster.address(), "--timeout", "30"], arguments].concat())
 }
 
 /// The JSON objects that a command prints, whatever its exit code.
-fn lines(output: &Output) -> Vec<Value> {
+pub(crate) fn lines(output: &Output) -> Vec<Value> {
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-fn stdout(output: &Output) -> String {
+pub(crate) fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-fn stderr(output: &Output) -> String {
+pub(crate) fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
 /// The exit code of `status`, and what it prints about the only job.
-fn status(cluster: &Cluster) -> (i32, Value) {
+pub(crate) fn status(cluster: &Cluster) -> (i32, Value) {
     let output = zsctl(cluster, &["status", "--json"]);
     let mut jobs = lines(&output).into_iter().filter(|line| line["event"] == "job");
     let job = jobs.next_back().unwrap_or_default();
     (output.status.code().unwrap(), job)
 }
 
-fn spec(name: &str, world: u32) -> JobSpec {
+pub(crate) fn spec(name: &str, world: u32) -> JobSpec {
     job(name, world, adamw(), synthetic::kinds(&adamw()))
 }
 
 #[tokio::test]
 async fn status_fails_and_names_the_reason_while_a_job_cannot_continue() {
     let mut cluster = Cluster::start(1);
-    assert_eq!(status(&cluster), (0, Value::Null), "a cluster without jobs has no problem");
+    until("a cluster without jobs has no problem", || status(&cluster) == (0, Value::Null)).await;
     let mut jobs = start(cluster.address(), &spec("watched", 2)).await;
     let (code, shown) = status(&cluster);
     assert_eq!((code, &shown["state"], &shown["problem"]), (0, &"open".into(), &Value::Null));
@@ -246,27 +246,35 @@ async fn a_cordoned_server_receives_no_slices_even_from_the_next_coordinator() {
 
 #[tokio::test]
 async fn a_drained_server_can_be_stopped_without_changing_a_bit() {
-    const STEPS: u64 = 8;
-    let spec = |name: &str, replicas| {
+    let spec = |name: &str, replicas, min_servers| {
         let tensors = synthetic::kinds_and_large(&adamw());
-        JobSpec { replicas, min_servers: 3, ..job(name, 2, adamw(), tensors) }
+        JobSpec { replicas, min_servers, ..job(name, 2, adamw(), tensors) }
     };
     let mut cluster = Cluster::start(3);
-    let calm = Training { steps: STEPS, ..Training::new(spec("calm", 1)) };
-    let expected = calm.run(cluster.address()).await.unwrap().hash;
-    assert!(zsctl(&cluster, &["delete", "calm", "--yes"]).status.success());
-
-    let jobs = start(cluster.address(), &spec("drained", 2)).await;
-    let both = async |number| tokio::join!(step(&jobs[0], number), step(&jobs[1], number));
+    let jobs = start(cluster.address(), &spec("drained", 2, 3)).await;
+    // A step that is aborted is an error here.
+    let both = async |number| {
+        let [one, other] = [0, 1].map(|rank: usize| training::step(&jobs[rank], number));
+        let (one, other) = tokio::join!(one, other);
+        assert_eq!(one.unwrap(), other.unwrap());
+    };
     both(0).await;
     let drained = cluster.shards.remove(0);
     let address = drained.address().to_owned();
-    let drain = zsctl(&cluster, &["drain", &address, "--json"]);
-    assert!(drain.status.success(), "{drain:?}");
-    assert_eq!(lines(&drain)[0]["event"], "drained");
-    for number in 1..4 {
-        both(number).await;
+    let (coordinator, at) = (cluster.address().to_owned(), address.clone());
+    let drain = tokio::task::spawn_blocking(move || {
+        run("zsctl", &["--address", &coordinator, "drain", &at, "--json"])
+    });
+    let mut steps = 1;
+    while !drain.is_finished() {
+        both(steps).await;
+        steps += 1;
+        let shown = status(&cluster).1;
+        assert_eq!(shown["degraded_slices"], 0, "no slice has too few replicas at any time");
     }
+    let drain = drain.await.unwrap();
+    assert!(drain.status.success(), "{drain:?}");
+    assert_eq!(lines(&drain).last().unwrap()["event"], "drained");
     until_redundant(&cluster.coordinator, "drained").await;
     let is_empty = || {
         let shown = lines(&zsctl(&cluster, &["status", "--json"]));
@@ -277,17 +285,50 @@ async fn a_drained_server_can_be_stopped_without_changing_a_bit() {
     until("the server reports that it has no slices", is_empty).await;
     let epoch = jobs[0].epoch();
     assert!(drained.stop().success());
-    for number in 4..STEPS {
+    for number in steps..steps + 4 {
         both(number).await;
     }
+    steps += 4;
     assert_eq!(jobs[0].epoch(), epoch, "the end of the server has affected no job");
-    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+    let aborted = "zeroshard_job_steps_total{job=\"drained\",outcome=\"aborted\"} 0";
+    assert!(cluster.coordinator.get("/metrics").contains(aborted), "a drain aborts no step");
+    assert_eq!(status(&cluster).0, 0, "a drained server is not missed");
+    let hash = jobs[0].state_hash(steps).await.unwrap();
+    let calm = Training { steps, ..Training::new(spec("calm", 1, 2)) };
+    assert_eq!(hash, calm.run(cluster.address()).await.unwrap().hash);
 
     // The remaining two servers must keep their slices, because a replica needs two servers.
     let refused = zsctl(&cluster, &["drain", cluster.shards[0].address()]);
     assert_eq!(refused.status.code(), Some(1));
     let said = stderr(&refused);
     assert!(said.contains("\"drained\"") && said.contains("2 other servers"), "{said}");
+}
+
+#[tokio::test]
+async fn the_loss_of_another_server_right_after_a_drain_began_loses_nothing() {
+    let mut cluster = Cluster::start(3);
+    let tensors = synthetic::kinds_and_large(&adamw());
+    let spec = JobSpec { replicas: 2, min_servers: 3, ..job("fire", 1, adamw(), tensors) };
+    let rank = start(cluster.address(), &spec).await.remove(0);
+    for number in 0..2 {
+        step(&rank, number).await;
+    }
+    let before = rank.state_hash(2).await.unwrap();
+    let address = cluster.shards[0].address().to_owned();
+    let client = connect(cluster.address()).await;
+    let waits = client.drain_server(&address, false).await.unwrap().stays;
+    assert!(waits[0].transient && waits[0].reason.contains("copied"), "{waits:?}");
+    cluster.shards[1].kill();
+    step(&rank, 2).await;
+    step(&rank, 3).await;
+    let again = rank.state_hash(4).await.unwrap();
+    assert_ne!(before, again);
+    assert_eq!(status(&cluster).1["failure"], Value::Null);
+    let remaining = client.drain_server(&address, false).await.unwrap().stays;
+    assert!(!remaining.is_empty(), "one other server cannot hold two replicas");
+    let calm = JobSpec { name: "calm".to_owned(), replicas: 1, min_servers: 1, ..spec };
+    let calm = Training { steps: 4, ..Training::new(calm) };
+    assert_eq!(again, calm.run(cluster.address()).await.unwrap().hash);
 }
 
 #[tokio::test]

@@ -83,6 +83,8 @@ class Unit(Generic[T]):
     @operation
     def finish(self) -> None:
         """Fetches it and waits."""
+        if not self.gathered:
+            self.gatherer.job.check_open()  # it may have been prefetched before
         self.start()
         if self._fetch is not None:
             transfer, incoming, values = self._fetch

@@ -76,7 +76,8 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
 def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Calls ``begin`` before and ``end`` after each forward of the module, also if it raises an
     error."""
-    before, after = _ForwardHook(outside_graphs(begin)), _ForwardHook(outside_graphs(end))
+    # The optimizer of the model has imported the compiler.
+    before, after = (_ForwardHook(torch.compiler.disable(call)) for call in (begin, end))
     before.handle = module.register_forward_pre_hook(before, prepend=True)
     after.handle = module.register_forward_hook(after, always_call=True)
 

@@ -68,6 +68,8 @@ class GradientTensor(torch.Tensor):
             return args[0]
         if func is torch.ops.aten.detach.default:
             return args[0]
+        if func.overloadpacket is torch.ops.aten.set_ and isinstance(args[0], GradientTensor):
+            _no_memory(args[0])
         return _with_values(func, args, kwargs or {})
 
 
@@ -221,12 +223,28 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     },
     Tensor.__repr__: _text,
     Tensor.__format__: _text,
-    Tensor.data_ptr: _no_memory,
     Tensor.untyped_storage: _storage,
-    Tensor.storage: _no_memory,
-    Tensor.share_memory_: _no_memory,
-    Tensor.set_: _no_memory,
-    Tensor.resize_: _no_memory,
+    # Pointers and memory, and changes of the shape in place.
+    **{
+        getattr(Tensor, name): _no_memory
+        for name in (
+            "data_ptr",
+            "const_data_ptr",
+            "storage",
+            "share_memory_",
+            "set_",
+            "resize_",
+            "resize_as_",
+            "as_strided_",
+            "squeeze_",
+            "unsqueeze_",
+            "t_",
+            "transpose_",
+            "swapaxes_",
+            "swapdims_",
+        )
+        if hasattr(Tensor, name)
+    },  # fmt: skip
 }
 
 _ACCUMULATIONS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}

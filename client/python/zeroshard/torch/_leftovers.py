@@ -40,6 +40,8 @@ def missing(wrapper: str, name: str, error: AttributeError) -> AttributeError:
     replacement = _REPLACEMENTS.get(name)
     if replacement is None:
         return error
-    found = AttributeError(f"{wrapper} has no {name}(), which is FSDP's or DeepSpeed's; {replacement}")
+    found = AttributeError(
+        f"{wrapper} has no {name}(), which is FSDP's or DeepSpeed's; {replacement}"
+    )
     found.name = name
     return found

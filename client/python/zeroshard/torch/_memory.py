@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from .._core.framework import ParameterMemory
@@ -53,13 +54,20 @@ _DATA = vars(torch._C.TensorBase)["data"]
 #: Functions that give the memory of a tensor to something else than another tensor.
 _EXPORTS: set[Any] = {
     getattr(Tensor, name)
-    for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage")
-}
+    for name in (
+        "__array__", "__dlpack__", "const_data_ptr", "data_ptr", "numpy", "share_memory_", "storage"
+    )
+    if hasattr(Tensor, name)
+}  # fmt: skip
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Excludes a function and everything that it calls from ``torch.compile``."""
-    kept_out: Callable[P, R] = torch.compiler.disable(function)
+    """Excludes a function and everything that it calls from ``torch.compile``.
+
+    As ``torch.compiler.disable``, which imports the compiler here: that takes as long as the import
+    of torch.
+    """
+    kept_out: Callable[P, R] = _disable_dynamo(function)
     return kept_out
 
 

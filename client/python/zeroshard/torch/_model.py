@@ -22,7 +22,7 @@ from ._foreign import check_not_wrapped_later
 from ._memory import outside_graphs
 from ._reads import read_consistently
 from ._scaler import GradScaler
-from ._transforms import not_recorded, outside_transforms
+from ._transforms import is_tracing, not_recorded, outside_transforms
 from ._wrapper import ModuleWrapper
 
 
@@ -58,7 +58,7 @@ class GroupSharded(ModuleWrapper):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
         gatherer = self.sharding.gatherer
-        if torch.jit.is_tracing():
+        if is_tracing():
             raise not_recorded()
         if torch.compiler.is_exporting():
             if self.sharding.has_units:

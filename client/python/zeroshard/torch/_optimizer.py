@@ -14,7 +14,15 @@ from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._gradient import GradientTensor
+from ._optimizer_hooks import calling_load_hooks, calling_state_hooks, share_hooks
 from ._state import StateOnServers, optimizer_states
+
+
+def _not_copied() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "a sharded optimizer cannot be copied or pickled, since its state is on the servers; use "
+        "optimizer.state_dict(), which an optimizer of the original class can load"
+    )
 
 
 class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
@@ -38,6 +46,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         optimizer.register_step_pre_hook(_refusal(sharding))
         #: Whether a scaler makes the step, which may be skipped.
         self.is_scaled = False
+        share_hooks(optimizer, self)
 
     @property
     def sharding(self) -> Sharding[Tensor]:
@@ -46,7 +55,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         return self._sharding
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state by parameter, as torch's. What the program writes to it takes effect at the
         next forward or step, if it is written between a step and the next backward pass."""
         return self._state
@@ -107,6 +116,13 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         step."""
         super().add_param_group(param_group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _not_copied()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied()
+
+    @calling_state_hooks
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's format, for an optimizer of the original class."""
         numbers = {
@@ -135,6 +151,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             "param_groups": groups,
         }
 
+    @calling_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state in torch's format. Every rank must call it; all ranks take the state of
         rank 0."""
@@ -163,11 +180,12 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
 
 
 def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:
-    """A hook of the original optimizer, which must not step any more."""
+    """A hook of the original optimizer, which must not step any more. The sharded optimizer has the
+    same hooks."""
     alive = weakref.ref(sharding)
 
-    def refuse(*_: Any) -> None:
-        if alive() is not None:
+    def refuse(optimizer: Any, *_: Any) -> None:
+        if alive() is not None and not isinstance(optimizer, ShardedOptimizer):
             raise InvalidArgumentError(
                 "the optimizer that was passed to group_sharded_parallel steps, but its state is "
                 "on the servers; call step() of the optimizer that group_sharded_parallel has "

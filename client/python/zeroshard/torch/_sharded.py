@@ -68,7 +68,8 @@ def group_sharded_parallel(
             Servers without a GPU always do. A server with a GPU needs ``--host-memory`` or
             ``--disk``; it keeps the state of LAMB and Adafactor in its memory. Does not change
             results.
-        sync_buffers: whether all ranks receive the model's buffers of rank 0 after every step.
+        sync_buffers: whether all ranks receive the buffers of rank 0 after every step, and before
+            a forward if a training forward was not followed by a step.
         buffer_max_size: elements of a bucket of gradients; 0: each gradient is sent by itself.
         segment_size: at ``p_g_os``, parameters with more elements than this are on the servers, and
             are fetched together with those of the same module. Smaller ones stay on the workers,

@@ -20,7 +20,9 @@ def is_transforming() -> bool:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a transformation."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return not torch.compiler.is_compiling() and bool(
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 @contextlib.contextmanager
@@ -35,10 +37,15 @@ def outside_transforms() -> Iterator[None]:
         yield
 
 
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` runs."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def check_not_recorded() -> None:
     """Raises an error if torch records the running program, which would have the parameters of this
     moment only."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if is_tracing() or torch.compiler.is_exporting():
         raise not_recorded()
 
 

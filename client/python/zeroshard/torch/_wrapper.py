@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -38,7 +38,9 @@ class ModuleWrapper(nn.Module):
 
     def __new__(cls: type[W], module: object = None, *args: Any, **kwargs: Any) -> W:
         found = [name for name in _OPERATORS if hasattr(type(module), name)]
-        return nn.Module.__new__(_with_operators(cls, *found))
+        kind: type = cls
+        made: W = nn.Module.__new__(_with_operators(kind, *found))
+        return made
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -223,11 +225,11 @@ class ModuleWrapper(nn.Module):
 
 
 @functools.cache
-def _with_operators(kind: type[W], *names: str) -> type[W]:
+def _with_operators(kind: type, *names: str) -> type:
     """The class of a wrapper whose module has these operators: only then may the wrapper have
     them."""
     members = {"__module__": kind.__module__, **_operators(names)}
-    return cast("type[W]", type(kind.__name__, (kind,), members))
+    return type(kind.__name__, (kind,), members)
 
 
 def _operators(names: Iterable[str]) -> dict[str, Callable[..., Any]]:

@@ -7,6 +7,7 @@ use super::{Copying, Replicas};
 use crate::coordinator::{
     cluster::Cluster,
     events::{Action, Command, JobRef, Now, ServerId},
+    history::Severity,
     state::{Job, Open, Phase},
 };
 
@@ -95,10 +96,12 @@ impl Cluster {
         }
         replicas.full.insert(server);
         replicas.empty.entry(server).or_default().extend(slices);
-        out.push(Action::Note(format!(
-            "shard server {server:016x} cannot hold more backups of job {:?}: {reason}",
+        let text = format!(
+            "{} cannot hold more backups of job {:?}: {reason}",
+            self.name(server),
             job.name
-        )));
+        );
+        out.push(Action::Alarm(Severity::Warning, text));
         self.restore_redundancy(&job.name, now, out);
         self.advance(&job.name, now, out);
         self.copy_next(&job.name, out);
@@ -119,8 +122,7 @@ impl Cluster {
         if open.replicas.end_copy(server, number).is_none() {
             return;
         }
-        if open.replicas.empty.is_empty()
-            && open.placement.replicas() >= spec.replicas as usize
+        if open.degraded_slices(spec) == 0
             && let Some(since) = open.replicas.degraded.take()
         {
             let after = now.saturating_sub(since);

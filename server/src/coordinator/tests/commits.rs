@@ -50,7 +50,7 @@ fn the_order_of_commits_and_reports_changes_nothing() {
             script.ready_all(0);
         }
         let report = script.answers.values().find_map(|answer| match answer {
-            Ok(Reply::Report(report)) => Some(report.clone()),
+            Ok(Reply::Report(report, _)) => Some(report.clone()),
             _ => None,
         });
         (report.expect("decided"), script.decisions())

@@ -193,6 +193,7 @@ impl Script {
             | Action::Forgotten { .. }
             | Action::SaveEnded { .. }
             | Action::Redundant { .. }
+            | Action::Alarm(..)
             | Action::Note(_) => {}
             Action::Complete(completion) => self.completions.push(completion),
         }
@@ -463,7 +464,7 @@ impl Script {
 
     fn report(&self, caller: Caller) -> Report {
         match self.answer(caller) {
-            Some(Ok(Reply::Report(report))) => report.clone(),
+            Some(Ok(Reply::Report(report, _))) => report.clone(),
             other => panic!("{caller:?} has {other:?}"),
         }
     }

@@ -2,17 +2,27 @@
 //! wait.
 
 use super::*;
-use crate::coordinator::operators::{Drained, Stays};
+use crate::coordinator::drains::{Drained, Stays};
 
-/// Creates a job with one rank and two replicas on this number of servers, and publishes version 0.
-fn replicated(servers: u64) -> (Script, Lease) {
+/// Creates a job with two replicas on this number of servers, and publishes version 0. No worker
+/// has joined, so a drain does not have to wait for the end of a step.
+fn replicated(servers: u64) -> Script {
     let mut script = Script::default();
     (1..=servers).for_each(|server| script.server(server));
     script.create(JobSpec { replicas: 2, min_servers: 3, ..spec(1) });
     script.open_all();
     script.initialise_all();
-    let lease = script.join(0).unwrap();
-    (script, lease)
+    script
+}
+
+/// Drains a server: the first request begins the copies, and the next one releases the server.
+fn drain_to_the_end(script: &mut Script, server: u64) -> Drained {
+    let first = drain(script, server, false);
+    assert!(matches!(&first.stays[..], [Stays { transient: true, .. }]), "{first:?}");
+    assert!(placed_on(script).contains(&server), "its slices are copied first");
+    assert_eq!(first.degraded, 0);
+    script.open_all();
+    drain(script, server, false)
 }
 
 fn drain(script: &mut Script, server: u64, restore: bool) -> Drained {
@@ -58,9 +68,8 @@ fn a_new_job_is_placed_on_servers_that_are_not_cordoned() {
 
 #[test]
 fn a_drained_server_has_no_slices_and_gets_none_when_another_one_is_lost() {
-    let (mut script, _) = replicated(4);
-    let drained = drain(&mut script, 1, false);
-    assert_eq!(drained.stays, []);
+    let mut script = replicated(4);
+    assert_eq!(drain_to_the_end(&mut script, 1).stays, []);
     assert!(!placed_on(&script).contains(&1));
     let closed = |(to, command): &(u64, Command)| *to == 1 && matches!(command, Command::Close(_));
     assert!(script.commands.iter().any(closed), "it frees its memory");
@@ -72,10 +81,10 @@ fn a_drained_server_has_no_slices_and_gets_none_when_another_one_is_lost() {
 
 #[test]
 fn a_server_is_drained_only_when_all_slices_have_their_replicas() {
-    let (mut script, _) = replicated(4);
+    let mut script = replicated(4);
     // The new backups do not finish their copies.
     script.silent = true;
-    assert_eq!(drain(&mut script, 1, false).stays, []);
+    script.lose_server(1);
     assert!(script.open().degraded_slices(&script.cluster.jobs["job"].spec) > 0);
     let (placement, Drained { stays, degraded, .. }) =
         (placed_on(&script), drain(&mut script, 2, false));
@@ -85,10 +94,40 @@ fn a_server_is_drained_only_when_all_slices_have_their_replicas() {
 }
 
 #[test]
-fn a_server_is_not_drained_if_the_others_are_too_few_or_too_small() {
-    let (mut script, _) = replicated(3);
-    drain(&mut script, 1, false);
+fn the_loss_of_another_server_while_slices_are_copied_loses_nothing() {
+    let mut script = replicated(3);
+    script.silent = true;
+    assert_eq!(drain(&mut script, 1, false).degraded, 0);
     script.open_all();
+    script.lose_server(2);
+    assert_eq!(script.failure(), None);
+    let slices = script.open().placement.slices();
+    assert!((0..slices).all(|slice| script.open().holders(slice).count() > 0));
+}
+
+#[test]
+fn a_drain_waits_for_the_end_of_the_open_step() {
+    let mut script = replicated(3);
+    let lease = script.join(0).unwrap();
+    let epoch = script.epoch();
+    let waits = drain(&mut script, 1, false).stays.pop().unwrap();
+    assert!(waits.transient && waits.reason.contains("the end of step 0"), "{waits:?}");
+    assert_eq!(script.epoch(), epoch, "no step is aborted");
+    let committed = script.commit(commit(lease, epoch, 0, 0));
+    script.ready_all(0);
+    assert!(script.report(committed).applied);
+    assert!(script.epoch() > epoch, "the placement has changed between the steps");
+    let told = script.answer(committed);
+    assert!(
+        matches!(told, Some(Ok(Reply::Report(_, next))) if *next == script.epoch()),
+        "{told:?}"
+    );
+}
+
+#[test]
+fn a_server_is_not_drained_if_the_others_are_too_few_or_too_small() {
+    let mut script = replicated(3);
+    drain_to_the_end(&mut script, 1);
     let reason = drain(&mut script, 2, false).stays.pop().unwrap();
     assert!(!reason.transient && reason.reason.contains("only 1 are connected"), "{reason:?}");
 

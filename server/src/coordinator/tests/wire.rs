@@ -69,6 +69,7 @@ fn the_report_of_a_step_is_converted_with_every_field() {
         world: 5,
         absent: vec![pb::Absent { slice: 6, rank: 7, everywhere: false }],
         resting: vec![8, 9],
+        next_epoch: 0,
     };
     assert_eq!(pb::CommitResponse::from(report()), message);
     // Servers keep no norms of tensors.
