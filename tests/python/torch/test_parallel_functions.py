@@ -141,6 +141,8 @@ def uneven_and_empty_shards_survive_a_round_trip(rank: int) -> None:
         assert torch.equal(make_output_tensor(sharded), value)
         assert torch.equal(make_output_tensor(make_output_shard_1d(sharded, dim=1)), value)
         assert torch.equal(make_sharded_output_tensor(sharded), part(value, rank, 0))
+        for named in ({"_device_mesh": mesh}, {"device_mesh": mesh}):
+            assert torch.equal(make_sharded_output_tensor(sharded, **named), part(value, rank, 0))
 
 
 @TWO

@@ -39,6 +39,8 @@ class Entry(Generic[T]):
     resident: bool = True
     #: Whether it is a parameter of the optimizer.
     optimized: bool = False
+    #: Whether it takes part in clipping by the global norm.
+    clips: bool = field(init=False)
     shape: tuple[int, ...] = field(init=False)
     #: The shape of the local tensor.
     local_shape: tuple[int, ...] = field(init=False)
@@ -59,6 +61,7 @@ class Entry(Generic[T]):
         self.shape = self.framework.shape(self.tensor)
         self.local_shape = self.framework.local_shape(self.tensor)
         self.dtype = self.framework.dtype_text(self.tensor)
+        self.clips = self.framework.clips(self.tensor)
         self.follow_freezing()
         self._seen = self._counted()
 
@@ -161,7 +164,7 @@ class Entry(Generic[T]):
             buffer=self.buffer,
             group=self.group,
             whole=whole and self.trained,
-            no_clip=not self.framework.clips(self.tensor),
+            no_clip=not self.clips,
             layout=self.layout,
         )
 

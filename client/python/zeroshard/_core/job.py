@@ -142,7 +142,11 @@ class ModelJob(Generic[T]):
         if [len(group) for group in self.optimizer.parameters()] != self._sizes:
             return True
         return not set().union(*used) <= set(self._optimizers[0].state) or any(
-            entry.optimized and not entry.trained and self.framework.is_stepped(entry.tensor)
+            entry.optimized
+            and not entry.trained
+            and self.framework.is_stepped(entry.tensor)
+            or entry.trained
+            and entry.clips != self.framework.clips(entry.tensor)
             for entry in self.entries
         )
 

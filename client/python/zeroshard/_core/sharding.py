@@ -86,8 +86,7 @@ class Sharding(Generic[T]):
         self._checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.check_unused()
-        self._max_norm = max_norm
-        self._clip_sets = clip_sets
+        self.set_clipping(max_norm, clip_sets)
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
@@ -143,6 +142,13 @@ class Sharding(Generic[T]):
         connection.activity.begin()
 
     # ---- called by the program
+
+    def set_clipping(
+        self, max_norm: float | None, clip_sets: Sequence[tuple[Sequence[T], float]] = ()
+    ) -> None:
+        """How all steps are clipped from now on, as in the constructor."""
+        self._max_norm = max_norm
+        self._clip_sets = clip_sets
 
     @property
     def loss_scale(self) -> float:

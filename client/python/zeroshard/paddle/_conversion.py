@@ -115,7 +115,12 @@ def param_groups(optimizer: Any) -> list[dict[str, Any]]:
     """The optimizer's parameter groups: a single group if it was created with a list of
     parameters."""
     given = optimizer._param_groups
-    return list(given) if given and isinstance(given[0], dict) else [{"params": list(given)}]
+    return list(given) if _has_groups(optimizer) else [{"params": list(given)}]
+
+
+def _has_groups(optimizer: Any) -> bool:
+    given = optimizer._param_groups
+    return bool(given) and isinstance(given[0], dict)
 
 
 def _values(optimizer: Any, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,9 +130,12 @@ def _values(optimizer: Any, name: str, group: Mapping[str, Any]) -> dict[str, An
     def get(setting: str, default: Any = None) -> Any:
         if setting in group:
             return group[setting]
+        own = getattr(optimizer, f"_{setting}", None)
         # After a step with several groups, the attributes have the values of the last one.
         known = optimizer._default_dict
-        return known[setting] if setting in known else getattr(optimizer, f"_{setting}", default)
+        if own is not None and not _has_groups(optimizer):
+            return own
+        return known[setting] if setting in known else default if own is None else own
 
     values: dict[str, Any] = {"maximize": False}
     if name == "sgd":
@@ -177,7 +185,9 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
     """The weight decay of a parameter."""
     if name == "adamw":
         decays = optimizer._apply_decay_param_fun
-        default = optimizer._default_dict.get("weight_decay", optimizer._weight_decay)
+        default = optimizer._weight_decay
+        if _has_groups(optimizer):
+            default = optimizer._default_dict.get("weight_decay", default)
         return (
             0.0
             if decays is not None and not decays(parameter.name)

@@ -13,6 +13,7 @@ from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from . import _conversion
+from ._clip import clipping
 from ._dtensor import local, part
 
 
@@ -59,6 +60,7 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
     def step_if_finite(self) -> None:
         """As :meth:`step`, but a step with a gradient that contains inf or NaN is skipped without
         an error."""
+        self.sharding.set_clipping(*clipping(self))
         with paddle.no_grad():
             self.sharding.step()
 
@@ -77,6 +79,13 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
             )
         self.step()
         return [], []
+
+    def apply_gradients(self, params_grads: Any) -> list[Any]:
+        """Raises an error: a step applies the gradients that the parameters have."""
+        raise InvalidArgumentError(
+            "the servers apply the gradients that backward has computed; set parameter.grad of the "
+            "parameters whose gradient you have changed, and call optimizer.step()"
+        )
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Drops the gradients, including those that were already sent to the servers.

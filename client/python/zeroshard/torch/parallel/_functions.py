@@ -64,10 +64,14 @@ def make_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> 
     return local(make_output_replicate_1d(output, device_mesh))
 
 
-def make_sharded_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's shard of the DTensor ``output``, with its current placement, as a plain
-    tensor."""
-    return local(_distributed(output, device_mesh))
+def make_sharded_output_tensor(
+    output: Value, _device_mesh: DeviceMesh | None = None, *, device_mesh: DeviceMesh | None = None
+) -> Tensor:
+    """This rank's shard of the DTensor ``output``, with its current placement, as a plain tensor.
+
+    The mesh has torch's name ``_device_mesh`` here, and also that of the other functions.
+    """
+    return local(_distributed(output, _device_mesh or device_mesh))
 
 
 def make_output_reshard_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
