@@ -119,13 +119,14 @@ impl Coordinator {
             ),
             loss: f.real_gauges(
                 "job_loss",
-                "Mean loss of the ranks in the last step, if each of them passed one.",
+                "Mean loss of the ranks in the last step, a number without a unit, if each of them \
+                 passed one.",
                 job,
             ),
             norm: f.real_gauges(
                 "job_gradient_norm",
-                "L2 norm of the mean gradient of the last step, before it was clipped. Not finite \
-                 after an overflow.",
+                "L2 norm of the mean gradient of the last step before it was clipped, a number \
+                 without a unit. Not finite after an overflow.",
                 job,
             ),
             degraded: f.histograms(

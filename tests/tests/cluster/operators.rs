@@ -382,7 +382,8 @@ async fn an_evicted_rank_loses_its_lease_and_another_worker_takes_the_rank() {
 #[tokio::test]
 async fn doctor_measures_each_server_and_names_an_unreachable_address() {
     let mut cluster = Cluster::start(2);
-    let registered = || lines(&zsctl(&cluster, &["status", "--json"])).len() == 2;
+    // The first line is about the leader.
+    let registered = || lines(&zsctl(&cluster, &["status", "--json"])).len() == 3;
     until("both servers have registered", registered).await;
     let checked = zsctl(&cluster, &["doctor", "--bytes", "1000000", "--json"]);
     assert!(checked.status.success(), "{checked:?}");

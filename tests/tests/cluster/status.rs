@@ -83,11 +83,12 @@ async fn a_lost_server_is_missed_until_it_is_back_or_drained() {
 async fn failed_saves_are_a_problem_of_the_job() {
     let cluster = Cluster::start(1);
     let directory = tempfile::tempdir().unwrap();
-    // A file is where the directory should be.
     let place = directory.path().join("checkpoints");
-    std::fs::write(&place, "").unwrap();
     let spec = JobSpec { checkpoints: Some(policy(&place, 1)), ..spec("unsaved", 1) };
     let rank = start(cluster.address(), &spec).await.remove(0);
+    // A file takes the place of the directory.
+    std::fs::remove_dir_all(&place).unwrap();
+    std::fs::write(&place, "").unwrap();
     training::step(&rank, 0).await.unwrap();
     until("the save has failed", || status(&cluster).1["failed_saves"] != 0).await;
     let (code, job) = status(&cluster);
