@@ -2,18 +2,24 @@
 //!
 //! ```text
 //! <url>/<job>/claims/<number, 20 digits>.json
-//!                    <id of a job, hexadecimal>.ended
+//!                    <id of a job, hexadecimal>.alive, .ended
 //! ```
 //!
 //! A name can be used again: by a job that continues from a checkpoint, or by a job of another
 //! cluster. Each job that writes creates the next claim, which no two jobs can do at once, and the
 //! job of the last claim is the owner. A claim lists the ancestors of its job, each with the
-//! version up to which its checkpoints are those of the new job as well. `.ended` states that a job
-//! is over: then its successors may remove its checkpoints.
+//! version up to which its checkpoints are those of the new job as well.
+//!
+//! The coordinator of a job writes another number to `.alive` every [`BEAT`]. A job whose file does
+//! not change while another job watches it for [`PATIENCE`] is over, and so is one with the file
+//! `.ended`. No clocks are compared. If a job was taken for over and its file changes later, its
+//! successors do not remove its checkpoints.
+
+use std::time::Duration;
 
 use object_store::{ObjectStoreExt, PutMode, path::Path};
 use serde::{Deserialize, Serialize};
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Deadline, Error, Result};
 
 use crate::{Manifest, Storage};
 
@@ -21,6 +27,14 @@ use crate::{Manifest, Storage};
 const CLAIMS: &str = "claims";
 /// The end of the name of the file that states that a job is over.
 const ENDED: &str = ".ended";
+/// The end of the name of the file that changes while a job lives.
+const ALIVE: &str = ".alive";
+/// How often that file changes.
+pub const BEAT: Duration = Duration::from_secs(3);
+/// How long a job that is taken for over has not changed it.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The pause between two looks at it.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// A job that writes checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,8 +54,6 @@ pub struct Claimant<'a> {
 pub enum Start {
     /// Without a checkpoint.
     Anew,
-    /// From the latest checkpoint of the name, of which there was none.
-    AnewWithoutCheckpoint,
     /// From this version of the job with this id, which has the same name.
     From(u64, u64),
 }
@@ -56,11 +68,13 @@ pub struct Claim {
 }
 
 /// A job from whose checkpoint another job has started.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Ancestor {
     job_id: u64,
     /// The last version that the new job shares.
     until: u64,
+    /// Its last sign of life before the new job started; empty: none.
+    alive: String,
 }
 
 /// All claims of a name.
@@ -84,10 +98,9 @@ impl Claim {
         id == self.job_id || self.ancestors.iter().any(|of| of.job_id == id && version <= of.until)
     }
 
-    /// The id of the job that has written a version that [`Self::admits`] admits.
-    fn writer_of(&self, version: u64) -> u64 {
-        let ancestor = self.ancestors.iter().rev().find(|of| version <= of.until);
-        ancestor.map_or(self.job_id, |of| of.job_id)
+    /// The ancestor that has written a version that [`Self::admits`] admits; `None`: the job.
+    fn writer_of(&self, version: u64) -> Option<&Ancestor> {
+        self.ancestors.iter().rev().find(|of| version <= of.until)
     }
 
     /// A claim that only admits the checkpoints of the job itself.
@@ -100,8 +113,8 @@ impl Storage {
     /// Makes the job the owner of the checkpoints of its name.
     ///
     /// # Errors
-    /// [`Error::Storage`] that names the owner, if that is another job from which this job does not
-    /// continue, or if another job becomes the owner at the same time.
+    /// [`Error::Storage`] that names the owner, if that is another job that is not over, or if
+    /// another job becomes the owner at the same time.
     pub async fn claim(&self, claimant: &Claimant<'_>) -> Result<()> {
         let &Claimant { job, job_id, by, start } = claimant;
         let claims = self.claims(job).await?;
@@ -113,18 +126,15 @@ impl Storage {
             if owner.job_id == job_id {
                 return Ok(());
             }
-            let may_follow = match start {
-                Start::From(..) | Start::AnewWithoutCheckpoint => true,
-                // The names of the jobs of a cluster are unique.
-                Start::Anew => owner.by == by || claims.ended.contains(&owner.job_id),
-            };
-            if !may_follow {
+            // The names of the jobs of a coordinator are unique.
+            let is_over = owner.by == by || claims.ended.contains(&owner.job_id);
+            if !is_over && self.is_alive(job, owner.job_id).await? {
                 return Err(self.owned_by(job, owner));
             }
         }
         let ancestors = match start {
             Start::From(id, version) => self.ancestry(job, id, version).await?,
-            Start::Anew | Start::AnewWithoutCheckpoint => Vec::new(),
+            Start::Anew => Vec::new(),
         };
         let claim = Claim { job_id, ancestors, by: by.to_owned() };
         let text = serde_json::to_string(&claim)
@@ -199,7 +209,7 @@ impl Storage {
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
     pub async fn end_claim(&self, job: &str, job_id: u64) -> Result<()> {
         let claims = self.claims(job).await?;
-        let is_claimed = self.claim_of(job, job_id).await?.by != "";
+        let is_claimed = !self.claim_of(job, job_id).await?.by.is_empty();
         if !is_claimed || claims.ended.contains(&job_id) {
             return Ok(());
         }
@@ -221,8 +231,13 @@ impl Storage {
         let (claim, claims) = (self.claim_of(job, job_id).await?, self.claims(job).await?);
         let mut removable = Vec::new();
         for &version in oldest {
-            let writer = claim.writer_of(version);
-            let is_over = writer == job_id || claims.ended.contains(&writer);
+            let ancestor = claim.writer_of(version);
+            let writer = ancestor.map_or(job_id, |of| of.job_id);
+            let is_over = match ancestor {
+                None => true,
+                Some(of) if claims.ended.contains(&of.job_id) => true,
+                Some(of) => self.last_sign(job, of.job_id).await? == of.alive,
+            };
             if is_over && self.manifest(job, version).await?.job_id() == writer {
                 removable.push(version);
             }
@@ -234,7 +249,49 @@ impl Storage {
     async fn ancestry(&self, job: &str, job_id: u64, version: u64) -> Result<Vec<Ancestor>> {
         let before = self.claim_of(job, job_id).await?.ancestors;
         let older = before.into_iter().map(|of| Ancestor { until: of.until.min(version), ..of });
-        Ok([Ancestor { job_id, until: version }].into_iter().chain(older).collect())
+        let alive = self.last_sign(job, job_id).await?;
+        Ok([Ancestor { job_id, until: version, alive }].into_iter().chain(older).collect())
+    }
+
+    /// Shows that a job lives. `sign` has not been used before.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub async fn beat(&self, job: &str, job_id: u64, sign: u64) -> Result<()> {
+        let path = self.alive_path(job, job_id);
+        match self.store().put(&path, format!("{sign:016x}").into()).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.failed("write", &path, &error)),
+        }
+    }
+
+    /// Watches a job until it shows that it lives, at most for [`PATIENCE`].
+    async fn is_alive(&self, job: &str, job_id: u64) -> Result<bool> {
+        let before = self.last_sign(job, job_id).await?;
+        let deadline = Deadline::after(PATIENCE);
+        while !deadline.left().is_zero() {
+            tokio::time::sleep(LOOK).await;
+            if self.last_sign(job, job_id).await? != before {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The last sign of life of a job; empty: none.
+    async fn last_sign(&self, job: &str, job_id: u64) -> Result<String> {
+        let path = self.alive_path(job, job_id);
+        let read = match self.store().get(&path).await {
+            Ok(found) => found.bytes().await,
+            Err(object_store::Error::NotFound { .. }) => return Ok(String::new()),
+            Err(error) => Err(error),
+        };
+        let sign = read.map_err(|error| self.failed("read", &path, &error))?;
+        Ok(String::from_utf8_lossy(&sign).into_owned())
+    }
+
+    fn alive_path(&self, job: &str, job_id: u64) -> Path {
+        self.claims_directory(job).join(format!("{job_id:016x}{ALIVE}"))
     }
 
     async fn claims(&self, job: &str) -> Result<Claims> {
@@ -272,8 +329,8 @@ impl Storage {
         let cause = format!(
             "the checkpoints of job {job:?} there belong to another job of this name, with id \
              {job_id:016x}, which the coordinator {by} has started; choose another job name or \
-             URL, or resume from its checkpoints, or run `zsctl checkpoint release {job} --url {}` \
-             if that job is over",
+             URL, or delete that job; if its cluster is gone and you do not want to wait until that \
+             is noticed, run `zsctl checkpoint release {job} --url {}`",
             self.url()
         );
         Error::Storage { action: "write to".to_owned(), url: self.url().to_owned(), cause }

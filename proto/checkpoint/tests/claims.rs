@@ -5,7 +5,7 @@
 mod common;
 
 use common::{JOB, JOB_ID, Saved};
-use zeroshard_checkpoint::{Claimant, Start, Storage};
+use zeroshard_checkpoint::{BEAT, Claimant, Start, Storage};
 use zeroshard_proto::{Error, Result};
 
 const OTHER: u64 = 0xb0b;
@@ -43,7 +43,18 @@ async fn a_job_of_another_cluster_is_refused_until_the_owner_is_over() {
     let saved = Saved::new("sgd");
     let storage = &saved.storage;
     claim(storage, JOB_ID, "host-a:7400", Start::Anew).await.unwrap();
-    let refused = refusal(claim(storage, OTHER, "host-b:7400", Start::Anew).await);
+    let refused = {
+        let lives = async {
+            for sign in 1.. {
+                storage.beat(JOB, JOB_ID, sign).await.unwrap();
+                tokio::time::sleep(BEAT).await;
+            }
+        };
+        tokio::select! {
+            claimed = claim(storage, OTHER, "host-b:7400", Start::Anew) => refusal(claimed),
+            () = lives => panic!("it ends"),
+        }
+    };
     assert!(refused.contains("0000000000000009"), "{refused}");
     assert!(refused.contains("host-a:7400"), "{refused}");
     refusal(storage.check_owner(JOB, OTHER).await);
@@ -62,10 +73,11 @@ async fn a_fork_reads_its_ancestors_up_to_its_own_start_and_a_living_one_keeps_i
     let saved = Saved::new("sgd");
     let storage = &saved.storage;
     claim(storage, JOB_ID, "a:1", Start::Anew).await.unwrap();
+    storage.beat(JOB, JOB_ID, 1).await.unwrap();
     for version in [1, 2] {
         saved.save(version, version).await;
     }
-    claim(storage, OTHER, "b:1", Start::From(JOB_ID, 2)).await.unwrap();
+    claim(storage, OTHER, "a:1", Start::From(JOB_ID, 2)).await.unwrap();
     let fork = storage.claim_of(JOB, OTHER).await.unwrap();
     // The ancestor had begun this one before the fork became the owner.
     saved.save(3, 3).await;
@@ -75,12 +87,13 @@ async fn a_fork_reads_its_ancestors_up_to_its_own_start_and_a_living_one_keeps_i
     assert_eq!(storage.latest(JOB, &own).await.unwrap().unwrap().version(), 3);
     let stranger = storage.claim_of(JOB, 77).await.unwrap();
     assert!(storage.latest(JOB, &stranger).await.unwrap().is_none());
-    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor may be alive");
-    storage.end_claim(JOB, JOB_ID).await.unwrap();
+    storage.beat(JOB, JOB_ID, 2).await.unwrap();
+    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor is alive");
+    storage.beat(JOB, JOB_ID, 1).await.unwrap();
     assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [1, 2]);
     assert_eq!(storage.versions(JOB).await.unwrap(), [3]);
     // A fork of the fork shares no more of the first job than the fork does.
-    claim(storage, OTHER + 1, "c:1", Start::From(OTHER, 1)).await.unwrap();
+    claim(storage, OTHER + 1, "a:1", Start::From(OTHER, 1)).await.unwrap();
     let third = storage.claim_of(JOB, OTHER + 1).await.unwrap();
     assert!(storage.latest(JOB, &third).await.unwrap().is_none());
 }

@@ -289,7 +289,8 @@ impl Driver {
         }
         inner.cluster.set_term(self.term());
         let known = std::mem::take(&mut inner.servers).into_values();
-        known.for_each(|server| server.dismissal.dismiss("the coordinator has taken a higher term"));
+        known
+            .for_each(|server| server.dismissal.dismiss("the coordinator has taken a higher term"));
         Ok(())
     }
 

@@ -136,7 +136,10 @@ impl Coordinator {
     /// When the process is asked to stop, jobs are saved first.
     pub async fn run(&self, shutdown: Shutdown) {
         self.context.health.set_ready(true).await;
-        self.driver.run(&shutdown, self.context.common.drain()).await;
+        tokio::select! {
+            () = self.driver.run(&shutdown, self.context.common.drain()) => {}
+            () = self.driver.beat() => {}
+        }
         self.context.health.set_ready(false).await;
     }
 }

@@ -180,16 +180,36 @@ impl Saves {
 impl Job {
     /// States that the job is over where it has claimed the checkpoints of its name.
     pub(super) fn end_claims(&self) -> Action {
+        Action::EndClaims { job: self.named(), urls: self.claimed() }
+    }
+
+    fn named(&self) -> JobRef {
+        JobRef { name: self.spec.name.clone(), id: self.id }
+    }
+
+    /// The places at which the job has claimed the checkpoints of its name.
+    fn claimed(&self) -> BTreeSet<String> {
         let mut urls = BTreeSet::new();
         urls.extend(self.spec.checkpoints.as_ref().map(|policy| policy.url.clone()));
         if let Phase::Open(open) = &self.phase {
             urls.extend(open.saves.last.as_ref().map(|(_, url)| url.clone()));
         }
-        Action::EndClaims { job: JobRef { name: self.spec.name.clone(), id: self.id }, urls }
+        urls
     }
 }
 
 impl Cluster {
+    /// The jobs that have claimed the checkpoints of their names and have not failed, with the
+    /// places.
+    pub(super) fn claims(&self) -> Vec<(JobRef, BTreeSet<String>)> {
+        let lives = |job: &&Job| match &job.phase {
+            Phase::Waiting { interrupted, .. } => interrupted.is_some(),
+            Phase::Failed { .. } => false,
+            Phase::Opening { .. } | Phase::Open(_) | Phase::Recovering(_) => true,
+        };
+        self.jobs.values().filter(lives).map(|job| (job.named(), job.claimed())).collect()
+    }
+
     /// The place where an open job is saved on request, the job, and how it began, for its claim;
     /// `None` if the request fails for another reason.
     pub(super) fn saved_at(&self, save: &Save) -> Option<(String, JobRef, Start)> {

@@ -1,7 +1,7 @@
 //! The coordinator's part of a checkpoint in its storage: the data of the ranks, the manifest, and
 //! the removal of old checkpoints.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::collections::BTreeSet;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use zeroshard_checkpoint::{Manifest, Start, Storage};
@@ -12,6 +12,7 @@ use super::{
     save::{Completion, SavePlan},
     user_data::UserData,
 };
+use crate::identity;
 
 /// The number of ranks whose data is read at the same time.
 const READS: usize = 16;
@@ -38,12 +39,9 @@ pub(super) async fn find(placing: &Placing) -> Result<Found> {
 
 /// How a job whose own checkpoints are at `url` begins, for its claim.
 pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) -> Start {
-    let name = &placing.spec.name;
-    let is_own = |restore: &&Arc<Restore>| restore.url == *url && restore.job == *name;
-    match (found.filter(|of| of.url == *url && of.job == *name), &placing.restore) {
-        (Some(found), _) => Start::From(found.job_id, found.version),
-        (None, Some(restore)) if is_own(&restore) => Start::AnewWithoutCheckpoint,
-        (None, _) => Start::Anew,
+    match found.filter(|of| of.url == *url && of.job == placing.spec.name) {
+        Some(found) => Start::From(found.job_id, found.version),
+        None => Start::Anew,
     }
 }
 
@@ -178,4 +176,16 @@ pub(super) async fn end_claims(JobRef { name, id }: JobRef, urls: BTreeSet<Strin
             tracing::warn!(job = name, url, %error, "the claim of a job could not be ended");
         }
     }
+}
+
+/// Shows that jobs live, at the places of their checkpoints.
+pub(super) async fn beat(jobs: Vec<(JobRef, BTreeSet<String>)>) -> Result<()> {
+    let sign = identity::random()?;
+    let places = jobs.iter().flat_map(|(job, urls)| urls.iter().map(move |url| (job, url)));
+    let beat = |(job, url): (&JobRef, &String)| {
+        let (job, url) = (job.clone(), url.clone());
+        async move { Storage::open(&url)?.beat(&job.name, job.id, sign).await }
+    };
+    // If the store fails for long, another job may take this one for over, and saves fail as well.
+    futures_util::future::join_all(places.map(beat)).await.into_iter().collect()
 }
