@@ -86,7 +86,7 @@ impl Cluster {
         let failure = site.context.failure.clone();
         let jobs = JobLimits { timeout: None, number: MAX_JOBS };
         let order = Shutdown::at_once(shutdown.clone());
-        let parts = roles::coordinator(&site, Leadership::alone(), jobs, &order);
+        let parts = roles::coordinator(&site, Leadership::alone()?, jobs, &order);
         let mut tasks = JoinSet::new();
         tasks.spawn(site.run(parts, order.clone()));
         let memory = crate::memory::available().map(|all| Size(all / shards.max(1) as u64));

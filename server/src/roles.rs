@@ -19,7 +19,7 @@ use crate::{
     admin::{self, Admin},
     backend::{Backend, devices::Devices},
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
-    coordinator::{Coordinator, JobLimits, leadership::Leadership},
+    coordinator::{Coordinator, JobLimits, Place, leadership::Leadership},
     failure::Failure,
     serve::{Context, Error, bind, serve},
     shard::Shard,
@@ -110,9 +110,10 @@ async fn serve_role(
                 AdminSite::bind(config.admin_listen, "coordinator", site.address, &site.context)
                     .await?;
             announce(json, "coordinator", site.address, admin.as_ref());
-            let leadership = Leadership::alone();
-            let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
-            with_admin(site.run(parts, shutdown), admin).await?;
+            let leadership = Leadership::alone()?;
+            let parts = coordinator(&site, leadership.clone(), config.job_limits(), &shutdown);
+            let serving = until_replaced(&leadership, site.run(parts, shutdown));
+            with_admin(serving, admin).await?;
         }
         Role::Shard(config) => {
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
@@ -138,8 +139,8 @@ async fn serve_role(
                 &shard_site.context,
             )
             .await?;
-            let leadership = Leadership::alone();
-            let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
+            let leadership = Leadership::alone()?;
+            let parts = coordinator(&site, leadership.clone(), config.job_limits(), &shutdown);
             let dial = dial_self(site.address).into();
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
@@ -151,10 +152,24 @@ async fn serve_role(
                 )?;
                 Ok(())
             };
-            with_admin(serving, admin).await?;
+            with_admin(until_replaced(&leadership, serving), admin).await?;
         }
     }
     Ok(())
+}
+
+/// Serves until another coordinator has replaced this one, which has no election.
+///
+/// # Errors
+/// [`Error::Replaced`], and those of `serving`.
+async fn until_replaced(
+    leadership: &Leadership,
+    serving: impl Future<Output = Result<(), Error>>,
+) -> Result<(), Error> {
+    tokio::select! {
+        served = serving => served,
+        () = leadership.replaced() => Err(Error::Replaced),
+    }
 }
 
 /// The coordinator's parts.
@@ -164,8 +179,8 @@ pub(crate) fn coordinator(
     jobs: JobLimits,
     shutdown: &Shutdown,
 ) -> Parts {
-    let is_first = site.has_new_address;
-    let coordinator = Coordinator::new(site.context.clone(), leadership, is_first, jobs);
+    let place = Place { address: site.address, is_new: site.has_new_address };
+    let coordinator = Coordinator::new(site.context.clone(), leadership, place, jobs);
     let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
     Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
 }

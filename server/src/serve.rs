@@ -65,6 +65,12 @@ pub enum Error {
     /// A shard server has no coordinator address.
     #[error("a shard server needs the address of its coordinator; set --coordinator HOST:PORT")]
     NoCoordinator,
+    /// A coordinator without an election has a successor.
+    #[error(
+        "another coordinator leads the shard servers of this one, which therefore exits; stop one of \
+         them, or give both --election, so that one is the standby of the other"
+    )]
+    Replaced,
     /// A part of the process ended unexpectedly.
     #[error("a server ended unexpectedly: {0}")]
     Ended(String),

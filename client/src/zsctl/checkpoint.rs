@@ -89,6 +89,14 @@ pub(crate) enum Command {
         #[command(flatten)]
         place: Place,
     },
+    /// State that the job that owns the checkpoints of a name is over, so that another job of this
+    /// name can write there
+    Release {
+        /// Name of the job
+        job: String,
+        #[command(flatten)]
+        place: Place,
+    },
     /// Write the model of a checkpoint to a new directory, as Hugging Face tools read it
     Export {
         /// Name of the job
@@ -114,6 +122,7 @@ pub(crate) async fn offline(command: &Command, json: bool) -> Option<Result<()>>
         Command::Show { job, version, place } => show(job, *version, place, json).await,
         Command::Verify { job, version, place } => verify(job, *version, place, json).await,
         Command::Rm { job, version, place } => remove(job, *version, place, json).await,
+        Command::Release { job, place } => release(job, place, json).await,
         Command::Export { job, version, to, file_bytes, place } => {
             let export = Export { directory: to, file_bytes: *file_bytes };
             export_model(job, *version, &export, place, json).await
@@ -283,10 +292,36 @@ async fn verify(job: &str, version: Option<u64>, place: &Place, json: bool) -> R
 }
 
 async fn remove(job: &str, version: u64, place: &Place, json: bool) -> Result<()> {
-    existing(&place.url)?.remove(job, version).await?;
+    let storage = existing(&place.url)?;
+    storage.remove(job, version).await?;
+    if storage.versions(job).await?.is_empty() {
+        end_claim(&storage, job).await?;
+    }
     let event = json!({"event": "removed", "job": job, "version": version});
     print(json, &event, &format!("the checkpoint of version {version} of job {job:?} is removed"));
     Ok(())
+}
+
+async fn release(job: &str, place: &Place, json: bool) -> Result<()> {
+    let storage = Storage::open(&place.url)?;
+    let Some(owner) = end_claim(&storage, job).await? else {
+        let (url, job) = (place.url.clone(), job.to_owned());
+        return Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() });
+    };
+    let event = json!({"event": "released", "job": job, "owner": format!("{owner:016x}")});
+    let text = format!(
+        "another job {job:?} can write to {} now; the owner was the job with id {owner:016x}",
+        place.url
+    );
+    print(json, &event, &text);
+    Ok(())
+}
+
+/// States that the owner of the checkpoints of a name is over. Returns its id, if there is one.
+async fn end_claim(storage: &Storage, job: &str) -> Result<Option<u64>> {
+    let Some(owner) = storage.owner(job).await? else { return Ok(None) };
+    storage.end_claim(job, owner.job_id()).await?;
+    Ok(Some(owner.job_id()))
 }
 
 async fn export_model(

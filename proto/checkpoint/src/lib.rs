@@ -3,6 +3,7 @@
 //! ```text
 //! <url>/<job>/<version, 20 digits>/manifest.json
 //!                                  <save>-<server>-<number>.safetensors
+//!            /claims/...
 //! ```
 //!
 //! Servers write files of slices in parallel; the manifest is written last, and only if there is
@@ -11,8 +12,9 @@
 //!
 //! The slices of a job follow from its tensors alone, so a checkpoint can be read by any number of
 //! servers. `format` knows the keys of a slice, `manifest` the index of all files, `storage` where
-//! they are; `writer` and `reader` transfer slices.
+//! they are, and `claims` which job they belong to; `writer` and `reader` transfer slices.
 
+mod claims;
 pub mod direct;
 mod export;
 mod file;
@@ -27,6 +29,7 @@ mod user_data;
 mod verify;
 mod writer;
 
+pub use claims::{BEAT, Claim, Claimant, Start};
 pub use export::{Export, exported_bytes};
 pub use format::Part;
 pub use manifest::Manifest;

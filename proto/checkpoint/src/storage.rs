@@ -88,7 +88,7 @@ impl Storage {
 
     /// The versions of all saves, complete or not, ascending.
     async fn all_versions(&self, job: &str) -> Result<BTreeSet<u64>> {
-        let names = self.children(&self.prefix.clone().join(job)).await?;
+        let names = self.children(&self.job_directory(job)).await?;
         Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
     }
 
@@ -174,25 +174,28 @@ impl Storage {
     }
 
     /// Keeps the newest `keep` complete checkpoints of a job, or all of them if it is 0. Removes
-    /// older ones, and what older saves that were given up have left. Returns the versions of the
+    /// the older ones that the job with this id has written, and those of its ancestors that are
+    /// over, and what older saves that were given up have left. Returns the versions of the
     /// complete checkpoints that were removed.
     ///
     /// # Errors
-    /// [`Error::Storage`].
-    pub async fn prune(&self, job: &str, keep: u32) -> Result<Vec<u64>> {
+    /// [`Error::Storage`], also if another job owns the checkpoints;
+    /// [`Error::CheckpointDamaged`].
+    pub async fn prune(&self, job: &str, job_id: u64, keep: u32) -> Result<Vec<u64>> {
+        self.check_owner(job, job_id).await?;
         let complete = self.versions(job).await?;
         let Some(newest) = complete.last() else { return Ok(Vec::new()) };
         let first_kept = match keep {
             0 => 0,
             keep => complete.len().saturating_sub(keep as usize),
         };
-        let kept = &complete[first_kept..];
+        let removed = self.removable(job, job_id, &complete[..first_kept]).await?;
         for version in self.all_versions(job).await?.range(..newest) {
-            if !kept.contains(version) {
+            if removed.contains(version) || !complete.contains(version) {
                 self.remove(job, *version).await?;
             }
         }
-        Ok(complete[..first_kept].to_vec())
+        Ok(removed)
     }
 
     /// Removes the files of a version whose names pass the test.
@@ -248,8 +251,12 @@ impl Storage {
         }
     }
 
+    pub(crate) fn job_directory(&self, job: &str) -> Path {
+        self.prefix.clone().join(job)
+    }
+
     fn directory(&self, job: &str, version: u64) -> Path {
-        self.prefix.clone().join(job).join(format!("{version:020}"))
+        self.job_directory(job).join(format!("{version:020}"))
     }
 
     pub(crate) fn path(&self, job: &str, version: u64, file: &str) -> Path {

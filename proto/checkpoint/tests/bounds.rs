@@ -7,7 +7,7 @@ mod common;
 use std::{fs, sync::Arc};
 
 use bytes::Bytes;
-use common::{JOB, Saved, VERSION};
+use common::{JOB, JOB_ID, Saved, VERSION};
 use zeroshard_checkpoint::{Manifest, Part, Save, Source, Storage, write};
 use zeroshard_proto::{
     AppliedSteps, Error, JobSpec, Manifest as Tensors, Policy, Result, TensorSpec, pb,
@@ -63,7 +63,7 @@ async fn files_of_writers_that_were_killed_are_removed() {
     assert!(of_5.exists() && !of_6.exists());
     saved.storage.verify(&manifest, |_| {}).await.unwrap();
     let (earlier, later) = (unfinished(VERSION - 1, 7), unfinished(VERSION + 1, 8));
-    saved.storage.prune(JOB, 0).await.unwrap();
+    saved.storage.prune(JOB, JOB_ID, 0).await.unwrap();
     assert!(!earlier.exists() && !version(VERSION - 1).exists());
     assert!(later.exists(), "its writer may be alive");
     saved.storage.remove(JOB, VERSION).await.unwrap();

@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use common::{JOB, Saved, VERSION};
+use common::{JOB, JOB_ID, Saved, VERSION};
 use zeroshard_checkpoint::{Export, Manifest, Part, SavedSlice, exported_bytes};
 use zeroshard_proto::{Error, Optimizer};
 
@@ -211,9 +211,9 @@ async fn the_newest_checkpoints_are_kept() {
     }
     saved.files(2, 100).await;
     saved.files(99, 100).await;
-    assert_eq!(saved.storage.prune(JOB, 0).await.unwrap(), [0; 0], "all are kept");
+    assert_eq!(saved.storage.prune(JOB, JOB_ID, 0).await.unwrap(), [0; 0], "all are kept");
     assert_eq!(saved.storage.versions(JOB).await.unwrap(), [1, 3, 5, 12]);
-    assert_eq!(saved.storage.prune(JOB, 2).await.unwrap(), [1, 3]);
+    assert_eq!(saved.storage.prune(JOB, JOB_ID, 2).await.unwrap(), [1, 3]);
     assert_eq!(saved.storage.versions(JOB).await.unwrap(), [5, 12]);
     assert_eq!(saved.paths().len(), 4 + 4 + 3, "the save of version 99 may be in progress");
     saved.storage.remove(JOB, 5).await.unwrap();

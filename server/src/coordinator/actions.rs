@@ -1,14 +1,16 @@
 //! Carries out the actions of the state machine. This module runs under the driver's lock, so no
 //! function waits.
 
-use std::task::Waker;
+use std::{collections::BTreeSet, task::Waker};
 
 use tokio::sync::mpsc::error::TrySendError;
+use zeroshard_checkpoint::{BEAT, Claimant, Start, Storage};
 use zeroshard_proto::Result;
 
 use super::{
+    cluster::Cluster,
     driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
-    events::{Action, Command, Event, Link, Placed, Placing, ServerId},
+    events::{Action, Command, Event, JobRef, Link, Placed, Placing, ServerId},
     history::Severity,
     jobs::Plan,
     save::Completion,
@@ -26,7 +28,12 @@ impl Driver {
                         let _ = call.send(answer);
                     }
                 }
-                Action::Command(server, command) => inner.send(server, command),
+                Action::Command(server, command) => {
+                    if command.decides() {
+                        self.leadership.lead();
+                    }
+                    inner.send(server, command);
+                }
                 Action::Place(placing) => self.place(placing),
                 Action::Wake(lease) => {
                     if let Some(waker) = inner.members.get_mut(&lease).and_then(|m| m.waker.take())
@@ -72,6 +79,7 @@ impl Driver {
                     let series = inner.series.remove(&job);
                     series.into_iter().for_each(|series| self.metrics.coordinator.forget(series));
                 }
+                Action::EndClaims { job, urls } => self.end_claims(inner, job, urls),
                 Action::Note(note) => {
                     tracing::info!("{note}");
                     inner.journal.add(Severity::Info, note);
@@ -99,11 +107,57 @@ impl Driver {
     }
 
     async fn plan(&self, placing: Placing) -> Result<Placed> {
+        let Placing { job, spec, .. } = &placing;
+        self.claims_ended(&job.name).await;
         let (checkpoint, user_data) = storage::find(&placing).await?;
+        if let Some(policy) = spec.checkpoints.as_ref().filter(|_| !placing.returns) {
+            let start = storage::start(&placing, checkpoint.as_ref(), &policy.url);
+            self.claim(&policy.url, job, start).await?;
+        }
         let Placing { spec, live, zones, rooms, .. } = placing;
         let plan = move || Plan::within(&spec, &live, &zones, &rooms);
         let plan = self.failure.blocking("place a job", plan).await?;
         Ok(Placed { plan, checkpoint, user_data })
+    }
+
+    /// Makes the job the owner of the checkpoints of its name at `url`.
+    ///
+    /// # Errors
+    /// Those of [`Storage::claim`].
+    pub(super) async fn claim(&self, url: &str, job: &JobRef, start: Start) -> Result<()> {
+        let (name, job_id, by) = (job.name.as_str(), job.id, self.name.as_str());
+        let claimant = Claimant { job: name, job_id, by, start };
+        Storage::open(url)?.claim(&claimant).await
+    }
+
+    /// Shows at the places of checkpoints that their jobs live, until it is dropped.
+    pub(super) async fn beat(&self) {
+        loop {
+            tokio::time::sleep(BEAT).await;
+            let Ok(jobs) = self.read(Cluster::claims) else { continue };
+            if let Ok(Err(error)) = tokio::time::timeout(BEAT, storage::beat(jobs)).await {
+                tracing::warn!(%error, "a job could not show that it lives");
+            }
+        }
+    }
+
+    /// States that a job is over, in a task of its own.
+    fn end_claims(&self, inner: &mut Inner, job: JobRef, urls: BTreeSet<String>) {
+        if urls.is_empty() || !self.is_leader() {
+            return;
+        }
+        let name = job.name.clone();
+        let task = self.completions.spawn(storage::end_claims(job, urls));
+        inner.ending.insert(name, task);
+    }
+
+    /// Waits until the last job of this name is stated to be over.
+    async fn claims_ended(&self, job: &str) {
+        let task = self.lock().ending.remove(job);
+        if let Some(task) = task {
+            // The task logs its errors, and then another job cannot claim the checkpoints.
+            let _ = task.await;
+        }
     }
 
     /// Completes a checkpoint in a task of its own.
@@ -118,7 +172,7 @@ impl Driver {
                 let is_complete = outcome.is_ok();
                 driver.tell(Event::Completed { job: job.clone(), save, outcome });
                 if is_complete && driver.is_leader() {
-                    storage::prune(&job.name, &plan).await;
+                    storage::prune(&job, &plan).await;
                 }
             };
             driver.failure.guard("the manifest of a checkpoint", complete).await;

@@ -103,8 +103,8 @@ impl Cluster {
     }
 
     /// Numbers saves differently from coordinators of other terms.
-    pub(crate) fn of_term(self, term: u64) -> Self {
-        Self { saves: term << 20, ..self }
+    pub(crate) fn set_term(&mut self, term: u64) {
+        self.saves = term << 20;
     }
 
     /// Applies `event`, and returns the resulting actions.

@@ -250,6 +250,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
             version: Some(checkpoint.version),
             if_any: false,
         }),
+        restore_job_id: open.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.job_id),
         requested: open.requested.as_deref().map(Into::into),
         leases: open
             .leases

@@ -15,6 +15,7 @@ use std::{
 
 use tokio::{
     sync::{Notify, mpsc, oneshot},
+    task::JoinHandle,
     time::Instant,
 };
 use tokio_util::{
@@ -41,15 +42,26 @@ use crate::{
 /// 1,000 workers that join, leave and join again while the server reads nothing need 3,000.
 pub(crate) const MAX_COMMANDS: usize = 8192;
 
+/// What the process gives a driver.
+#[derive(Debug)]
+pub(crate) struct Host {
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) failure: Failure,
+    /// As in [`Driver`].
+    pub(crate) name: String,
+}
+
 /// Runs one [`Cluster`].
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(super) me: Weak<Self>,
     started: Instant,
     /// Its term is part of every command to a server.
-    leadership: Leadership,
+    pub(super) leadership: Leadership,
     pub(super) metrics: Arc<Metrics>,
     pub(super) failure: Failure,
+    /// The name of the coordinator, which is the same after a restart: its host and port.
+    pub(super) name: String,
     /// The manifests that are being written, and the old checkpoints that are being removed.
     pub(super) completions: TaskTracker,
     inner: Mutex<Inner>,
@@ -70,6 +82,8 @@ pub(super) struct Inner {
     /// The history of each job that has made a step.
     pub(super) histories: BTreeMap<String, History>,
     pub(super) journal: Journal,
+    /// The tasks that state that the last job of a name is over.
+    pub(super) ending: HashMap<String, JoinHandle<()>>,
     last_caller: u64,
     last_stream: u64,
     /// The time at which the timer is set to fire.
@@ -136,12 +150,11 @@ impl Dismissal {
 
 impl Driver {
     pub(crate) fn new(
-        cluster: Cluster,
-        metrics: Arc<Metrics>,
-        failure: Failure,
+        mut cluster: Cluster,
+        Host { metrics, failure, name }: Host,
         leadership: Leadership,
     ) -> Arc<Self> {
-        let cluster = cluster.of_term(leadership.term());
+        cluster.set_term(leadership.term());
         metrics.coordinator.lead();
         let inner = Inner {
             cluster,
@@ -152,6 +165,7 @@ impl Driver {
             series: HashMap::new(),
             histories: BTreeMap::new(),
             journal: Journal::default(),
+            ending: HashMap::new(),
             last_caller: 0,
             last_stream: 0,
             armed: Now::MAX,
@@ -163,13 +177,14 @@ impl Driver {
             leadership,
             metrics,
             failure,
+            name,
             completions: TaskTracker::new(),
             inner: Mutex::new(inner),
             wake: Notify::new(),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().expect("nothing panics while it is held")
     }
 
@@ -238,13 +253,13 @@ impl Driver {
     /// Registers a shard server.
     pub(crate) fn add_server(&self, registration: Registration) -> Result<Control> {
         let Registration { server, about, term: before, held } = registration;
-        let term = self.term();
-        if before > term {
-            // It refuses the commands of this coordinator.
-            return Err(Error::StaleTerm { term, current: before });
-        }
         let mut inner = self.lock();
         self.check_running(&mut inner)?;
+        if before > self.term() {
+            // It refuses the commands of this coordinator.
+            self.pass(before, &mut inner)?;
+        }
+        let term = self.term();
         inner.last_stream += 1;
         let (link, dismissal) =
             (Link { server: server.id, stream: inner.last_stream }, Dismissal::default());
@@ -260,6 +275,23 @@ impl Driver {
             Event::ServerJoined { stream: link.stream, server, about, held, is_new },
         );
         Ok(Control { link, commands, dismissal })
+    }
+
+    /// Takes a term above the one that a server has seen. The other servers register again, and
+    /// learn it.
+    ///
+    /// # Errors
+    /// [`Error::StaleTerm`] if the coordinator has been replaced.
+    fn pass(&self, seen: u64, inner: &mut Inner) -> Result<()> {
+        let term = self.term();
+        if !self.leadership.pass(seen) {
+            return Err(Error::StaleTerm { term, current: seen });
+        }
+        inner.cluster.set_term(self.term());
+        let known = std::mem::take(&mut inner.servers).into_values();
+        known
+            .for_each(|server| server.dismissal.dismiss("the coordinator has taken a higher term"));
+        Ok(())
     }
 
     /// The server is not dialled any more.

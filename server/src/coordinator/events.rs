@@ -3,7 +3,11 @@
 //! The driver draws random numbers (job ids, leases) and the identities of callers and streams, and
 //! passes them inside the events, so that the state machine is a pure function.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use bytes::Bytes;
 use zeroshard_proto::{
@@ -369,6 +373,8 @@ pub(crate) struct Placing {
     pub(crate) rooms: Rooms,
     /// The checkpoint from which the job starts, if it does.
     pub(crate) restore: Option<Arc<Restore>>,
+    /// Whether the job was open, and returns to its own latest checkpoint.
+    pub(crate) returns: bool,
 }
 
 /// The placement of a job, and the checkpoint from which it starts.
@@ -386,6 +392,8 @@ pub(crate) struct Checkpoint {
     pub(crate) url: String,
     /// The name of the job that was saved.
     pub(crate) job: String,
+    /// Its id.
+    pub(crate) job_id: u64,
     pub(crate) version: u64,
 }
 
@@ -429,6 +437,32 @@ pub(crate) enum Command {
     Confirm { number: u64 },
     /// The server may stop, because none of its jobs is being saved.
     Release,
+}
+
+impl Command {
+    /// Whether the command changes a job, so that its coordinator has led.
+    pub(super) fn decides(&self) -> bool {
+        match self {
+            Self::Welcome
+            | Self::Cordon { .. }
+            | Self::CancelSave { .. }
+            | Self::Confirm { .. }
+            | Self::Release => false,
+            Self::Open(_)
+            | Self::Close(_)
+            | Self::Publish { .. }
+            | Self::Grant { .. }
+            | Self::NewEpoch { .. }
+            | Self::NewAttempt { .. }
+            | Self::RankDone { .. }
+            | Self::RankRests { .. }
+            | Self::Decide { .. }
+            | Self::NewPlacement { .. }
+            | Self::Copy { .. }
+            | Self::ServeVersion { .. }
+            | Self::Write { .. } => true,
+        }
+    }
 }
 
 /// A job that a server is to open. The spec and the placement are shared, because they may be
@@ -495,6 +529,8 @@ pub(crate) enum Action {
     Tick(Now),
     /// Release the resources of a deleted job.
     Forgotten { job: String },
+    /// State that a job is over at the places of its checkpoints.
+    EndClaims { job: JobRef, urls: BTreeSet<String> },
     /// Log this text as an event of normal operation.
     Note(String),
     /// Log this text as an event of this severity.

@@ -183,7 +183,8 @@ impl Cluster {
         let (job, spec) = (JobRef { name: name.to_owned(), id: *id }, spec.clone());
         let rooms = if is_new { self.rooms() } else { Rooms::default() };
         let zones = self.zones.clone();
-        out.push(Action::Place(Placing { job, spec, live, zones, rooms, restore }));
+        let returns = !is_new;
+        out.push(Action::Place(Placing { job, spec, live, zones, rooms, restore, returns }));
     }
 
     /// Waiting -> Opening.
@@ -257,7 +258,7 @@ impl Cluster {
         {
             job.epoch = epoch;
             let (creators, interrupted) = (std::mem::take(creators), interrupted.take());
-            let restored = checkpoint.map(|of| (of.version, user_data));
+            let restored = checkpoint.map(|of| (of, user_data));
             job.phase = Phase::Opening { plan, restored, pending, creators, interrupted };
         }
         self.open_if_all_are(name, now, out);
@@ -299,8 +300,8 @@ impl Cluster {
         out.extend(std::mem::take(creators).into_iter().map(created));
         let replicas = Replicas::new(&job.spec, &plan.placement);
         let mut open = Open::new(plan.clone(), replicas);
-        if let Some((version, user_data)) = restored.take() {
-            open.restored(version, user_data);
+        if let Some((checkpoint, user_data)) = restored.take() {
+            open.restored(checkpoint, user_data);
         }
         let interrupted = interrupted.take();
         job.phase = Phase::Open(Box::new(open));
@@ -467,6 +468,7 @@ impl Cluster {
     /// Any phase -> gone.
     pub(super) fn remove(&mut self, name: &str, reason: &str, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.remove(name) else { return };
+        out.push(job.end_claims());
         let error = Error::JobFailed { job: name.to_owned(), reason: reason.to_owned() };
         self.dissolve(name, job.id, job.phase, &error, out);
         out.push(Action::Forgotten { job: name.to_owned() });

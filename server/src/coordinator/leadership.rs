@@ -1,33 +1,67 @@
 //! The right of a coordinator to decide: a term, and the time until which it lasts.
+//!
+//! Terms do not depend on clocks. A coordinator of an election has the term of its revision. One
+//! without an election takes a term above all that its servers have seen, until it has led; a
+//! higher term afterwards is that of a coordinator that has replaced it.
 
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
     },
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
-/// Terms of elected coordinators begin here, far above the time in milliseconds, so that servers
-/// accept the first elected coordinator after one without an election.
+use tokio_util::sync::CancellationToken;
+use zeroshard_proto::Result;
+
+use crate::identity;
+
+/// Terms of elected coordinators begin here, far above those of a coordinator without an election,
+/// so that servers accept the first elected coordinator after it.
 const ELECTED: u64 = 1 << 48;
 
-/// A term, and the time until which its coordinator may decide. Clones share the time.
+/// The low bits of the term of a coordinator without an election are random: two of them that have
+/// met different servers never have the same term.
+const RANDOM: u32 = 24;
+
+/// A term, and the time until which its coordinator may decide. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Leadership {
-    term: u64,
+    term: Arc<AtomicU64>,
+    /// How the coordinator takes a higher term; `None` if it was elected.
+    alone: Option<Arc<Alone>>,
     origin: Instant,
     /// In milliseconds since `origin`.
     until: Arc<AtomicU64>,
 }
 
+/// A coordinator without an election.
+#[derive(Debug)]
+struct Alone {
+    /// The low bits of its terms.
+    random: u64,
+    /// Whether it has sent a command that depends on its decisions.
+    has_led: AtomicBool,
+    /// Cancelled when another coordinator has replaced it.
+    replaced: CancellationToken,
+}
+
 impl Leadership {
-    /// The leadership of the only coordinator of a cluster: it does not end. Its term is the time
-    /// in milliseconds since the Unix epoch.
-    pub fn alone() -> Self {
-        let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
-        let until = Arc::new(AtomicU64::new(u64::MAX));
-        Self { term: millis(since_epoch), origin: Instant::now(), until }
+    /// The leadership of the only coordinator of a cluster: it lasts until a server has a later
+    /// coordinator.
+    ///
+    /// # Errors
+    /// [`Error::Internal`](zeroshard_proto::Error::Internal) if the system has no random numbers.
+    pub fn alone() -> Result<Self> {
+        let random = identity::random()? & ((1 << RANDOM) - 1);
+        let (has_led, replaced) = (AtomicBool::new(false), CancellationToken::new());
+        Ok(Self {
+            term: Arc::new(AtomicU64::new(above(0, random))),
+            alone: Some(Arc::new(Alone { random, has_led, replaced })),
+            origin: Instant::now(),
+            until: Arc::new(AtomicU64::new(u64::MAX)),
+        })
     }
 
     /// The leadership of a coordinator that was elected at `revision`, which is higher than that
@@ -35,7 +69,35 @@ impl Leadership {
     pub fn elected(revision: u64, until: Instant) -> Self {
         let origin = Instant::now();
         let until = Arc::new(AtomicU64::new(millis(until - origin)));
-        Self { term: ELECTED + revision, origin, until }
+        Self { term: Arc::new(AtomicU64::new(ELECTED + revision)), alone: None, origin, until }
+    }
+
+    /// The coordinator sends a command that depends on its decisions.
+    pub(crate) fn lead(&self) {
+        if let Some(alone) = &self.alone {
+            alone.has_led.store(true, SeqCst);
+        }
+    }
+
+    /// A server has seen the term `seen`, which is higher. Returns whether the coordinator has a
+    /// higher one now; otherwise `seen` is that of its replacement.
+    pub(crate) fn pass(&self, seen: u64) -> bool {
+        let Some(alone) = &self.alone else { return false };
+        if alone.has_led.load(SeqCst) || seen >= ELECTED {
+            self.end();
+            alone.replaced.cancel();
+            return false;
+        }
+        self.term.store(above(seen, alone.random), SeqCst);
+        true
+    }
+
+    /// Completes when a coordinator without an election has been replaced.
+    pub(crate) async fn replaced(&self) {
+        match &self.alone {
+            Some(alone) => alone.replaced.cancelled().await,
+            None => std::future::pending().await,
+        }
     }
 
     /// The leadership lasts until `until`. Returns `false` if it has ended before.
@@ -54,13 +116,18 @@ impl Leadership {
 
     /// The term: a number that is higher than that of each earlier coordinator.
     pub fn term(&self) -> u64 {
-        self.term
+        self.term.load(SeqCst)
     }
 
     /// Whether the coordinator may decide now.
     pub fn is_valid(&self) -> bool {
         millis(self.origin.elapsed()) < self.until.load(SeqCst)
     }
+}
+
+/// The lowest term above `seen` with these low bits, of a coordinator without an election.
+fn above(seen: u64, random: u64) -> u64 {
+    (((seen >> RANDOM) + 1) << RANDOM) | random
 }
 
 fn millis(duration: Duration) -> u64 {
@@ -74,7 +141,35 @@ mod tests {
     #[test]
     fn an_elected_coordinator_follows_one_without_an_election() {
         let elected = Leadership::elected(1, Instant::now() + Duration::from_secs(1));
-        assert!(elected.term() > Leadership::alone().term());
+        assert!(elected.term() > Leadership::alone().unwrap().term());
+    }
+
+    #[test]
+    fn a_coordinator_without_an_election_takes_the_next_term_until_it_has_led() {
+        let (first, second) = (Leadership::alone().unwrap(), Leadership::alone().unwrap());
+        // Before terms were numbered, they were the time in milliseconds.
+        for seen in [first.term(), 1_800_000_000_000] {
+            assert!(second.pass(seen));
+            assert!(second.term() > seen);
+        }
+        first.lead();
+        assert!(first.is_valid());
+        assert!(!first.pass(second.term()), "it was replaced");
+        assert!(!first.is_valid());
+        assert!(second.is_valid());
+    }
+
+    #[test]
+    fn two_coordinators_without_an_election_that_have_seen_the_same_term_have_different_ones() {
+        assert_ne!(above(7 << RANDOM, 3), above(7 << RANDOM, 4));
+        let alone = || Leadership::alone().unwrap().term();
+        assert_ne!(alone(), alone());
+    }
+
+    #[test]
+    fn a_coordinator_without_an_election_does_not_replace_an_elected_one() {
+        let elected = Leadership::elected(1, Instant::now() + Duration::from_secs(1));
+        assert!(!Leadership::alone().unwrap().pass(elected.term()));
     }
 
     #[test]

@@ -64,14 +64,14 @@ mod traces;
 mod urls;
 pub(crate) mod user_data;
 
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use tonic::service::Routes;
 use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 
 use crate::{serve::Context, shutdown::Shutdown};
 use cluster::Cluster;
-use driver::Driver;
+use driver::{Driver, Host};
 use leadership::Leadership;
 use recovery::RECOVERY;
 use requests::Waits;
@@ -87,6 +87,24 @@ pub struct JobLimits {
     pub number: usize,
 }
 
+/// Where a coordinator serves.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    /// Its address.
+    pub address: SocketAddr,
+    /// Whether no other coordinator has used the address, so that no server has jobs.
+    pub is_new: bool,
+}
+
+impl Place {
+    /// The host and the port.
+    fn name(&self) -> String {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let (host, port) = (host.trim(), self.address.port());
+        if host.is_empty() { self.address.to_string() } else { format!("{host}:{port}") }
+    }
+}
+
 /// The coordinator role: [`Self::routes`] are its services, and [`Self::run`] runs beside them.
 #[derive(Debug)]
 pub struct Coordinator {
@@ -95,13 +113,13 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator without servers and jobs. `is_first`: no other coordinator has used its
-    /// address, so no server has jobs.
-    pub fn new(context: Context, leadership: Leadership, is_first: bool, jobs: JobLimits) -> Self {
-        let cluster = if is_first { Cluster::default() } else { Cluster::starting() };
+    /// A coordinator without servers and jobs.
+    pub fn new(context: Context, leadership: Leadership, place: Place, jobs: JobLimits) -> Self {
+        let cluster = if place.is_new { Cluster::default() } else { Cluster::starting() };
         let cluster = cluster.with_limits(jobs);
         let (metrics, failure) = (context.metrics.clone(), context.failure.clone());
-        let driver = Driver::new(cluster, metrics, failure, leadership);
+        let name = place.name();
+        let driver = Driver::new(cluster, Host { metrics, failure, name }, leadership);
         let shown = Arc::downgrade(&driver);
         context.sources.cluster.set(move || shown.upgrade()?.overview());
         Self { context, driver }
@@ -123,7 +141,10 @@ impl Coordinator {
     /// When the process is asked to stop, jobs are saved first.
     pub async fn run(&self, shutdown: Shutdown) {
         self.context.health.set_ready(true).await;
-        self.driver.run(&shutdown, self.context.common.drain()).await;
+        tokio::select! {
+            () = self.driver.run(&shutdown, self.context.common.drain()) => {}
+            () = self.driver.beat() => {}
+        }
         self.context.health.set_ready(false).await;
     }
 }

@@ -19,7 +19,7 @@ use zeroshard_proto::{Error, Restore, RestoreVersion};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Command, JobRef, Lease, Now, ServerId, Waiter},
+    events::{Action, Checkpoint, Command, JobRef, Lease, Now, ServerId, Waiter},
     feed::Peers,
     held::Ranks,
     history::Severity,
@@ -411,9 +411,10 @@ impl Cluster {
 
 impl Open {
     /// The job is at the version of a checkpoint, with all of its parameters.
-    pub(super) fn restored(&mut self, version: u64, user_data: UserData) {
-        self.version = Some(version);
+    pub(super) fn restored(&mut self, checkpoint: Checkpoint, user_data: UserData) {
+        self.version = Some(checkpoint.version);
         self.saves.user_data = user_data;
+        self.saves.origin = Some(checkpoint);
         self.uninitialised.clear();
     }
 

@@ -12,11 +12,12 @@ use std::{
 };
 
 use bytes::Bytes;
+use zeroshard_checkpoint::Start;
 use zeroshard_proto::{Error, JobSpec, Result};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Caller, Command, JobRef, Now, Reply, ServerId, Waiter},
+    events::{Action, Caller, Checkpoint, Command, JobRef, Now, Reply, ServerId, Waiter},
     history::Severity,
     responses::Files,
     state::{Job, Phase},
@@ -54,6 +55,8 @@ pub(crate) struct Saves {
     /// The number of saves that have failed since, and the error of the last one.
     pub(super) failures: u32,
     pub(super) failure: Option<String>,
+    /// The checkpoint from which the job has started or to which it has returned.
+    pub(super) origin: Option<Checkpoint>,
     /// When the last save began; before the first one, when the first step was decided.
     began: Option<Now>,
     /// When an unused job is saved again, after a save has failed.
@@ -185,7 +188,54 @@ impl Saves {
     }
 }
 
+impl Job {
+    /// States that the job is over where it has claimed the checkpoints of its name.
+    pub(super) fn end_claims(&self) -> Action {
+        Action::EndClaims { job: self.named(), urls: self.claimed() }
+    }
+
+    fn named(&self) -> JobRef {
+        JobRef { name: self.spec.name.clone(), id: self.id }
+    }
+
+    /// The places at which the job has claimed the checkpoints of its name.
+    fn claimed(&self) -> BTreeSet<String> {
+        let mut urls = BTreeSet::new();
+        urls.extend(self.spec.checkpoints.as_ref().map(|policy| policy.url.clone()));
+        if let Phase::Open(open) = &self.phase {
+            urls.extend(open.saves.last.as_ref().map(|(_, url)| url.clone()));
+        }
+        urls
+    }
+}
+
 impl Cluster {
+    /// The jobs that have claimed the checkpoints of their names and have not failed, with the
+    /// places.
+    pub(super) fn claims(&self) -> Vec<(JobRef, BTreeSet<String>)> {
+        let lives = |job: &&Job| match &job.phase {
+            Phase::Waiting { interrupted, .. } => interrupted.is_some(),
+            Phase::Failed { .. } => false,
+            Phase::Opening { .. } | Phase::Open(_) | Phase::Recovering(_) => true,
+        };
+        self.jobs.values().filter(lives).map(|job| (job.named(), job.claimed())).collect()
+    }
+
+    /// The place where an open job is saved on request, the job, and how it began, for its claim;
+    /// `None` if the request fails for another reason.
+    pub(super) fn saved_at(&self, save: &Save) -> Option<(String, JobRef, Start)> {
+        let job = self.jobs.get(&save.job.name)?;
+        let Phase::Open(open) = &job.phase else { return None };
+        let policy = job.spec.checkpoints.as_ref().map(|policy| &policy.url);
+        let url = save.url.as_ref().or(policy)?;
+        let is_here = |of: &&Checkpoint| of.url == *url && of.job == save.job.name;
+        let start = match open.saves.origin.as_ref().filter(is_here) {
+            Some(of) => Start::From(of.job_id, of.version),
+            None => Start::Anew,
+        };
+        Some((url.clone(), JobRef { name: save.job.name.clone(), id: job.id }, start))
+    }
+
     /// A client has asked for a checkpoint of the current version.
     pub(super) fn save(&mut self, caller: Caller, save: Save, now: Now, out: &mut Vec<Action>) {
         if let Err(error) = self.try_save(caller, save, now, out) {

@@ -164,6 +164,9 @@ impl coordinator_service_server::CoordinatorService for Service {
         Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
         self.urls.check(&request.get_ref().url)?;
         let save = self.waits.save(request)?;
+        if let Some((url, job, start)) = self.driver.read(|cluster| cluster.saved_at(&save))? {
+            self.driver.claim(&url, &job, start).await?;
+        }
         match self.driver.call(|caller| Event::Save { caller, save }).await? {
             Reply::Saved(Saved { version, bytes }) => {
                 Ok(Response::new(pb::SaveCheckpointResponse { version, bytes }))

@@ -13,7 +13,7 @@ use super::{
     commit::Round,
     compare::Comparison,
     decisions::Decided,
-    events::{Action, Command, Lease, Now, ServerId, Turn, Waiter},
+    events::{Action, Checkpoint, Command, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
     figures::Lateness,
     held::Age,
@@ -84,8 +84,8 @@ pub(crate) enum Phase {
     /// The servers of the job allocate memory.
     Opening {
         plan: Plan,
-        /// The version of the checkpoint that the servers read, and the data of the ranks in it.
-        restored: Option<(u64, UserData)>,
+        /// The checkpoint that the servers read, and the data of the ranks in it.
+        restored: Option<(Checkpoint, UserData)>,
         pending: BTreeSet<ServerId>,
         creators: Vec<Waiter>,
         /// As in `Waiting`.

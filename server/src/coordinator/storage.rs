@@ -1,15 +1,18 @@
 //! The coordinator's part of a checkpoint in its storage: the data of the ranks, the manifest, and
 //! the removal of old checkpoints.
 
+use std::collections::BTreeSet;
+
 use futures_util::{StreamExt, TryStreamExt, stream};
-use zeroshard_checkpoint::{Manifest, Storage};
+use zeroshard_checkpoint::{Manifest, Start, Storage};
 use zeroshard_proto::{Error, JobSpec, Restore, RestoreVersion, Result};
 
 use super::{
-    events::{Checkpoint, Placing},
+    events::{Checkpoint, JobRef, Placing},
     save::{Completion, SavePlan},
     user_data::UserData,
 };
+use crate::identity;
 
 /// The number of ranks whose data is read at the same time.
 const READS: usize = 16;
@@ -25,28 +28,45 @@ type Found = (Option<Checkpoint>, UserData);
 /// [`Error::CheckpointDamaged`].
 pub(super) async fn find(placing: &Placing) -> Result<Found> {
     let found = match &placing.restore {
-        Some(restore) => look_up(restore, &placing.spec).await?,
+        Some(restore) => look_up(restore, placing).await?,
         None => Found::default(),
     };
-    check_own(&placing.spec, found.0.as_ref()).await?;
+    if !placing.returns {
+        check_own(&placing.spec, found.0.as_ref()).await?;
+    }
     Ok(found)
 }
 
-async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Found> {
+/// How a job whose own checkpoints are at `url` begins, for its claim.
+pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) -> Start {
+    match found.filter(|of| of.url == *url && of.job == placing.spec.name) {
+        Some(found) => Start::From(found.job_id, found.version),
+        None => Start::Anew,
+    }
+}
+
+async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
     let Restore { url, job, version } = restore;
-    let storage = Storage::open(url)?;
-    let version = match version {
-        RestoreVersion::Exactly(version) => *version,
-        latest => match (storage.versions(job).await?.last(), latest) {
-            (Some(version), _) => *version,
-            (None, RestoreVersion::LatestIfAny) => return Ok(Found::default()),
-            (None, _) => {
-                let (url, job) = (url.clone(), job.clone());
-                return Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() });
-            }
-        },
+    let (storage, spec) = (Storage::open(url)?, &placing.spec);
+    let found = match version {
+        RestoreVersion::Exactly(version) => Some(storage.manifest(job, *version).await?),
+        _ if placing.returns => {
+            let claim = storage.claim_of(job, placing.job.id).await?;
+            storage.latest(job, &claim).await?
+        }
+        _ => latest(&storage, job).await?,
     };
-    let manifest = storage.manifest(job, version).await?;
+    let Some(manifest) = found else {
+        if *version == RestoreVersion::LatestIfAny {
+            return Ok(Found::default());
+        }
+        let version = match placing.returns {
+            true => format!("any version that is its own (id {:016x})", placing.job.id),
+            false => "any version".to_owned(),
+        };
+        return Err(Error::NoCheckpoint { url: url.clone(), job: job.clone(), version });
+    };
+    let version = manifest.version();
     if let Some(difference) = manifest.difference(spec) {
         let what = format!("spec of job {:?}", spec.name);
         let expected = format!("the model and optimizer of version {version} of job {job:?}");
@@ -60,16 +80,28 @@ async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Found> {
     let ranks = stream::iter(manifest.ranks()).map(read).buffer_unordered(READS);
     let ranks = ranks.try_filter_map(async |found| Ok(found)).try_collect().await?;
     let user_data = UserData::restored(ranks, manifest.lost_ranks());
-    Ok((Some(Checkpoint { url: url.clone(), job: job.clone(), version }), user_data))
+    let (url, job, job_id) = (url.clone(), job.clone(), manifest.job_id());
+    Ok((Some(Checkpoint { url, job, job_id, version }), user_data))
+}
+
+/// The latest checkpoint of a name, of the job that owns them and its ancestors.
+async fn latest(storage: &Storage, job: &str) -> Result<Option<Manifest>> {
+    if let Some(owner) = storage.owner(job).await? {
+        return storage.latest(job, &owner).await;
+    }
+    match storage.versions(job).await?.pop() {
+        Some(version) => storage.manifest(job, version).await.map(Some),
+        None => Ok(None),
+    }
 }
 
 /// Checks that the place of a job's own checkpoints has none that the job does not continue: after
 /// the loss of a server it would be restored from one of them.
 async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<()> {
     let Some(policy) = &spec.checkpoints else { return Ok(()) };
-    let Some(latest) = Storage::open(&policy.url)?.versions(&spec.name).await?.pop() else {
-        return Ok(());
-    };
+    let storage = Storage::open(&policy.url)?;
+    let Some(latest) = latest(&storage, &spec.name).await? else { return Ok(()) };
+    let latest = latest.version();
     let own = found.filter(|found| found.url == policy.url && found.job == spec.name);
     if own.is_some_and(|own| own.version == latest) {
         return Ok(());
@@ -107,24 +139,26 @@ pub(super) async fn complete(
     }
     let manifest = Manifest::new(&spec, job.id, version, save, files)?.without_data_of(lost_ranks);
     check_leader()?;
+    storage.check_owner(&job.name, job.id).await?;
     if !storage.commit(&manifest).await? {
         storage.discard(&job.name, version, save).await?;
         // A job has one state at a version, so its earlier checkpoint is as good, and so is that of
         // an earlier job from which this one was restored and has made no step since.
         let existing = storage.manifest(&job.name, version).await?;
-        if existing.job_id() == job.id || existing.has_state_of(&manifest) {
+        let is_ancestor = storage.claim_of(&job.name, job.id).await?.admits(&existing);
+        if existing.job_id() == job.id || is_ancestor && existing.has_state_of(&manifest) {
             return Ok(existing.bytes());
         }
         let cause =
-            format!("another version {version}, of an earlier job of this name, is saved there");
+            format!("another version {version}, of another job of this name, is saved there");
         return Err(Error::Storage { action: "write".to_owned(), url, cause });
     }
     Ok(manifest.bytes())
 }
 
 /// Removes old checkpoints after one is complete. A failure does not matter for that one.
-pub(super) async fn prune(job: &str, plan: &SavePlan) {
-    let removed = async { Storage::open(&plan.url)?.prune(job, plan.keep).await };
+pub(super) async fn prune(JobRef { name: job, id }: &JobRef, plan: &SavePlan) {
+    let removed = async { Storage::open(&plan.url)?.prune(job, *id, plan.keep).await };
     match removed.await {
         Ok(removed) if !removed.is_empty() => {
             tracing::info!(job, ?removed, "old checkpoints are removed");
@@ -132,4 +166,26 @@ pub(super) async fn prune(job: &str, plan: &SavePlan) {
         Ok(_) => {}
         Err(error) => tracing::warn!(job, %error, "old checkpoints could not be removed"),
     }
+}
+
+/// States that a job is over, where it has claimed the checkpoints of its name.
+pub(super) async fn end_claims(JobRef { name, id }: JobRef, urls: BTreeSet<String>) {
+    for url in urls {
+        let ended = async { Storage::open(&url)?.end_claim(&name, id).await };
+        if let Err(error) = ended.await {
+            tracing::warn!(job = name, url, %error, "the claim of a job could not be ended");
+        }
+    }
+}
+
+/// Shows that jobs live, at the places of their checkpoints.
+pub(super) async fn beat(jobs: Vec<(JobRef, BTreeSet<String>)>) -> Result<()> {
+    let sign = identity::random()?;
+    let places = jobs.iter().flat_map(|(job, urls)| urls.iter().map(move |url| (job, url)));
+    let beat = |(job, url): (&JobRef, &String)| {
+        let (job, url) = (job.clone(), url.clone());
+        async move { Storage::open(&url)?.beat(&job.name, job.id, sign).await }
+    };
+    // If the store fails for long, another job may take this one for over, and saves fail as well.
+    futures_util::future::join_all(places.map(beat)).await.into_iter().collect()
 }

@@ -159,6 +159,7 @@ impl Cluster {
     pub(super) fn abandon(&mut self, name: &str, error: &Error, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.remove(name) else { return };
         out.push(Action::Note(format!("job {name:?} was not created: {error}")));
+        out.push(job.end_claims());
         self.dissolve(name, job.id, job.phase, error, out);
         out.push(Action::Forgotten { job: name.to_owned() });
     }

@@ -131,6 +131,7 @@ impl<B: Backend> Task<B> {
     async fn serve(&mut self, mut open: pb::OpenJob) -> Result<()> {
         let (epoch, succession) = (open.epoch, open.succession.take());
         let (restore, requested) = (open.restore.take(), open.requested.take());
+        let saved = open.restore_job_id;
         let (leases, done, left) = (
             std::mem::take(&mut open.leases),
             std::mem::take(&mut open.done),
@@ -152,7 +153,7 @@ impl<B: Backend> Task<B> {
             job.remember(decision);
         }
         if let Some(checkpoint) = restore {
-            restore::restore(&self.store, &job, checkpoint, returns).await?;
+            restore::restore(&self.store, &job, (checkpoint, saved), returns).await?;
         }
         left.into_iter().for_each(|rank| job.rank_left(rank));
         let absent = {

@@ -13,8 +13,8 @@ use crate::backend::Backend;
 /// hashed and stored; more of them than cores hide the time for which the disk is waited for.
 const READS: usize = 4;
 
-/// Reads the slices of `job`, which no client can reach yet, and publishes the version. `returns`:
-/// ranks are waiting for it.
+/// Reads the slices of `job`, which no client can reach yet, and publishes the version. The
+/// checkpoint comes with the id of the job that has written it. `returns`: ranks are waiting for it.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`], [`Error::CheckpointDamaged`], [`Error::Storage`];
@@ -23,7 +23,7 @@ const READS: usize = 4;
 pub(super) async fn restore<B: Backend>(
     store: &Arc<Store<B>>,
     job: &Arc<Job<B>>,
-    checkpoint: pb::Restore,
+    checkpoint: (pb::Restore, u64),
     returns: bool,
 ) -> Result<()> {
     let restored = job.closed().run_until_cancelled(read(job, checkpoint)).await;
@@ -43,13 +43,21 @@ pub(super) async fn restore<B: Backend>(
 }
 
 /// Reads all slices. Returns the version.
-async fn read<B: Backend>(job: &Arc<Job<B>>, checkpoint: pb::Restore) -> Result<u64> {
+async fn read<B: Backend>(
+    job: &Arc<Job<B>>,
+    (checkpoint, job_id): (pb::Restore, u64),
+) -> Result<u64> {
     let Restore { url, job: name, version } = Restore::try_from(checkpoint)?;
     let RestoreVersion::Exactly(version) = version else {
         return Err(Error::Internal { cause: "a checkpoint without a version".to_owned() });
     };
     let storage = Storage::open(&url)?;
     let manifest = Arc::new(storage.manifest(&name, version).await?);
+    if manifest.job_id() != job_id {
+        // The checkpoint was removed, and another job has written one of the same version.
+        let version = format!("version {version} of the job with id {job_id:016x}");
+        return Err(Error::NoCheckpoint { url, job: name, version });
+    }
     if let Some(difference) = manifest.difference(&job.spec) {
         let cause = format!("version {version} of job {name:?} has another {difference}");
         return Err(Error::Internal { cause });

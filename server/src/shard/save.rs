@@ -129,8 +129,9 @@ async fn run<B: Backend>(
 ) {
     let &pb::WriteCheckpoint { save, version, .. } = request;
     let save = Save { spec: Arc::new(job.spec.clone()), version, save, server };
+    let may_write = taken.and(check_owner(job, request).await);
     let writing =
-        taken.and_then(|()| start_writing(request.url.clone(), save.clone(), snapshot.clone()));
+        may_write.and_then(|()| start_writing(request.url.clone(), save.clone(), snapshot.clone()));
     let written = match writing {
         Ok(mut writing) => {
             let written = tokio::select! {
@@ -163,6 +164,14 @@ async fn run<B: Backend>(
         tracing::warn!(job = job.spec.name, version, %error, "a given up save was not removed");
     }
     report(job, request, written);
+}
+
+/// Checks that no other job has claimed the checkpoints meanwhile.
+///
+/// # Errors
+/// Those of [`Storage::check_owner`].
+async fn check_owner<B: Backend>(job: &Job<B>, request: &pb::WriteCheckpoint) -> Result<()> {
+    Storage::open(&request.url)?.check_owner(&job.spec.name, job.id).await
 }
 
 /// Completes when a save is given up, or its job is closed.

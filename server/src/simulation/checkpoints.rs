@@ -59,9 +59,9 @@ impl Store {
         }
     }
 
-    /// The latest version.
-    pub(super) fn latest(&self) -> Option<u64> {
-        self.complete.keys().next_back().copied()
+    /// The latest version, and the id of its job.
+    pub(super) fn latest(&self) -> Option<(u64, u64)> {
+        self.complete.last_key_value().map(|(&version, &(id, _))| (version, id))
     }
 }
 
@@ -161,8 +161,9 @@ impl World {
     fn find(&self, placing: &Placing) -> Result<(Option<Checkpoint>, BTreeMap<u32, Bytes>)> {
         let Some(restore) = &placing.restore else { return Ok(Default::default()) };
         match (self.store.latest(), restore.version) {
-            (Some(version), _) => {
-                let checkpoint = Checkpoint { url: URL.to_owned(), job: JOB.to_owned(), version };
+            (Some((version, job_id)), _) => {
+                let (url, job) = (URL.to_owned(), JOB.to_owned());
+                let checkpoint = Checkpoint { url, job, job_id, version };
                 Ok((Some(checkpoint), self.user_data(version)))
             }
             (None, RestoreVersion::LatestIfAny) => Ok(Default::default()),

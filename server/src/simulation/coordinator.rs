@@ -80,7 +80,9 @@ impl World {
             return;
         }
         let life = self.coordinator.life + 1;
-        let cluster = Some(Cluster::starting().of_term(life));
+        let mut cluster = Cluster::starting();
+        cluster.set_term(life);
+        let cluster = Some(cluster);
         let started = self.now;
         self.coordinator = Coordinator { cluster, life, ..Coordinator::default() };
         self.coordinator.armed = None;
@@ -275,6 +277,7 @@ impl World {
             | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }
+            | Action::EndClaims { .. }
             | Action::SaveEnded { .. }
             | Action::Redundant { .. }
             | Action::Alarm(..)

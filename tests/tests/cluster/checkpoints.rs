@@ -46,7 +46,7 @@ pub(crate) async fn step_all(jobs: &[Job], step: u64) {
 }
 
 /// Creates a job from a checkpoint of job `of`, and joins all ranks.
-async fn resume(address: &str, spec: &JobSpec, directory: &Path, of: &str) -> Vec<Job> {
+pub(crate) async fn resume(address: &str, spec: &JobSpec, directory: &Path, of: &str) -> Vec<Job> {
     let version = RestoreVersion::Latest;
     let restore = Restore { url: url(directory), job: of.to_owned(), version };
     let mut create = CreateJob::new(spec.clone());

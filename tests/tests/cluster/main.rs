@@ -10,6 +10,7 @@ mod attacks;
 mod attempts;
 mod boxes;
 mod checkpoints;
+mod claims;
 mod command_line;
 mod departures;
 mod dtypes;

@@ -31,7 +31,7 @@ use zeroshard_proto::{
 use zeroshard_server::{
     backend::Cpu,
     config::{self, Common},
-    coordinator::{Coordinator, JobLimits, leadership::Leadership},
+    coordinator::{Coordinator, JobLimits, Place, leadership::Leadership},
     failure::Failure,
     layers::token::TokenLayer,
     serve::Context,
@@ -158,7 +158,8 @@ async fn coordinator(term: u64) -> turmoil::Result {
     let leadership = Leadership::elected(term, Instant::now() + Duration::from_secs(3600));
     let common = context.common.clone();
     let jobs = JobLimits { timeout: None, number: MAX_JOBS };
-    let coordinator = Coordinator::new(context, leadership, false, jobs);
+    let place = Place { address: ([0, 0, 0, 0], 7400).into(), is_new: false };
+    let coordinator = Coordinator::new(context, leadership, place, jobs);
     let routes = coordinator.routes();
     tokio::select! {
         served = serve(routes, &common) => served?,

@@ -17,6 +17,8 @@ use zeroshard_proto::{
 };
 
 pub(crate) const JOB: &str = "runs/a %";
+/// The id of the job.
+pub(crate) const JOB_ID: u64 = 9;
 pub(crate) const VERSION: u64 = 12;
 
 /// Tensors of every kind, under an optimizer whose state has other shapes than the parameters.
@@ -113,7 +115,7 @@ impl Saved {
 
     pub(crate) async fn save(&self, version: u64, save: u64) -> Manifest {
         let files = self.files(version, save).await;
-        let manifest = Manifest::new(&self.content.spec, 9, version, save, files).unwrap();
+        let manifest = Manifest::new(&self.content.spec, JOB_ID, version, save, files).unwrap();
         assert!(self.storage.commit(&manifest).await.unwrap());
         self.storage.manifest(JOB, version).await.unwrap()
     }

@@ -191,6 +191,7 @@ impl Script {
             | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }
+            | Action::EndClaims { .. }
             | Action::SaveEnded { .. }
             | Action::Redundant { .. }
             | Action::Alarm(..)

@@ -21,7 +21,7 @@ pub(super) fn policy(world: u32, every_steps: u64) -> JobSpec {
 }
 
 pub(super) fn found(version: u64) -> Option<Checkpoint> {
-    Some(Checkpoint { url: URL.to_owned(), job: "job".to_owned(), version })
+    Some(Checkpoint { url: URL.to_owned(), job: "job".to_owned(), job_id: 1, version })
 }
 
 impl Script {

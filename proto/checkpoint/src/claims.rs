@@ -1,0 +1,346 @@
+//! Claims: which job may write to the checkpoints of a name, and which ones a job may read.
+//!
+//! ```text
+//! <url>/<job>/claims/<number, 20 digits>.json
+//!                    <id of a job, hexadecimal>.alive, .ended
+//! ```
+//!
+//! A name can be used again: by a job that continues from a checkpoint, or by a job of another
+//! cluster. Each job that writes creates the next claim, which no two jobs can do at once, and the
+//! job of the last claim is the owner. A claim lists the ancestors of its job, each with the
+//! version up to which its checkpoints are those of the new job as well.
+//!
+//! The coordinator of a job writes another number to `.alive` every [`BEAT`]. A job whose file does
+//! not change while another job watches it for [`PATIENCE`] is over, and so is one with the file
+//! `.ended`. No clocks are compared. If a job was taken for over and its file changes later, its
+//! successors do not remove its checkpoints.
+
+use std::time::Duration;
+
+use object_store::{ObjectStoreExt, PutMode, path::Path};
+use serde::{Deserialize, Serialize};
+use zeroshard_proto::{Deadline, Error, Result};
+
+use crate::{Manifest, Storage};
+
+/// The directory of the claims.
+const CLAIMS: &str = "claims";
+/// The end of the name of the file that states that a job is over.
+const ENDED: &str = ".ended";
+/// The end of the name of the file that changes while a job lives.
+const ALIVE: &str = ".alive";
+/// How often that file changes.
+pub const BEAT: Duration = Duration::from_secs(3);
+/// How long a job that is taken for over has not changed it.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The pause between two looks at it.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A job that writes checkpoints.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claimant<'a> {
+    /// The name of the job.
+    pub job: &'a str,
+    /// Its id.
+    pub job_id: u64,
+    /// The coordinator that runs it, for messages: its host and port.
+    pub by: &'a str,
+    /// What the job does with checkpoints of the name that are there already.
+    pub start: Start,
+}
+
+/// How a job begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// Without a checkpoint.
+    Anew,
+    /// From this version of the job with this id, which has the same name.
+    From(u64, u64),
+}
+
+/// A claim.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Claim {
+    job_id: u64,
+    /// The nearest ancestor first.
+    ancestors: Vec<Ancestor>,
+    by: String,
+}
+
+/// A job from whose checkpoint another job has started.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Ancestor {
+    job_id: u64,
+    /// The last version that the new job shares.
+    until: u64,
+    /// Its last sign of life before the new job started; empty: none.
+    alive: String,
+}
+
+/// All claims of a name.
+#[derive(Debug, Default)]
+struct Claims {
+    /// The numbers, ascending.
+    numbers: Vec<u64>,
+    /// The jobs that are over.
+    ended: Vec<u64>,
+}
+
+impl Claim {
+    /// The id of the job.
+    pub fn job_id(&self) -> u64 {
+        self.job_id
+    }
+
+    /// Whether a checkpoint is one of the job, or of an ancestor before the job started from it.
+    pub fn admits(&self, checkpoint: &Manifest) -> bool {
+        let (id, version) = (checkpoint.job_id(), checkpoint.version());
+        id == self.job_id || self.ancestors.iter().any(|of| of.job_id == id && version <= of.until)
+    }
+
+    /// The ancestor that has written a version that [`Self::admits`] admits; `None`: the job.
+    fn writer_of(&self, version: u64) -> Option<&Ancestor> {
+        self.ancestors.iter().rev().find(|of| version <= of.until)
+    }
+
+    /// A claim that only admits the checkpoints of the job itself.
+    fn without_ancestors(job_id: u64) -> Self {
+        Self { job_id, ancestors: Vec::new(), by: String::new() }
+    }
+}
+
+impl Storage {
+    /// Makes the job the owner of the checkpoints of its name.
+    ///
+    /// # Errors
+    /// [`Error::Storage`] that names the owner, if that is another job that is not over, or if
+    /// another job becomes the owner at the same time.
+    pub async fn claim(&self, claimant: &Claimant<'_>) -> Result<()> {
+        let &Claimant { job, job_id, by, start } = claimant;
+        let claims = self.claims(job).await?;
+        let owner = match claims.numbers.last() {
+            Some(&number) => Some(self.read_claim(job, number).await?),
+            None => None,
+        };
+        if let Some(owner) = &owner {
+            if owner.job_id == job_id {
+                return Ok(());
+            }
+            // The names of the jobs of a coordinator are unique.
+            let is_over = owner.by == by || claims.ended.contains(&owner.job_id);
+            if !is_over && self.is_alive(job, owner.job_id).await? {
+                return Err(self.owned_by(job, owner));
+            }
+        }
+        let ancestors = match start {
+            Start::From(id, version) => self.ancestry(job, id, version).await?,
+            Start::Anew => Vec::new(),
+        };
+        let claim = Claim { job_id, ancestors, by: by.to_owned() };
+        let text = serde_json::to_string(&claim)
+            .map_err(|error| Error::Internal { cause: error.to_string() })?;
+        let number = claims.numbers.last().map_or(1, |last| last.saturating_add(1));
+        let path = self.claim_path(job, number);
+        match self.store().put_opts(&path, text.into(), PutMode::Create.into()).await {
+            Ok(_) => Ok(()),
+            Err(object_store::Error::AlreadyExists { .. }) => {
+                let owner = self.read_claim(job, number).await?;
+                if owner.job_id == job_id { Ok(()) } else { Err(self.owned_by(job, &owner)) }
+            }
+            Err(error) => Err(self.failed("write", &path, &error)),
+        }
+    }
+
+    /// Checks that no other job owns the checkpoints of this name.
+    ///
+    /// # Errors
+    /// [`Error::Storage`] that names the owner.
+    pub async fn check_owner(&self, job: &str, job_id: u64) -> Result<()> {
+        match self.owner(job).await? {
+            Some(owner) if owner.job_id != job_id => Err(self.owned_by(job, &owner)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The claim of the job that owns the checkpoints of this name; `None`: no job has claimed them.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn owner(&self, job: &str) -> Result<Option<Claim>> {
+        match self.claims(job).await?.numbers.last() {
+            Some(&number) => self.read_claim(job, number).await.map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// The claim of a job that may have been followed by others. A job without a claim has none of
+    /// its ancestors' checkpoints.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn claim_of(&self, job: &str, job_id: u64) -> Result<Claim> {
+        for number in self.claims(job).await?.numbers.into_iter().rev() {
+            let claim = self.read_claim(job, number).await?;
+            if claim.job_id == job_id {
+                return Ok(claim);
+            }
+        }
+        Ok(Claim::without_ancestors(job_id))
+    }
+
+    /// The latest complete checkpoint that `claim` admits.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn latest(&self, job: &str, claim: &Claim) -> Result<Option<Manifest>> {
+        for version in self.versions(job).await?.into_iter().rev() {
+            let manifest = self.manifest(job, version).await?;
+            if claim.admits(&manifest) {
+                return Ok(Some(manifest));
+            }
+        }
+        Ok(None)
+    }
+
+    /// States that a job is over, if it owns the checkpoints of its name: another job may claim
+    /// them, and its successors may remove them.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn end_claim(&self, job: &str, job_id: u64) -> Result<()> {
+        let claims = self.claims(job).await?;
+        let is_claimed = !self.claim_of(job, job_id).await?.by.is_empty();
+        if !is_claimed || claims.ended.contains(&job_id) {
+            return Ok(());
+        }
+        let path = self.claims_directory(job).join(format!("{job_id:016x}{ENDED}"));
+        match self.store().put(&path, Vec::new().into()).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.failed("write", &path, &error)),
+        }
+    }
+
+    /// Of the oldest complete checkpoints of a job, those that the job may remove: its own, and
+    /// those of ancestors that are over.
+    pub(crate) async fn removable(
+        &self,
+        job: &str,
+        job_id: u64,
+        oldest: &[u64],
+    ) -> Result<Vec<u64>> {
+        let (claim, claims) = (self.claim_of(job, job_id).await?, self.claims(job).await?);
+        let mut removable = Vec::new();
+        for &version in oldest {
+            let ancestor = claim.writer_of(version);
+            let writer = ancestor.map_or(job_id, |of| of.job_id);
+            let is_over = match ancestor {
+                None => true,
+                Some(of) if claims.ended.contains(&of.job_id) => true,
+                Some(of) => self.last_sign(job, of.job_id).await? == of.alive,
+            };
+            if is_over && self.manifest(job, version).await?.job_id() == writer {
+                removable.push(version);
+            }
+        }
+        Ok(removable)
+    }
+
+    /// The ancestors of a job that starts from `version` of the job with this id.
+    async fn ancestry(&self, job: &str, job_id: u64, version: u64) -> Result<Vec<Ancestor>> {
+        let before = self.claim_of(job, job_id).await?.ancestors;
+        let older = before.into_iter().map(|of| Ancestor { until: of.until.min(version), ..of });
+        let alive = self.last_sign(job, job_id).await?;
+        Ok([Ancestor { job_id, until: version, alive }].into_iter().chain(older).collect())
+    }
+
+    /// Shows that a job lives. `sign` has not been used before.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub async fn beat(&self, job: &str, job_id: u64, sign: u64) -> Result<()> {
+        let path = self.alive_path(job, job_id);
+        match self.store().put(&path, format!("{sign:016x}").into()).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.failed("write", &path, &error)),
+        }
+    }
+
+    /// Watches a job until it shows that it lives, at most for [`PATIENCE`].
+    async fn is_alive(&self, job: &str, job_id: u64) -> Result<bool> {
+        let before = self.last_sign(job, job_id).await?;
+        let deadline = Deadline::after(PATIENCE);
+        while !deadline.left().is_zero() {
+            tokio::time::sleep(LOOK).await;
+            if self.last_sign(job, job_id).await? != before {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The last sign of life of a job; empty: none.
+    async fn last_sign(&self, job: &str, job_id: u64) -> Result<String> {
+        let path = self.alive_path(job, job_id);
+        let read = match self.store().get(&path).await {
+            Ok(found) => found.bytes().await,
+            Err(object_store::Error::NotFound { .. }) => return Ok(String::new()),
+            Err(error) => Err(error),
+        };
+        let sign = read.map_err(|error| self.failed("read", &path, &error))?;
+        Ok(String::from_utf8_lossy(&sign).into_owned())
+    }
+
+    fn alive_path(&self, job: &str, job_id: u64) -> Path {
+        self.claims_directory(job).join(format!("{job_id:016x}{ALIVE}"))
+    }
+
+    async fn claims(&self, job: &str) -> Result<Claims> {
+        let directory = self.claims_directory(job);
+        let listed = self.store().list_with_delimiter(Some(&directory)).await;
+        let listed = listed.map_err(|error| self.failed("list", &directory, &error))?;
+        let names = listed.objects.iter().filter_map(|file| file.location.filename());
+        let mut claims = Claims::default();
+        for name in names {
+            if let Some(number) = name.strip_suffix(".json").and_then(|name| name.parse().ok()) {
+                claims.numbers.push(number);
+            } else if let Some(id) = name.strip_suffix(ENDED) {
+                claims.ended.extend(u64::from_str_radix(id, 16));
+            }
+        }
+        claims.numbers.sort_unstable();
+        Ok(claims)
+    }
+
+    async fn read_claim(&self, job: &str, number: u64) -> Result<Claim> {
+        let path = self.claim_path(job, number);
+        let text = match self.store().get(&path).await {
+            Ok(found) => found.bytes().await,
+            Err(error) => Err(error),
+        };
+        let text = text.map_err(|error| self.failed("read", &path, &error))?;
+        serde_json::from_slice(&text).map_err(|error| Error::CheckpointDamaged {
+            file: self.name(&path),
+            cause: format!("it is not a claim: {error}"),
+        })
+    }
+
+    fn owned_by(&self, job: &str, owner: &Claim) -> Error {
+        let Claim { job_id, by, .. } = owner;
+        let cause = format!(
+            "the checkpoints of job {job:?} there belong to another job of this name, with id \
+             {job_id:016x}, which the coordinator {by} has started; choose another job name or \
+             URL, or delete that job; if its cluster is gone and you do not want to wait until that \
+             is noticed, run `zsctl checkpoint release {job} --url {}`",
+            self.url()
+        );
+        Error::Storage { action: "write to".to_owned(), url: self.url().to_owned(), cause }
+    }
+
+    fn claims_directory(&self, job: &str) -> Path {
+        self.job_directory(job).join(CLAIMS)
+    }
+
+    fn claim_path(&self, job: &str, number: u64) -> Path {
+        self.claims_directory(job).join(format!("{number:020}.json"))
+    }
+}

@@ -1,0 +1,99 @@
+//! Jobs of one name: who may write checkpoints, and who may read and remove whose.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use common::{JOB, JOB_ID, Saved};
+use zeroshard_checkpoint::{BEAT, Claimant, Start, Storage};
+use zeroshard_proto::{Error, Result};
+
+const OTHER: u64 = 0xb0b;
+
+async fn claim(storage: &Storage, job_id: u64, by: &str, start: Start) -> Result<()> {
+    storage.claim(&Claimant { job: JOB, job_id, by, start }).await
+}
+
+/// The message of a refusal.
+fn refusal(outcome: Result<()>) -> String {
+    match outcome {
+        Err(Error::Storage { cause, .. }) => cause,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn of_jobs_that_claim_a_name_at_the_same_time_one_is_the_owner() {
+    let saved = Saved::new("sgd");
+    let storage = &saved.storage;
+    for round in 0..8_u64 {
+        let id = |index: u64| 100 * (round + 1) + index;
+        let jobs = (0..8).map(|index| claim(storage, id(index), "a:1", Start::Anew));
+        let claimed = futures_util::future::join_all(jobs).await;
+        let owner = storage.owner(JOB).await.unwrap().unwrap().job_id();
+        assert_eq!(claimed[(owner - id(0)) as usize], Ok(()), "its claim is the last one");
+        storage.check_owner(JOB, owner).await.unwrap();
+        claim(storage, owner, "a:1", Start::Anew).await.unwrap();
+        storage.end_claim(JOB, owner).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_job_of_another_cluster_is_refused_until_the_owner_is_over() {
+    let saved = Saved::new("sgd");
+    let storage = &saved.storage;
+    claim(storage, JOB_ID, "host-a:7400", Start::Anew).await.unwrap();
+    let refused = {
+        let lives = async {
+            for sign in 1.. {
+                storage.beat(JOB, JOB_ID, sign).await.unwrap();
+                tokio::time::sleep(BEAT).await;
+            }
+        };
+        tokio::select! {
+            claimed = claim(storage, OTHER, "host-b:7400", Start::Anew) => refusal(claimed),
+            () = lives => panic!("it ends"),
+        }
+    };
+    assert!(refused.contains("0000000000000009"), "{refused}");
+    assert!(refused.contains("host-a:7400"), "{refused}");
+    refusal(storage.check_owner(JOB, OTHER).await);
+    refusal(storage.prune(JOB, OTHER, 1).await.map(drop));
+    storage.end_claim(JOB, OTHER).await.unwrap();
+    refusal(storage.check_owner(JOB, OTHER).await);
+    storage.end_claim(JOB, JOB_ID).await.unwrap();
+    claim(storage, OTHER, "host-b:7400", Start::Anew).await.unwrap();
+    refusal(storage.check_owner(JOB, JOB_ID).await);
+    // A coordinator has one job of a name.
+    claim(storage, OTHER + 1, "host-b:7400", Start::Anew).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_fork_reads_its_ancestors_up_to_its_own_start_and_a_living_one_keeps_its_checkpoints() {
+    let saved = Saved::new("sgd");
+    let storage = &saved.storage;
+    claim(storage, JOB_ID, "a:1", Start::Anew).await.unwrap();
+    storage.beat(JOB, JOB_ID, 1).await.unwrap();
+    for version in [1, 2] {
+        saved.save(version, version).await;
+    }
+    claim(storage, OTHER, "a:1", Start::From(JOB_ID, 2)).await.unwrap();
+    let fork = storage.claim_of(JOB, OTHER).await.unwrap();
+    // The ancestor had begun this one before the fork became the owner.
+    saved.save(3, 3).await;
+    let latest = storage.latest(JOB, &fork).await.unwrap().unwrap();
+    assert_eq!((latest.version(), latest.job_id()), (2, JOB_ID));
+    let own = storage.claim_of(JOB, JOB_ID).await.unwrap();
+    assert_eq!(storage.latest(JOB, &own).await.unwrap().unwrap().version(), 3);
+    let stranger = storage.claim_of(JOB, 77).await.unwrap();
+    assert!(storage.latest(JOB, &stranger).await.unwrap().is_none());
+    storage.beat(JOB, JOB_ID, 2).await.unwrap();
+    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor is alive");
+    storage.beat(JOB, JOB_ID, 1).await.unwrap();
+    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [1, 2]);
+    assert_eq!(storage.versions(JOB).await.unwrap(), [3]);
+    // A fork of the fork shares no more of the first job than the fork does.
+    claim(storage, OTHER + 1, "a:1", Start::From(OTHER, 1)).await.unwrap();
+    let third = storage.claim_of(JOB, OTHER + 1).await.unwrap();
+    assert!(storage.latest(JOB, &third).await.unwrap().is_none());
+}
