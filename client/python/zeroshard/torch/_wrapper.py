@@ -45,6 +45,9 @@ class ModuleWrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        # Not methods of the class: torch.distributed.checkpoint expects the state of a class that
+        # has them.
+        self._keep(get_extra_state=module.get_extra_state, set_extra_state=module.set_extra_state)
 
     def _keep(self, **attributes: Any) -> None:
         """Sets attributes of the wrapper itself, without torch's registration of modules."""
@@ -190,12 +193,6 @@ class ModuleWrapper(nn.Module):
     ) -> Any:
         """Loads a state dict of this wrapper or of the module."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def get_extra_state(self) -> Any:
-        return self.module.get_extra_state()
-
-    def set_extra_state(self, state: Any) -> None:
-        self.module.set_extra_state(state)
 
     def register_state_dict_pre_hook(self, hook: Any) -> Any:
         return self.module.register_state_dict_pre_hook(hook)
