@@ -70,10 +70,11 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show the leader, servers, jobs, versions and memory, and what jobs wait for. The exit code is
-    /// 3 if the leader is recovering; if a server is missing, or none is connected; or if a job has
-    /// failed, cannot continue because workers or servers are missing, has slices with too few
-    /// replicas, or could not be saved the last time
+    /// Show the leader, servers, jobs, versions and memory, and what jobs wait for
+    ///
+    /// The exit code is 3 if the leader is recovering; if a server is missing, or none is
+    /// connected; or if a job has failed, cannot continue because workers or servers are missing,
+    /// has slices with too few replicas, or could not be saved the last time
     Status(status::Arguments),
     /// Explain the state of the cluster and of a job: missing servers, the cause and the duration
     /// of a wait, failed saves, the last error, and the recommended action

@@ -45,9 +45,9 @@ pub(crate) struct Estimate {
     #[arg(long, value_name = "N", default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=64))]
     replicas: u32,
-    /// Memory of each shard server for slices, such as 64GiB; a number alone is in GiB. The plan then
-    /// says whether the job fits, and the exit code is 3 if it does not. `zsctl status` shows what
-    /// the servers of a cluster have free
+    /// Memory of each shard server for slices, such as 64GiB; a number alone is in GiB. The plan
+    /// then says whether the job fits, and the exit code is 3 if it does not. `zsctl status` shows
+    /// what the servers of a cluster have free
     #[arg(long, value_name = "SIZE", value_parser = gibibytes)]
     memory: Option<f64>,
 }
