@@ -82,6 +82,11 @@ impl Placement {
         self.replicas
     }
 
+    /// Whether slices have different numbers of servers.
+    pub fn is_uneven(&self) -> bool {
+        self.owners.contains(&NONE)
+    }
+
     /// The number of slices.
     pub fn slices(&self) -> usize {
         self.owners.len() / self.replicas

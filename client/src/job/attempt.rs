@@ -14,7 +14,10 @@ use zeroshard_proto::{
     trace::{Span, SpanKind, Trace},
 };
 
-use super::{Job, Member, membership::Membership};
+use super::{
+    Job, Member,
+    membership::{Membership, NEWS_TIMEOUT},
+};
 use crate::{
     Commit, Exchange, Reduced, Rested, StatePart, StepReport, Sums, Target, TensorData,
     push::Contents,
@@ -272,7 +275,8 @@ impl Attempt {
                 self.decided();
                 // The placement may have changed for the next step. If the news does not arrive,
                 // the next push is refused, and the next attempt waits for it.
-                let _ = self.job.wait_for_news(report.next_epoch.saturating_sub(1), deadline).await;
+                let news = deadline.at_most(NEWS_TIMEOUT);
+                let _ = self.job.wait_for_news(report.next_epoch.saturating_sub(1), news).await;
                 Ok(StepReport::new(&report, &spec.manifest))
             }
             Err(error) => Err(self.noted(error, deadline).await),

@@ -142,15 +142,19 @@ impl Watcher {
                 Ok(()) => break self.lost(),
                 Err(error) => error,
             };
+            if !matches!(broken, Error::Unavailable { .. }) {
+                // The coordinator has ended the lease on purpose.
+                break self.reason(broken);
+            }
             tracing::warn!(error = %broken, "the membership stream failed; connecting again");
-            let attached = match self.attach(broken).await {
+            let attached = match self.attach().await {
                 Ok(stream) => {
                     // Its first message has all peers.
                     self.told.send_modify(|membership| membership.peers.clear());
                     Ok(stream)
                 }
                 Err(Error::LeaseLost { .. }) => self.join_again().await,
-                Err(error) => Err(error),
+                Err(error) => Err(self.reason(error)),
             };
             stream = match attached {
                 Ok(stream) => stream,
@@ -158,6 +162,14 @@ impl Watcher {
             };
         };
         self.told.send_modify(|membership| membership.ended = Some(ended));
+    }
+
+    /// The reason for the end of the membership after `error`.
+    fn reason(&self, error: Error) -> Error {
+        match error {
+            Error::JobFailed { .. } | Error::JobReplaced { .. } => error,
+            _ => self.lost(),
+        }
     }
 
     fn lost(&self) -> Error {
@@ -216,17 +228,11 @@ impl Watcher {
         Ok(())
     }
 
-    /// Continues the lease with a new stream, if the old one broke because there is no coordinator.
+    /// Continues the lease with a new stream.
     ///
     /// # Errors
-    /// The reason for the end of the lease.
-    async fn attach(&mut self, broken: Error) -> Result<Memberships> {
-        if !matches!(broken, Error::Unavailable { .. }) {
-            return Err(match broken {
-                Error::JobFailed { .. } | Error::JobReplaced { .. } => broken,
-                _ => self.lost(),
-            });
-        }
+    /// [`Error::LeaseLost`] if the coordinator has ended the lease meanwhile.
+    async fn attach(&mut self) -> Result<Memberships> {
         let stream = self.cluster.tries(&self.cluster.peer, "a stream for the lease", |_| {
             // The stream has no deadline: it lasts as long as the lease.
             let mut client = Cluster::client(self.cluster.connection.clone());
@@ -245,10 +251,7 @@ impl Watcher {
             };
             async move { client.join(request).await }
         });
-        stream.await.map_err(|error| match error {
-            Error::JobFailed { .. } | Error::JobReplaced { .. } => error,
-            _ => self.lost(),
-        })
+        stream.await
     }
 }
 

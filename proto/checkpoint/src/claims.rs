@@ -98,9 +98,9 @@ impl Claim {
         id == self.job_id || self.ancestors.iter().any(|of| of.job_id == id && version <= of.until)
     }
 
-    /// The ancestor that has written a version that [`Self::admits`] admits; `None`: the job.
-    fn writer_of(&self, version: u64) -> Option<&Ancestor> {
-        self.ancestors.iter().rev().find(|of| version <= of.until)
+    /// The ancestor with this id.
+    fn ancestor(&self, job_id: u64) -> Option<&Ancestor> {
+        self.ancestors.iter().find(|of| of.job_id == job_id)
     }
 
     /// A claim that only admits the checkpoints of the job itself.
@@ -126,8 +126,7 @@ impl Storage {
             if owner.job_id == job_id {
                 return Ok(());
             }
-            // The names of the jobs of a coordinator are unique.
-            let is_over = owner.by == by || claims.ended.contains(&owner.job_id);
+            let is_over = claims.ended.contains(&owner.job_id);
             if !is_over && self.is_alive(job, owner.job_id).await? {
                 return Err(self.owned_by(job, owner));
             }
@@ -220,28 +219,31 @@ impl Storage {
         }
     }
 
-    /// Of the oldest complete checkpoints of a job, those that the job may remove: its own, and
-    /// those of ancestors that are over.
-    pub(crate) async fn removable(
-        &self,
-        job: &str,
-        job_id: u64,
-        oldest: &[u64],
-    ) -> Result<Vec<u64>> {
+    /// The complete checkpoints that the job may remove if it keeps the latest `keep` of those
+    /// that it can return to: its own, and those of ancestors that are over.
+    pub(crate) async fn removable(&self, job: &str, job_id: u64, keep: usize) -> Result<Vec<u64>> {
         let (claim, claims) = (self.claim_of(job, job_id).await?, self.claims(job).await?);
+        let mut own = Vec::new();
+        for version in self.versions(job).await?.into_iter().rev() {
+            match self.manifest(job, version).await {
+                Ok(manifest) if claim.admits(&manifest) => own.push(manifest),
+                // A damaged manifest says nothing about its job. `zsctl checkpoint verify` finds it.
+                Ok(_) | Err(Error::CheckpointDamaged { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
         let mut removable = Vec::new();
-        for &version in oldest {
-            let ancestor = claim.writer_of(version);
-            let writer = ancestor.map_or(job_id, |of| of.job_id);
-            let is_over = match ancestor {
+        for manifest in own.into_iter().skip(keep) {
+            let is_over = match claim.ancestor(manifest.job_id()) {
                 None => true,
                 Some(of) if claims.ended.contains(&of.job_id) => true,
                 Some(of) => self.last_sign(job, of.job_id).await? == of.alive,
             };
-            if is_over && self.manifest(job, version).await?.job_id() == writer {
-                removable.push(version);
+            if is_over {
+                removable.push(manifest.version());
             }
         }
+        removable.reverse();
         Ok(removable)
     }
 

@@ -185,11 +185,10 @@ impl Storage {
         self.check_owner(job, job_id).await?;
         let complete = self.versions(job).await?;
         let Some(newest) = complete.last() else { return Ok(Vec::new()) };
-        let first_kept = match keep {
-            0 => 0,
-            keep => complete.len().saturating_sub(keep as usize),
+        let removed = match keep {
+            0 => Vec::new(),
+            keep => self.removable(job, job_id, keep as usize).await?,
         };
-        let removed = self.removable(job, job_id, &complete[..first_kept]).await?;
         for version in self.all_versions(job).await?.range(..newest) {
             if removed.contains(version) || !complete.contains(version) {
                 self.remove(job, *version).await?;

@@ -4,11 +4,10 @@
 use std::{collections::BTreeSet, task::Waker};
 
 use tokio::sync::mpsc::error::TrySendError;
-use zeroshard_checkpoint::{BEAT, Claimant, Start, Storage};
+use zeroshard_checkpoint::{Claimant, Start, Storage};
 use zeroshard_proto::Result;
 
 use super::{
-    cluster::Cluster,
     driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
     events::{Action, Command, Event, JobRef, Link, Placed, Placing, ServerId},
     history::Severity,
@@ -128,17 +127,6 @@ impl Driver {
         let (name, job_id, by) = (job.name.as_str(), job.id, self.name.as_str());
         let claimant = Claimant { job: name, job_id, by, start };
         Storage::open(url)?.claim(&claimant).await
-    }
-
-    /// Shows at the places of checkpoints that their jobs live, until it is dropped.
-    pub(super) async fn beat(&self) {
-        loop {
-            tokio::time::sleep(BEAT).await;
-            let Ok(jobs) = self.read(Cluster::claims) else { continue };
-            if let Ok(Err(error)) = tokio::time::timeout(BEAT, storage::beat(jobs)).await {
-                tracing::warn!(%error, "a job could not show that it lives");
-            }
-        }
     }
 
     /// States that a job is over, in a task of its own.

@@ -257,7 +257,7 @@ impl Driver {
         self.check_running(&mut inner)?;
         if before > self.term() {
             // It refuses the commands of this coordinator.
-            self.pass(before, &mut inner)?;
+            self.pass(before, server.id, &mut inner)?;
         }
         let term = self.term();
         inner.last_stream += 1;
@@ -282,9 +282,12 @@ impl Driver {
     ///
     /// # Errors
     /// [`Error::StaleTerm`] if the coordinator has been replaced.
-    fn pass(&self, seen: u64, inner: &mut Inner) -> Result<()> {
+    fn pass(&self, seen: u64, server: ServerId, inner: &mut Inner) -> Result<()> {
         let term = self.term();
-        if !self.leadership.pass(seen) {
+        let is_own = inner.servers.contains_key(&server) || inner.cluster.misses(server);
+        if !self.leadership.pass(seen, is_own) {
+            tracing::warn!(server = %format_args!("{server:016x}"), seen, term, is_own,
+                "a server has a later coordinator and is refused");
             return Err(Error::StaleTerm { term, current: seen });
         }
         inner.cluster.set_term(self.term());

@@ -80,12 +80,16 @@ impl Leadership {
     }
 
     /// A server has seen the term `seen`, which is higher. Returns whether the coordinator has a
-    /// higher one now; otherwise `seen` is that of its replacement.
-    pub(crate) fn pass(&self, seen: u64) -> bool {
+    /// higher one now. Otherwise it has been replaced, if the server is one of its own; another
+    /// server belongs to another cluster.
+    pub(crate) fn pass(&self, seen: u64, is_own: bool) -> bool {
         let Some(alone) = &self.alone else { return false };
-        if alone.has_led.load(SeqCst) || seen >= ELECTED {
-            self.end();
-            alone.replaced.cancel();
+        let has_led = alone.has_led.load(SeqCst);
+        if has_led || seen >= ELECTED {
+            if has_led && is_own {
+                self.end();
+                alone.replaced.cancel();
+            }
             return false;
         }
         self.term.store(above(seen, alone.random), SeqCst);
@@ -149,12 +153,14 @@ mod tests {
         let (first, second) = (Leadership::alone().unwrap(), Leadership::alone().unwrap());
         // Before terms were numbered, they were the time in milliseconds.
         for seen in [first.term(), 1_800_000_000_000] {
-            assert!(second.pass(seen));
+            assert!(second.pass(seen, false));
             assert!(second.term() > seen);
         }
         first.lead();
         assert!(first.is_valid());
-        assert!(!first.pass(second.term()), "it was replaced");
+        assert!(!first.pass(second.term(), false), "a server of another cluster");
+        assert!(first.is_valid());
+        assert!(!first.pass(second.term(), true), "it was replaced");
         assert!(!first.is_valid());
         assert!(second.is_valid());
     }
@@ -169,7 +175,9 @@ mod tests {
     #[test]
     fn a_coordinator_without_an_election_does_not_replace_an_elected_one() {
         let elected = Leadership::elected(1, Instant::now() + Duration::from_secs(1));
-        assert!(!Leadership::alone().unwrap().pass(elected.term()));
+        let alone = Leadership::alone().unwrap();
+        assert!(!alone.pass(elected.term(), true));
+        assert!(alone.is_valid(), "it waits for other servers");
     }
 
     #[test]

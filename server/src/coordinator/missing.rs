@@ -55,6 +55,11 @@ impl Cluster {
         self.missing.retain(|other, missing| *other != id && missing.server.address != address);
     }
 
+    /// Whether a server was connected, and is missed.
+    pub(super) fn misses(&self, id: ServerId) -> bool {
+        self.missing.contains_key(&id)
+    }
+
     /// The missing servers, by id: also those of jobs that wait for servers which this coordinator
     /// has never seen.
     pub(crate) fn missing(&self) -> Vec<Missing> {

@@ -18,6 +18,7 @@ mod absence;
 mod actions;
 mod admission;
 mod attempts;
+mod beats;
 mod catch_up;
 pub(crate) mod cluster;
 mod commit;
@@ -76,6 +77,7 @@ use leadership::Leadership;
 use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
+use tokio_util::task::AbortOnDropHandle;
 use urls::UrlPrefix;
 
 /// The operator's limits on jobs.
@@ -141,10 +143,8 @@ impl Coordinator {
     /// When the process is asked to stop, jobs are saved first.
     pub async fn run(&self, shutdown: Shutdown) {
         self.context.health.set_ready(true).await;
-        tokio::select! {
-            () = self.driver.run(&shutdown, self.context.common.drain()) => {}
-            () = self.driver.beat() => {}
-        }
+        let _beat = AbortOnDropHandle::new(tokio::spawn(beats::run(self.driver.clone())));
+        self.driver.run(&shutdown, self.context.common.drain()).await;
         self.context.health.set_ready(false).await;
     }
 }

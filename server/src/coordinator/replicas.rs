@@ -194,12 +194,13 @@ impl Open {
     /// The number of slices with fewer replicas than the job asks for.
     pub(super) fn degraded_slices(&self, spec: &JobSpec) -> usize {
         let (wanted, replicas) = (spec.replicas as usize, &self.replicas);
-        match self.placement.replicas() {
-            all if all < wanted => return self.placement.slices(),
-            all if all == wanted && replicas.empty.is_empty() && !replicas.is_copying() => {
-                return 0;
-            }
-            _ => {}
+        let all = self.placement.replicas();
+        if all < wanted {
+            return self.placement.slices();
+        }
+        let is_whole = replicas.empty.is_empty() && !replicas.is_copying();
+        if all == wanted && is_whole && !self.placement.is_uneven() {
+            return 0;
         }
         (0..self.placement.slices()).filter(|&slice| self.holders(slice).count() < wanted).count()
     }

@@ -12,7 +12,6 @@ use super::{
     save::{Completion, SavePlan},
     user_data::UserData,
 };
-use crate::identity;
 
 /// The number of ranks whose data is read at the same time.
 const READS: usize = 16;
@@ -176,16 +175,4 @@ pub(super) async fn end_claims(JobRef { name, id }: JobRef, urls: BTreeSet<Strin
             tracing::warn!(job = name, url, %error, "the claim of a job could not be ended");
         }
     }
-}
-
-/// Shows that jobs live, at the places of their checkpoints.
-pub(super) async fn beat(jobs: Vec<(JobRef, BTreeSet<String>)>) -> Result<()> {
-    let sign = identity::random()?;
-    let places = jobs.iter().flat_map(|(job, urls)| urls.iter().map(move |url| (job, url)));
-    let beat = |(job, url): (&JobRef, &String)| {
-        let (job, url) = (job.clone(), url.clone());
-        async move { Storage::open(&url)?.beat(&job.name, job.id, sign).await }
-    };
-    // If the store fails for long, another job may take this one for over, and saves fail as well.
-    futures_util::future::join_all(places.map(beat)).await.into_iter().collect()
 }

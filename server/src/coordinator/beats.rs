@@ -1,0 +1,75 @@
+//! Shows at the places of checkpoints that their jobs live, so that no other job takes the places.
+//!
+//! Each place has a task of its own, and at most one at a time: a place that does not answer delays
+//! neither the others nor the coordinator.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use futures_util::{StreamExt, stream};
+use tokio::task::JoinHandle;
+use zeroshard_checkpoint::{BEAT, Storage};
+use zeroshard_proto::{Error, Result};
+
+use super::{cluster::Cluster, driver::Driver, events::JobRef};
+use crate::identity;
+
+/// The number of files that are written at a place at the same time.
+const WRITES: usize = 32;
+
+/// Beats for all jobs that the coordinator leads. Never returns.
+pub(super) async fn run(driver: Arc<Driver>) {
+    let mut places: HashMap<String, JoinHandle<Option<Storage>>> = HashMap::new();
+    loop {
+        tokio::time::sleep(BEAT).await;
+        let Ok(claims) = driver.read(Cluster::claims) else { continue };
+        let mut jobs: BTreeMap<String, Vec<JobRef>> = BTreeMap::new();
+        for (job, urls) in claims {
+            for url in urls {
+                jobs.entry(url).or_default().push(job.clone());
+            }
+        }
+        places.retain(|url, beat| jobs.contains_key(url) || !beat.is_finished());
+        for (url, jobs) in jobs {
+            let open = match places.remove(&url) {
+                Some(beat) if !beat.is_finished() => {
+                    places.insert(url, beat);
+                    continue;
+                }
+                Some(beat) => beat.await.ok().flatten(),
+                None => None,
+            };
+            places.insert(url.clone(), tokio::spawn(beat(url, open, jobs)));
+        }
+    }
+}
+
+/// Beats for the jobs at one place. Returns the storage for the next time.
+async fn beat(url: String, open: Option<Storage>, jobs: Vec<JobRef>) -> Option<Storage> {
+    let beat = async {
+        let storage = match open {
+            Some(storage) => storage,
+            None => opened(url.clone()).await?,
+        };
+        let sign = identity::random()?;
+        let beats = jobs.into_iter().map(|JobRef { name, id }| {
+            let storage = storage.clone();
+            async move { storage.beat(&name, id, sign).await }
+        });
+        let results: Vec<_> = stream::iter(beats).buffer_unordered(WRITES).collect().await;
+        results.into_iter().collect::<Result<()>>()?;
+        Ok::<_, Error>(storage)
+    };
+    // If the place fails for long, another job may take these for over, and then saves fail as well.
+    beat.await
+        .inspect_err(|error| tracing::warn!(url, %error, "jobs could not show that they live"))
+        .ok()
+}
+
+/// Opens a directory or a bucket, which may block.
+async fn opened(url: String) -> Result<Storage> {
+    let open = tokio::task::spawn_blocking(move || Storage::open(&url));
+    open.await.unwrap_or_else(|error| Err(Error::Internal { cause: error.to_string() }))
+}
