@@ -116,7 +116,7 @@ fn parameters(text: &str) -> Result<u64, String> {
         None => (text, 1.0),
     };
     let number = digits.trim().parse::<f64>().map_err(|_| expected())? * factor;
-    match number >= 1.0 && number < 1e18 && number.fract() == 0.0 {
+    match (1.0..1e18).contains(&number) && number.fract() == 0.0 {
         true => Ok(number as u64),
         false => Err(expected()),
     }

@@ -161,7 +161,7 @@ impl Storage {
         }
     }
 
-    /// The claim of the job that owns the checkpoints of this name; `None`: no job has claimed them.
+    /// The claim of the job that owns the checkpoints of this name; `None` if no job does.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
@@ -227,7 +227,7 @@ impl Storage {
         for version in self.versions(job).await?.into_iter().rev() {
             match self.manifest(job, version).await {
                 Ok(manifest) if claim.admits(&manifest) => own.push(manifest),
-                // A damaged manifest says nothing about its job. `zsctl checkpoint verify` finds it.
+                // A damaged manifest does not name its job; `zsctl checkpoint verify` finds it.
                 Ok(_) | Err(Error::CheckpointDamaged { .. }) => {}
                 Err(error) => return Err(error),
             }

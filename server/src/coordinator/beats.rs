@@ -62,7 +62,7 @@ async fn beat(url: String, open: Option<Storage>, jobs: Vec<JobRef>) -> Option<S
         results.into_iter().collect::<Result<()>>()?;
         Ok::<_, Error>(storage)
     };
-    // If the place fails for long, another job may take these for over, and then saves fail as well.
+    // If the place fails for long, another job may take it over, and then saves fail as well.
     beat.await
         .inspect_err(|error| tracing::warn!(url, %error, "jobs could not show that they live"))
         .ok()

@@ -258,7 +258,7 @@ impl Cluster {
         {
             job.epoch = epoch;
             let (creators, interrupted) = (std::mem::take(creators), interrupted.take());
-            let restored = checkpoint.map(|of| (of, user_data));
+            let restored = checkpoint.map(|of| Box::new((of, user_data)));
             job.phase = Phase::Opening { plan, restored, pending, creators, interrupted };
         }
         self.open_if_all_are(name, now, out);
@@ -300,7 +300,8 @@ impl Cluster {
         out.extend(std::mem::take(creators).into_iter().map(created));
         let replicas = Replicas::new(&job.spec, &plan.placement);
         let mut open = Open::new(plan.clone(), replicas);
-        if let Some((checkpoint, user_data)) = restored.take() {
+        if let Some(restored) = restored.take() {
+            let (checkpoint, user_data) = *restored;
             open.restored(checkpoint, user_data);
         }
         let interrupted = interrupted.take();

@@ -85,7 +85,7 @@ pub(crate) enum Phase {
     Opening {
         plan: Plan,
         /// The checkpoint that the servers read, and the data of the ranks in it.
-        restored: Option<(Checkpoint, UserData)>,
+        restored: Option<Box<(Checkpoint, UserData)>>,
         pending: BTreeSet<ServerId>,
         creators: Vec<Waiter>,
         /// As in `Waiting`.

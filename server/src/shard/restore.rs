@@ -14,7 +14,7 @@ use crate::backend::Backend;
 const READS: usize = 4;
 
 /// Reads the slices of `job`, which no client can reach yet, and publishes the version. The
-/// checkpoint comes with the id of the job that has written it. `returns`: ranks are waiting for it.
+/// checkpoint comes with the id of the job that wrote it. `returns`: ranks are waiting for it.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`], [`Error::CheckpointDamaged`], [`Error::Storage`];
