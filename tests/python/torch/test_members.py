@@ -466,8 +466,10 @@ def members(kind: type) -> set[str]:
     }
     own = {name for name in vars(kind) if name.startswith("__")} - special
     annotated = set(kind.__annotations__)
+    # torch's compiler marks classes with names of three underscores.
+    names = {name for name in own | annotated | set(dir(kind)) if name[:3] != "___"}
     return (
-        {name for name in own | annotated | set(dir(kind)) if name[:2] == "__" or name[0] != "_"}
+        {name for name in names if name[:2] == "__" or name[0] != "_"}
         - {name for name in dir(object) if name not in own}
         - special
     )

@@ -13,8 +13,8 @@ use crate::{
 
 /// Returns when a save in the cluster has failed.
 async fn until_a_save_fails(cluster: &Cluster) {
-    let failed = "zeroshard_checkpoints_total{outcome=\"failed\"} 1\n";
-    until("a save fails", || cluster.coordinator.get("/metrics").contains(failed)).await;
+    let none = "zeroshard_checkpoints_total{outcome=\"failed\"} 0\n";
+    until("a save fails", || !cluster.coordinator.get("/metrics").contains(none)).await;
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@ thread: they have the values of one version, and do not touch the parameters."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Mapping
@@ -54,8 +55,17 @@ def stop_reading(module: nn.Module) -> None:
                 del hooks[number]
 
 
-class _End:
-    """Puts the copies into the state dict. In a copy of the module it has no effect."""
+class _Hook:
+    """A hook of a module's state dict."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module is plain, also where ZeroShard is not installed: its hook is a method
+        # of Python's that takes any arguments and does nothing.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _End(_Hook):
+    """Puts the copies into the state dict."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -66,24 +76,18 @@ class _End:
             _reads.running.pop()
 
 
-class _Begin:
-    """Makes the copies that a state dict needs. In a copy of the module it has no effect."""
+class _Begin(_Hook):
+    """Makes the copies that a state dict needs."""
 
-    def __init__(self, sharding: Sharding[Tensor] | None = None) -> None:
-        self._sharding = None if sharding is None else weakref.ref(sharding)
+    def __init__(self, sharding: Sharding[Tensor]) -> None:
+        self._sharding = weakref.ref(sharding)
 
     def __call__(self, *_: Any) -> None:
-        sharding = None if self._sharding is None else self._sharding()
+        sharding = self._sharding()
         call = find_frame(_STATE_DICT)
         if call is not None:
             needed = sharding is not None and sharding.needs_copies
             _reads.running.append((call, _copies(sharding) if sharding and needed else {}))
-
-    def __deepcopy__(self, memo: Any) -> _Begin:
-        return _Begin()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Begin, ()
 
 
 def _copies(sharding: Sharding[Tensor]) -> dict[int, Tensor]:
