@@ -7,6 +7,7 @@ import gc
 import inspect
 import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -171,3 +172,34 @@ def test_a_flat_tensor_of_all_parameters_has_their_values_or_is_refused(
     model = models.build("mlp")
     flattened(model)
     step(*wrap(model, level))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_a_hook_of_its_optimizer_refers_to_is_freed(
+    level: str, cluster: zs.Session
+) -> None:
+    class Script:
+        model: Any
+        steps = 0
+
+    def run() -> weakref.ref[nn.Module]:
+        script = Script()
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def count(*_: Any) -> None:
+            assert script.model is not None
+            script.steps += 1
+
+        optimizer.register_step_post_hook(count)
+        script.model, sharded, _ = group_sharded_parallel(
+            model, optimizer, level, segment_size=SEGMENT
+        )
+        script.model(torch.ones(2, 4)).sum().backward()
+        sharded.step()
+        assert script.steps == 1
+        return weakref.ref(model)
+
+    found = run()
+    gc.collect()
+    assert found() is None

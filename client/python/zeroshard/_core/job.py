@@ -8,6 +8,7 @@ parameters become part of the next step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
@@ -68,6 +69,8 @@ class ModelJob(Generic[T]):
         self.entries: list[Entry[T]] = []
         self._by_tensor: dict[int, Entry[T]] = {}
         self.job: Job
+        #: :attr:`job`, for those who must not keep this object.
+        self._current: list[Job] = []
         self.version = 0
         self.checkpoints = checkpoints
         self.exchanges = exchanges
@@ -503,6 +506,7 @@ class ModelJob(Generic[T]):
             group_size=1 if self.exchanges is None else self.exchanges.size,
             offload=self._offload,
         )
+        self._current[:] = [self.job]
         if self.exchanges is not None:
             self.exchanges.open(self.job, self.trained, self._bucket_numel)
         self.version = 0
@@ -698,12 +702,22 @@ class ModelJob(Generic[T]):
         return self.connection.cluster.state_hash(self.job.name)
 
     def retire(self) -> None:
-        """Leaves the job in the background. Called when the model is deleted."""
-        self.connection.leave(self.job, wait=False)
+        """Leaves the job in the background."""
+        _leave(self.connection, self._current)
+
+    def retire_after(self, model: object) -> None:
+        """Leaves the job in the background when ``model`` is deleted. Does not keep this object:
+        the optimizer's hooks, which it reaches, may refer to the model."""
+        weakref.finalize(model, _leave, self.connection, self._current).atexit = False
 
     def mark(self) -> None:
         """Records the state of all tensors, to detect changes by the program."""
         mark(self.entries)
+
+
+def _leave(connection: Connection, current: list[Job]) -> None:
+    for job in current:
+        connection.leave(job, wait=False)
 
 
 def _chunks(entries: list[Entry[T]]) -> Iterator[list[Entry[T]]]:

@@ -136,7 +136,7 @@ class Sharding(Generic[T]):
         if checkpoints is not None:
             checkpoints.bind(self)
         _all.add(self)
-        weakref.finalize(self, self.job.retire).atexit = False
+        self.job.retire_after(self)
         if group.rank == 0 and is_shown():
             log_start(self)
         connection.activity.begin()
