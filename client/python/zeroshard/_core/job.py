@@ -68,8 +68,7 @@ class ModelJob(Generic[T]):
         self.optimizer_name = optimizer.name()
         self.entries: list[Entry[T]] = []
         self._by_tensor: dict[int, Entry[T]] = {}
-        self.job: Job
-        #: :attr:`job`, for those who must not keep this object.
+        #: The open job, in a list for those who must not keep this object.
         self._current: list[Job] = []
         self.version = 0
         self.checkpoints = checkpoints
@@ -506,7 +505,6 @@ class ModelJob(Generic[T]):
             group_size=1 if self.exchanges is None else self.exchanges.size,
             offload=self._offload,
         )
-        self._current[:] = [self.job]
         if self.exchanges is not None:
             self.exchanges.open(self.job, self.trained, self._bucket_numel)
         self.version = 0
@@ -700,6 +698,15 @@ class ModelJob(Generic[T]):
     def state_hash(self) -> str:
         """The hash of the whole state at the current version."""
         return self.connection.cluster.state_hash(self.job.name)
+
+    @property
+    def job(self) -> Job:
+        """The open job of the cluster."""
+        return self._current[0]
+
+    @job.setter
+    def job(self, job: Job) -> None:
+        self._current[:] = [job]
 
     def retire(self) -> None:
         """Leaves the job in the background."""
