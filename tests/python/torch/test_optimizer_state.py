@@ -156,6 +156,7 @@ def train_on_two_ranks(rank: int) -> None:
         expected = train(None, edit)
         for level in LEVELS:
             assert_as_torch(train(level, edit, (rank, 2)), expected)
+    lookahead_as_in_torch((rank, 2))
 
 
 def test_ranks_write_to_optimizer_state() -> None:
@@ -189,3 +190,68 @@ def test_writes_that_come_too_late_are_errors(cluster: zs.Session) -> None:
     optimizer.state[first]["exp_avg"].zero_()
     with pytest.raises(zs.InvalidArgumentError, match="change it before backward"):
         optimizer.step()
+
+
+def with_lookahead(level: str | None, share: tuple[int, int] = (0, 1)) -> tuple[Any, Any, Any, int]:
+    """As timm's Lookahead: slow weights in the state of each parameter, from before the model is
+    sharded. Returns the values, the state, the state after it was loaded and a further step, and
+    the number of jobs."""
+    inner: Any = models.build("mlp")
+    model, optimizer = inner, torch.optim.AdamW(inner.parameters(), lr=0.05)
+    parameters, jobs = list(inner.parameters()), set()
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(*models.share(models.batch("mlp", number, 8), *share)).backward()
+        optimizer.step()
+
+    inner(*models.batch("mlp", 0, 8)).backward()
+    optimizer.step()
+    for parameter in parameters:
+        optimizer.state[parameter]["slow"] = parameter.detach().clone()
+    optimizer.state[parameters[0]]["seen"] = {"tokens": 1}
+    if level is not None:
+        model, optimizer, _ = group_sharded_parallel(inner, optimizer, level, segment_size=SEGMENT)
+    for number in range(5):
+        step(number)
+        if number in (1, 3):
+            for parameter in parameters:
+                slow = optimizer.state[parameter]["slow"]
+                slow.add_(parameter.detach() - slow, alpha=0.5)
+                parameter.data.copy_(slow)
+            optimizer.state["passes"] = {"number": number}
+        if number == 3:
+            del optimizer.state[parameters[-1]]["slow"]
+            optimizer.state[parameters[0]]["seen"] = {"tokens": 2}
+        if level is not None:
+            jobs.add(optimizer.sharding.job.job.name)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    assert not optimizer.state
+    optimizer.load_state_dict(copy.deepcopy(state))
+    step(5)
+    after = optimizer.state_dict()
+    assert optimizer.state.pop("passes") == {"number": 3} and "passes" not in optimizer.state
+    assert optimizer.state.pop(parameters[0])["seen"] == {"tokens": 2}
+    assert "seen" not in optimizer.state[parameters[0]]
+    return values, state["state"], after["state"], len(jobs)
+
+
+def lookahead_as_in_torch(share: tuple[int, int]) -> None:
+    expected = with_lookahead(None)
+    for level in LEVELS:
+        found = with_lookahead(level, share)
+        assert_close(found[0], expected[0], rtol=2e-5, atol=2e-6)
+        for ours, torchs in zip(found[1:3], expected[1:3], strict=True):
+            assert ours.keys() == torchs.keys() and ours["passes"] == torchs["passes"]
+            for number, state in torchs.items():
+                if number != "passes":
+                    torch.testing.assert_close(ours[number], state, rtol=2e-5, atol=2e-6)
+        assert found[3] == 1, "state that the servers do not hold begins no new job"
+
+
+def test_state_that_the_script_adds_is_kept_beside_the_state_of_the_optimizer(
+    cluster: zs.Session,
+) -> None:
+    lookahead_as_in_torch((0, 1))

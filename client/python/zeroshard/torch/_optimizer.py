@@ -15,7 +15,7 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 from ._gradient import GradientTensor
 from ._optimizer_hooks import calling_load_hooks, calling_state_hooks, share_hooks
-from ._state import StateOnServers, optimizer_states
+from ._state import StateOnServers, as_loaded, optimizer_states
 
 
 def _not_copied() -> InvalidArgumentError:
@@ -42,6 +42,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         self._sharding = sharding
         self._given = optimizer
         self._state = StateOnServers(sharding.job, self)
+        self._state.replace_local(optimizer.state)
         sharding.state_edits = self._state
         optimizer.register_step_pre_hook(_refusal(sharding))
         #: Whether a scaler makes the step, which may be skipped.
@@ -140,6 +141,11 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
                 for entry, held in self.sharding.job.states(version)
             }
         )
+        for key, local in self._state.local_state().items():
+            if id(key) in numbers:
+                state.setdefault(numbers[id(key)], {}).update(local)
+            else:
+                state[key] = local
         groups, first = [], 0
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key != "params"}
@@ -147,7 +153,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             first += len(group["params"])
             groups.append(packed)
         return {
-            "state": {number: state[number] for number in sorted(state) if state[number]},
+            "state": {key: state[key] for key in sorted(state, key=_numbers_first) if state[key]},
             "param_groups": groups,
         }
 
@@ -171,12 +177,16 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         for group, had in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in had.items() if key != "params"})
         state = {
-            by_number[number]: value
-            for number, value in state_dict["state"].items()
-            if number in by_number
+            by_number[key] if key in by_number else key: value
+            for key, value in state_dict["state"].items()
         }
-        self._state.forget()
+        self._state.replace_local(as_loaded(state))
         self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
+
+
+def _numbers_first(key: Any) -> tuple[int, int]:
+    """The order of the keys of a state: numbers of parameters, then other keys as they are."""
+    return (0, key) if isinstance(key, int) else (1, 0)
 
 
 def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:
