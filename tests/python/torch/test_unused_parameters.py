@@ -56,7 +56,15 @@ def write(parameters: list[Any]) -> list[float]:
     return []
 
 
-LOOKS: list[Look] = [nothing, clip, read, write]
+def add_noise(parameters: list[Any]) -> list[float]:
+    """Also to the gradient that no rank has: here it is not None, and in torch it is."""
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            parameter.grad.add_(torch.full_like(parameter, 0.01 * (number % 3 + 1)))
+    return []
+
+
+LOOKS: list[Look] = [nothing, clip, read, write, add_noise]
 
 #: The parts of a step, and whether all but the last are under ``no_sync``.
 PASSES = [(1, False), (3, False), (3, True)]
@@ -80,8 +88,8 @@ def train(
     process makes the passes of all of them."""
     parts, holds = passes
     seen: list[float] = []
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=set_to_none)
+
+    def run(step: int) -> None:
         for part in range(parts):
             for rank in of_ranks:
                 held = holds and part + 1 < parts and hasattr(model, "no_sync")
@@ -89,6 +97,13 @@ def train(
                 with model.no_sync() if held else contextlib.nullcontext():
                     loss = model(batch(step, part, rank), expert).pow(2).mean()
                 (loss / parts / len(of_ranks)).backward()
+
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        run(step)
+        if step in (1, 4) and not set_to_none:
+            model.zero_grad(set_to_none=False)  # skips the batch
+            run(step + STEPS)
         seen += look(list(model.parameters()))
         optimizer.step()
     return seen, {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
@@ -99,6 +114,7 @@ def cases() -> Iterator[tuple[Look, tuple[int, bool], bool]]:
         for passes in PASSES if look is clip else PASSES[:1]:
             yield look, passes, True
     yield clip, PASSES[0], False
+    yield nothing, PASSES[1], False
 
 
 def check(rank: int) -> None:

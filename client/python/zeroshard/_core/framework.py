@@ -75,6 +75,9 @@ class MeanGradient(Protocol[T]):
         """The values as gradients that are sent, which are multiplied by the loss scale. They
         include the factor, which becomes 1."""
 
+    def drop_edits(self) -> None:
+        """Drops what the program has written, since no rank has this gradient."""
+
 
 class ParameterMemory(ABC, Generic[T]):
     """Allocates and frees the memory of parameters. A parameter keeps its identity, shape and

@@ -416,21 +416,13 @@ class Gradients(Generic[T]):
 
     def drop_unused(self, used: Collection[int], gradients: dict[int, T | None]) -> None:
         """Removes those of ``gradients``, by the id of the parameter, that no rank has contributed
-        to. ``used``: the indices of all others.
-
-        Raises :class:`~zeroshard.InvalidArgumentError` if the program has written to one.
-        """
+        to. Without ZeroShard they are None, and the program has not written to them. ``used``: the
+        indices of all others."""
         for entry in self._job.trained:
             mean = self._job.framework.shown_mean(entry.tensor)
-            if entry.index in used or mean is None or not mean.is_absent:
-                continue
-            if mean.is_edited:
-                raise InvalidArgumentError(
-                    f"the program has written to the gradient of parameter {entry.name!r}, which "
-                    f"no rank has used in step {self._job.version}, so that it would be None "
-                    "without ZeroShard; skip gradients whose norm is 0"
-                )
-            gradients[id(entry.tensor)] = None
+            if entry.index not in used and mean is not None and mean.is_absent:
+                mean.drop_edits()
+                gradients[id(entry.tensor)] = None
 
     def send_replaced(self) -> None:
         """Sends this rank's own gradients where the program has replaced the gradient before they

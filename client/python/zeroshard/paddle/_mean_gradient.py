@@ -135,6 +135,10 @@ class MeanGradient:
         if self._fetched is not None:
             self._fetched.hash = _hash(self._fetched.values)
 
+    def drop_edits(self) -> None:
+        """Drops what the program has written, since no rank has this gradient."""
+        self._fetched = None
+
     def clip(self, factor: float) -> None:
         """The step will multiply the gradient by ``factor``."""
         if self._fetched is not None:

@@ -212,6 +212,11 @@ class MeanGradient:
         if self._fetched is not None:
             self._fetched.original.copy_(self._fetched.values)
 
+    def drop_edits(self) -> None:
+        """Drops what the program has written, since no rank has this gradient."""
+        self.own = self._fetched = None
+        self.factor, self.is_zeroed = 1.0, False
+
     # ---- internal
 
     def _in_hook(self) -> Tensor | None:
