@@ -66,8 +66,10 @@ def add_noise(parameters: list[Any]) -> list[float]:
 
 LOOKS: list[Look] = [nothing, clip, read, write, add_noise]
 
-#: The parts of a step, and whether all but the last are under ``no_sync``.
-PASSES = [(1, False), (3, False), (3, True)]
+#: The parts of a step, and whether all but the last are under ``no_sync``. None: no, and the number
+#: of parts is learned.
+Passes = tuple[int, bool | None]
+PASSES: list[Passes] = [(1, False), (3, False), (3, True)]
 
 
 def make() -> tuple[Any, Any]:
@@ -81,7 +83,7 @@ def train(
     optimizer: Any,
     of_ranks: list[int],
     look: Look,
-    passes: tuple[int, bool],
+    passes: Passes,
     set_to_none: bool,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Rank ``r`` uses the first expert in steps 0 and 2, and otherwise its own. Without ranks one
@@ -109,19 +111,20 @@ def train(
     return seen, {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
 
 
-def cases() -> Iterator[tuple[Look, tuple[int, bool], bool]]:
+def cases() -> Iterator[tuple[Look, Passes, bool]]:
     for look in LOOKS:
         for passes in PASSES if look is clip else PASSES[:1]:
             yield look, passes, True
     yield clip, PASSES[0], False
     yield nothing, PASSES[1], False
+    yield nothing, (1, None), False
 
 
 def check(rank: int) -> None:
     for look, passes, set_to_none in cases():
         expected = train(*make(), list(range(WORLD)), look, passes, set_to_none)
         for level in LEVELS:
-            options = {"accumulation_steps": passes[0]} if not passes[1] else {}
+            options = {"accumulation_steps": passes[0]} if passes[1] is False else {}
             model, optimizer, _ = group_sharded_parallel(*make(), level, segment_size=32, **options)
             found = train(model, optimizer, [rank], look, passes, set_to_none)
             name = f"{look.__name__} {passes} {level} {set_to_none}"

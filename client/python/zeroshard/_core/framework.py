@@ -51,6 +51,8 @@ class MeanGradient(Protocol[T]):
     #: The factor by which the program has multiplied the mean.
     factor: float
 
+    #: Whether the program has set it to zero, and nothing was added since.
+    is_zero: bool
     #: Whether the program has set it to zero after it was sent.
     is_zeroed: bool
 

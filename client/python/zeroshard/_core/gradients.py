@@ -401,13 +401,20 @@ class Gradients(Generic[T]):
     def were_dropped(self) -> bool:
         """Whether the program has removed all gradients of the open step, as ``zero_grad`` of a
         module does."""
-        return bool(self._means) and all(self._is_dropped(mean) for mean in self._means.values())
+        means = self._means.values()
+        return any(map(self._is_dropped, means)) and all(map(self._has_nothing, means))
 
     def _is_dropped(self, mean: MeanGradient[T]) -> bool:
         tensor = mean.entry.tensor
         if self._job.framework.shown_mean(tensor) is mean:
             return mean.is_zeroed
         return self._job.framework.given_gradient(tensor) is None
+
+    def _has_nothing(self, mean: MeanGradient[T]) -> bool:
+        """Whether the gradient was dropped, or this rank has none or has not sent its zeros."""
+        is_unsent_zero = mean.is_zero and mean.entry.index not in self._sent
+        is_none = mean.is_absent and not mean.is_edited
+        return is_unsent_zero or is_none or self._is_dropped(mean)
 
     @property
     def contributed(self) -> set[int]:

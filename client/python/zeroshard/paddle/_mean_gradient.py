@@ -76,7 +76,7 @@ class MeanGradient:
     """
 
     factor = 1.0
-    is_zeroed = False
+    is_zero = is_zeroed = False
 
     def __init__(self, gradients: Gradients[Any], entry: Entry[Any]) -> None:
         # Weak: the parameter refers to this object, and Python does not find cycles through a

@@ -55,6 +55,8 @@ class MeanGradient:
         self.is_absent = own is None
         #: The factor by which the program has multiplied the mean.
         self.factor = 1.0
+        #: Whether the program has set it to zero, and nothing was added since.
+        self.is_zero = False
         #: Whether the program has set it to zero after it was sent.
         self.is_zeroed = False
         self._fetched: _Fetched | None = None
@@ -91,6 +93,7 @@ class MeanGradient:
         gradients = self._gradients
         if gradients.is_sent(self):
             raise gradients.already_sent(self.entry)
+        self.is_zero = False
         if self.is_absent and not gradient.requires_grad:
             self.own, self.factor = gradient.detach().clone(), 1.0
             self.is_absent = self.is_zeroed = False
@@ -152,7 +155,7 @@ class MeanGradient:
             self.factor = 1.0  # this rank still contributes nothing
             return
         self.own = torch.zeros_like(self.entry.tensor, requires_grad=False)
-        self.factor, self._fetched = 1.0, None
+        self.factor, self._fetched, self.is_zero = 1.0, None, True
 
     def norm(self) -> float | None:
         """The L2 norm; None if it must be computed from the values."""
