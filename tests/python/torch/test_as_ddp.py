@@ -125,9 +125,20 @@ def gradient_of_a_copy(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Ten
     """The gradient of a copy of the wrapped model, which the original does not share."""
     torch.manual_seed(0)
     wrapped = wrap(nn.Linear(8, 4))
-    copied = copy.deepcopy(wrapped)
-    if rank == 0:
-        copy.deepcopy(wrapped)  # of one rank alone, as an average of the weights is
+    copied: Any = copy.deepcopy(wrapped)
+    teacher = copy.deepcopy(wrapped).requires_grad_(False)
+    assert not teacher(torch.ones(1, 8)).requires_grad
+    # Of one rank alone, as an average of the weights is, which may evaluate without no_grad.
+    average: Any = copy.deepcopy(wrapped) if rank == 0 else None
+    if average is not None and wrap is DataParallel:
+        assert average.eval()(torch.ones(1, 8)).requires_grad
+        assert average.find_unused_parameters is False
+        with average.no_sync():
+            average(torch.ones(1, 8)).sum().backward()
+        assert all(p.grad is not None for p in average.parameters())
+    with copied.no_sync():
+        copied(randn(10 * rank + 1, 6, 8)).pow(2).mean().backward()
+    copied(randn(10 * rank, 6, 8)).pow(2).mean().backward()
     copied(randn(10 * rank, 6, 8)).pow(2).mean().backward()
     assert all(parameter.grad is None for parameter in wrapped.parameters())
     [weight, _] = [p.grad for p in copied.parameters() if p.grad is not None]
