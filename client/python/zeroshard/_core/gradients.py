@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, cast
 
 from .._native import Box
+from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError
 from .entry import Entry
 from .framework import Hook, MeanGradient, T
@@ -261,6 +262,16 @@ class Gradients(Generic[T]):
         return total
 
     # ---- for mean gradients
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        return self._job.group
+
+    @property
+    def stay_here(self) -> bool:
+        """Whether every rank keeps its own gradients until the program drops them."""
+        return not self._early
 
     @property
     def is_alone(self) -> bool:

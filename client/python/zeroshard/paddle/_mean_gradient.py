@@ -15,9 +15,16 @@ from ..errors import InvalidArgumentError, TimeoutError
 if TYPE_CHECKING:
     from .._core.entry import Entry
     from .._core.gradients import Gradients
+    from .._rendezvous import ProcessGroup
 
 #: The parameter's attribute that holds its :class:`MeanGradient`.
 ATTRIBUTE = "_zeroshard_gradient"
+
+#: The hint for a rank that looks at a mean alone.
+LOOK_TOGETHER = (
+    "parameter.grad is the mean over all ranks: before the next collective call, look at it on "
+    "every rank or on none"
+)
 
 
 def own_gradient(parameter: Any) -> Any | None:
@@ -87,6 +94,10 @@ class MeanGradient:
         self.is_freed = False
         #: Whether its step has ended.
         self.has_ended = False
+        #: After the step: the ranks, if each of them still has its own gradient.
+        self.left_to: ProcessGroup | None = None
+        #: After the step: the factor of these gradients in the mean that the program sees.
+        self.left_scale = 1.0
         self._fetched: _Fetched | None = None
 
     @property
@@ -147,6 +158,14 @@ class MeanGradient:
     def end_step(self, factor: float) -> None:
         """The step, which has multiplied the gradient by ``factor``, has ended."""
         self.has_ended = True
+        gradients, entry = self._of_gradients(), self.entry
+        if gradients is None or not gradients.stay_here or self._fetched or entry.layout:
+            return
+        self.left_to = gradients.group
+        # Not `factor`: what the optimizer clips, Paddle does not show.
+        self.left_scale = gradients.clipping(entry) / gradients.loss_scale
+        # Also where this rank has not used the parameter, and others have.
+        setattr(entry.tensor, ATTRIBUTE, self)
 
     def to_send(self) -> Any:
         """The values as gradients that are sent, which are multiplied by the loss scale."""
@@ -181,10 +200,7 @@ class MeanGradient:
         try:
             return gradients.norms()
         except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}; parameter.grad is the mean over all ranks: before the next collective "
-                "call, look at it on every rank or on none"
-            ) from error
+            raise TimeoutError(f"{error}; {LOOK_TOGETHER}") from error
 
     def _fetch(self, gradients: Gradients[Any]) -> _Fetched:
         entry = self.entry
