@@ -20,6 +20,7 @@ from ._assign import refuse_assign
 from ._foreign import check_not_wrapped, check_not_wrapped_later
 from ._framework import TORCH, process_group
 from ._materialize import check_has_values
+from ._transforms import is_tracing
 from ._wrapper import ModuleWrapper
 
 
@@ -110,7 +111,7 @@ class DataParallel(ModuleWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         check_not_wrapped_later(self.module)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_tracing():
             return self.module(*inputs, **kwargs)
         if self._made is None:
             return self._first_forward(inputs, kwargs)

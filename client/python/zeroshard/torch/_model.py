@@ -58,9 +58,7 @@ class GroupSharded(ModuleWrapper):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
         gatherer = self.sharding.gatherer
-        if is_tracing():
-            raise not_recorded()
-        if torch.compiler.is_exporting():
+        if is_tracing() or torch.compiler.is_exporting():
             if self.sharding.has_units:
                 raise not_recorded()
             return self.module(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import InvalidArgumentError
 from ._foreign import check_hook, wrapped_later
 from ._leftovers import missing
+from ._transforms import is_registering_for_trace
 
 W = TypeVar("W", bound="ModuleWrapper")
 
@@ -134,6 +135,8 @@ class ModuleWrapper(nn.Module):
         self.module.add_module(name, module)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        if is_registering_for_trace():
+            return iter([("module", self.module)])  # torch finds each module by its attributes
         return self.module.named_children()
 
     def named_modules(
