@@ -30,7 +30,7 @@ from .exchanges import exchanges
 from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
-from .interrupts import is_within_operation, operation
+from .interrupts import between_operations, is_within_operation, operation
 from .job import ModelJob, State
 from .options import Options
 from .summary import log_start
@@ -242,8 +242,9 @@ class Sharding(Generic[T]):
     def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
         """Whole parameters of the model, as f32 in host memory, by the given names."""
         entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
+        may_compare = self.sees_writes and (self.gatherer is None or not is_within_operation())
         for entry in entries.values():
-            if not self.needs_copies and entry.modified:
+            if may_compare and entry.modified:
                 raise InvalidArgumentError(
                     f"parameter {entry.name!r} was modified after the last step; save the model "
                     "after the next step, which sends the change to the servers"
@@ -265,6 +266,14 @@ class Sharding(Generic[T]):
         return threading.get_ident() != self._thread
 
     @property
+    def sees_writes(self) -> bool:
+        """Whether the caller can tell what the program has written on this worker since the last
+        step: no step is being decided, and no other thread is training."""
+        if self.is_undecided:
+            return False
+        return not self.is_other_thread or between_operations() is not None
+
+    @property
     def needs_copies(self) -> bool:
         """Whether the caller must not read the parameters on this worker: it is a signal handler
         or another thread, or a step was interrupted while it was decided."""
@@ -282,6 +291,8 @@ class Sharding(Generic[T]):
     def _decided_version(self) -> int:
         """The version that the servers have when the open step is decided, or when that takes too
         long, because other ranks have left: several reads get the same one."""
+        if self._is_behind:
+            return self.job.current_version()
         end = time.monotonic() + _DECISION_TIME
         while (version := self.job.version) == self._voted:
             version = max(version, self.job.current_version())
@@ -399,6 +410,7 @@ class Sharding(Generic[T]):
         values: Iterable[tuple[T, T]] | None = None,
     ) -> None:
         self._check_may_reopen()
+        self._voted = None  # the version of the new job is 0
         self.job.reopen(states, values)
         self.gradients.watch()
         if self.gatherer is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.entry import Entry, modified
-from .._core.interrupts import find_frame, is_running
+from .._core.interrupts import between_operations, find_frame, is_running
 from .._core.sharding import Sharding
 from ._dtensor import distributed_as, local
 
@@ -94,11 +94,14 @@ def _copies(sharding: Sharding[Tensor]) -> dict[int, Tensor]:
     """The values of all parameters that a step changes, or that are on the servers, of one
     version."""
     entries = [entry for entry in sharding.job.parameters if entry.trained or not entry.resident]
-    written = [] if sharding.is_undecided or sharding.is_other_thread else modified(entries)
-    own = {id(entry.tensor): _clone(entry.tensor) for entry in written if _has_values(entry)}
-    fetched = [entry for entry in entries if id(entry.tensor) not in own]
+    written_at, written = _written(sharding, entries)
 
     def fetch(version: int) -> dict[int, Tensor]:
+        # A step that was made since has sent what was written.
+        own = written if version == written_at else {}
+        fetched = [entry for entry in entries if id(entry.tensor) not in own]
+        if not fetched:
+            return own
         parts = [_empty_part(entry.tensor) for entry in fetched]
         incoming = [
             entry.framework.incoming_words(part) if entry.raw else entry.framework.incoming(part)
@@ -108,12 +111,25 @@ def _copies(sharding: Sharding[Tensor]) -> dict[int, Tensor]:
         sharding.job.fetch(arrays, version=version)
         for one in incoming:
             one.finish()
-        return {
+        return own | {
             id(entry.tensor): _distributed(part, entry.tensor)
             for entry, part in zip(fetched, parts, strict=True)
         }
 
-    return own | (sharding.read(fetch) if fetched else {})
+    return sharding.read(fetch)
+
+
+def _written(
+    sharding: Sharding[Tensor], entries: list[Entry[Tensor]]
+) -> tuple[int, dict[int, Tensor]]:
+    """The version of this worker, and copies of what the program has written to parameters since,
+    by their id. Empty if the caller cannot tell."""
+    before, version = between_operations(), sharding.job.version
+    written = modified(entries) if sharding.sees_writes else []
+    copies = {id(entry.tensor): _clone(entry.tensor) for entry in written if _has_values(entry)}
+    if sharding.is_other_thread and (before is None or before != between_operations()):
+        return version, {}  # the thread that trains may have received values meanwhile
+    return version, copies
 
 
 def _has_values(entry: Entry[Tensor]) -> bool:
