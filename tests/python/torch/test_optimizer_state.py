@@ -11,6 +11,7 @@ import models
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 import zeroshard as zs
 from torch import Tensor
 from training import LEVELS, SEGMENT, assert_close
@@ -52,7 +53,10 @@ def zero_steps(optimizer: Any) -> None:
 def pop(optimizer: Any) -> None:
     for parameter in some(optimizer):
         assert "exp_avg" in optimizer.state.pop(parameter)
-        assert optimizer.state.pop(parameter, None) is None and parameter not in optimizer.state
+        assert (
+            optimizer.state.pop(parameter, None) is None
+            and parameter not in optimizer.state
+        )
 
 
 def delete(optimizer: Any) -> None:
@@ -77,15 +81,28 @@ def iterate(optimizer: Any) -> None:
         for value in state.values():
             if torch.is_tensor(value) and value.dim():
                 value.mul_(0.1)
-    assert len(list(optimizer.state)) == len(optimizer.state.values()) == len(optimizer.state)
+    assert (
+        len(list(optimizer.state))
+        == len(optimizer.state.values())
+        == len(optimizer.state)
+    )
+
+
+def unfreeze(optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.requires_grad_(True)
 
 
 def look(optimizer: Any) -> None:
     kept = copy.deepcopy(optimizer.state)
     assert {p.shape for p in kept} == {p.shape for p in optimizer.state}
     for parameter in list(optimizer.state):
-        optimizer.state[parameter] = {k: v.clone() for k, v in optimizer.state[parameter].items()}
-        assert optimizer.state.get(parameter) is optimizer.state.setdefault(parameter, {})
+        optimizer.state[parameter] = {
+            k: v.clone() for k, v in optimizer.state[parameter].items()
+        }
+        assert optimizer.state.get(parameter) is optimizer.state.setdefault(
+            parameter, {}
+        )
 
 
 EDITS: list[Callable[[Any], None]] = [
@@ -108,13 +125,18 @@ def train(
     edit: Callable[[Any], None],
     share: tuple[int, int] = (0, 1),
     cls: Any = None,
+    frozen: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     inner: Any = models.build("mlp")
     model = inner
+    for parameter in list(inner.parameters())[6 - frozen :]:
+        parameter.requires_grad_(False)
     make = cls or (lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
     optimizer: Any = make(inner.parameters())
     if level is not None:
-        model, optimizer, _ = group_sharded_parallel(inner, optimizer, level, segment_size=SEGMENT)
+        model, optimizer, _ = group_sharded_parallel(
+            inner, optimizer, level, segment_size=SEGMENT
+        )
     for step in range(6):
         optimizer.zero_grad()
         model(*models.share(models.batch("mlp", step, 8), *share)).backward()
@@ -151,11 +173,31 @@ def test_state_without_momentum_is_empty(cluster: zs.Session) -> None:
     assert_as_torch(train("os", check, cls=plain), train(None, check, cls=plain))
 
 
+def saved_by_one_rank(edit: Callable[[Any], None], rank: int) -> Callable[[Any], None]:
+    """An edit after which rank 0 alone makes a state dict."""
+
+    def edit_and_save(optimizer: Any) -> None:
+        edit(optimizer)
+        if rank == 0:
+            state = optimizer.state_dict()["state"]
+            assert len(state) == {zero_in_place: 6, clear: 0, unfreeze: 4}[edit]
+            assert edit is not zero_in_place or not state[0]["exp_avg"].any()
+        dist.barrier()
+
+    return edit_and_save
+
+
 def train_on_two_ranks(rank: int) -> None:
-    for edit in (zero_in_place, clear):
-        expected = train(None, edit)
+    for edit in (zero_in_place, clear, unfreeze):
+        expected = train(None, edit, frozen=2 if edit is unfreeze else 0)
         for level in LEVELS:
-            assert_as_torch(train(level, edit, (rank, 2)), expected)
+            found = train(
+                level,
+                saved_by_one_rank(edit, rank),
+                (rank, 2),
+                frozen=2 if edit is unfreeze else 0,
+            )
+            assert_as_torch(found, expected)
 
 
 def test_ranks_write_to_optimizer_state() -> None:

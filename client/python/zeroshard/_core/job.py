@@ -664,6 +664,7 @@ class ModelJob(Generic[T]):
         """The whole optimizer state at a version, of all trained entries that were updated, or of
         one of them."""
         self.check_open()
+        self.check_not_rolled_back()
         applied = self.job.applied_steps(version)
         updated = [
             entry

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from .._core.interrupts import is_within_operation
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
@@ -131,15 +132,11 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
                 p for group in self.param_groups for p in group["params"]
             )
         }
-        name = self.sharding.job.optimizer_name
-        if not self.sharding.needs_copies:
-            self.sharding.follow_changes()
-        state = self.sharding.read(
-            lambda version: {
-                numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
-                for entry, held in self.sharding.job.states(version)
-            }
-        )
+        state = {
+            numbers[parameter]: held
+            for parameter, held in self.sharding.read(self._states).items()
+            if held and parameter in numbers
+        }
         groups, first = [], 0
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key != "params"}
@@ -147,9 +144,23 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             first += len(group["params"])
             groups.append(packed)
         return {
-            "state": {number: state[number] for number in sorted(state) if state[number]},
+            "state": dict(sorted(state.items())),
             "param_groups": groups,
         }
+
+    def _states(self, version: int) -> dict[int, Any]:
+        """The state of each parameter at a version, by the id of the parameter, with what the
+        program has changed since."""
+        job = self.sharding.job
+        # The servers receive changes in the next forward or step, in which all ranks take part.
+        is_settled = self.sharding.sees_writes and not is_within_operation()
+        changed, removed = self._state.changes() if is_settled else ({}, set())
+        states = {
+            id(entry.tensor): _conversion.to_torch(job.optimizer_name, held)
+            for entry, held in job.states(version)
+            if id(entry.tensor) not in removed
+        }
+        return states | {id(parameter): _copied(own) for parameter, own in changed.items()}
 
     @calling_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -177,6 +188,16 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         }
         self._state.forget()
         self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
+
+
+def _copied(state: Any) -> Any:
+    """A copy of the state of a parameter that the program has set."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:
