@@ -26,9 +26,7 @@ def copied(state: State) -> State:
 
 def position(state: State, states: list[State]) -> int:
     """The index of a state among those of all versions; -1 if it is none of them."""
-    same = [
-        all(torch.equal(state[name], other[name]) for name in other) for other in states
-    ]
+    same = [all(torch.equal(state[name], other[name]) for name in other) for other in states]
     return same.index(True) if True in same else -1
 
 
@@ -113,9 +111,7 @@ def test_a_signal_handler_saves_one_version(
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_another_thread_saves_one_version(
-    cluster: zs.Session, handler: list[Any]
-) -> None:
+def test_another_thread_saves_one_version(cluster: zs.Session, handler: list[Any]) -> None:
     _, model, optimizer = build("p_g_os")
     step(model, optimizer, 0)
     states, saved = [copied(model.state_dict())], []

@@ -53,10 +53,7 @@ def zero_steps(optimizer: Any) -> None:
 def pop(optimizer: Any) -> None:
     for parameter in some(optimizer):
         assert "exp_avg" in optimizer.state.pop(parameter)
-        assert (
-            optimizer.state.pop(parameter, None) is None
-            and parameter not in optimizer.state
-        )
+        assert optimizer.state.pop(parameter, None) is None and parameter not in optimizer.state
 
 
 def delete(optimizer: Any) -> None:
@@ -81,11 +78,7 @@ def iterate(optimizer: Any) -> None:
         for value in state.values():
             if torch.is_tensor(value) and value.dim():
                 value.mul_(0.1)
-    assert (
-        len(list(optimizer.state))
-        == len(optimizer.state.values())
-        == len(optimizer.state)
-    )
+    assert len(list(optimizer.state)) == len(optimizer.state.values()) == len(optimizer.state)
 
 
 def unfreeze(optimizer: Any) -> None:
@@ -97,12 +90,8 @@ def look(optimizer: Any) -> None:
     kept = copy.deepcopy(optimizer.state)
     assert {p.shape for p in kept} == {p.shape for p in optimizer.state}
     for parameter in list(optimizer.state):
-        optimizer.state[parameter] = {
-            k: v.clone() for k, v in optimizer.state[parameter].items()
-        }
-        assert optimizer.state.get(parameter) is optimizer.state.setdefault(
-            parameter, {}
-        )
+        optimizer.state[parameter] = {k: v.clone() for k, v in optimizer.state[parameter].items()}
+        assert optimizer.state.get(parameter) is optimizer.state.setdefault(parameter, {})
 
 
 EDITS: list[Callable[[Any], None]] = [
@@ -134,9 +123,7 @@ def train(
     make = cls or (lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
     optimizer: Any = make(inner.parameters())
     if level is not None:
-        model, optimizer, _ = group_sharded_parallel(
-            inner, optimizer, level, segment_size=SEGMENT
-        )
+        model, optimizer, _ = group_sharded_parallel(inner, optimizer, level, segment_size=SEGMENT)
     for step in range(6):
         optimizer.zero_grad()
         model(*models.share(models.batch("mlp", step, 8), *share)).backward()
