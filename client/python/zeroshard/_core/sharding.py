@@ -354,7 +354,11 @@ class Sharding(Generic[T]):
         """
         self._check_may_reopen()
         self._check_nothing_sent("the state of the optimizer is loaded or changed", "change it")
-        self.discard()
+        # The gradients are sent again, to the new job. What the program has said of them holds.
+        clip_once = self._clip_once
+        with self.gradients.scaled_as_before():
+            self.discard()
+        self._clip_once = clip_once
         self._reopen(states)
 
     @operation
