@@ -3,7 +3,6 @@ thread: they have the values of one version, and do not touch the parameters."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from .._core.entry import Entry, modified
 from .._core.interrupts import between_operations, find_frame, is_running
 from .._core.sharding import Sharding
 from ._dtensor import distributed_as, local
+from ._module_hooks import OfOneModule
 
 
 class _Reads(threading.local):
@@ -43,28 +43,23 @@ def copy_of(parameter: Tensor) -> Tensor | None:
 
 def read_consistently(module: nn.Module, sharding: Sharding[Tensor]) -> None:
     """Makes the state dicts of a module consistent at any time."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # has no such hooks
     module.register_state_dict_pre_hook(_Begin(sharding))
     module.register_state_dict_post_hook(_End())
 
 
 def stop_reading(module: nn.Module) -> None:
     """Removes the hooks of :func:`read_consistently`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
         for number, hook in list(hooks.items()):
             if isinstance(hook, _Begin | _End):
                 del hooks[number]
 
 
-class _Hook:
-    """A hook of a module's state dict."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module is plain, also where ZeroShard is not installed: its hook is a method
-        # of Python's that takes any arguments and does nothing.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _End(_Hook):
+class _End(OfOneModule):
     """Puts the copies into the state dict."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -76,7 +71,7 @@ class _End(_Hook):
             _reads.running.pop()
 
 
-class _Begin(_Hook):
+class _Begin(OfOneModule):
     """Makes the copies that a state dict needs."""
 
     def __init__(self, sharding: Sharding[Tensor]) -> None:
