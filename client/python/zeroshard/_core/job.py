@@ -519,7 +519,7 @@ class ModelJob(Generic[T]):
             {name: self.framework.layout(entry.tensor) for name, entry in named.items()},
             lambda name: named[name].trained,
             self.group.ranks,
-            lambda value: self.connection.exchange(name, value, self.group.ranks),
+            lambda what, value: self.connection.exchange(f"{name}/{what}", value, self.group.ranks),
             self._alike(),
         )
         for entry in self.entries:
