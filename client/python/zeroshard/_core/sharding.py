@@ -81,8 +81,10 @@ class Sharding(Generic[T]):
         returns the ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
-        #: Whether the last training forward may have changed buffers that ranks share.
+        #: Whether the last training forward may have changed buffers that ranks share, and the
+        #: number of such forwards since the last step.
         self._buffers_differ = False
+        self._buffer_changes = 0
         self._checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.check_unused()
@@ -176,10 +178,21 @@ class Sharding(Generic[T]):
         """Called when a forward of the whole model begins; ``trains``: whether it is one of a
         training pass. If ranks share buffers, they take those of rank 0 after a step, and here
         after a training forward that no step has followed."""
+        # Rank 0 may be evaluating the model alone: the other ranks follow in their next forward,
+        # or in the step.
         if self._buffers_differ and not self._joining:
-            self.job.follow_buffers()
-            self.job.broadcast(0, self.job.buffers)
+            self.job.offer_buffers(self._buffer_changes)
         self._buffers_differ = self._sync_buffers and trains and not self._holding
+        self._buffer_changes += self._buffers_differ
+
+    def _receive_buffers(self) -> None:
+        """Takes the buffers of rank 0 in the step that the servers have made last."""
+        self.job.receive(entry for entry in self.job.received if entry.buffer)
+
+    def _buffers_are_shared(self) -> None:
+        """The buffers are those of a new version."""
+        self._buffers_differ, self._buffer_changes = False, 0
+        self.job.withdraw_buffers()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -378,6 +391,7 @@ class Sharding(Generic[T]):
         self.abandon()
         self._rest = None
         self._interrupted = self._is_behind = False
+        self._buffers_are_shared()
         self.job.follow_buffers()
         self.job.receive_resident()
         self.job.mark()
@@ -446,8 +460,8 @@ class Sharding(Generic[T]):
         self._end_step(report)
         # Rank 0 sends none while it rests: the other ranks keep their own.
         if self._sync_buffers and 0 not in report.resting:
-            self.job.receive(entry for entry in self.job.received if entry.buffer)
-        self._buffers_differ = False
+            self._receive_buffers()
+        self._buffers_are_shared()
 
     def check_applied(self) -> None:
         """Raises an error if the last step was skipped."""
@@ -523,6 +537,7 @@ class Sharding(Generic[T]):
         if step != self.job.version:
             self._take_version(step)
         self._share_written(last)
+        self._buffers_are_shared()
         return int(last)
 
     def _share_written(self, source: int) -> None:
@@ -669,6 +684,8 @@ class Sharding(Generic[T]):
         except StepMismatchError:
             # The step was decided before the interruption: the next step starts from its result.
             self._take_version(self.job.version + 1)
+            if self._sync_buffers and not self._joining:
+                self._receive_buffers()
         self._interrupted, self._voted = False, None
 
     def _catch_up(self) -> None:
@@ -681,6 +698,7 @@ class Sharding(Generic[T]):
     def _take_version(self, version: int) -> None:
         """Takes the parameters of a version that this rank has not made."""
         self.job.version = version
+        self._buffers_are_shared()
         self.job.receive(entry for entry in self.job.trained if entry.resident)
         self.job.mark()
         if self.gatherer is not None:
