@@ -9,10 +9,11 @@ step. At every level all gradients are sent when the program looks at one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Generic, cast
 
 from .._native import Box
@@ -149,7 +150,8 @@ class Gradients(Generic[T]):
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and mean.own is None and not self.is_open(mean):
             return  # it was added to a gradient of an earlier step, which is not sent again
-        if entry.index in self._sent:
+        # Clipped gradients that are sent again to a new job were sent before.
+        if entry.index in self._sent or self.is_clipped:
             raise self.already_sent(entry)
         self._passes[entry.index] += 1
         expected = self._announced if self._announced is not None else self._most.get(entry.index)
@@ -531,6 +533,14 @@ class Gradients(Generic[T]):
         if self._unscaled:
             self.loss_scale = 1.0
         self._clear()
+
+    @contextlib.contextmanager
+    def scaled_as_before(self) -> Iterator[None]:
+        """A context after which the gradients of the open step are unscaled and clipped as before
+        it, although it restarts the step."""
+        before = self.loss_scale, self._unscaled, self._clip_factor
+        yield
+        self.loss_scale, self._unscaled, self._clip_factor = before
 
     def begin(self) -> Entry[T] | None:
         """Drops the gradients of the last step. Does nothing if there are gradients that no step

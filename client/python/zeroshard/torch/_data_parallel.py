@@ -218,7 +218,7 @@ class DataParallel(ModuleWrapper):
 
 
 def _copied(module: nn.Module, options: dict[str, Any], ranks: Ranks | None) -> DataParallel:
-    made = DataParallel.__new__(DataParallel, module)
+    made = DataParallel.__new__(DataParallel)
     ModuleWrapper.__init__(made, module)
     made._keep(_options=dict(options), _ranks=ranks, _made=None, _syncing=True)
     return made

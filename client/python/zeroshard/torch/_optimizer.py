@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from .._core.interrupts import is_within_operation
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
@@ -132,15 +133,11 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
                 p for group in self.param_groups for p in group["params"]
             )
         }
-        name = self.sharding.job.optimizer_name
-        if not self.sharding.needs_copies:
-            self.sharding.follow_changes()
-        state = self.sharding.read(
-            lambda version: {
-                numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
-                for entry, held in self.sharding.job.states(version)
-            }
-        )
+        state: dict[Any, Any] = {
+            numbers[parameter]: held
+            for parameter, held in self.sharding.read(self._states).items()
+            if held and parameter in numbers
+        }
         for key, local in self._state.local_state().items():
             if id(key) in numbers:
                 state.setdefault(numbers[id(key)], {}).update(local)
@@ -153,9 +150,23 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             first += len(group["params"])
             groups.append(packed)
         return {
-            "state": {key: state[key] for key in sorted(state, key=_numbers_first) if state[key]},
+            "state": {key: state[key] for key in sorted(state, key=_numbers_first)},
             "param_groups": groups,
         }
+
+    def _states(self, version: int) -> dict[int, Any]:
+        """The state of each parameter at a version, by the id of the parameter, with what the
+        program has changed since."""
+        job = self.sharding.job
+        # The servers receive changes in the next forward or step, in which all ranks take part.
+        is_settled = self.sharding.sees_writes and not is_within_operation()
+        changed, removed = self._state.changes() if is_settled else ({}, set())
+        states = {
+            id(entry.tensor): _conversion.to_torch(job.optimizer_name, held)
+            for entry, held in job.states(version)
+            if id(entry.tensor) not in removed
+        }
+        return states | {id(parameter): _copied(own) for parameter, own in changed.items()}
 
     @calling_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -187,6 +198,16 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
 def _numbers_first(key: Any) -> tuple[int, int]:
     """The order of the keys of a state: numbers of parameters, then other keys as they are."""
     return (0, key) if isinstance(key, int) else (1, 0)
+
+
+def _copied(state: Any) -> Any:
+    """A copy of the state of a parameter that the program has set."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:

@@ -76,18 +76,23 @@ class StateOnServers(defaultdict[Tensor, Any]):
         Raises :class:`~zeroshard.InvalidArgumentError` if it has changed what it had read before
         the last step.
         """
-        if not super().__len__() and not self._removed:
-            return None
-        self._follow()
-        changed = self._changed()
-        if not changed and not self._removed:
+        changed, removed = self.changes()
+        if not changed and not removed:
             return None
         states = {
             id(entry.tensor): held
             for entry, held in self._job.states(self._job.version)
-            if id(entry.tensor) not in self._removed and entry.tensor not in changed
+            if id(entry.tensor) not in removed and entry.tensor not in changed
         }
         return states | optimizer_states(self._job.optimizer_name, self._optimizer, changed)
+
+    def changes(self) -> tuple[dict[Tensor, Any], set[int]]:
+        """What the program has changed since the last step: the state of parameters that it has
+        written or set, and the ids of the parameters whose state it has removed. For errors see
+        :meth:`edited`."""
+        if super().__len__() or self._removed:
+            self._follow()
+        return self._changed(), set(self._removed)
 
     def settle(self) -> None:
         """Called when the servers have the changes."""

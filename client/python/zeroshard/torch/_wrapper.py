@@ -28,6 +28,8 @@ _OPERATORS = (
     "__getitem__",
     "__setitem__",
     "__delitem__",
+    # A scripted module has all of them, and is true.
+    "__bool__",
 )
 
 
@@ -37,14 +39,14 @@ class ModuleWrapper(nn.Module):
 
     module: nn.Module
 
-    def __new__(cls: type[W], module: object = None, *args: Any, **kwargs: Any) -> W:
-        found = [name for name in _OPERATORS if hasattr(type(module), name)]
-        kind: type = cls
-        made: W = nn.Module.__new__(_with_operators(kind, *found) if found else kind)
-        return made
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        kind: type = type(self)
+        found = [
+            name for name in _OPERATORS if hasattr(type(module), name) and not hasattr(kind, name)
+        ]
+        if found:
+            object.__setattr__(self, "__class__", _with_operators(kind, *found))
         self.module = module
         # Not methods of the class: torch.distributed.checkpoint expects the state of a class that
         # has them.
