@@ -36,8 +36,8 @@ def check_no_views(
     if held:
         gc.collect()  # the script may have deleted the other tensors
         held = _held_by_others(model, fetched, known)
-    for name, parameter in held.items():
-        if 2 * elements[_memory(parameter)] >= elements.total():
+    for name, part in held.items():
+        if 2 * elements[_memory(part)] >= elements.total():
             raise InvalidArgumentError(
                 f"parameter {name!r} is a part of a larger tensor that your script holds, and "
                 "that would keep its old values at level p_g_os; give the parameter its own "

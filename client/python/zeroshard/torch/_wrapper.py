@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..errors import InvalidArgumentError
+from .._core.wrapper import AttributesOfModel
 from ._foreign import check_hook, wrapped_later
 from ._leftovers import missing
 from ._transforms import is_registering_for_trace
@@ -33,7 +33,7 @@ _OPERATORS = (
 )
 
 
-class ModuleWrapper(nn.Module):
+class ModuleWrapper(AttributesOfModel, nn.Module):
     """A module that runs another one. Attributes that the wrapper does not have itself are read
     from the module, written to it and deleted from it."""
 
@@ -75,46 +75,10 @@ class ModuleWrapper(nn.Module):
         except AttributeError as error:
             raise missing(type(self).__name__, name, error) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._wrapped is None or self._has(name):
-            super().__setattr__(name, value)
-        elif name == "module":
-            raise self._irreplaceable()
-        else:
-            setattr(self._wrapped, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._wrapped is None or self._has(name):
-            super().__delattr__(name)
-        elif name == "module":
-            raise self._irreplaceable()
-        else:
-            delattr(self._wrapped, name)
-
     def __dir__(self) -> list[str]:
         own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         # torch.jit.trace reads everything that is listed.
         return sorted({*own, *dir(self.module)} - {"_ddp_params_and_buffers_to_ignore"})
-
-    def _has(self, name: str) -> bool:
-        """Whether the attribute is one of the wrapper itself."""
-        return name in self.__dict__ or hasattr(type(self), name)
-
-    def _irreplaceable(self) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"the module of a {type(self).__name__} cannot be replaced or deleted; wrap the other "
-            "module instead, or change the parts of this one (model.head = ...)"
-        )
-
-    @property
-    def training(self) -> bool:
-        """The module's mode."""
-        return True if self._wrapped is None else self._wrapped.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if self._wrapped is not None:
-            self._wrapped.training = mode
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
