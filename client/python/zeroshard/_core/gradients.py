@@ -18,11 +18,17 @@ from typing import Any, Generic, cast
 
 from .._native import Box
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, TimeoutError
 from .entry import Entry
 from .framework import Hook, MeanGradient, T
 from .interrupts import operation
 from .job import ModelJob
+
+#: The hint for a rank that looks at a mean gradient alone.
+LOOK_TOGETHER = (
+    "parameter.grad is the mean over all ranks: before the next collective call, look at it on "
+    "every rank or on none"
+)
 
 
 class Gradients(Generic[T]):
@@ -307,6 +313,18 @@ class Gradients(Generic[T]):
                 )
             self._norms = self._run(self._reduce)
         return self._norms
+
+    def norms_of_look(self) -> list[float]:
+        """As :meth:`norms`, when the program looks at a gradient."""
+        try:
+            return self.norms()
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; {LOOK_TOGETHER}") from error
+
+    def shown_scale(self, entry: Entry[T]) -> float:
+        """The factor of a mean gradient in what the program sees: it removes the loss scale, and
+        clips the gradient if the program has called for it."""
+        return self.clipping(entry) / self.loss_scale
 
     def _reduce(self) -> list[float]:
         self.send_rest()

@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from .._native import Array, hashes
-from ..errors import InvalidArgumentError, TimeoutError
+from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from .._core.entry import Entry
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 
 #: The parameter's attribute that holds its :class:`MeanGradient`.
 ATTRIBUTE = "_zeroshard_gradient"
-
-#: The hint for a rank that looks at a mean alone.
-LOOK_TOGETHER = (
-    "parameter.grad is the mean over all ranks: before the next collective call, look at it on "
-    "every rank or on none"
-)
 
 
 def own_gradient(parameter: Any) -> Any | None:
@@ -163,7 +157,7 @@ class MeanGradient:
             return
         self.left_to = gradients.group
         # Not `factor`: what the optimizer clips, Paddle does not show.
-        self.left_scale = gradients.clipping(entry) / gradients.loss_scale
+        self.left_scale = gradients.shown_scale(entry)
         # Also where this rank has not used the parameter, and others have.
         setattr(entry.tensor, ATTRIBUTE, self)
 
@@ -189,18 +183,12 @@ class MeanGradient:
                 raise self._gone()
             if gradients.in_backward and not gradients.is_sent(self):
                 return self.own
-            if self.is_absent and self._norms(gradients)[self.entry.index] == 0:
+            if self.is_absent and gradients.norms_of_look()[self.entry.index] == 0:
                 return None
             self._fetched = self._fetch(gradients)
         return self._read(self._fetched)
 
     # ---- internal
-
-    def _norms(self, gradients: Gradients[Any]) -> list[float]:
-        try:
-            return gradients.norms()
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}; {LOOK_TOGETHER}") from error
 
     def _fetch(self, gradients: Gradients[Any]) -> _Fetched:
         entry = self.entry
@@ -211,13 +199,12 @@ class MeanGradient:
                 "zeroshard.paddle.clip_grad_norm_; to use its values, register a hook on the "
                 "parameter"
             )
-        self._norms(gradients)  # waits until the gradient of every rank has arrived
+        gradients.norms_of_look()  # waits until the gradient of every rank has arrived
         if not gradients.is_open(self):
             raise self._gone()
         with paddle.no_grad():
             total, divisor = gradients.fetch(entry)
-            scale = gradients.clipping(entry) / gradients.loss_scale
-            mean = (total / divisor) * scale
+            mean = (total / divisor) * gradients.shown_scale(entry)
             values = mean.reshape(list(entry.shape)).astype(entry.tensor.dtype)
             values = values.to(paddle.get_device())
         return _Fetched(values, _hash(values), gradients.loss_scale)

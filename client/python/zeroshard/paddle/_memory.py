@@ -18,11 +18,12 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from .._core.framework import ParameterMemory
+from .._core.gradients import LOOK_TOGETHER
 from .._core.reducer import average_now
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, TimeoutError
 from ._dtensor import like
-from ._mean_gradient import ATTRIBUTE, LOOK_TOGETHER, given, own_gradient
+from ._mean_gradient import ATTRIBUTE, given, own_gradient
 
 #: Methods that do not read the elements of a tensor, or gather the parameter themselves.
 _METADATA = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core.entry import Entry
 from .._core.gradients import Gradients
-from ..errors import InvalidArgumentError, TimeoutError
+from ..errors import InvalidArgumentError
 
 R = TypeVar("R")
 
@@ -165,8 +165,7 @@ class MeanGradient:
         if self._in_hook() is not None or not gradients.is_open(self):
             return None
         norm = self._norms(gradients)[self.entry.index]
-        scale = gradients.clipping(self.entry) / gradients.loss_scale
-        return abs(self.factor) * norm * scale
+        return abs(self.factor) * norm * gradients.shown_scale(self.entry)
 
     def values(self) -> Tensor:
         """The mean as a tensor with the parameter's shape, dtype and device. The step applies what
@@ -230,13 +229,7 @@ class MeanGradient:
         return None if gradients.is_sent(self) else self._scaled_own(self.own)
 
     def _norms(self, gradients: Gradients[Tensor]) -> list[float]:
-        try:
-            norms = gradients.norms()
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}; parameter.grad is the mean over all ranks: before the next collective "
-                "call, look at it on every rank or on none"
-            ) from error
+        norms = gradients.norms_of_look()
         if not gradients.is_open(self):
             raise self._gone()
         return norms
@@ -257,8 +250,7 @@ class MeanGradient:
             values = torch.zeros_like(entry.tensor, requires_grad=False)
             return _Fetched(values, values.clone(), gradients.loss_scale)
         total, divisor = gradients.fetch(entry)
-        scale = gradients.clipping(entry) / gradients.loss_scale
-        mean = total.div_(divisor).mul_(self.factor * scale)
+        mean = total.div_(divisor).mul_(self.factor * gradients.shown_scale(entry))
         values = mean.reshape(entry.tensor.shape).to(entry.tensor.device, entry.tensor.dtype)
         return _Fetched(values, values.clone(), gradients.loss_scale)
 
