@@ -171,7 +171,9 @@ def test_a_sharded_model_is_recorded_or_the_error_names_a_copy(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(lambda model: torch.jit.trace(model, INPUTS), model.module, whole)
-        check(lambda model: torch.jit.trace(model, INPUTS), DataParallel(copy.deepcopy(model)), True)
+        check(
+            lambda model: torch.jit.trace(model, INPUTS), DataParallel(copy.deepcopy(model)), True
+        )
         if whole:  # as libraries do that count operations
             traced, _ = torch.jit._get_trace_graph(model, (INPUTS,))  # type: ignore[attr-defined]
             assert "aten::" in str(traced)
