@@ -6,9 +6,10 @@ of the run; it uses no collective and has a timeout.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ._rendezvous import Rendezvous, world_group
 from .errors import DisagreementError
@@ -62,8 +63,32 @@ def _told(
     for other, number in numbers.items():
         waiting_for = f"rank {other} to call {call}"
         received = rendezvous.receive(f"agree/{other}>{world.rank}/{number}", waiting_for)
+        if number > 0:
+            # The other rank has ended the comparison before this one.
+            rendezvous.withdraw(f"agree/{world.rank}>{other}/{number - 1}")
         theirs: dict[str, str] = json.loads(received)
         yield other, theirs
+
+
+def exchange_equal(
+    exchange: Callable[[str, str], Sequence[str]],
+    mine: Mapping[str, str],
+    ranks: Sequence[int],
+    value: str = "",
+) -> list[str]:
+    """Raises :class:`~zeroshard.DisagreementError` if ranks have different texts in ``mine``, by
+    name. Returns the ``value`` of each rank, which may differ.
+
+    ``exchange`` sends a value to all of the ranks, under a name, and returns their values in rank
+    order. The texts are sent if their hashes differ: a model has many tensors.
+    """
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    own = json.dumps([digest, value])
+    everywhere = [json.loads(received) for received in exchange("hash", own)]
+    if any(other != digest for other, _ in everywhere):
+        texts = map(json.loads, exchange("texts", json.dumps(mine)))
+        check_equal(dict(zip(ranks, texts, strict=True)))
+    return [value for _, value in everywhere]
 
 
 def check_equal(values: Mapping[int, Mapping[str, str]]) -> None:

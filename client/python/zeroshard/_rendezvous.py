@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
@@ -86,6 +87,8 @@ class Rendezvous:
     def __init__(self, world: ProcessGroup, timeout: float) -> None:
         self._rank = world.rank
         self._timeout = timeout
+        #: By the ranks of an exchange: the key of this rank in the last one.
+        self._exchanged: dict[tuple[int, ...], str] = {}
         #: One object per store: a new object means a new process group.
         self.store: Store = _launched()[0].store(world.rank, world.size, timeout)
         _open.add(self)
@@ -102,13 +105,30 @@ class Rendezvous:
     def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
         """Returns the value that each of ``ranks`` has passed for ``key``, in their order. All of
         them must call it."""
-        self.publish(f"{key}/{self._rank}", value)
-        return [
+        own, members = f"{key}/{self._rank}", tuple(ranks)
+        self.publish(own, value)
+        values = [
             value
             if rank == self._rank
             else self.receive(f"{key}/{rank}", f"rank {rank} to reach the same call ({key})")
             for rank in ranks
         ]
+        # The others have ended the exchange before this one, and do not read its values any more.
+        if members in self._exchanged:
+            self.withdraw(self._exchanged[members])
+        self._exchanged[members] = own
+        return values
+
+    def withdraw(self, key: str) -> None:
+        """Frees a value of this rank that no other rank reads any more. Paddle's store cannot
+        delete keys, and keeps an empty value."""
+        delete = getattr(self.store, "delete_key", None)
+        with contextlib.suppress(Exception):  # it only saves memory
+            if delete is None:
+                self.store.set(f"{_PREFIX}/{key}", "")
+            else:
+                delete(f"{_PREFIX}/{key}")
+                delete(f"{_PREFIX}/{key}/set")
 
     def receive(self, key: str, waiting_for: str) -> str:
         """Waits for a value that another rank sets. ``waiting_for`` describes the value in the

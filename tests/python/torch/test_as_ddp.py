@@ -91,6 +91,39 @@ def after_passes_without_backward(rank: int, system: str) -> tuple[Tensor, dict[
     return outputs, {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
+def buffers_with_an_evaluation(rank: int, system: str) -> dict[str, Tensor]:
+    """The buffers after training forwards with and without steps. With ZeroShard rank 0 evaluates
+    the model alone after some of them."""
+    torch.manual_seed(0)
+    model: Any = Counting()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if system == "ddp":
+        wrapped: Any = DistributedDataParallel(model)
+    else:
+        wrapped, optimizer, _ = group_sharded_parallel(
+            model, optimizer, system, sync_buffers=True, segment_size=32
+        )
+
+    def forward(index: int) -> Tensor:
+        outputs: Tensor = wrapped(randn(10 * rank + index, 6, 8))
+        if rank == 0 and system != "ddp":
+            wrapped.eval()
+            with torch.no_grad():
+                wrapped(randn(99, 6, 8))
+            wrapped.train()
+        return outputs
+
+    forward(0)
+    forward(1).pow(2).mean().backward()
+    optimizer.step()
+    for index in range(2, 5):
+        forward(index)
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(randn(99, 6, 8))  # all ranks get the buffers of rank 0
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
 # ---- steps inside no_sync
 
 
@@ -125,9 +158,20 @@ def gradient_of_a_copy(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Ten
     """The gradient of a copy of the wrapped model, which the original does not share."""
     torch.manual_seed(0)
     wrapped = wrap(nn.Linear(8, 4))
-    copied = copy.deepcopy(wrapped)
-    if rank == 0:
-        copy.deepcopy(wrapped)  # of one rank alone, as an average of the weights is
+    copied: Any = copy.deepcopy(wrapped)
+    teacher = copy.deepcopy(wrapped).requires_grad_(False)
+    assert not teacher(torch.ones(1, 8)).requires_grad
+    # Of one rank alone, as an average of the weights is, which may evaluate without no_grad.
+    average: Any = copy.deepcopy(wrapped) if rank == 0 else None
+    if average is not None and wrap is DataParallel:
+        assert average.eval()(torch.ones(1, 8)).requires_grad
+        assert average.find_unused_parameters is False
+        with average.no_sync():
+            average(torch.ones(1, 8)).sum().backward()
+        assert all(p.grad is not None for p in average.parameters())
+    with copied.no_sync():
+        copied(randn(10 * rank + 1, 6, 8)).pow(2).mean().backward()
+    copied(randn(10 * rank, 6, 8)).pow(2).mean().backward()
     copied(randn(10 * rank, 6, 8)).pow(2).mean().backward()
     assert all(parameter.grad is None for parameter in wrapped.parameters())
     [weight, _] = [p.grad for p in copied.parameters() if p.grad is not None]
@@ -144,6 +188,9 @@ def everything(rank: int) -> dict[str, Any]:
             "copies": [gradient_of_a_copy(rank, wrap) for wrap in wrappers],
             "buffers": {
                 system: after_passes_without_backward(rank, system) for system in ("ddp", *LEVELS)
+            },
+            "an evaluation": {
+                system: buffers_with_an_evaluation(rank, system) for system in ("ddp", *LEVELS)
             },
             "no_sync": [step_without_sync(level) for level in LEVELS],
         }
@@ -182,6 +229,14 @@ def test_buffers_are_those_of_rank_0_after_passes_without_backward(
             for name, buffer in buffers.items():
                 torch.testing.assert_close(held[name], buffer, msg=lambda text: f"{name} {text}")
             torch.testing.assert_close(ours, outputs)
+
+
+def test_an_evaluation_by_rank_0_alone_leaves_the_buffers_of_ddp(results: Any) -> None:
+    for found in results:
+        expected = found["an evaluation"].pop("ddp")
+        for buffers in found["an evaluation"].values():
+            for name, buffer in buffers.items():
+                torch.testing.assert_close(buffer, expected[name])
 
 
 def test_local_steps_are_those_of_each_rank_or_refused(results: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ranks
@@ -63,3 +64,38 @@ def test_ranks_with_different_models_or_optimizers_both_learn_of_the_difference(
             before, _, after = text.lower().partition("rank 1 has")
             assert f"disagree about {name}:" in text, text
             assert first.lower() in before and second.lower() in after, text
+
+
+def stored(rank: int) -> tuple[list[int], int]:
+    """The numbers of keys in the store after each of some jobs, and the bytes of the values that
+    this rank has set for a model of many tensors."""
+    sizes: list[int] = []
+    store = dist.distributed_c10d._get_default_store()
+
+    class Counting:
+        def set(self, key: str, value: str) -> None:
+            sizes.append(len(value))
+            store.set(key, value)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", Counting())  # type: ignore
+    zs.init()
+    model: Any = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    DataParallel(model)
+    model, optimizer, _ = group_sharded_parallel(model, optimizer, "os")
+    keys = []
+    for _ in range(6):
+        optimizer.load_state_dict(optimizer.state_dict())
+        dist.barrier()
+        keys.append(store.num_keys())
+        dist.barrier()
+    return keys, sum(sizes)
+
+
+def test_ranks_that_agree_leave_little_in_the_store() -> None:
+    for keys, size in ranks.run(2, stored):
+        assert len(set(keys[2:])) == 1
+        assert 500 < size < 8000  # 200 tensors for each of 8 jobs

@@ -160,3 +160,44 @@ def test_a_model_can_be_saved_after_a_step_was_interrupted(
             leave()
 
     assert position(run(True), [run(False)]) == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_written_after_a_reopened_job_is_saved(
+    level: str, cluster: zs.Session, handler: list[Any]
+) -> None:
+    def average(parameters: list[Any]) -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(0.25)
+
+    _, model, optimizer = build(level)
+    first = next(iter(model.parameters()))
+    step(model, optimizer, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    # The new job begins at version 0, as the job whose first step was decided.
+    assert not model.sharding.is_undecided
+    with model.summon_full_params():
+        average(model.parameters())
+    optimizer.state[first]["exp_avg"].fill_(0.5)
+    assert all((value == 0.25).all() for value in model.state_dict().values())
+    assert (optimizer.state_dict()["state"][0]["exp_avg"] == 0.5).all()
+    step(model, optimizer, 1)
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_writes_are_saved_by_the_thread_that_does_not_train(
+    level: str, cluster: zs.Session, handler: list[Any]
+) -> None:
+    _, model, optimizer = build(level)
+    first = next(iter(model.parameters()))
+    thread = threading.Thread(target=step, args=(model, optimizer, 0))
+    thread.start()
+    thread.join()
+    with model.summon_full_params(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    optimizer.state[first]["exp_avg"].fill_(0.5)
+    assert all((value == 0.25).all() for value in model.state_dict().values())
+    assert (optimizer.state_dict()["state"][0]["exp_avg"] == 0.5).all()

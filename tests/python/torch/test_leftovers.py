@@ -77,6 +77,17 @@ def test_a_wrapped_container_has_the_operators_of_its_class(
     assert plain and not hasattr(plain, "__len__")
     with pytest.raises(TypeError, match="no len"):
         len(plain)
+    if level == "DataParallel":
+
+        class Built(DataParallel):
+            def __init__(self, settings: dict[str, int], size: int) -> None:
+                super().__init__(nn.Linear(size, **settings) if settings else sequential())
+
+        with pytest.warns(UserWarning, match="single process"):
+            assert Built({"out_features": 6}, 6)
+            with pytest.raises(TypeError, match="no len"):
+                len(Built({"out_features": 6}, 6))  # type: ignore[arg-type]
+            assert isinstance(Built({}, 6), Built) and len(Built({}, 6)) == 3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", ["os", "DataParallel"])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zeroshard as zs
-from training import LEVELS
+from training import LEVELS, assert_close
 from zeroshard.torch import DataParallel, group_sharded_parallel
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -22,8 +22,15 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
         model, device_id=torch.device("cpu")
     ),
     "FSDPModule": lambda model: fully_shard(model, mesh=_mesh()),
-    "DataParallel": nn.DataParallel,
+    "DataParallel": lambda model: on_two_devices(model),
 }
+
+
+def on_two_devices(model: nn.Module) -> nn.Module:
+    """As ``nn.DataParallel`` of a process that sees two devices."""
+    wrapped = nn.DataParallel(model)
+    wrapped.device_ids = [0, 1]
+    return wrapped
 
 
 def _mesh() -> Any:
@@ -77,3 +84,22 @@ def test_a_wrapper_that_exchanges_gradients_itself_is_named_and_refused() -> Non
         if not any(name in message for name in ("DataParallel", "FSDP", "GroupSharded"))
     }
     assert unnamed == {}
+
+
+def test_torchs_data_parallel_of_one_device_has_no_effect(cluster: zs.Session) -> None:
+    def train(level: str | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = net()
+        model[0] = nn.DataParallel(model[0])
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if level is not None:
+            model, optimizer, _ = group_sharded_parallel(model, optimizer, level, segment_size=16)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    expected = train(None)
+    for level in LEVELS:
+        assert_close(train(level), expected)

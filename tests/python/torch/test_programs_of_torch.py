@@ -16,16 +16,21 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import zeroshard as zs
 from training import LEVELS, assert_close, assert_same
-from zeroshard.torch import group_sharded_parallel
+from zeroshard.torch import DataParallel, group_sharded_parallel
 
 INPUTS, TANGENTS = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
 
 
-def build(level: str | None, child: Callable[[nn.Module], Any] = lambda child: child) -> Any:
-    """A model and its optimizer. ``child`` replaces its last layer."""
+def build(
+    level: str | None,
+    child: Callable[[nn.Module], Any] = lambda child: child,
+    whole: Callable[[nn.Module], Any] = lambda model: model,
+) -> Any:
+    """A model and its optimizer. ``child`` replaces its last layer, and ``whole`` the model."""
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 6))
     model[2] = child(model[2])
+    model = whole(model)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     if level is None:
         return model, optimizer
@@ -110,9 +115,10 @@ def test_transformations_of_sharded_models_have_torchs_results(cluster: zs.Sessi
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_scripted_and_traced_children_are_trained(cluster: zs.Session) -> None:
-    def train(level: str | None, how: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
-        model, optimizer = build(level, how)
+def test_scripted_and_traced_modules_are_trained(cluster: zs.Session) -> None:
+    def train(level: str | None, how: dict[str, Any]) -> dict[str, Tensor]:
+        model, optimizer = build(level, **how)
+        assert model  # it has a length, as far as Python knows
         losses = {
             f"loss {number}": step(model, optimizer, model(INPUTS + number).square().mean())
             for number in range(3)
@@ -122,7 +128,12 @@ def test_scripted_and_traced_children_are_trained(cluster: zs.Session) -> None:
     def within(child: nn.Module) -> Any:
         return torch.jit.script(nn.Sequential(child, nn.Linear(6, 6)))
 
-    for how in (torch.jit.script, within, lambda child: torch.jit.trace(child, torch.ones(2, 20))):
+    def trace(module: nn.Module) -> Any:
+        return torch.jit.trace(module, torch.ones(2, 20))
+
+    children = [{"child": how} for how in (torch.jit.script, within, trace)]
+    models = [{"whole": torch.jit.script}, {"whole": lambda m: torch.jit.trace(m, INPUTS)}]
+    for how in [*children, *models]:
         plain = train(None, how)
         first, *others = (train(level, how) for level in LEVELS)
         assert_close(first, plain, rtol=1e-5, atol=1e-6)
@@ -156,10 +167,16 @@ def test_a_sharded_model_is_recorded_or_the_error_names_a_copy(
     ]
     for record in (*exports, lambda model: torch.jit.trace(model, INPUTS)):
         check(record, copy.deepcopy(model), True)
-        check(record, model, whole and record in exports)
+        check(record, model, whole)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(lambda model: torch.jit.trace(model, INPUTS), model.module, whole)
+        check(
+            lambda model: torch.jit.trace(model, INPUTS), DataParallel(copy.deepcopy(model)), True
+        )
+        if whole:  # as libraries do that count operations
+            traced, _ = torch.jit._get_trace_graph(model, (INPUTS,))  # type: ignore[attr-defined]
+            assert "aten::" in str(traced)
     check(exports[0], model.module, whole)
     check(torch.jit.script, model, False)
     step(model, optimizer, model(INPUTS).square().mean())

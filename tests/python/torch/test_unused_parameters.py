@@ -56,10 +56,20 @@ def write(parameters: list[Any]) -> list[float]:
     return []
 
 
-LOOKS: list[Look] = [nothing, clip, read, write]
+def add_noise(parameters: list[Any]) -> list[float]:
+    """Also to the gradient that no rank has: here it is not None, and in torch it is."""
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            parameter.grad.add_(torch.full_like(parameter, 0.01 * (number % 3 + 1)))
+    return []
 
-#: The parts of a step, and whether all but the last are under ``no_sync``.
-PASSES = [(1, False), (3, False), (3, True)]
+
+LOOKS: list[Look] = [nothing, clip, read, write, add_noise]
+
+#: The parts of a step, and whether all but the last are under ``no_sync``. None: no, and the number
+#: of parts is learned.
+Passes = tuple[int, bool | None]
+PASSES: list[Passes] = [(1, False), (3, False), (3, True)]
 
 
 def make() -> tuple[Any, Any]:
@@ -73,15 +83,15 @@ def train(
     optimizer: Any,
     of_ranks: list[int],
     look: Look,
-    passes: tuple[int, bool],
+    passes: Passes,
     set_to_none: bool,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Rank ``r`` uses the first expert in steps 0 and 2, and otherwise its own. Without ranks one
     process makes the passes of all of them."""
     parts, holds = passes
     seen: list[float] = []
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=set_to_none)
+
+    def run(step: int) -> None:
         for part in range(parts):
             for rank in of_ranks:
                 held = holds and part + 1 < parts and hasattr(model, "no_sync")
@@ -89,23 +99,32 @@ def train(
                 with model.no_sync() if held else contextlib.nullcontext():
                     loss = model(batch(step, part, rank), expert).pow(2).mean()
                 (loss / parts / len(of_ranks)).backward()
+
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        run(step)
+        if step in (1, 4) and not set_to_none:
+            model.zero_grad(set_to_none=False)  # skips the batch
+            run(step + STEPS)
         seen += look(list(model.parameters()))
         optimizer.step()
     return seen, {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
 
 
-def cases() -> Iterator[tuple[Look, tuple[int, bool], bool]]:
+def cases() -> Iterator[tuple[Look, Passes, bool]]:
     for look in LOOKS:
         for passes in PASSES if look is clip else PASSES[:1]:
             yield look, passes, True
     yield clip, PASSES[0], False
+    yield nothing, PASSES[1], False
+    yield nothing, (1, None), False
 
 
 def check(rank: int) -> None:
     for look, passes, set_to_none in cases():
         expected = train(*make(), list(range(WORLD)), look, passes, set_to_none)
         for level in LEVELS:
-            options = {"accumulation_steps": passes[0]} if not passes[1] else {}
+            options = {"accumulation_steps": passes[0]} if passes[1] is False else {}
             model, optimizer, _ = group_sharded_parallel(*make(), level, segment_size=32, **options)
             found = train(model, optimizer, [rank], look, passes, set_to_none)
             name = f"{look.__name__} {passes} {level} {set_to_none}"

@@ -8,6 +8,7 @@ import inspect
 import math
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -172,6 +173,36 @@ def test_a_flat_tensor_of_all_parameters_has_their_values_or_is_refused(
     model = models.build("mlp")
     flattened(model)
     step(*wrap(model, level))
+
+
+def test_parameters_that_are_chunks_of_a_tensor_of_a_checkpoint_are_trained(
+    cluster: zs.Session,
+) -> None:
+    def train(level: str | None) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        attention = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in "qkv"})
+        model: Any = nn.Sequential(nn.Linear(20, 128), nn.Linear(128, 32), *attention.values())
+        checkpoint = {"qkv": torch.randn(96, 32)}
+        values = {f"{2 + i}.weight": part for i, part in enumerate(checkpoint["qkv"].chunk(3))}
+        model.load_state_dict(values, strict=False, assign=True)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped: Any = model
+        if level is not None:
+            warns = level == "p_g_os"
+            with pytest.warns(UserWarning, match="3 parameters") if warns else nullcontext():
+                wrapped, optimizer, _ = group_sharded_parallel(
+                    model, optimizer, level, segment_size=SEGMENT
+                )
+        for _ in range(2):
+            optimizer.zero_grad()
+            wrapped(torch.ones(4, 20)).square().mean().backward()
+            optimizer.step()
+        assert checkpoint  # as in a script, it lives as long as the model
+        return {name: value.clone() for name, value in wrapped.state_dict().items()}
+
+    expected = train(None)
+    for level in LEVELS:
+        assert_close(train(level), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)

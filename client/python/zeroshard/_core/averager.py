@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Generic
 
 from .. import _native
-from .._agreement import check_equal
+from .._agreement import exchange_equal
 from .._connection import Connection
 from .._native import Rest
 from .._rendezvous import ProcessGroup
@@ -81,8 +80,11 @@ class Averager(Generic[T]):
             f"{list(framework.shape(tensor))}"
             for name, tensor in (*parameters, *constants)
         }
-        everywhere = connection.exchange(name, json.dumps(kinds), group.ranks)
-        check_equal(dict(zip(group.ranks, map(json.loads, everywhere), strict=True)))
+        exchange_equal(
+            lambda what, value: connection.exchange(f"{name}/{what}", value, group.ranks),
+            kinds,
+            group.ranks,
+        )
         numel = sum(framework.numel(tensor) for _, tensor in parameters)
         self._job = connection.open(name, specs, [AVERAGE], group, numel)
         self._start(

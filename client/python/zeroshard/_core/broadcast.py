@@ -20,21 +20,48 @@ def broadcast(
 ) -> None:
     """All ranks of ``group`` receive the tensors of its rank ``source``, bit for bit. Every rank
     must call it."""
+    members = _members(group, source)
+    if any(framework.numel(tensor) > 0 for _, tensor in tensors):
+        name = connection.job_name("broadcast", members.ranks)
+        job = offer(connection, framework, group, source, tensors, name)
+        if job is not None:
+            connection.leave(job)
+
+
+def offer(
+    connection: Connection,
+    framework: Framework[T],
+    group: ProcessGroup,
+    source: int,
+    tensors: Sequence[Named[T]],
+    name: str,
+) -> _native.Job | None:
+    """As :func:`broadcast`, in a job that the caller names. Rank ``source`` does not wait for the
+    others, which receive its tensors when they call it, and need not. Returns its job, which it
+    leaves when no other rank may call it any more. None on the other ranks, and without values."""
+    members = _members(group, source)
     tensors = [named for named in tensors if framework.numel(named[1]) > 0]
     if not tensors:
-        return
-    # The first rank of a job uploads.
-    order = [source, *(rank for rank in range(group.size) if rank != source)]
-    members = ProcessGroup(order.index(group.rank), tuple(group.ranks[rank] for rank in order))
+        return None
     specs = [
         _native.TensorSpec(name, [framework.words(tensor)], buffer=True) for name, tensor in tensors
     ]
-    name = connection.job_name("broadcast", members.ranks)
     job = connection.open(name, specs, [AVERAGE], members, 0)
     try:
         _transfer(job, framework, members, tensors)
-    finally:
+    except BaseException:
         connection.leave(job)
+        raise
+    if members.rank == 0:
+        return job
+    connection.leave(job)
+    return None
+
+
+def _members(group: ProcessGroup, source: int) -> ProcessGroup:
+    """The ranks of a broadcast. The first rank of a job uploads."""
+    order = [source, *(rank for rank in range(group.size) if rank != source)]
+    return ProcessGroup(order.index(group.rank), tuple(group.ranks[rank] for rank in order))
 
 
 def _transfer(

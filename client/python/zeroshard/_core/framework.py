@@ -51,6 +51,8 @@ class MeanGradient(Protocol[T]):
     #: The factor by which the program has multiplied the mean.
     factor: float
 
+    #: Whether the program has set it to zero, and nothing was added since.
+    is_zero: bool
     #: Whether the program has set it to zero after it was sent.
     is_zeroed: bool
 
@@ -74,6 +76,9 @@ class MeanGradient(Protocol[T]):
     def to_send(self) -> T:
         """The values as gradients that are sent, which are multiplied by the loss scale. They
         include the factor, which becomes 1."""
+
+    def drop_edits(self) -> None:
+        """Drops what the program has written, since no rank has this gradient."""
 
 
 class ParameterMemory(ABC, Generic[T]):

@@ -9,18 +9,26 @@ step. At every level all gradients are sent when the program looks at one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Generic, cast
 
 from .._native import Box
-from ..errors import InvalidArgumentError
+from .._rendezvous import ProcessGroup
+from ..errors import InvalidArgumentError, TimeoutError
 from .entry import Entry
 from .framework import Hook, MeanGradient, T
 from .interrupts import operation
 from .job import ModelJob
+
+#: The hint for a rank that looks at a mean gradient alone.
+LOOK_TOGETHER = (
+    "parameter.grad is the mean over all ranks: before the next collective call, look at it on "
+    "every rank or on none"
+)
 
 
 class Gradients(Generic[T]):
@@ -148,7 +156,8 @@ class Gradients(Generic[T]):
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and mean.own is None and not self.is_open(mean):
             return  # it was added to a gradient of an earlier step, which is not sent again
-        if entry.index in self._sent:
+        # Clipped gradients that are sent again to a new job were sent before.
+        if entry.index in self._sent or self.is_clipped:
             raise self.already_sent(entry)
         self._passes[entry.index] += 1
         expected = self._announced if self._announced is not None else self._most.get(entry.index)
@@ -263,6 +272,16 @@ class Gradients(Generic[T]):
     # ---- for mean gradients
 
     @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        return self._job.group
+
+    @property
+    def stay_here(self) -> bool:
+        """Whether every rank keeps its own gradients until the program drops them."""
+        return not self._early
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is only one rank."""
         return self._job.group.size == 1
@@ -294,6 +313,18 @@ class Gradients(Generic[T]):
                 )
             self._norms = self._run(self._reduce)
         return self._norms
+
+    def norms_of_look(self) -> list[float]:
+        """As :meth:`norms`, when the program looks at a gradient."""
+        try:
+            return self.norms()
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; {LOOK_TOGETHER}") from error
+
+    def shown_scale(self, entry: Entry[T]) -> float:
+        """The factor of a mean gradient in what the program sees: it removes the loss scale, and
+        clips the gradient if the program has called for it."""
+        return self.clipping(entry) / self.loss_scale
 
     def _reduce(self) -> list[float]:
         self.send_rest()
@@ -401,13 +432,20 @@ class Gradients(Generic[T]):
     def were_dropped(self) -> bool:
         """Whether the program has removed all gradients of the open step, as ``zero_grad`` of a
         module does."""
-        return bool(self._means) and all(self._is_dropped(mean) for mean in self._means.values())
+        means = self._means.values()
+        return any(map(self._is_dropped, means)) and all(map(self._has_nothing, means))
 
     def _is_dropped(self, mean: MeanGradient[T]) -> bool:
         tensor = mean.entry.tensor
         if self._job.framework.shown_mean(tensor) is mean:
             return mean.is_zeroed
         return self._job.framework.given_gradient(tensor) is None
+
+    def _has_nothing(self, mean: MeanGradient[T]) -> bool:
+        """Whether the gradient was dropped, or this rank has none or has not sent its zeros."""
+        is_unsent_zero = mean.is_zero and mean.entry.index not in self._sent
+        is_none = mean.is_absent and not mean.is_edited
+        return is_unsent_zero or is_none or self._is_dropped(mean)
 
     @property
     def contributed(self) -> set[int]:
@@ -416,21 +454,13 @@ class Gradients(Generic[T]):
 
     def drop_unused(self, used: Collection[int], gradients: dict[int, T | None]) -> None:
         """Removes those of ``gradients``, by the id of the parameter, that no rank has contributed
-        to. ``used``: the indices of all others.
-
-        Raises :class:`~zeroshard.InvalidArgumentError` if the program has written to one.
-        """
+        to. Without ZeroShard they are None, and the program has not written to them. ``used``: the
+        indices of all others."""
         for entry in self._job.trained:
             mean = self._job.framework.shown_mean(entry.tensor)
-            if entry.index in used or mean is None or not mean.is_absent:
-                continue
-            if mean.is_edited:
-                raise InvalidArgumentError(
-                    f"the program has written to the gradient of parameter {entry.name!r}, which "
-                    f"no rank has used in step {self._job.version}, so that it would be None "
-                    "without ZeroShard; skip gradients whose norm is 0"
-                )
-            gradients[id(entry.tensor)] = None
+            if entry.index not in used and mean is not None and mean.is_absent:
+                mean.drop_edits()
+                gradients[id(entry.tensor)] = None
 
     def send_replaced(self) -> None:
         """Sends this rank's own gradients where the program has replaced the gradient before they
@@ -521,6 +551,14 @@ class Gradients(Generic[T]):
         if self._unscaled:
             self.loss_scale = 1.0
         self._clear()
+
+    @contextlib.contextmanager
+    def scaled_as_before(self) -> Iterator[None]:
+        """A context after which the gradients of the open step are unscaled and clipped as before
+        it, although it restarts the step."""
+        before = self.loss_scale, self._unscaled, self._clip_factor
+        yield
+        self.loss_scale, self._unscaled, self._clip_factor = before
 
     def begin(self) -> Entry[T] | None:
         """Drops the gradients of the last step. Does nothing if there are gradients that no step

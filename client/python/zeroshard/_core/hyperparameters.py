@@ -24,6 +24,8 @@ _RESERVING = {
     "max_exp_avg_sq": ("amsgrad", 1.0),
     "grad_avg": ("centered", 1.0),
 }
+#: The state tensors that an optimizer has only with some hyperparameters.
+STATE_WITH_OPTIONS = frozenset(_RESERVING)
 
 
 def reserving(name: str, values: Mapping[str, float], tensors: Collection[str]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from ..errors import (
     NotInitialisedError,
     RolledBackError,
 )
-from .broadcast import broadcast
+from .broadcast import broadcast, offer
 from .entry import Entry, hashes_of, mark, modified
 from .exchanges import Exchanges, Pull
 from .framework import Framework, Optimizer, T
@@ -68,7 +68,8 @@ class ModelJob(Generic[T]):
         self.optimizer_name = optimizer.name()
         self.entries: list[Entry[T]] = []
         self._by_tensor: dict[int, Entry[T]] = {}
-        #: The open job, in a list for those who must not keep this object.
+        #: The open job, and the job with the buffers that this rank offers, in a list for those who
+        #: must not keep this object.
         self._current: list[Job] = []
         self.version = 0
         self.checkpoints = checkpoints
@@ -505,6 +506,7 @@ class ModelJob(Generic[T]):
             group_size=1 if self.exchanges is None else self.exchanges.size,
             offload=self._offload,
         )
+        self.withdraw_buffers()
         if self.exchanges is not None:
             self.exchanges.open(self.job, self.trained, self._bucket_numel)
         self.version = 0
@@ -517,7 +519,7 @@ class ModelJob(Generic[T]):
             {name: self.framework.layout(entry.tensor) for name, entry in named.items()},
             lambda name: named[name].trained,
             self.group.ranks,
-            lambda value: self.connection.exchange(name, value, self.group.ranks),
+            lambda what, value: self.connection.exchange(f"{name}/{what}", value, self.group.ranks),
             self._alike(),
         )
         for entry in self.entries:
@@ -650,6 +652,25 @@ class ModelJob(Generic[T]):
         named = [(entry.name, entry.tensor) for entry in entries]
         broadcast(self.connection, self.framework, self.group, source, named)
 
+    def offer_buffers(self, number: int) -> None:
+        """The ranks that call this take the buffers of rank 0, which does not wait for them.
+        ``number``: how often this was possible in the open step."""
+        self.follow_buffers()
+        self.withdraw_buffers()
+        name = f"{self.job.name}/buffers-{self.version}-{number}"
+        if self.job.restored is not None:
+            name += f"-{self.job.restored[0]}"  # versions repeat
+        named = [(entry.name, entry.tensor) for entry in self.buffers]
+        job = offer(self.connection, self.framework, self.group, 0, named, name)
+        if job is not None:
+            self._current.append(job)
+
+    def withdraw_buffers(self) -> None:
+        """No rank takes the buffers that were offered last any more, or it takes them soon."""
+        for job in self._current[1:]:
+            self.connection.leave(job, wait=False)
+        del self._current[1:]
+
     def current_version(self) -> int:
         """The version of the job, which other ranks may have made."""
         return self.connection.status_of(self.job).version or 0
@@ -662,6 +683,7 @@ class ModelJob(Generic[T]):
         """The whole optimizer state at a version, of all trained entries that were updated, or of
         one of them."""
         self.check_open()
+        self.check_not_rolled_back()
         applied = self.job.applied_steps(version)
         updated = [
             entry
@@ -706,7 +728,7 @@ class ModelJob(Generic[T]):
 
     @job.setter
     def job(self, job: Job) -> None:
-        self._current[:] = [job]
+        self._current[:1] = [job]
 
     def retire(self) -> None:
         """Leaves the job in the background."""

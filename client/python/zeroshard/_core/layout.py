@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .._agreement import check_equal
+from .._agreement import exchange_equal
 from .._native import Box, Layout, Mesh
 from ..errors import InvalidArgumentError
 
@@ -41,7 +41,7 @@ def job_layouts(
     layouts: Mapping[str, Layout | None],
     trained: Callable[[str], bool],
     ranks: Sequence[int],
-    exchange: Callable[[str], Sequence[str]],
+    exchange: Callable[[str, str], Sequence[str]],
     alike: Mapping[str, str],
 ) -> JobLayouts:
     """Combines the layouts of all ranks into the layouts of their job.
@@ -50,7 +50,8 @@ def job_layouts(
         layouts: the layout of every tensor on this rank, by name.
         trained: whether a tensor has a gradient.
         ranks: the job's ranks, as ranks of the world.
-        exchange: sends a value to all of these ranks and returns their values, in rank order.
+        exchange: sends a value to all of these ranks, under a name, and returns their values, in
+            rank order.
         alike: the text of everything else that must be equal on all ranks, by its name.
 
     Raises:
@@ -58,23 +59,18 @@ def job_layouts(
         InvalidArgumentError: the meshes of the ranks overlap, or do not cover the job's ranks.
     """
     meshes = list(dict.fromkeys(layout.mesh for layout in layouts.values() if layout is not None))
-    own = {
-        "shapes": {
-            "the shape of the meshes": str([(mesh.shape, mesh.names) for mesh in meshes]),
-            **{
-                f"the layout of tensor {name!r}": _text(layout, meshes)
-                for name, layout in layouts.items()
-            },
-            **alike,
+    texts = {
+        "the shape of the meshes": str([(mesh.shape, mesh.names) for mesh in meshes]),
+        **{
+            f"the layout of tensor {name!r}": _text(layout, meshes)
+            for name, layout in layouts.items()
         },
-        "ranks": [mesh.ranks for mesh in meshes],
+        **alike,
     }
-    everywhere = [json.loads(text) for text in exchange(json.dumps(own))]
-    check_equal({rank: other["shapes"] for rank, other in zip(ranks, everywhere, strict=True)})
+    own = json.dumps([mesh.ranks for mesh in meshes])
+    members = [json.loads(text) for text in exchange_equal(exchange, texts, ranks, own)]
     combined = [
-        _combine(
-            [Mesh(mesh.shape, other["ranks"][number], mesh.names) for other in everywhere], ranks
-        )
+        _combine([Mesh(mesh.shape, other[number], mesh.names) for other in members], ranks)
         for number, mesh in enumerate(meshes)
     ]
 

@@ -41,8 +41,9 @@ class Reducer(Generic[T]):
         comm_buffer_size: float,
         last_comm_buffer_size: float,
         find_unused_parameters: bool,
+        broadcast: bool = True,
     ) -> None:
-        """Broadcasts the parameters and buffers of rank 0.
+        """``broadcast``: all ranks take the parameters and buffers of rank 0.
 
         ``comm_buffer_size``: MB of a bucket; ``last_comm_buffer_size``: MB of the first bucket of
         each dtype, which is sent last.
@@ -89,7 +90,7 @@ class Reducer(Generic[T]):
             raise InvalidArgumentError(
                 "no parameter of the module requires a gradient; unfreeze at least one"
             )
-        self._arrange(trainable, broadcast=True)
+        self._arrange(trainable, broadcast)
         _all.add(self)
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ from .exchanges import exchanges
 from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
-from .interrupts import is_within_operation, operation
+from .interrupts import between_operations, is_within_operation, operation
 from .job import ModelJob, State
 from .options import Options
 from .summary import log_start
@@ -81,8 +81,10 @@ class Sharding(Generic[T]):
         returns the ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
-        #: Whether the last training forward may have changed buffers that ranks share.
+        #: Whether the last training forward may have changed buffers that ranks share, and the
+        #: number of such forwards since the last step.
         self._buffers_differ = False
+        self._buffer_changes = 0
         self._checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.check_unused()
@@ -176,10 +178,21 @@ class Sharding(Generic[T]):
         """Called when a forward of the whole model begins; ``trains``: whether it is one of a
         training pass. If ranks share buffers, they take those of rank 0 after a step, and here
         after a training forward that no step has followed."""
+        # Rank 0 may be evaluating the model alone: the other ranks follow in their next forward,
+        # or in the step.
         if self._buffers_differ and not self._joining:
-            self.job.follow_buffers()
-            self.job.broadcast(0, self.job.buffers)
+            self.job.offer_buffers(self._buffer_changes)
         self._buffers_differ = self._sync_buffers and trains and not self._holding
+        self._buffer_changes += self._buffers_differ
+
+    def _receive_buffers(self) -> None:
+        """Takes the buffers of rank 0 in the step that the servers have made last."""
+        self.job.receive(entry for entry in self.job.received if entry.buffer)
+
+    def _buffers_are_shared(self) -> None:
+        """The buffers are those of a new version."""
+        self._buffers_differ, self._buffer_changes = False, 0
+        self.job.withdraw_buffers()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -242,8 +255,9 @@ class Sharding(Generic[T]):
     def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
         """Whole parameters of the model, as f32 in host memory, by the given names."""
         entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
+        may_compare = self.sees_writes and (self.gatherer is None or not is_within_operation())
         for entry in entries.values():
-            if not self.needs_copies and entry.modified:
+            if may_compare and entry.modified:
                 raise InvalidArgumentError(
                     f"parameter {entry.name!r} was modified after the last step; save the model "
                     "after the next step, which sends the change to the servers"
@@ -265,6 +279,14 @@ class Sharding(Generic[T]):
         return threading.get_ident() != self._thread
 
     @property
+    def sees_writes(self) -> bool:
+        """Whether the caller can tell what the program has written on this worker since the last
+        step: no step is being decided, and no other thread is training."""
+        if self.is_undecided:
+            return False
+        return not self.is_other_thread or between_operations() is not None
+
+    @property
     def needs_copies(self) -> bool:
         """Whether the caller must not read the parameters on this worker: it is a signal handler
         or another thread, or a step was interrupted while it was decided."""
@@ -282,6 +304,8 @@ class Sharding(Generic[T]):
     def _decided_version(self) -> int:
         """The version that the servers have when the open step is decided, or when that takes too
         long, because other ranks have left: several reads get the same one."""
+        if self._is_behind:
+            return self.job.current_version()
         end = time.monotonic() + _DECISION_TIME
         while (version := self.job.version) == self._voted:
             version = max(version, self.job.current_version())
@@ -343,7 +367,11 @@ class Sharding(Generic[T]):
         """
         self._check_may_reopen()
         self._check_nothing_sent("the state of the optimizer is loaded or changed", "change it")
-        self.discard()
+        # The gradients are sent again, to the new job. What the program has said of them holds.
+        clip_once = self._clip_once
+        with self.gradients.scaled_as_before():
+            self.discard()
+        self._clip_once = clip_once
         self._reopen(states)
 
     @operation
@@ -363,6 +391,7 @@ class Sharding(Generic[T]):
         self.abandon()
         self._rest = None
         self._interrupted = self._is_behind = False
+        self._buffers_are_shared()
         self.job.follow_buffers()
         self.job.receive_resident()
         self.job.mark()
@@ -399,6 +428,7 @@ class Sharding(Generic[T]):
         values: Iterable[tuple[T, T]] | None = None,
     ) -> None:
         self._check_may_reopen()
+        self._voted = None  # the version of the new job is 0
         self.job.reopen(states, values)
         self.gradients.watch()
         if self.gatherer is not None:
@@ -430,8 +460,8 @@ class Sharding(Generic[T]):
         self._end_step(report)
         # Rank 0 sends none while it rests: the other ranks keep their own.
         if self._sync_buffers and 0 not in report.resting:
-            self.job.receive(entry for entry in self.job.received if entry.buffer)
-        self._buffers_differ = False
+            self._receive_buffers()
+        self._buffers_are_shared()
 
     def check_applied(self) -> None:
         """Raises an error if the last step was skipped."""
@@ -507,6 +537,7 @@ class Sharding(Generic[T]):
         if step != self.job.version:
             self._take_version(step)
         self._share_written(last)
+        self._buffers_are_shared()
         return int(last)
 
     def _share_written(self, source: int) -> None:
@@ -653,6 +684,8 @@ class Sharding(Generic[T]):
         except StepMismatchError:
             # The step was decided before the interruption: the next step starts from its result.
             self._take_version(self.job.version + 1)
+            if self._sync_buffers and not self._joining:
+                self._receive_buffers()
         self._interrupted, self._voted = False, None
 
     def _catch_up(self) -> None:
@@ -665,6 +698,7 @@ class Sharding(Generic[T]):
     def _take_version(self, version: int) -> None:
         """Takes the parameters of a version that this rank has not made."""
         self.job.version = version
+        self._buffers_are_shared()
         self.job.receive(entry for entry in self.job.trained if entry.resident)
         self.job.mark()
         if self.gatherer is not None:

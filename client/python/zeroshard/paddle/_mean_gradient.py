@@ -10,11 +10,12 @@ import paddle
 from paddle import Tensor
 
 from .._native import Array, hashes
-from ..errors import InvalidArgumentError, TimeoutError
+from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from .._core.entry import Entry
     from .._core.gradients import Gradients
+    from .._rendezvous import ProcessGroup
 
 #: The parameter's attribute that holds its :class:`MeanGradient`.
 ATTRIBUTE = "_zeroshard_gradient"
@@ -76,7 +77,7 @@ class MeanGradient:
     """
 
     factor = 1.0
-    is_zeroed = False
+    is_zero = is_zeroed = False
 
     def __init__(self, gradients: Gradients[Any], entry: Entry[Any]) -> None:
         # Weak: the parameter refers to this object, and Python does not find cycles through a
@@ -87,6 +88,10 @@ class MeanGradient:
         self.is_freed = False
         #: Whether its step has ended.
         self.has_ended = False
+        #: After the step: the ranks, if each of them still has its own gradient.
+        self.left_to: ProcessGroup | None = None
+        #: After the step: the factor of these gradients in the mean that the program sees.
+        self.left_scale = 1.0
         self._fetched: _Fetched | None = None
 
     @property
@@ -135,6 +140,10 @@ class MeanGradient:
         if self._fetched is not None:
             self._fetched.hash = _hash(self._fetched.values)
 
+    def drop_edits(self) -> None:
+        """Drops what the program has written, since no rank has this gradient."""
+        self._fetched = None
+
     def clip(self, factor: float) -> None:
         """The step will multiply the gradient by ``factor``."""
         if self._fetched is not None:
@@ -143,6 +152,14 @@ class MeanGradient:
     def end_step(self, factor: float) -> None:
         """The step, which has multiplied the gradient by ``factor``, has ended."""
         self.has_ended = True
+        gradients, entry = self._of_gradients(), self.entry
+        if gradients is None or not gradients.stay_here or self._fetched or entry.layout:
+            return
+        self.left_to = gradients.group
+        # Not `factor`: what the optimizer clips, Paddle does not show.
+        self.left_scale = gradients.shown_scale(entry)
+        # Also where this rank has not used the parameter, and others have.
+        setattr(entry.tensor, ATTRIBUTE, self)
 
     def to_send(self) -> Any:
         """The values as gradients that are sent, which are multiplied by the loss scale."""
@@ -166,21 +183,12 @@ class MeanGradient:
                 raise self._gone()
             if gradients.in_backward and not gradients.is_sent(self):
                 return self.own
-            if self.is_absent and self._norms(gradients)[self.entry.index] == 0:
+            if self.is_absent and gradients.norms_of_look()[self.entry.index] == 0:
                 return None
             self._fetched = self._fetch(gradients)
         return self._read(self._fetched)
 
     # ---- internal
-
-    def _norms(self, gradients: Gradients[Any]) -> list[float]:
-        try:
-            return gradients.norms()
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}; parameter.grad is the mean over all ranks: before the next collective "
-                "call, look at it on every rank or on none"
-            ) from error
 
     def _fetch(self, gradients: Gradients[Any]) -> _Fetched:
         entry = self.entry
@@ -191,13 +199,12 @@ class MeanGradient:
                 "zeroshard.paddle.clip_grad_norm_; to use its values, register a hook on the "
                 "parameter"
             )
-        self._norms(gradients)  # waits until the gradient of every rank has arrived
+        gradients.norms_of_look()  # waits until the gradient of every rank has arrived
         if not gradients.is_open(self):
             raise self._gone()
         with paddle.no_grad():
             total, divisor = gradients.fetch(entry)
-            scale = gradients.clipping(entry) / gradients.loss_scale
-            mean = (total / divisor) * scale
+            mean = (total / divisor) * gradients.shown_scale(entry)
             values = mean.reshape(list(entry.shape)).astype(entry.tensor.dtype)
             values = values.to(paddle.get_device())
         return _Fetched(values, _hash(values), gradients.loss_scale)

@@ -18,7 +18,10 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from .._core.framework import ParameterMemory
-from ..errors import InvalidArgumentError
+from .._core.gradients import LOOK_TOGETHER
+from .._core.reducer import average_now
+from .._rendezvous import ProcessGroup
+from ..errors import InvalidArgumentError, TimeoutError
 from ._dtensor import like
 from ._mean_gradient import ATTRIBUTE, given, own_gradient
 
@@ -42,6 +45,9 @@ _OURS = "_zeroshard"
 
 #: The attribute of a trainable parameter that is not in the optimizer: its sharded model.
 _OUTSIDE = "_zeroshard_outside"
+
+#: The attribute that holds a parameter of the same shape, whose gradient is averaged in its place.
+_STAND_IN = "_zeroshard_stand_in"
 
 
 def alias(tensor: Any) -> Any:
@@ -83,21 +89,62 @@ def check_has_values(tensor: Any) -> None:
 def _gradient(parameter: Any) -> Any | None:
     """The gradient that the program sees."""
     mean = given(parameter)
-    if mean is not None:
+    if mean is not None and mean.left_to is not None:
+        _average(parameter, mean.left_to)
+        parameter.__dict__.pop(ATTRIBUTE, None)
+        own = own_gradient(parameter)
+        if own is not None and mean.left_scale != 1.0:
+            with paddle.no_grad():
+                own.scale_(mean.left_scale)
+    elif mean is not None:
         return mean.values()
-    own = own_gradient(parameter)
+    elif (sharding := _outside_of(parameter)) is not None:
+        _average(parameter, sharding.job.group)
+    return own_gradient(parameter)
+
+
+def _outside_of(parameter: Any) -> Any | None:
+    """The sharded model of a parameter that is not in the optimizer, if the program now sees the
+    mean of its gradient."""
     sharding = parameter.__dict__.get(_OUTSIDE, _nothing)()
-    if own is not None and sharding is not None and not sharding.job.entry(parameter).trained:
-        raise InvalidArgumentError(
-            f"parameter {parameter.name!r} is not in the optimizer, so its gradient is not the "
-            "mean over the ranks; freeze it (stop_gradient = True), or pass it to the optimizer"
+    if sharding is None or sharding.gradients.hold or sharding.gradients.in_backward:
+        return None
+    entry = sharding.job.find(parameter)
+    if entry is None or entry.trained:
+        return None
+    is_unused = own_gradient(parameter) is None and sharding.gradients.is_complete
+    return None if is_unused else sharding
+
+
+def _average(parameter: Any, group: ProcessGroup) -> None:
+    """Replaces this rank's gradient by the mean over the ranks, all of which must call it."""
+    from ._framework import PADDLE
+
+    # The parameter's own values may be on the servers.
+    stand_in = parameter.__dict__.get(_STAND_IN)
+    if stand_in is None:
+        zeros = paddle.nn.initializer.Constant(0.0)
+        stand_in = paddle.create_parameter(
+            list(parameter.shape), dtype=parameter.dtype, default_initializer=zeros
         )
-    return own
+        setattr(parameter, _STAND_IN, stand_in)
+    own = PADDLE.gradient(parameter)
+    if own is not None:
+        stand_in.grad = own
+    try:
+        average_now(PADDLE, [stand_in], group)
+        mean = own_gradient(stand_in)
+        if mean is not None:
+            PADDLE.set_gradient(parameter, mean)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; {LOOK_TOGETHER}") from error
+    finally:
+        Tensor.clear_gradient(stand_in, False)
 
 
 def mark_outside(sharding: Any) -> None:
-    """Makes the gradients of parameters that are not in the optimizer unavailable if there are
-    several ranks, which do not average them."""
+    """Makes the gradients of parameters that are not in the optimizer means over the ranks when
+    the program looks at them."""
     if sharding.job.group.size == 1:
         return
     for entry in sharding.job.parameters:
@@ -175,6 +222,8 @@ class Counted:
 
     @grad.setter
     def grad(self, gradient: Any | None) -> None:
+        if gradient is not None:
+            access(self)  # Paddle compares it with the values
         self.__dict__.pop(ATTRIBUTE, None)
         Tensor.grad.__set__(self, gradient)
 

@@ -119,13 +119,17 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in Paddle's format, for an optimizer of the original class."""
-        self.sharding.follow_changes()
         job = self.sharding.job
         values = job.groups()
-        state: dict[str, Any] = {}
-        for entry, held in job.states(job.version):
-            own = values[entry.group][1]
-            state |= _conversion.to_paddle(job.optimizer_name, entry.tensor.name, own, held)
+
+        def states(version: int) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for entry, held in job.states(version):
+                own = values[entry.group][1]
+                found |= _conversion.to_paddle(job.optimizer_name, entry.tensor.name, own, held)
+            return found
+
+        state: dict[str, Any] = self.sharding.read(states)
         if isinstance(self._learning_rate, LRScheduler):
             state["LR_Scheduler"] = self._learning_rate.state_dict()
         return state

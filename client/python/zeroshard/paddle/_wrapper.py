@@ -10,15 +10,16 @@ from typing import Any
 
 import paddle
 
-from ..errors import InvalidArgumentError
-
-#: Names under which a wrapper has its layer, as Paddle's wrappers do.
-_NAMES = ("_layer", "_layers")
+from .._core.wrapper import AttributesOfModel
 
 
-class LayerWrapper(paddle.nn.Layer):
+class LayerWrapper(AttributesOfModel, paddle.nn.Layer):
     """A layer that runs another one, its only sublayer. Attributes that the wrapper does not have
     itself are read from the layer, written to it and deleted from it."""
+
+    # As Paddle's own wrappers do.
+    _zeroshard_names = ("_layer", "_layers")
+    _zeroshard_kind = "layer"
 
     @property
     def _wrapped(self) -> Any | None:
@@ -35,44 +36,8 @@ class LayerWrapper(paddle.nn.Layer):
                 raise
             return getattr(self._wrapped, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._wrapped is None or self._has(name):
-            super().__setattr__(name, value)
-        elif name in _NAMES:
-            raise self._irreplaceable()
-        else:
-            setattr(self._wrapped, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._wrapped is None or self._has(name):
-            super().__delattr__(name)
-        elif name in _NAMES:
-            raise self._irreplaceable()
-        else:
-            delattr(self._wrapped, name)
-
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._wrapped)})
-
-    def _has(self, name: str) -> bool:
-        """Whether the attribute is one of the wrapper itself."""
-        return name in self.__dict__ or hasattr(type(self), name)
-
-    def _irreplaceable(self) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"the layer of a {type(self).__name__} cannot be replaced or deleted; wrap the other "
-            "layer instead, or change the parts of this one (model.head = ...)"
-        )
-
-    @property
-    def training(self) -> bool:
-        """The layer's mode."""
-        return True if self._wrapped is None else bool(self._wrapped.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if self._wrapped is not None:
-            self._wrapped.training = mode
 
     # ---- parts
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import InvalidArgumentError
+from ._module_hooks import OfOneModule, is_copied
 
 
-class _Refusal:
+class _Refusal(OfOneModule):
     """A hook that torch calls before a module loads its state."""
 
     def __call__(self, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -21,11 +20,6 @@ class _Refusal:
                 "assign=True would replace the parameters that the optimizer and the servers "
                 "train; use load_state_dict(..., assign=False), which copies the values"
             )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module is plain, also where ZeroShard is not installed: its hook is a
-        # function of Python's that takes any arguments and does nothing.
-        return functools.partial, (itertools.chain,)
 
 
 def refuse_assign(model: nn.Module) -> None:
@@ -52,6 +46,4 @@ def is_refusal(hook: Any) -> bool:
     """Whether a hook of a module's ``_load_state_dict_pre_hooks``, or of a copy of it, is that of
     :func:`refuse_assign`."""
     called = getattr(hook, "hook", None)
-    return isinstance(called, _Refusal) or (
-        isinstance(called, functools.partial) and called.func is itertools.chain
-    )
+    return isinstance(called, _Refusal) or is_copied(called)

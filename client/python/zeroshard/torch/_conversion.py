@@ -3,6 +3,7 @@ state."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from .. import _native
 from .._core.job import State
 from .._core.hyperparameters import hyperparameters as _numbers
-from .._core.hyperparameters import reserving
+from .._core.hyperparameters import STATE_WITH_OPTIONS, reserving
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 from .optim import LAMB, Lion
 
@@ -120,6 +121,19 @@ def to_torch(name: str, state: State[torch.Tensor]) -> dict[str, Any]:
         for key, tensor in tensors.items()
     }
     return {**{key: torch.tensor(float(value)) for key, value in numbers.items()}, **kept}
+
+
+@functools.cache
+def state_names(name: str) -> frozenset[str]:
+    """The keys of the state of a parameter that an optimizer of torch may have itself.
+
+    Args:
+        name: the optimizer, as :func:`optimizer_name` returns it.
+    """
+    plain = _native.Optimizer(name)
+    every = _native.Optimizer(name, reserving(name, plain.hyperparameters, STATE_WITH_OPTIONS))
+    counted = () if name == "sgd" else ("step",)
+    return frozenset((*every.state, *every.scalar_state, *counted))
 
 
 def from_torch(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ._assign import refuse_assign
 from ._foreign import check_not_wrapped, check_not_wrapped_later
 from ._framework import TORCH, process_group
 from ._materialize import check_has_values
+from ._transforms import is_tracing
 from ._wrapper import ModuleWrapper
 
 
@@ -56,8 +57,10 @@ class DataParallel(ModuleWrapper):
         DisagreementError: the parameters of the ranks differ in names, shapes or dtypes.
     """
 
-    #: Averages the gradients; None in a copy until it is trained.
+    #: Averages the gradients; None in a copy until one of its backward passes is averaged.
     _made: Reducer[torch.Tensor] | None
+    #: Whether forward passes request averaging, in a copy that has no reducer yet.
+    _syncing: bool
     _options: dict[str, Any]
     #: None: all ranks of the process that uses a copy.
     _ranks: Ranks | None
@@ -92,7 +95,7 @@ class DataParallel(ModuleWrapper):
             "last_comm_buffer_size": last_comm_buffer_size,
             "find_unused_parameters": find_unused_parameters,
         }
-        self._keep(_options=options, _ranks=ranks)
+        self._keep(_options=options, _ranks=ranks, _syncing=True)
         self._keep(_made=Reducer(TORCH, module, ranks, **options))
         refuse_assign(module)
 
@@ -100,44 +103,65 @@ class DataParallel(ModuleWrapper):
     def _reducer(self) -> Reducer[torch.Tensor]:
         if self._made is None:
             ranks = self._ranks or process_group(None)
-            self._keep(_made=Reducer(TORCH, self.module, ranks, **self._options))
+            made = Reducer(TORCH, self.module, ranks, **self._options, broadcast=False)
+            self._keep(_made=made)
         assert self._made is not None
         return self._made
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         check_not_wrapped_later(self.module)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_tracing():
             return self.module(*inputs, **kwargs)
-        averaging = self._reducer.begin_forward()
-        self._reducer.hidden = averaging
+        if self._made is None:
+            return self._first_forward(inputs, kwargs)
+        averaging = self._made.begin_forward()
+        self._made.hidden = averaging
         outputs = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            # A hook on the outputs marks the start of the outermost backward pass: the inner pass
-            # of a reentrant checkpoint ends earlier.
-            begin = weakly(self._reducer, Reducer.begin_backward, averaging)
-            for output in tree_leaves(outputs):
-                if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                    output.register_hook(begin)
-                    self._reducer.hidden = None
+        # A hook on the outputs marks the start of the outermost backward pass: the inner pass of a
+        # reentrant checkpoint ends earlier.
+        if _at_backward(outputs, weakly(self._made, Reducer.begin_backward, averaging)):
+            self._made.hidden = None
         return outputs
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def _first_forward(self, inputs: Any, kwargs: Any) -> Any:
+        """The forward pass of a copy that has no reducer. Only a backward pass makes one, in which
+        all ranks take part: one rank may evaluate a copy alone."""
+        averaging = self._syncing
+        outputs = self.module(*inputs, **kwargs)
+        if averaging and not _at_backward(outputs, weakly(self, DataParallel._begin_first)):
+            if any(parameter.requires_grad for parameter in self.module.parameters()):
+                self._reducer.hidden = self._reducer.begin_forward()
+        return outputs
+
+    def _begin_first(self, *_: Any) -> None:
+        self._reducer.begin_backward(True)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """A context whose forward passes have backward passes that accumulate gradients on each
         rank, without averaging them.
 
         The accumulated gradients are part of the next averaging.
         """
-        return self._reducer.accumulating()
+        before = self._syncing
+        self._keep(_syncing=False)
+        try:
+            with contextlib.nullcontext() if self._made is None else self._made.accumulating():
+                yield
+        finally:
+            self._keep(_syncing=before)
 
     @property
     def find_unused_parameters(self) -> bool:
         """Whether a parameter may have no gradient on some of the ranks."""
-        return self._reducer.find_unused_parameters
+        return bool(self._options["find_unused_parameters"])
 
     @find_unused_parameters.setter
     def find_unused_parameters(self, may: bool) -> None:
-        self._reducer.find_unused_parameters = self._options["find_unused_parameters"] = may
+        self._options["find_unused_parameters"] = may
+        if self._made is not None:
+            self._made.find_unused_parameters = may
 
     @property
     def buckets(self) -> list[list[int]]:
@@ -147,8 +171,9 @@ class DataParallel(ModuleWrapper):
     # ---- state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        """A copy averages its own gradients, with the same ranks. Its first training forward is
-        one of all ranks, which take the values of rank 0."""
+        """A copy averages its own gradients, with the same ranks. As with
+        DistributedDataParallel, each rank keeps the values of its own copy, and may evaluate it
+        alone."""
         return _copied(copy.deepcopy(self.module, memo), self._options, self._ranks)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -193,10 +218,23 @@ class DataParallel(ModuleWrapper):
 
 
 def _copied(module: nn.Module, options: dict[str, Any], ranks: Ranks | None) -> DataParallel:
-    made = DataParallel.__new__(DataParallel, module)
+    made = DataParallel.__new__(DataParallel)
     ModuleWrapper.__init__(made, module)
-    made._keep(_options=dict(options), _ranks=ranks, _made=None)
+    made._keep(_options=dict(options), _ranks=ranks, _made=None, _syncing=True)
     return made
+
+
+def _at_backward(outputs: Any, begin: Callable[..., None]) -> bool:
+    """Calls ``begin`` when a backward pass reaches outputs of a module. Returns False if no output
+    is known that has one."""
+    found = [
+        output
+        for output in tree_leaves(outputs)
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None
+    ]
+    for output in found:
+        output.register_hook(begin)
+    return bool(found)
 
 
 def fused_allreduce_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Collection
 
@@ -16,29 +17,59 @@ from ._dtensor import local
 def check_no_views(
     model: nn.Module, optimizer: torch.optim.Optimizer, fetched: Collection[int]
 ) -> None:
-    """Raises :class:`~zeroshard.InvalidArgumentError` if the memory of a parameter that will be on
-    the servers belongs to a larger tensor, such as a flat tensor of all parameters, which would
-    keep its old values. ``fetched``: the ids of these parameters."""
+    """Finds parameters that will be on the servers and whose memory belongs to a larger tensor that
+    the script holds, which would keep their old values. ``fetched``: the ids of these parameters.
+
+    Warns if it is the fused tensor of a checkpoint, for example, which scripts do not read again.
+
+    Raises:
+        InvalidArgumentError: the memory has at least half of the model, as a flat tensor of all
+            parameters does, which scripts read and write.
+    """
     stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *stepped)}
-    known = Counter(
-        local(tensor).untyped_storage()._cdata
-        for tensor in tensors.values()
-        if tensor.layout is torch.strided
-    )
-    for name, parameter in model.named_parameters():
-        if id(parameter) in fetched and _is_held_by_others(parameter, known):
-            gc.collect()  # the script may have deleted the other tensor
-            if _is_held_by_others(parameter, known):
-                raise InvalidArgumentError(
-                    f"parameter {name!r} is a part of a larger tensor that your script holds, and "
-                    "that would keep its old values at level p_g_os; give the parameter its own "
-                    "memory before group_sharded_parallel (parameter.data = "
-                    "parameter.data.clone()), delete the larger tensor, or use level os_g"
-                )
+    known = Counter(_memory(tensor) for tensor in tensors.values())
+    elements: Counter[int | None] = Counter()
+    for parameter in model.parameters():
+        elements[_memory(parameter)] += parameter.numel()
+    held = _held_by_others(model, fetched, known)
+    if held:
+        gc.collect()  # the script may have deleted the other tensors
+        held = _held_by_others(model, fetched, known)
+    for name, part in held.items():
+        if 2 * elements[_memory(part)] >= elements.total():
+            raise InvalidArgumentError(
+                f"parameter {name!r} is a part of a larger tensor that your script holds, and "
+                "that would keep its old values at level p_g_os; give the parameter its own "
+                "memory before group_sharded_parallel (parameter.data = "
+                "parameter.data.clone()), delete the larger tensor, or use level os_g"
+            )
+    if held:
+        warnings.warn(
+            f"parameter {next(iter(held))!r} is a part of a larger tensor that your script holds, "
+            f"as are {len(held)} parameters in all; at level p_g_os that tensor keeps its present "
+            "values: delete it, or do not read it after group_sharded_parallel",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
-def _is_held_by_others(parameter: Tensor, known: Counter[int]) -> bool:
+def _memory(tensor: Tensor) -> int | None:
+    """An identifier of the memory of a tensor. None if its layout has several tensors."""
+    return local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _held_by_others(
+    model: nn.Module, fetched: Collection[int], known: Counter[int | None]
+) -> dict[str, Tensor]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in fetched and _is_held_by_others(parameter, known)
+    }
+
+
+def _is_held_by_others(parameter: Tensor, known: Counter[int | None]) -> bool:
     """Whether tensors besides those of the model refer to memory in which the parameter is a
     part."""
     tensor = local(parameter)

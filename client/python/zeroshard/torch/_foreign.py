@@ -42,6 +42,8 @@ def check_not_wrapped(model: nn.Module, function: str) -> None:
 
 
 def _check_plain(module: nn.Module, what: str, function: str) -> None:
+    if isinstance(module, nn.DataParallel) and len(module.device_ids) < 2:
+        return  # calls its module as it is
     for kind in type(module).__mro__:
         remedy = _REMEDIES.get(_library_and_name(kind))
         if remedy is not None:

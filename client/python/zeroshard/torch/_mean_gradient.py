@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core.entry import Entry
 from .._core.gradients import Gradients
-from ..errors import InvalidArgumentError, TimeoutError
+from ..errors import InvalidArgumentError
 
 R = TypeVar("R")
 
@@ -55,6 +55,8 @@ class MeanGradient:
         self.is_absent = own is None
         #: The factor by which the program has multiplied the mean.
         self.factor = 1.0
+        #: Whether the program has set it to zero, and nothing was added since.
+        self.is_zero = False
         #: Whether the program has set it to zero after it was sent.
         self.is_zeroed = False
         self._fetched: _Fetched | None = None
@@ -91,6 +93,7 @@ class MeanGradient:
         gradients = self._gradients
         if gradients.is_sent(self):
             raise gradients.already_sent(self.entry)
+        self.is_zero = False
         if self.is_absent and not gradient.requires_grad:
             self.own, self.factor = gradient.detach().clone(), 1.0
             self.is_absent = self.is_zeroed = False
@@ -152,7 +155,7 @@ class MeanGradient:
             self.factor = 1.0  # this rank still contributes nothing
             return
         self.own = torch.zeros_like(self.entry.tensor, requires_grad=False)
-        self.factor, self._fetched = 1.0, None
+        self.factor, self._fetched, self.is_zero = 1.0, None, True
 
     def norm(self) -> float | None:
         """The L2 norm; None if it must be computed from the values."""
@@ -162,8 +165,7 @@ class MeanGradient:
         if self._in_hook() is not None or not gradients.is_open(self):
             return None
         norm = self._norms(gradients)[self.entry.index]
-        scale = gradients.clipping(self.entry) / gradients.loss_scale
-        return abs(self.factor) * norm * scale
+        return abs(self.factor) * norm * gradients.shown_scale(self.entry)
 
     def values(self) -> Tensor:
         """The mean as a tensor with the parameter's shape, dtype and device. The step applies what
@@ -212,6 +214,11 @@ class MeanGradient:
         if self._fetched is not None:
             self._fetched.original.copy_(self._fetched.values)
 
+    def drop_edits(self) -> None:
+        """Drops what the program has written, since no rank has this gradient."""
+        self.own = self._fetched = None
+        self.factor, self.is_zeroed = 1.0, False
+
     # ---- internal
 
     def _in_hook(self) -> Tensor | None:
@@ -222,13 +229,7 @@ class MeanGradient:
         return None if gradients.is_sent(self) else self._scaled_own(self.own)
 
     def _norms(self, gradients: Gradients[Tensor]) -> list[float]:
-        try:
-            norms = gradients.norms()
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}; parameter.grad is the mean over all ranks: before the next collective "
-                "call, look at it on every rank or on none"
-            ) from error
+        norms = gradients.norms_of_look()
         if not gradients.is_open(self):
             raise self._gone()
         return norms
@@ -249,8 +250,7 @@ class MeanGradient:
             values = torch.zeros_like(entry.tensor, requires_grad=False)
             return _Fetched(values, values.clone(), gradients.loss_scale)
         total, divisor = gradients.fetch(entry)
-        scale = gradients.clipping(entry) / gradients.loss_scale
-        mean = total.div_(divisor).mul_(self.factor * scale)
+        mean = total.div_(divisor).mul_(self.factor * gradients.shown_scale(entry))
         values = mean.reshape(entry.tensor.shape).to(entry.tensor.device, entry.tensor.dtype)
         return _Fetched(values, values.clone(), gradients.loss_scale)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from .._core.framework import ParameterMemory
 from ..errors import InvalidArgumentError
 from ._dtensor import local
+from ._module_hooks import OfOneModule
 from ._reads import copy_of
 from ._transforms import check_not_recorded, is_transformed
 
@@ -235,9 +236,8 @@ def guard_tied(module: nn.Module, parameters: dict[str, Tensor]) -> None:
 _copies: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
 
 
-class _CopyState:
-    """Copies gathered parameters in a state dict, where tied parameters stay tied. In a copy of the
-    module it has no effect."""
+class _CopyState(OfOneModule):
+    """Copies gathered parameters in a state dict, where tied parameters stay tied."""
 
     def __init__(
         self, parameters: dict[str, Tensor], release: Callable[[], None] | None = None
@@ -260,17 +260,6 @@ class _CopyState:
                 state[prefix + name] = copy
         if self._release is not None:
             self._release()
-
-    def __deepcopy__(self, memo: Any) -> _CopyState:
-        return self._without_effect()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _CopyState, ({},), {"_from_public_api": True}
-
-    def _without_effect(self) -> _CopyState:
-        found = _CopyState({})
-        found.__dict__["_from_public_api"] = True  # as torch marks it
-        return found
 
 
 class PooledMemory(ParameterMemory[Tensor]):

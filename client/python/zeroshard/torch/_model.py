@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.gather import Gatherer
-from .._core.interrupts import operation
+from .._core.interrupts import encloses_operations
 from .._core.sharding import Sharding
 from ._assign import refuse_assign
 from ._compiled import gather_compiled, warn_not_compiled
@@ -54,13 +54,11 @@ class GroupSharded(ModuleWrapper):
         """``os``, ``os_g`` or ``p_g_os``."""
         return self.sharding.level
 
-    @operation
+    @encloses_operations
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_wrapped_later(self.module)
         gatherer = self.sharding.gatherer
-        if is_tracing():
-            raise not_recorded()
-        if torch.compiler.is_exporting():
+        if is_tracing() or torch.compiler.is_exporting():
             if self.sharding.has_units:
                 raise not_recorded()
             return self.module(*args, **kwargs)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from .._core.interrupts import is_within_operation
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._gradient import GradientTensor
 from ._optimizer_hooks import calling_load_hooks, calling_state_hooks, share_hooks
-from ._state import StateOnServers, optimizer_states
+from ._state import StateOnServers, as_loaded, optimizer_states
 
 
 def _not_copied() -> InvalidArgumentError:
@@ -42,6 +43,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         self._sharding = sharding
         self._given = optimizer
         self._state = StateOnServers(sharding.job, self)
+        self._state.replace_local(optimizer.state)
         sharding.state_edits = self._state
         optimizer.register_step_pre_hook(_refusal(sharding))
         #: Whether a scaler makes the step, which may be skipped.
@@ -131,15 +133,16 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
                 p for group in self.param_groups for p in group["params"]
             )
         }
-        name = self.sharding.job.optimizer_name
-        if not self.sharding.needs_copies:
-            self.sharding.follow_changes()
-        state = self.sharding.read(
-            lambda version: {
-                numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
-                for entry, held in self.sharding.job.states(version)
-            }
-        )
+        state: dict[Any, Any] = {
+            numbers[parameter]: held
+            for parameter, held in self.sharding.read(self._states).items()
+            if held and parameter in numbers
+        }
+        for key, local in self._state.local_state().items():
+            if id(key) in numbers:
+                state.setdefault(numbers[id(key)], {}).update(local)
+            else:
+                state[key] = local
         groups, first = [], 0
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key != "params"}
@@ -147,9 +150,23 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             first += len(group["params"])
             groups.append(packed)
         return {
-            "state": {number: state[number] for number in sorted(state) if state[number]},
+            "state": {key: state[key] for key in sorted(state, key=_numbers_first)},
             "param_groups": groups,
         }
+
+    def _states(self, version: int) -> dict[int, Any]:
+        """The state of each parameter at a version, by the id of the parameter, with what the
+        program has changed since."""
+        job = self.sharding.job
+        # The servers receive changes in the next forward or step, in which all ranks take part.
+        is_settled = self.sharding.sees_writes and not is_within_operation()
+        changed, removed = self._state.changes() if is_settled else ({}, set())
+        states = {
+            id(entry.tensor): _conversion.to_torch(job.optimizer_name, held)
+            for entry, held in job.states(version)
+            if id(entry.tensor) not in removed
+        }
+        return states | {id(parameter): _copied(own) for parameter, own in changed.items()}
 
     @calling_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -171,12 +188,26 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         for group, had in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in had.items() if key != "params"})
         state = {
-            by_number[number]: value
-            for number, value in state_dict["state"].items()
-            if number in by_number
+            by_number[key] if key in by_number else key: value
+            for key, value in state_dict["state"].items()
         }
-        self._state.forget()
+        self._state.replace_local(as_loaded(state))
         self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
+
+
+def _numbers_first(key: Any) -> tuple[int, int]:
+    """The order of the keys of a state: numbers of parameters, then other keys as they are."""
+    return (0, key) if isinstance(key, int) else (1, 0)
+
+
+def _copied(state: Any) -> Any:
+    """A copy of the state of a parameter that the program has set."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:

@@ -3,7 +3,6 @@ thread: they have the values of one version, and do not touch the parameters."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Mapping
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .._core.entry import Entry, modified
-from .._core.interrupts import find_frame, is_running
+from .._core.interrupts import between_operations, find_frame, is_running
 from .._core.sharding import Sharding
 from ._dtensor import distributed_as, local
+from ._module_hooks import OfOneModule
 
 
 class _Reads(threading.local):
@@ -43,28 +43,23 @@ def copy_of(parameter: Tensor) -> Tensor | None:
 
 def read_consistently(module: nn.Module, sharding: Sharding[Tensor]) -> None:
     """Makes the state dicts of a module consistent at any time."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # has no such hooks
     module.register_state_dict_pre_hook(_Begin(sharding))
     module.register_state_dict_post_hook(_End())
 
 
 def stop_reading(module: nn.Module) -> None:
     """Removes the hooks of :func:`read_consistently`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
         for number, hook in list(hooks.items()):
             if isinstance(hook, _Begin | _End):
                 del hooks[number]
 
 
-class _Hook:
-    """A hook of a module's state dict."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module is plain, also where ZeroShard is not installed: its hook is a method
-        # of Python's that takes any arguments and does nothing.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _End(_Hook):
+class _End(OfOneModule):
     """Puts the copies into the state dict."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -76,7 +71,7 @@ class _End(_Hook):
             _reads.running.pop()
 
 
-class _Begin(_Hook):
+class _Begin(OfOneModule):
     """Makes the copies that a state dict needs."""
 
     def __init__(self, sharding: Sharding[Tensor]) -> None:
@@ -94,11 +89,14 @@ def _copies(sharding: Sharding[Tensor]) -> dict[int, Tensor]:
     """The values of all parameters that a step changes, or that are on the servers, of one
     version."""
     entries = [entry for entry in sharding.job.parameters if entry.trained or not entry.resident]
-    written = [] if sharding.is_undecided or sharding.is_other_thread else modified(entries)
-    own = {id(entry.tensor): _clone(entry.tensor) for entry in written if _has_values(entry)}
-    fetched = [entry for entry in entries if id(entry.tensor) not in own]
+    written_at, written = _written(sharding, entries)
 
     def fetch(version: int) -> dict[int, Tensor]:
+        # A step that was made since has sent what was written.
+        own = written if version == written_at else {}
+        fetched = [entry for entry in entries if id(entry.tensor) not in own]
+        if not fetched:
+            return own
         parts = [_empty_part(entry.tensor) for entry in fetched]
         incoming = [
             entry.framework.incoming_words(part) if entry.raw else entry.framework.incoming(part)
@@ -108,12 +106,25 @@ def _copies(sharding: Sharding[Tensor]) -> dict[int, Tensor]:
         sharding.job.fetch(arrays, version=version)
         for one in incoming:
             one.finish()
-        return {
+        return own | {
             id(entry.tensor): _distributed(part, entry.tensor)
             for entry, part in zip(fetched, parts, strict=True)
         }
 
-    return own | (sharding.read(fetch) if fetched else {})
+    return sharding.read(fetch)
+
+
+def _written(
+    sharding: Sharding[Tensor], entries: list[Entry[Tensor]]
+) -> tuple[int, dict[int, Tensor]]:
+    """The version of this worker, and copies of what the program has written to parameters since,
+    by their id. Empty if the caller cannot tell."""
+    before, version = between_operations(), sharding.job.version
+    written = modified(entries) if sharding.sees_writes else []
+    copies = {id(entry.tensor): _clone(entry.tensor) for entry in written if _has_values(entry)}
+    if sharding.is_other_thread and (before is None or before != between_operations()):
+        return version, {}  # the thread that trains may have received values meanwhile
+    return version, copies
 
 
 def _has_values(entry: Entry[Tensor]) -> bool:

@@ -152,13 +152,10 @@ def group_sharded_parallel(
         initial.undo()
         raise
     settle(model)
-    optimizer.state.clear()
     shared = None if scaler is None else GradScaler.sharing(scaler)
-    return (
-        GroupSharded(model, sharding, shared),
-        ShardedOptimizer(optimizer, sharding),
-        shared,
-    )
+    sharded = ShardedOptimizer(optimizer, sharding)
+    optimizer.state.clear()
+    return GroupSharded(model, sharding, shared), sharded, shared
 
 
 def _check(model: Any, optimizer: Any) -> None:

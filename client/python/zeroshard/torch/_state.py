@@ -2,6 +2,7 @@
 
 It behaves as torch's dictionary. What the program reads is fetched, and what it writes, assigns or
 removes takes effect at the next forward or step, with which the servers receive the whole state.
+What the servers do not hold, such as Lookahead's slow weights, stays in this process.
 """
 
 from __future__ import annotations
@@ -43,8 +44,30 @@ class StateOnServers(defaultdict[Tensor, Any]):
         #: The ids of the parameters that have taken part in a step, and those that have state.
         self._applied: set[int] = set()
         self._stepped: set[int] = set()
+        #: By parameter: the keys of its state that only the script uses.
+        self._extra: dict[Tensor, dict[str, Any]] = {}
 
     # ---- used by the sharded optimizer
+
+    def replace_local(self, given: Mapping[Any, Any]) -> None:
+        """Drops what was read, and all changes. Takes from a whole state, by parameter, what the
+        servers do not hold."""
+        self.forget()
+        super().clear()
+        self._extra.clear()
+        stepped = self._parameters()
+        for key, state in given.items():
+            if id(key) not in stepped:
+                super().__setitem__(key, state)
+            elif extra := self._extra_of(state):
+                self._extra[key] = extra
+
+    def local_state(self) -> dict[Any, Any]:
+        """The state that the servers do not hold: by parameter, and by other keys of the script."""
+        self._keep_extra()
+        stepped = self._parameters()
+        own = {key: state for key, state in super().items() if id(key) not in stepped}
+        return {**self._extra, **own}
 
     def edited(self) -> dict[int, State[Tensor]] | None:
         """The whole state with what the program has changed since the last step, by the id of the
@@ -53,31 +76,38 @@ class StateOnServers(defaultdict[Tensor, Any]):
         Raises :class:`~zeroshard.InvalidArgumentError` if it has changed what it had read before
         the last step.
         """
-        if not super().__len__() and not self._removed:
-            return None
-        self._follow()
-        changed = self._changed()
-        if not changed and not self._removed:
+        changed, removed = self.changes()
+        if not changed and not removed:
             return None
         states = {
             id(entry.tensor): held
             for entry, held in self._job.states(self._job.version)
-            if id(entry.tensor) not in self._removed and entry.tensor not in changed
+            if id(entry.tensor) not in removed and entry.tensor not in changed
         }
         return states | optimizer_states(self._job.optimizer_name, self._optimizer, changed)
 
+    def changes(self) -> tuple[dict[Tensor, Any], set[int]]:
+        """What the program has changed since the last step: the state of parameters that it has
+        written or set, and the ids of the parameters whose state it has removed. For errors see
+        :meth:`edited`."""
+        if super().__len__() or self._removed:
+            self._follow()
+        return self._changed(), set(self._removed)
+
     def settle(self) -> None:
         """Called when the servers have the changes."""
-        own = dict(super().items())
+        self._keep_extra()
+        own = self._of_parameters()
         self.forget()
         self._follow()
         for parameter, state in own.items():
-            self._read[id(parameter)] = _digest(state)
+            self._read[id(parameter)] = self._digest(state)
             super().__setitem__(parameter, state)
 
     def forget(self) -> None:
-        """Drops what was read, and all changes."""
-        super().clear()
+        """Drops what was read of the servers, and all changes."""
+        for parameter in self._of_parameters():
+            super().pop(parameter)
         self._read.clear()
         self._removed.clear()
         self._of = None
@@ -91,7 +121,8 @@ class StateOnServers(defaultdict[Tensor, Any]):
             found = next(self._job.states(self._job.version, only=parameter), None)
             if found is not None:
                 state = _conversion.to_torch(self._job.optimizer_name, found[1])
-        self._read.setdefault(id(parameter), _digest(state))
+        self._read.setdefault(id(parameter), self._digest(state))
+        state.update(self._extra.get(parameter, {}))
         super().__setitem__(parameter, state)
         return state
 
@@ -101,7 +132,8 @@ class StateOnServers(defaultdict[Tensor, Any]):
 
     def __setitem__(self, parameter: Tensor, state: Any) -> None:
         self._follow()
-        self._read.setdefault(id(parameter), None)
+        stepped = id(parameter) in self._stepped
+        self._read.setdefault(id(parameter), None if stepped else self._digest({}))
         super().__setitem__(parameter, state)
 
     def __delitem__(self, parameter: Tensor) -> None:
@@ -109,22 +141,23 @@ class StateOnServers(defaultdict[Tensor, Any]):
 
     def __contains__(self, parameter: object) -> bool:
         self._follow()
-        if super().__contains__(parameter):
+        if super().__contains__(parameter) or parameter in self._extra:
             return True
         return id(parameter) in self._stepped - self._removed
 
     def __bool__(self) -> bool:
         self._follow()
-        return super().__len__() > 0 or bool(self._applied - self._removed)
+        return super().__len__() > 0 or bool(self._extra or self._applied - self._removed)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __iter__(self) -> Iterator[Tensor]:
-        own = list(super().__iter__())
+        own = [*super().__iter__(), *self._extra]
         trained = [entry.tensor for entry in self._job.trained if entry.tensor in self]
         known = {id(parameter) for parameter in trained}
-        return iter(trained + [parameter for parameter in own if id(parameter) not in known])
+        others = {id(key): key for key in own if id(key) not in known}
+        return iter([*trained, *others.values()])
 
     def __repr__(self) -> str:
         return f"<state of {len(self)} parameters on the shard servers>"
@@ -158,10 +191,16 @@ class StateOnServers(defaultdict[Tensor, Any]):
         """Removes the state of a parameter, which begins anew, and returns it."""
         if parameter not in self:
             if default is _REQUIRED:
-                raise KeyError(f"a parameter of shape {list(parameter.shape)} without state")
+                is_tensor = isinstance(parameter, Tensor)
+                raise KeyError(
+                    f"a parameter of shape {list(parameter.shape)} without state"
+                    if is_tensor
+                    else parameter
+                )
             return default
         state = self[parameter]
         super().pop(parameter)
+        self._extra.pop(parameter, None)
         self._read.pop(id(parameter), None)
         if id(parameter) in self._stepped:
             self._removed.add(id(parameter))
@@ -178,6 +217,7 @@ class StateOnServers(defaultdict[Tensor, Any]):
         """Removes the state of all parameters, which begin anew."""
         self._follow()
         super().clear()
+        self._extra.clear()
         self._read.clear()
         self._removed = set(self._stepped)
 
@@ -188,13 +228,49 @@ class StateOnServers(defaultdict[Tensor, Any]):
 
     # ---- internal
 
-    def _changed(self) -> dict[Tensor, Any]:
+    def _parameters(self) -> set[int]:
+        """The ids of the optimizer's parameters: the servers hold no state of other keys."""
+        return {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+
+    def _of_parameters(self) -> dict[Tensor, Any]:
         # The own elements: `self.items()` would fetch all others.
+        stepped = self._parameters()
+        return {key: state for key, state in super().items() if id(key) in stepped}
+
+    def _changed(self) -> dict[Tensor, Any]:
         return {
             parameter: state
-            for parameter, state in super().items()
-            if _digest(state) != self._read.get(id(parameter))
+            for parameter, state in self._of_parameters().items()
+            if self._digest(state) != self._read.get(id(parameter))
         }
+
+    def _keep_extra(self) -> None:
+        """Records the keys that only the script uses, of the states that it has read or set."""
+        for parameter, state in self._of_parameters().items():
+            self._extra.pop(parameter, None)
+            if extra := self._extra_of(state):
+                self._extra[parameter] = extra
+
+    def _extra_of(self, state: Any) -> dict[str, Any]:
+        if not isinstance(state, Mapping):
+            return {}
+        held = _conversion.state_names(self._job.optimizer_name)
+        return {name: value for name, value in state.items() if name not in held}
+
+    def _digest(self, state: Any) -> object:
+        """What is compared of the state of a parameter: hashes of tensors, and other values that
+        the servers hold."""
+        if not isinstance(state, Mapping):
+            return state
+        held, found = _conversion.state_names(self._job.optimizer_name), {}
+        for name in held & state.keys():
+            value: Any = state[name]
+            if isinstance(value, Tensor):
+                host = value.detach().to("cpu", torch.float32).contiguous()
+                [digest] = _native.hashes([TORCH.array(host)])
+                value = tuple(value.shape), digest
+            found[name] = value
+        return found
 
     def _follow(self) -> None:
         """Begins with the current version."""
@@ -202,6 +278,7 @@ class StateOnServers(defaultdict[Tensor, Any]):
         if self._of == current:
             return
         changed = self._changed()
+        self._keep_extra()
         self.forget()
         if changed:
             raise InvalidArgumentError(
@@ -216,21 +293,6 @@ class StateOnServers(defaultdict[Tensor, Any]):
         if self._job.optimizer_name == "sgd":  # which has no state without momentum
             stepped = [entry for entry in stepped if self._job.used_state[entry.group]]
         self._stepped = {id(entry.tensor) for entry in stepped}
-
-
-def _digest(state: Any) -> object:
-    """What is compared of the state of a parameter: hashes of tensors, and other values."""
-    if not isinstance(state, Mapping):
-        return state
-    found: dict[str, object] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            host = value.detach().to("cpu", torch.float32).contiguous()
-            [digest] = _native.hashes([TORCH.array(host)])
-            found[name] = tuple(value.shape), digest
-        else:
-            found[name] = value
-    return found
 
 
 def optimizer_states(
@@ -253,3 +315,22 @@ def optimizer_states(
                 if found[0] or found[2]:
                     states[id(parameter)] = found
     return states
+
+
+def as_loaded(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A loaded state, by parameter: as torch's ``load_state_dict``, tensors have the device, and
+    floating-point tensors the dtype, of the parameter."""
+
+    def cast(value: Any, parameter: Tensor) -> Any:
+        if isinstance(value, Tensor):
+            dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+            return value.to(parameter.device, dtype)
+        if isinstance(value, Mapping):
+            return {name: cast(each, parameter) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(cast(each, parameter) for each in value)
+        return value
+
+    return {
+        key: cast(value, key) if isinstance(key, Tensor) else value for key, value in state.items()
+    }

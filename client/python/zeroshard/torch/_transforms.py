@@ -42,6 +42,11 @@ def is_tracing() -> bool:
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
+def is_registering_for_trace() -> bool:
+    """Whether ``torch.jit.trace`` is about to run, or runs, a module whose parts it names."""
+    return getattr(torch.jit._trace, "_trace_module_map", None) is not None
+
+
 def check_not_recorded() -> None:
     """Raises an error if torch records the running program, which would have the parameters of this
     moment only."""
@@ -52,7 +57,7 @@ def check_not_recorded() -> None:
 def not_recorded() -> InvalidArgumentError:
     """The error for a program that cannot be recorded."""
     return InvalidArgumentError(
-        "a model whose parameters are on the servers (level p_g_os) and the wrapper of a model "
-        "cannot be traced, scripted or exported; pass a plain copy of the whole model instead: "
-        "copy.deepcopy(model)"
+        "a model whose parameters are on the servers (level p_g_os) cannot be traced or exported, "
+        "and the wrapper of a model cannot be scripted; pass a plain copy of the whole model "
+        "instead: copy.deepcopy(model)"
     )

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..errors import InvalidArgumentError
+from .._core.wrapper import AttributesOfModel
 from ._foreign import check_hook, wrapped_later
 from ._leftovers import missing
+from ._transforms import is_registering_for_trace
 
 W = TypeVar("W", bound="ModuleWrapper")
 
@@ -27,23 +28,25 @@ _OPERATORS = (
     "__getitem__",
     "__setitem__",
     "__delitem__",
+    # A scripted module has all of them, and is true.
+    "__bool__",
 )
 
 
-class ModuleWrapper(nn.Module):
+class ModuleWrapper(AttributesOfModel, nn.Module):
     """A module that runs another one. Attributes that the wrapper does not have itself are read
     from the module, written to it and deleted from it."""
 
     module: nn.Module
 
-    def __new__(cls: type[W], module: object = None, *args: Any, **kwargs: Any) -> W:
-        found = [name for name in _OPERATORS if hasattr(type(module), name)]
-        kind: type = cls
-        made: W = nn.Module.__new__(_with_operators(kind, *found) if found else kind)
-        return made
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        kind: type = type(self)
+        found = [
+            name for name in _OPERATORS if hasattr(type(module), name) and not hasattr(kind, name)
+        ]
+        if found:
+            object.__setattr__(self, "__class__", _with_operators(kind, *found))
         self.module = module
         # Not methods of the class: torch.distributed.checkpoint expects the state of a class that
         # has them.
@@ -72,46 +75,10 @@ class ModuleWrapper(nn.Module):
         except AttributeError as error:
             raise missing(type(self).__name__, name, error) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._wrapped is None or self._has(name):
-            super().__setattr__(name, value)
-        elif name == "module":
-            raise self._irreplaceable()
-        else:
-            setattr(self._wrapped, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._wrapped is None or self._has(name):
-            super().__delattr__(name)
-        elif name == "module":
-            raise self._irreplaceable()
-        else:
-            delattr(self._wrapped, name)
-
     def __dir__(self) -> list[str]:
         own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         # torch.jit.trace reads everything that is listed.
         return sorted({*own, *dir(self.module)} - {"_ddp_params_and_buffers_to_ignore"})
-
-    def _has(self, name: str) -> bool:
-        """Whether the attribute is one of the wrapper itself."""
-        return name in self.__dict__ or hasattr(type(self), name)
-
-    def _irreplaceable(self) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"the module of a {type(self).__name__} cannot be replaced or deleted; wrap the other "
-            "module instead, or change the parts of this one (model.head = ...)"
-        )
-
-    @property
-    def training(self) -> bool:
-        """The module's mode."""
-        return True if self._wrapped is None else self._wrapped.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if self._wrapped is not None:
-            self._wrapped.training = mode
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
@@ -134,6 +101,8 @@ class ModuleWrapper(nn.Module):
         self.module.add_module(name, module)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        if is_registering_for_trace():
+            return iter([("module", self.module)])  # torch finds each module by its attributes
         return self.module.named_children()
 
     def named_modules(
