@@ -178,6 +178,7 @@ def lose_a_rank(rank: int, level: str) -> str:
         if rank == 1:
             # Dropped without a word, as by the death of the process.
             session._connection._jobs.clear()
+            optimizer.sharding.job._current.clear()
             optimizer.sharding.job.job = None
             return ""
         with pytest.raises(zs.StepAbortedError) as caught:
@@ -209,6 +210,7 @@ def lose_a_rank_between_buckets(rank: int) -> bool:
         dist.barrier()
         if rank == 1:
             session._connection._jobs.clear()
+            link._current.clear()
             link.job = None
             return True
         until = time.monotonic() + 30
