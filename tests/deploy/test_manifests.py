@@ -103,7 +103,7 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
     (monitor,) = of_kind("service-monitor", "ServiceMonitor").values()
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     specification = monitor["spec"]
-    keys = {"jobLabel", "selector", "namespaceSelector", "targetLabels", "endpoints"}
+    keys = {"jobLabel", "selector", "targetLabels", "endpoints"}
     assert specification.keys() == keys
     (endpoint,) = specification["endpoints"]
     keys = {"port", "path", "honorLabels", "interval", "scrapeTimeout", "authorization"}
