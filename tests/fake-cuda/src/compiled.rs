@@ -16,6 +16,9 @@ use libloading::Library;
 
 use crate::{fault::Fault, memory::Memory, order::Stamp, run::Launch};
 
+/// The number of addresses in a parameter of a kernel, at most.
+const MOST_ADDRESSES: usize = 2;
+
 /// A block of a kernel, which takes the addresses of the arguments, its number, and the number of
 /// blocks.
 type Block = unsafe extern "C" fn(*const *const c_void, u32, u32);
@@ -114,10 +117,22 @@ impl Launch {
         stamp: &Arc<Stamp>,
     ) -> Result<(), Fault> {
         let mut words = vec![0_u64; self.parameters.len().div_ceil(size_of::<u64>())];
-        for (word, bytes) in words.iter_mut().zip(self.parameters.chunks(size_of::<u64>())) {
+        for (index, word) in words.iter_mut().enumerate() {
+            let start = index * size_of::<u64>();
+            let bytes =
+                &self.parameters[start..self.parameters.len().min(start + size_of::<u64>())];
             let mut value = [0; size_of::<u64>()];
             value[..bytes.len()].copy_from_slice(bytes);
-            *word = memory.on_host(u64::from_le_bytes(value), stamp)?;
+            let value = u64::from_le_bytes(value);
+            // The scalars of an optimizer are a larger structure. A number in it, with bytes of
+            // padding that have no value, may look like an address.
+            let is_scalar = |&(offset, size): &(usize, usize)| {
+                (offset..offset + size).contains(&start) && size > MOST_ADDRESSES * size_of::<u64>()
+            };
+            *word = match self.kernel.parameters.iter().any(is_scalar) {
+                true => value,
+                false => memory.on_host(value, stamp)?,
+            };
         }
         let start = words.as_ptr().cast::<u8>();
         // SAFETY: the parameters are within the words.
