@@ -282,6 +282,17 @@ pub enum Error {
         /// The rank.
         rank: u32,
     },
+    /// Another shard server has registered with the same id, and answers.
+    #[error(
+        "another shard server, at {address}, has the id {id:016x} and answers; give each server an \
+         id of its own (--id), or stop the other one first"
+    )]
+    ServerIdTaken {
+        /// The id.
+        id: u64,
+        /// The address of the other server.
+        address: String,
+    },
     /// The lease has ended.
     #[error("the lease of rank {rank} of job {job:?} has ended; join the job again")]
     LeaseLost {
@@ -454,6 +465,7 @@ impl Error {
             | Self::VersionGone { .. }
             | Self::Timeout { .. }
             | Self::RankTaken { .. }
+            | Self::ServerIdTaken { .. }
             | Self::LeaseLost { .. }
             | Self::Disagreement { .. }
             | Self::OutOfMemory { .. }
@@ -472,7 +484,9 @@ impl Error {
             Self::UnknownJob { .. } | Self::JobReplaced { .. } | Self::NoCheckpoint { .. } => {
                 Code::NotFound
             }
-            Self::JobExists { .. } | Self::RankTaken { .. } => Code::AlreadyExists,
+            Self::JobExists { .. } | Self::RankTaken { .. } | Self::ServerIdTaken { .. } => {
+                Code::AlreadyExists
+            }
             Self::NotHere { .. }
             | Self::VersionMismatch { .. }
             | Self::StaleEpoch { .. }

@@ -264,7 +264,10 @@ mod tests {
     #[tokio::test]
     async fn a_panic_of_a_call_fails_the_whole_cluster_and_is_reported_at_shutdown() {
         let shutdown = CancellationToken::new();
-        let background = Box::pin(async move { shutdown.cancelled().await });
+        let background = Box::pin(async move {
+            shutdown.cancelled().await;
+            Ok(())
+        });
         let parts = Parts { routes: tonic::service::Routes::new(Panics), background };
         let (cluster, address) = with_server(parts).await;
         let token = cluster.token().reveal().unwrap().to_owned();

@@ -30,8 +30,9 @@ use crate::{
 pub struct Parts {
     /// The role's own services.
     pub routes: Routes,
-    /// The background work, which ends soon after the token is cancelled.
-    pub background: Pin<Box<dyn Future<Output = ()> + Send>>,
+    /// The background work, which ends soon after the token is cancelled, or with an error that ends
+    /// the process.
+    pub background: Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>,
 }
 
 /// A bound listener and its context.
@@ -68,10 +69,10 @@ impl Site {
         // The background work also answers calls that are open when the token is cancelled.
         tokio::try_join!(serving, unready, async {
             tokio::select! {
-                _ = failure.guard("a background task", background) => {}
-                () = failure.failed() => {}
+                // None: it has panicked.
+                ended = failure.guard("a background task", background) => ended.unwrap_or(Ok(())),
+                () = failure.failed() => Ok(()),
             }
-            Ok(())
         })?;
         failure.cause().map_or(Ok(()), |cause| Err(Error::Panicked(cause.to_owned())))
     }
@@ -182,7 +183,11 @@ pub(crate) fn coordinator(
     let place = Place { address: site.address, is_new: site.has_new_address };
     let coordinator = Coordinator::new(site.context.clone(), leadership, place, jobs);
     let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
-    Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
+    let background = async move {
+        coordinator.run(shutdown).await;
+        Ok(())
+    };
+    Parts { routes, background: Box::pin(background) }
 }
 
 /// The parts of a shard server, which connects to the coordinator at `coordinator` and reports its
@@ -217,7 +222,8 @@ fn shard_on<B: Backend>(
     let shard = Shard::new(backends, config, site.context.clone())?;
     let (routes, shutdown) = (shard.routes(shutdown.stop()), shutdown.clone());
     let background = async move {
-        shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;
+        let ended = shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;
+        ended.map_err(Error::from)
     };
     Ok(Parts { routes, background: Box::pin(background) })
 }

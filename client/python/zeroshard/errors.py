@@ -121,6 +121,10 @@ class RankTakenError(Error):
     """Another worker holds the rank."""
 
 
+class ServerIdTakenError(Error):
+    """Another shard server has registered with the same id, and answers."""
+
+
 class LeaseLostError(Error):
     """This worker's lease on its rank has ended."""
 

@@ -47,6 +47,7 @@ fn every_variant(text: &str) -> Vec<Error> {
         Error::VersionGone { job: t(), version: 1, current: 2 },
         Error::Timeout { waiting_for: t(), waited_ms: 1 },
         Error::RankTaken { job: t(), rank: 1 },
+        Error::ServerIdTaken { id: 1, address: t() },
         Error::LeaseLost { job: t(), rank: 1 },
         Error::Disagreement {
             job: t(),

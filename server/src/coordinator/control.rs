@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use futures_util::{Stream, StreamExt};
+use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_proto::{
@@ -152,9 +153,11 @@ fn zone(hello: &pb::Hello) -> Result<String> {
 pub(super) async fn listen(
     driver: &Driver,
     from: Link,
+    heard: &watch::Sender<()>,
     events: &mut Streaming<pb::ServeRequest>,
 ) -> Result<(), Status> {
     while let Some(message) = events.message().await? {
+        heard.send_replace(());
         // A message without a known event comes from a newer server.
         if let Some(event) = message.event {
             driver.tell(Event::Said { from, said: said(event)? });

@@ -14,7 +14,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{Notify, mpsc, oneshot},
+    sync::{Notify, mpsc, oneshot, watch},
     task::JoinHandle,
     time::Instant,
 };
@@ -22,7 +22,7 @@ use tokio_util::{
     sync::{CancellationToken, WaitForCancellationFutureOwned},
     task::TaskTracker,
 };
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Error, Result, Server};
 
 use super::{
     cluster::{Cluster, IDLE},
@@ -94,6 +94,9 @@ pub(super) struct Inner {
 #[derive(Debug)]
 pub(super) struct ServerStream {
     pub(super) stream: u64,
+    pub(super) server: Server,
+    /// Changes with each message of the server.
+    pub(super) heard: watch::Sender<()>,
     pub(super) commands: mpsc::Sender<Command>,
     pub(super) dismissal: Dismissal,
 }
@@ -110,6 +113,8 @@ pub(super) struct MemberStream {
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) link: Link,
+    /// As in [`ServerStream`].
+    pub(crate) heard: watch::Sender<()>,
     pub(crate) commands: mpsc::Receiver<Command>,
     pub(crate) dismissal: Dismissal,
 }
@@ -264,8 +269,14 @@ impl Driver {
         let (link, dismissal) =
             (Link { server: server.id, stream: inner.last_stream }, Dismissal::default());
         let (outbox, commands) = mpsc::channel(MAX_COMMANDS);
-        let new =
-            ServerStream { stream: link.stream, commands: outbox, dismissal: dismissal.clone() };
+        let heard = watch::Sender::new(());
+        let new = ServerStream {
+            stream: link.stream,
+            server: server.clone(),
+            heard: heard.clone(),
+            commands: outbox,
+            dismissal: dismissal.clone(),
+        };
         if let Some(old) = inner.servers.insert(server.id, new) {
             old.dismissal.dismiss("it has registered again");
         }
@@ -274,7 +285,7 @@ impl Driver {
             &mut inner,
             Event::ServerJoined { stream: link.stream, server, about, held, is_new },
         );
-        Ok(Control { link, commands, dismissal })
+        Ok(Control { link, heard, commands, dismissal })
     }
 
     /// Takes a term above the one that a server has seen. The other servers register again, and

@@ -36,6 +36,7 @@ pub(crate) mod feed;
 mod figures;
 pub(crate) mod held;
 pub(crate) mod history;
+mod incumbent;
 pub(crate) mod jobs;
 pub mod leadership;
 mod leases;

@@ -216,8 +216,12 @@ impl Open {
     pub(super) fn lacks_servers(&self, spec: &JobSpec, slice: usize) -> bool {
         let servers = self.placement.servers();
         let owners = self.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
-        let staying = owners.filter(|server| !self.replicas.leaving.contains(server)).count();
-        staying < spec.replicas as usize
+        let stays = |server: &ServerId| {
+            let has_refused =
+                self.replicas.full.contains(server) && !self.replicas.has(*server, slice as u32);
+            !self.replicas.leaving.contains(server) && !has_refused
+        };
+        owners.filter(stays).count() < spec.replicas as usize
     }
 
     /// Whether the open step waits for a report of the server.

@@ -21,6 +21,7 @@ use super::{
     history::Severity,
     responses::Files,
     state::{Job, Phase},
+    storage::is_same_place,
     user_data::UserData,
 };
 
@@ -228,7 +229,7 @@ impl Cluster {
         let Phase::Open(open) = &job.phase else { return None };
         let policy = job.spec.checkpoints.as_ref().map(|policy| &policy.url);
         let url = save.url.as_ref().or(policy)?;
-        let is_here = |of: &&Checkpoint| of.url == *url && of.job == save.job.name;
+        let is_here = |of: &&Checkpoint| is_same_place(&of.url, url) && of.job == save.job.name;
         let start = match open.saves.origin.as_ref().filter(is_here) {
             Some(of) => Start::From(of.job_id, of.version),
             None => Start::Anew,

@@ -271,11 +271,12 @@ impl coordinator_service_server::CoordinatorService for Service {
         let registration = registration(&mut events, &self.driver.failure).await?;
         let address = registration.server.address.clone();
         audited.is("register server", &address);
+        self.driver.check_incumbent(&registration.server).await?;
         let control = self.driver.add_server(registration)?;
-        let (driver, from, dismissal) =
-            (self.driver.clone(), control.link, control.dismissal.clone());
+        let (driver, from, heard, dismissal) =
+            (self.driver.clone(), control.link, control.heard.clone(), control.dismissal.clone());
         tokio::spawn(async move {
-            let ended = dismissal.until(listen(&driver, from, &mut events)).await;
+            let ended = dismissal.until(listen(&driver, from, &heard, &mut events)).await;
             // A server that is stopped may close its connection before the streams on it.
             let was_stopped = driver.read(|cluster| cluster.is_departing(from.server));
             let cause = match ended {

@@ -38,10 +38,15 @@ pub(super) async fn find(placing: &Placing) -> Result<Found> {
 
 /// How a job whose own checkpoints are at `url` begins, for its claim.
 pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) -> Start {
-    match found.filter(|of| of.url == *url && of.job == placing.spec.name) {
+    match found.filter(|of| is_same_place(&of.url, url) && of.job == placing.spec.name) {
         Some(found) => Start::From(found.job_id, found.version),
         None => Start::Anew,
     }
+}
+
+/// Whether two URLs name the same place.
+pub(super) fn is_same_place(one: &str, other: &str) -> bool {
+    one.trim_end_matches('/') == other.trim_end_matches('/')
 }
 
 async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
@@ -101,7 +106,8 @@ async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<()> {
     let storage = Storage::open(&policy.url)?;
     let Some(latest) = latest(&storage, &spec.name).await? else { return Ok(()) };
     let latest = latest.version();
-    let own = found.filter(|found| found.url == policy.url && found.job == spec.name);
+    let own =
+        found.filter(|found| is_same_place(&found.url, &policy.url) && found.job == spec.name);
     if own.is_some_and(|own| own.version == latest) {
         return Ok(());
     }

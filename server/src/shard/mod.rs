@@ -41,7 +41,7 @@ use std::{
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use zeroshard_proto::{
-    Result,
+    Error, Result,
     memory::Capacity,
     pb::shard_service_server::ShardServiceServer,
     transport::{Credentials, MAX_CONTROL_MESSAGE},
@@ -126,15 +126,18 @@ impl<B: Backend> Shard<B> {
     /// coordinator is lost, the server keeps its jobs, and dials the coordinator again. The next
     /// one learns the jobs from their servers, and continues them. When the process is asked
     /// to stop, the server keeps its jobs until the coordinator has saved them.
-    pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) {
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::ServerIdTaken`] if another server has the id of this one.
+    pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) -> Result<()> {
         // After `shutdown`, the drain time of the server limits all calls.
         tokio::select! {
             never = self.store.readers.run(self.store.limits.wait) => match never {},
-            () = self.follow(coordinator, advertised, shutdown) => {}
+            followed = self.follow(coordinator, advertised, shutdown) => followed,
         }
     }
 
-    async fn follow(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) {
+    async fn follow(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) -> Result<()> {
         let leaving = shutdown.leaving();
         let id = self.id.as_deref().unwrap_or(advertised);
         let contact = control::Contact {
@@ -157,6 +160,9 @@ impl<B: Backend> Shard<B> {
                 ended = session => ended,
             };
             self.disconnected().await;
+            if matches!(ended, Error::ServerIdTaken { .. }) {
+                return Err(ended);
+            }
             if shutdown.is_asked() {
                 tracing::info!(%ended, "this server has left its jobs");
                 break;
@@ -173,6 +179,7 @@ impl<B: Backend> Shard<B> {
         shutdown.stop().cancelled().await;
         self.disconnected().await;
         self.store.close_all();
+        Ok(())
     }
 
     async fn disconnected(&self) {

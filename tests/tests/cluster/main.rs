@@ -19,6 +19,7 @@ mod exactly_once;
 mod faults;
 mod gpus;
 mod groups;
+mod identities;
 mod isolation;
 mod membership;
 mod norms;

@@ -177,7 +177,7 @@ async fn shard(index: usize) -> turmoil::Result {
     let advertised = format!("{}:{PORT}", name(index));
     tokio::select! {
         served = serve(routes, &common) => served?,
-        () = shard.run(COORDINATOR, &advertised, Shutdown::at_once(shutdown)) => {}
+        ended = shard.run(COORDINATOR, &advertised, Shutdown::at_once(shutdown)) => ended?,
     }
     Ok(())
 }
