@@ -30,8 +30,8 @@ use crate::{
 pub struct Parts {
     /// The role's own services.
     pub routes: Routes,
-    /// The background work, which ends soon after the token is cancelled, or with an error that ends
-    /// the process.
+    /// The background work, which ends soon after the token is cancelled. Its error ends the
+    /// process.
     pub background: Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>,
 }
 

@@ -1,6 +1,5 @@
-//! Two processes with one server id, such as a pod that was deleted by force and comes back: the one
-//! that is registered stays if it answers. Otherwise the other one takes its place, as after a
-//! restart.
+//! Two processes with one server id, such as a pod that was deleted by force and comes back. The
+//! registered one stays if it answers; otherwise the other one takes its place, as after a restart.
 
 use std::time::Duration;
 
