@@ -5,5 +5,6 @@
 mod absence;
 mod chaos;
 mod disturbed;
+mod drains;
 mod epochs;
 mod soak;

@@ -1,0 +1,108 @@
+//! Servers are drained while others are killed. `CHAOS_SEED` chooses the moments.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, Instant},
+};
+
+use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options};
+use zeroshard_proto::JobSpec;
+use zeroshard_tests::{Cluster, Training, synthetic, training};
+
+use crate::disturbed::seed;
+
+const DRAINS: u64 = 50;
+/// How long a drain may take.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn spec(name: &str, replicas: u32) -> JobSpec {
+    let optimizer = "adamw".parse().unwrap();
+    let tensors = synthetic::kinds_and_large(&optimizer);
+    JobSpec { replicas, min_servers: 3, ..synthetic::job(name, 2, optimizer, tensors).unwrap() }
+}
+
+async fn connect(address: &str) -> Client {
+    let options = Options::default().timeout(zeroshard_tests::timeout());
+    Client::connect(address, options).await.unwrap()
+}
+
+/// Makes steps until `end`, which may come nearer.
+async fn train(job: &Job, end: &AtomicU64, done: &AtomicU64) {
+    let mut step = 0;
+    while step < end.load(Ordering::Acquire) {
+        match training::step(job, step).await {
+            Ok(_) => {}
+            Err(Error::StepAborted { .. }) => continue,
+            // The step was decided, and this push came too late.
+            Err(Error::StepMismatch { .. }) => {
+                training::commit(job, step, Commit::default()).await.unwrap();
+            }
+            Err(error) => panic!("step {step}: {error}"),
+        }
+        step += 1;
+        done.fetch_max(step, Ordering::AcqRel);
+    }
+}
+
+/// Drains servers of the cluster, and kills another one during each drain.
+async fn disturb(cluster: &mut Cluster) {
+    let mut random = seed();
+    let client = connect(cluster.address()).await;
+    for drain in 0..DRAINS {
+        until("all slices have their replicas", || {
+            let whole = "zeroshard_job_degraded_slices{job=\"fire\"} 0\n";
+            cluster.coordinator.get("/metrics").contains(whole)
+        })
+        .await;
+        let leaves = random.below(3) as usize;
+        let dies = (leaves + 1 + random.below(2) as usize) % 3;
+        let address = cluster.shards[leaves].address().to_owned();
+        let began = Instant::now();
+        client.drain_server(&address, false).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(random.below(150))).await;
+        cluster.shards[dies].kill();
+        cluster.shards[dies] = Cluster::shard(cluster.coordinator.address(), &[]);
+        loop {
+            let stays = client.drain_server(&address, false).await.unwrap().stays;
+            if stays.is_empty() {
+                break;
+            }
+            assert!(began.elapsed() < PATIENCE, "drain {drain}: {stays:?}");
+        }
+        cluster.shards[leaves].kill();
+        cluster.shards[leaves] = Cluster::shard(cluster.coordinator.address(), &[]);
+        eprintln!("drain {drain}: {:.1} s", began.elapsed().as_secs_f64());
+    }
+}
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain until {what}");
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn chaos_drains_a_server_and_kills_another_fifty_times_in_a_run() {
+    let mut cluster = Cluster::start(3);
+    let address = cluster.address().to_owned();
+    let fire = spec("fire", 2);
+    connect(&address).await.create_job(&fire).await.unwrap();
+    let mut jobs = Vec::new();
+    for rank in 0..2 {
+        jobs.push(connect(&address).await.join("fire", rank).await.unwrap());
+    }
+    jobs[0].initialise(synthetic::parameters(&fire.manifest)).await.unwrap();
+    let (end, done) = (AtomicU64::new(u64::MAX), AtomicU64::new(0));
+    let disturbed = async {
+        disturb(&mut cluster).await;
+        // Later than any step that a rank has begun.
+        end.store(done.load(Ordering::Acquire) + 20, Ordering::Release);
+    };
+    tokio::join!(train(&jobs[0], &end, &done), train(&jobs[1], &end, &done), disturbed);
+    let steps = end.into_inner();
+    let found = jobs[0].state_hash(steps).await.unwrap();
+    let calm = Training { steps, ..Training::new(spec("calm", 1)) };
+    assert_eq!(found, calm.run(&address).await.unwrap().hash, "after {steps} steps");
+}
