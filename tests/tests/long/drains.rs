@@ -1,7 +1,10 @@
 //! Servers are drained while others are killed. `CHAOS_SEED` chooses the moments.
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -26,21 +29,30 @@ async fn connect(address: &str) -> Client {
     Client::connect(address, options).await.unwrap()
 }
 
-/// Makes steps until `end`, which may come nearer.
-async fn train(job: &Job, end: &AtomicU64, done: &AtomicU64) {
+/// The steps of a run.
+#[derive(Debug)]
+struct Steps {
+    /// The number of steps, which is decided later.
+    end: AtomicU64,
+    /// The number of steps that have been made.
+    done: AtomicU64,
+}
+
+/// Makes the steps of a rank.
+async fn train(job: Job, steps: Arc<Steps>) {
     let mut step = 0;
-    while step < end.load(Ordering::Acquire) {
-        match training::step(job, step).await {
+    while step < steps.end.load(Ordering::Acquire) {
+        match training::step(&job, step).await {
             Ok(_) => {}
             Err(Error::StepAborted { .. }) => continue,
             // The step was decided, and this push came too late.
             Err(Error::StepMismatch { .. }) => {
-                training::commit(job, step, Commit::default()).await.unwrap();
+                training::commit(&job, step, Commit::default()).await.unwrap();
             }
             Err(error) => panic!("step {step}: {error}"),
         }
         step += 1;
-        done.fetch_max(step, Ordering::AcqRel);
+        steps.done.fetch_max(step, Ordering::AcqRel);
     }
 }
 
@@ -94,14 +106,16 @@ async fn chaos_drains_a_server_and_kills_another_fifty_times_in_a_run() {
         jobs.push(connect(&address).await.join("fire", rank).await.unwrap());
     }
     jobs[0].initialise(synthetic::parameters(&fire.manifest)).await.unwrap();
-    let (end, done) = (AtomicU64::new(u64::MAX), AtomicU64::new(0));
-    let disturbed = async {
-        disturb(&mut cluster).await;
-        // Later than any step that a rank has begun.
-        end.store(done.load(Ordering::Acquire) + 20, Ordering::Release);
-    };
-    tokio::join!(train(&jobs[0], &end, &done), train(&jobs[1], &end, &done), disturbed);
-    let steps = end.into_inner();
+    let steps = Arc::new(Steps { end: AtomicU64::new(u64::MAX), done: AtomicU64::new(0) });
+    let ranks = jobs.iter().map(|job| tokio::spawn(train(job.clone(), steps.clone())));
+    let ranks: Vec<_> = ranks.collect();
+    disturb(&mut cluster).await;
+    // Later than any step that a rank has begun.
+    steps.end.store(steps.done.load(Ordering::Acquire) + 20, Ordering::Release);
+    for rank in ranks {
+        rank.await.unwrap();
+    }
+    let steps = steps.end.load(Ordering::Acquire);
     let found = jobs[0].state_hash(steps).await.unwrap();
     let calm = Training { steps, ..Training::new(spec("calm", 1)) };
     assert_eq!(found, calm.run(&address).await.unwrap().hash, "after {steps} steps");
