@@ -177,9 +177,11 @@ impl<B: Backend> Task<B> {
     async fn open(&self, open: pb::OpenJob, origin: Origin, is_restored: bool) -> Result<Job<B>> {
         let (open, deadline) = (Arc::new(open), Instant::now() + RELEASE_LIMIT);
         loop {
+            // Asked before the attempt, because memory that is freed during it may have been missing.
+            let is_releasing = self.store.is_releasing();
             let opened = self.try_open(open.clone(), origin.clone(), is_restored).await;
             let is_full = matches!(opened, Err(Error::OutOfMemory { .. }));
-            if !is_full || !self.store.is_releasing() || Instant::now() > deadline {
+            if !is_full || !is_releasing || Instant::now() > deadline {
                 return opened;
             }
             tokio::time::sleep(RELEASE_INTERVAL).await;

@@ -110,11 +110,11 @@ impl<B: Backend> Store<B> {
             && entry.get().id == id
         {
             self.metrics.shard.forget(name);
-            let job = entry.remove();
-            job.close();
             let mut closing = self.closing.lock().expect("no holder of the lock panics");
             closing.retain(|memory| memory.strong_count() > 0);
-            closing.push(job.memory_in_use());
+            closing.push(entry.get().memory_in_use());
+            drop(closing);
+            entry.remove().close();
         }
     }
 
