@@ -18,6 +18,7 @@ use attempt::Attempts;
 use membership::{Membership, NEWS_TIMEOUT, SentData, Watcher};
 
 mod attempt;
+mod links;
 mod membership;
 mod transfer;
 

@@ -46,7 +46,7 @@ impl TensorData {
 /// The part of a push that goes to one server.
 #[derive(Debug, Clone)]
 pub(crate) struct ServerPush {
-    server: Server,
+    pub(crate) server: Server,
     values: Vec<SliceValues>,
     /// Slices for which the rank sends nothing more.
     absent: Vec<u32>,

@@ -67,6 +67,14 @@ impl Shards {
         Ok(shard)
     }
 
+    /// A connection to a server that no other call uses.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] if the server advertises an invalid address.
+    pub(crate) fn separate(&self, server: &Server) -> Result<Connection> {
+        Connection::lazy(&server.address, &self.credentials)
+    }
+
     /// Drops the connections to servers of the placement `before` that are not in `now`. If another
     /// job still uses one of them, it opens the connection again.
     pub(crate) fn forget(&self, before: &Placement, now: &Placement) {

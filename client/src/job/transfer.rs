@@ -127,7 +127,10 @@ impl Job {
             deadline,
             trace: attempt.map(Attempt::trace).unwrap_or_default(),
         };
-        let sends = pushes.into_iter().map(|push| push.send(&how));
+        let sends = pushes.into_iter().map(|push| {
+            let server = push.server.clone();
+            self.reaching(server, push.send(&how))
+        });
         let sent = async { self.unless_ended(try_join_all(sends)).await.map(drop) };
         let had_version = self.version().is_some();
         match attempt {
@@ -250,8 +253,19 @@ impl Job {
     ) -> Result<()> {
         self.check_restored(version)?;
         let deadline = Deadline::after(self.0.cluster.options.timeout);
-        let pulls = pulls.into_iter().map(|pull| self.pull_from_one(pull, version, part, deadline));
+        let pulls = pulls.into_iter().map(|pull| self.pull_from(pull, version, part, deadline));
         self.unless_ended(try_join_all(pulls)).await.map(drop)
+    }
+
+    async fn pull_from(
+        &self,
+        pull: pull::ServerPull<'_>,
+        version: u64,
+        part: StatePart<'_>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let server = pull.server.clone();
+        self.reaching(server, self.pull_from_one(pull, version, part, deadline)).await
     }
 
     async fn pull_from_one(
@@ -268,7 +282,7 @@ impl Job {
             let Membership { epoch, placement, .. } = self.current()?;
             if !pull.is_at_primary(&placement) {
                 let pulls = pull.divide(&placement).into_iter();
-                let pulls = pulls.map(|pull| self.pull_from_one(pull, version, part, deadline));
+                let pulls = pulls.map(|pull| self.pull_from(pull, version, part, deadline));
                 return Box::pin(try_join_all(pulls)).await.map(drop);
             }
             let of = pull::PullOf {

@@ -66,6 +66,7 @@ impl Cluster {
         };
         open.away.remove(&server);
         out.push(Action::Note(format!("job {:?} continues with {name}", job.name)));
+        self.note_redundancy(&job.name, now, out);
         out.extend(commands.into_iter().map(|command| Action::Command(server, command)));
         self.save_without(server, &job.name, "it was away when the save began", now, out);
         // What it may have said in vain.

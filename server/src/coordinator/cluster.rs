@@ -141,6 +141,7 @@ impl Cluster {
             Event::Reduce { caller, reduce } => self.reduce(caller, *reduce, now, &mut out),
             Event::Discard { caller, discard } => self.discard(caller, discard, now, &mut out),
             Event::Rest { caller, rest } => self.rest(caller, rest, now, &mut out),
+            Event::Link { caller, report } => self.link_reported(caller, report, now, &mut out),
             Event::Save { caller, save } => self.save(caller, save, now, &mut out),
             Event::UserData { caller, data } => self.user_data(caller, data, &mut out),
             Event::Cordon { caller, server, cordoned } => {
@@ -242,6 +243,7 @@ impl Cluster {
             self.expire_recovery(&name, now, out);
             self.expire_interrupted(&name, now, out);
             self.expire_absence(&name, now, out);
+            self.expire_links(&name, now, out);
             self.expire_joins(&name, now, out);
             self.expire_commits(&name, now, out);
             self.expire_stored(&name, now, out);

@@ -90,6 +90,11 @@ impl Round {
         std::mem::take(&mut self.votes).into_values().flat_map(|vote| vote.waiters).collect()
     }
 
+    /// Whether the rank has sent everything of the open step.
+    pub(super) fn has_voted(&self, rank: u32) -> bool {
+        self.votes.contains_key(&rank)
+    }
+
     /// The first rank that has committed.
     pub(super) fn first_voter(&self) -> Option<u32> {
         self.votes.first_key_value().map(|(&rank, _)| rank)

@@ -112,6 +112,8 @@ pub(crate) enum Event {
     Discard { caller: Caller, discard: Discard },
     /// Rest.
     Rest { caller: Caller, rest: Rest },
+    /// ReportLink.
+    Link { caller: Caller, report: LinkReport },
     /// SaveCheckpoint.
     Save { caller: Caller, save: Save },
     /// SendUserData.
@@ -331,6 +333,15 @@ pub(crate) struct Rest {
     pub(crate) wait: Duration,
 }
 
+/// A rank cannot reach a server.
+#[derive(Debug, Clone)]
+pub(crate) struct LinkReport {
+    pub(crate) turn: Turn,
+    pub(crate) server: ServerId,
+    pub(crate) incarnation: u64,
+    pub(crate) cause: String,
+}
+
 /// The answer to a call.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Reply {
@@ -351,6 +362,8 @@ pub(crate) enum Reply {
         attempt: u32,
     },
     Rested(Rested),
+    /// The report about a link was noted.
+    LinkNoted,
     Saved(Saved),
     /// The data of the rank has been stored.
     UserDataStored,

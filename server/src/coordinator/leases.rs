@@ -28,6 +28,8 @@ pub(super) enum Cause {
     Lost,
     /// An operator has ended the lease, for example because the worker hangs.
     Evicted,
+    /// The rank's worker cannot reach servers.
+    Unreachable,
     /// The rank's worker left in order.
     Left,
     /// The rank's worker left in order and has no more data, and the other ranks continue without
@@ -287,7 +289,11 @@ impl Cluster {
             Cause::Left => {
                 open.left.insert(rank);
             }
-            Cause::Lost | Cause::Evicted | Cause::Returned | Cause::Recovered => {}
+            Cause::Lost
+            | Cause::Evicted
+            | Cause::Unreachable
+            | Cause::Returned
+            | Cause::Recovered => {}
         }
         if matches!(cause, Cause::Done) && open.version.is_some() {
             let waiters = open.round.forget_rank(rank).into_iter().chain(open.resting.forget(rank));
@@ -332,6 +338,7 @@ impl Cluster {
                 Cause::Left => return Error::RankLeft { job, rank, step },
                 Cause::Lost => format!("rank {rank} was lost"),
                 Cause::Evicted => format!("rank {rank} was evicted by an operator"),
+                Cause::Unreachable => format!("rank {rank} cannot reach its shard servers"),
                 Cause::Done => format!("rank {rank} left before version 0"),
                 Cause::Returned => format!("rank {rank} joined again"),
                 Cause::Recovered => "the coordinator was restarted".to_owned(),

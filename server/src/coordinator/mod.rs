@@ -40,6 +40,7 @@ mod incumbent;
 pub(crate) mod jobs;
 pub mod leadership;
 mod leases;
+mod links;
 mod members;
 pub(crate) mod missing;
 mod operators;

@@ -34,15 +34,15 @@ impl Cluster {
     ) -> Result<Server> {
         let server = self.find_server(server)?;
         let Some(known) = self.servers.get_mut(&server.id) else { return Ok(server) };
-        if known.cordoned == cordoned {
-            return Ok(server);
+        if known.cordoned != cordoned {
+            known.cordoned = cordoned;
+            out.push(Action::Command(server.id, Command::Cordon { cordoned }));
+            let what = if cordoned { "cordoned" } else { "no longer cordoned" };
+            out.push(Action::Note(format!("shard server {} is {what}", server.address)));
         }
-        known.cordoned = cordoned;
-        out.push(Action::Command(server.id, Command::Cordon { cordoned }));
-        let what = if cordoned { "cordoned" } else { "no longer cordoned" };
-        out.push(Action::Note(format!("shard server {} is {what}", server.address)));
         if !cordoned {
             self.cancel_drain(server.id);
+            self.accept_again(server.id);
             let names: Vec<String> = self.jobs.keys().cloned().collect();
             for name in names {
                 self.try_place(&name, now, out);

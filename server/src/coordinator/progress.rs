@@ -99,6 +99,15 @@ impl Cluster {
         let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
         let away = away.map(|of| format!("shard server {}, which is not connected", of.address));
         let mut parts: Vec<String> = away.collect();
+        parts.extend(open.broken_links().into_iter().map(|(server, ranks, cause)| {
+            let ranks: Vec<_> =
+                ranks.into_iter().map(|rank| job.spec.describe_rank(rank)).collect();
+            let address = &server.address;
+            format!(
+                "shard server {address}, which cannot be reached by {}: {cause}",
+                some_of(ranks)
+            )
+        }));
         let lacks_servers = !parts.is_empty();
         // At the end of training, ranks leave in order, and none has committed the open step.
         let is_ending = !open.left.is_empty() && open.round.is_empty();

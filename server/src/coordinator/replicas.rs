@@ -47,7 +47,8 @@ pub(crate) struct Replicas {
     told: BTreeMap<ServerId, u64>,
     /// The number of the last copy in any placement.
     last_copy: u64,
-    /// The servers that could not hold the job, with their incarnations.
+    /// The servers that could not hold the job, or that its ranks could not reach, with their
+    /// incarnations.
     refused: BTreeSet<(ServerId, u64)>,
     /// The servers that have no memory for further slices.
     full: BTreeSet<ServerId>,
@@ -191,7 +192,8 @@ fn active(
 }
 
 impl Open {
-    /// The number of slices with fewer replicas than the job asks for.
+    /// The number of slices with fewer replicas than the job asks for. Those on a server that is
+    /// away do not count, because it may have died.
     pub(super) fn degraded_slices(&self, spec: &JobSpec) -> usize {
         let (wanted, replicas) = (spec.replicas as usize, &self.replicas);
         let all = self.placement.replicas();
@@ -199,10 +201,12 @@ impl Open {
             return self.placement.slices();
         }
         let is_whole = replicas.empty.is_empty() && !replicas.is_copying();
-        if all == wanted && is_whole && !self.placement.is_uneven() {
+        if all == wanted && is_whole && self.away.is_empty() && !self.placement.is_uneven() {
             return 0;
         }
-        (0..self.placement.slices()).filter(|&slice| self.holders(slice).count() < wanted).count()
+        let is_present = |holder: &ServerId| !self.away.contains_key(holder);
+        let present = |slice: usize| self.holders(slice).filter(is_present).count();
+        (0..self.placement.slices()).filter(|&slice| present(slice) < wanted).count()
     }
 
     /// The servers that have the content of a slice.
@@ -252,10 +256,7 @@ impl Cluster {
     #[cfg(test)]
     pub(crate) fn is_redundant(&self, name: &str) -> bool {
         self.jobs.get(name).is_some_and(|job| match &job.phase {
-            Phase::Open(open) => {
-                let is_whole = open.away.is_empty() && open.degraded_slices(&job.spec) == 0;
-                open.version.is_some() && is_whole
-            }
+            Phase::Open(open) => open.version.is_some() && open.degraded_slices(&job.spec) == 0,
             _ => false,
         })
     }
@@ -462,15 +463,40 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
+        match self.reported_job(job) {
+            Some(_) => self.refuse_on(&job.name, server, reason, now, out),
+            None => false,
+        }
+    }
+
+    /// Continues a job with replicas without a connected server, which gets no slices of the job
+    /// until it is restarted or uncordoned. Returns whether the job has replicas and continues.
+    pub(super) fn refuse_on(
+        &mut self,
+        name: &str,
+        server: ServerId,
+        reason: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> bool {
         let incarnation = self.servers.get(&server).map_or(0, |known| known.incarnation);
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return false;
         };
         if spec.replicas <= 1 || !open.servers().any(|id| id == server) {
             return false;
         }
         open.replicas.refused.insert((server, incarnation));
-        self.fail_over(&job.name, server, reason, now, out)
+        self.fail_over(name, server, reason, now, out)
+    }
+
+    /// Jobs may place slices again on a server that they have been refusing.
+    pub(super) fn accept_again(&mut self, server: ServerId) {
+        for job in self.jobs.values_mut() {
+            if let Phase::Open(open) = &mut job.phase {
+                open.replicas.refused.retain(|(refused, _)| *refused != server);
+            }
+        }
     }
 
     /// Allows the servers of a job with replicas to serve the current version, if all of them have

@@ -12,7 +12,7 @@ use zeroshard_proto::{
 };
 
 use super::{
-    events::{Commit, Create, Discard, JobRef, Lease, Reduce, Rest, Turn},
+    events::{Commit, Create, Discard, JobRef, Lease, LinkReport, Reduce, Rest, Turn},
     save::Save,
     user_data::RankData,
 };
@@ -106,6 +106,17 @@ impl Waits {
         url.as_deref().map_or(Ok(()), check_url)?;
         Ok(Save { job: JobRef { name, id }, url, unless_saved, wait })
     }
+}
+
+/// The report of a rank that cannot reach a server.
+///
+/// # Errors
+/// [`Error::Invalid`] if the rank or the server is absent.
+pub(super) fn link(request: pb::ReportLinkRequest) -> Result<LinkReport> {
+    let absent = || Error::invalid("server of a link", "absent", "present");
+    let pb::ReportLinkRequest { turn, server, cause } = request;
+    let pb::Server { id: server, incarnation, .. } = server.ok_or_else(absent)?;
+    Ok(LinkReport { turn: self::turn(turn)?, server, incarnation, cause })
 }
 
 fn turn(message: Option<pb::Turn>) -> Result<Turn> {

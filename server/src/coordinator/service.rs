@@ -18,7 +18,7 @@ use super::{
     control::{commands, listen, registration},
     driver::Driver,
     events::{Attach, Event, JobRef, Join, Lease, Leave, Reply},
-    requests::{Waits, attached_data, create, dialled, rank_data},
+    requests::{Waits, attached_data, create, dialled, link, rank_data},
     responses::{reduced, status},
     save::Saved,
     urls::UrlPrefix,
@@ -183,6 +183,18 @@ impl coordinator_service_server::CoordinatorService for Service {
         let data = rank_data(request.into_inner())?;
         self.driver.call(|caller| Event::UserData { caller, data }).await?;
         Ok(Response::new(pb::SendUserDataResponse {}))
+    }
+
+    async fn report_link(
+        &self,
+        request: Request<pb::ReportLinkRequest>,
+    ) -> Answer<pb::ReportLinkResponse> {
+        check_turn(&request, |request| &request.turn)?;
+        let report = link(request.into_inner())?;
+        match self.driver.call(|caller| Event::Link { caller, report }).await? {
+            Reply::LinkNoted => Ok(Response::new(pb::ReportLinkResponse {})),
+            other => Err(unexpected(&other)),
+        }
     }
 
     async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {

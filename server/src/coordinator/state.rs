@@ -18,6 +18,7 @@ use super::{
     figures::Lateness,
     held::Age,
     jobs::Plan,
+    links::Links,
     members::{Members, Queue},
     progress::Progress,
     recovery::{Recovery, unknown_yet},
@@ -134,6 +135,8 @@ pub(crate) struct Open {
     pub(crate) rolled_back: Option<(u64, u64)>,
     /// The servers of the placement that are not connected.
     pub(crate) away: BTreeMap<ServerId, Away>,
+    /// The links from ranks to servers that do not work.
+    pub(crate) links: Links,
     pub(crate) replicas: Replicas,
     pub(crate) comparison: Comparison,
     pub(crate) lateness: Lateness,
@@ -161,6 +164,7 @@ impl Open {
             saves: Saves::default(),
             rolled_back: None,
             away: BTreeMap::new(),
+            links: Links::default(),
             replicas,
             comparison: Comparison::default(),
             lateness: Lateness::default(),

@@ -21,6 +21,7 @@ mod gpus;
 mod groups;
 mod identities;
 mod isolation;
+mod links;
 mod membership;
 mod norms;
 mod operations;

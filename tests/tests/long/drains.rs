@@ -1,6 +1,7 @@
 //! Servers are drained while others are killed. `CHAOS_SEED` chooses the moments.
 
 use std::{
+    collections::BTreeSet,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -61,11 +62,7 @@ async fn disturb(cluster: &mut Cluster) {
     let mut random = seed();
     let client = connect(cluster.address()).await;
     for drain in 0..DRAINS {
-        until("all slices have their replicas", || {
-            let whole = "zeroshard_job_degraded_slices{job=\"fire\"} 0\n";
-            cluster.coordinator.get("/metrics").contains(whole)
-        })
-        .await;
+        recovered(cluster, &client).await;
         let leaves = random.below(3) as usize;
         let dies = (leaves + 1 + random.below(2) as usize) % 3;
         let address = cluster.shards[leaves].address().to_owned();
@@ -83,14 +80,26 @@ async fn disturb(cluster: &mut Cluster) {
         }
         cluster.shards[leaves].kill();
         cluster.shards[leaves] = Cluster::shard(cluster.coordinator.address(), &[]);
-        eprintln!("drain {drain}: {:.1} s", began.elapsed().as_secs_f64());
+        eprintln!(
+            "drain {drain} of {leaves} without {dies}: {:.1} s",
+            began.elapsed().as_secs_f64()
+        );
     }
 }
 
-async fn until(what: &str, condition: impl Fn() -> bool) {
+/// Waits until the servers that run now, and no killed ones, are connected, and then until all
+/// slices have their replicas. A kill before that could take the second of two replicas.
+async fn recovered(cluster: &Cluster, client: &Client) {
     let deadline = Instant::now() + PATIENCE;
-    while !condition() {
-        assert!(Instant::now() < deadline, "waited in vain until {what}");
+    let running: BTreeSet<_> = cluster.shards.iter().map(|shard| shard.address()).collect();
+    loop {
+        let status = client.status().await.unwrap();
+        let connected: BTreeSet<_> = status.servers.iter().map(|of| &*of.server.address).collect();
+        let is_whole = status.jobs.iter().all(|job| job.degraded_slices == 0);
+        if connected == running && is_whole {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{connected:?} of {running:?} are connected");
         tokio::task::yield_now().await;
     }
 }

@@ -116,25 +116,36 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else {
             return;
         };
         if open.replicas.end_copy(server, number).is_none() {
             return;
         }
+        self.note_redundancy(&job.name, now, out);
+        self.advance(&job.name, now, out);
+        self.copy_next(&job.name, out);
+    }
+
+    /// Notes that all slices have their replicas again, if some had too few until now.
+    pub(in crate::coordinator) fn note_redundancy(
+        &mut self,
+        name: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
         if open.degraded_slices(spec) == 0
             && let Some(since) = open.replicas.degraded.take()
         {
             let after = now.saturating_sub(since);
             out.push(Action::Redundant { after });
             let seconds = after.as_secs_f64();
-            out.push(Action::Note(format!(
-                "job {:?} has all its replicas again after {seconds:.1} s",
-                job.name
-            )));
+            let text = format!("job {name:?} has all its replicas again after {seconds:.1} s");
+            out.push(Action::Note(text));
         }
-        self.advance(&job.name, now, out);
-        self.copy_next(&job.name, out);
     }
 }
 

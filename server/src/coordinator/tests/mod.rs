@@ -15,6 +15,7 @@ mod identities;
 mod interrupted;
 mod latest;
 mod leases;
+mod links;
 mod members;
 mod model;
 mod operators;

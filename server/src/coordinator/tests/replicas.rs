@@ -340,6 +340,19 @@ fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was
 }
 
 #[test]
+fn the_replicas_on_a_server_that_may_have_died_do_not_count() {
+    let (mut script, lease) = training();
+    let degraded =
+        |script: &Script| script.open().degraded_slices(&script.cluster.jobs["job"].spec);
+    let held = held(&script, 1, lease, Attempt::first(1, 0));
+    assert_eq!(degraded(&script), 0);
+    script.lose_link(script.links[&1]);
+    assert_eq!(degraded(&script), script.open().placement.slices_of(1).count());
+    returns(&mut script, 1, &held);
+    assert_eq!(degraded(&script), 0);
+}
+
+#[test]
 fn a_server_that_never_received_its_slices_is_told_again_by_a_new_coordinator() {
     let (mut before, lease) = training();
     step(&mut before, lease, 0);
