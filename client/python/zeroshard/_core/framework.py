@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .collectives import Collectives
     from .entry import Entry
     from .gradients import Gradients
+    from .outside import OutsideGradients
 
 #: A tensor of the framework.
 T = TypeVar("T")
@@ -294,6 +295,26 @@ class Framework(ABC, Generic[T]):
         """The object that is the parameter's gradient for the program. It changes when the program
         sets the gradient, if the framework can tell."""
         return None
+
+    @abstractmethod
+    def stand_in(self, parameter: T) -> T:
+        """A parameter with the same shape, dtype and device, whose gradient is averaged instead."""
+
+    def show_outside(self, outside: OutsideGradients[T], entry: Entry[T]) -> None:
+        """From now on the program sees the mean over the ranks as the gradient of a parameter that
+        is not in the optimizer."""
+
+    def hide_outside(self, parameter: T) -> None:
+        """The parameter is in the optimizer now, and has this rank's gradient again."""
+
+    def outside_gradient(self, parameter: T) -> T | None:
+        """This rank's gradient of a parameter that :meth:`show_outside` was called with, or a copy
+        of it if the result may be overwritten. None if it has none, or if the program has replaced
+        it."""
+        return None
+
+    def receive_outside(self, parameter: T, mean: T | None) -> None:
+        """The program sees this mean. None: no rank has a gradient."""
 
     @abstractmethod
     def own_elements(self, tensor: T) -> T:

@@ -252,6 +252,12 @@ class Sharding(Generic[T]):
         gathered = 0 if self.gatherer is None else self.gatherer.gathered_bytes
         return nbytes + gathered, self.gradients.bytes_here()
 
+    def steps_all(self, parameters: Iterable[T]) -> bool:
+        """Whether the optimizer steps all of these parameters that are not frozen."""
+        trained = {id(entry.tensor) for entry in self.job.trained}
+        trains = self.job.framework.trains
+        return all(id(parameter) in trained or not trains(parameter) for parameter in parameters)
+
     def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
         """Whole parameters of the model, as f32 in host memory, by the given names."""
         entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
@@ -446,9 +452,9 @@ class Sharding(Generic[T]):
             )
         self._thread = threading.get_ident()
         self.follow_changes()
-        self.job.begin_step()
         data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
+        self.job.begin_step()
         self._sent(self.gradients.send_rest)
         written = self.job.written()
         self._sent(lambda: self._replace_values(written))
@@ -625,6 +631,10 @@ class Sharding(Generic[T]):
         contributed = self.gradients.contributed
         if moved:
             self._reopen(None)
+            for entry in self.job.trained:
+                # A parameter that was not trained before has a gradient of this rank.
+                if id(entry.tensor) not in current:
+                    current[id(entry.tensor)] = self.gradients.current(entry)
         else:
             self.job.discard()
         of_ranks = share("optimizer.step", json.dumps(sorted(contributed)), active)

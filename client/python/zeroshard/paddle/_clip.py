@@ -52,8 +52,8 @@ def clip_grad_norm_(
     """As ``paddle.nn.utils.clip_grad_norm_``, also for sharded parameters.
 
     Args:
-        parameters: a model, or all parameters that its optimizer trains. For parameters that are
-            not sharded, Paddle's function is called.
+        parameters: a model, or all parameters that its optimizer trains. If the optimizer does not
+            have all of them, Paddle's function is called, which reads gradients of the others.
         max_norm: the norm to which the next step is clipped.
         norm_type: 2.0 for sharded parameters.
         options: arguments for Paddle's function.
@@ -69,7 +69,7 @@ def clip_grad_norm_(
         else [parameters]
     )
     sharding = sharding_of(given)
-    if sharding is None:
+    if sharding is None or not sharding.steps_all(given):
         return paddle.nn.utils.clip_grad_norm_(given, max_norm, norm_type, **options)
     if norm_type != 2.0:
         raise InvalidArgumentError(

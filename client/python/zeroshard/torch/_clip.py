@@ -50,8 +50,8 @@ def clip_grad_norm_(
     """As ``torch.nn.utils.clip_grad_norm_``, also for sharded parameters.
 
     Args:
-        parameters: a model, or all parameters that its optimizer trains. For parameters that are
-            not sharded, torch's function is called.
+        parameters: a model, or all parameters that its optimizer trains. If the optimizer does not
+            have all of them, torch's function is called, which reads gradients of the others.
         max_norm: the norm to which the next step is clipped.
         norm_type: 2.0 for sharded parameters.
         error_if_nonfinite: raise a RuntimeError if the norm is inf or NaN.
@@ -66,7 +66,7 @@ def clip_grad_norm_(
         parameters = [parameters]
     given = list(parameters)
     sharding = sharding_of(given)
-    if sharding is None:
+    if sharding is None or not sharding.steps_all(given):
         return torch.nn.utils.clip_grad_norm_(
             given, max_norm, norm_type, error_if_nonfinite, foreach
         )

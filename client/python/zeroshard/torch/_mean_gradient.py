@@ -39,6 +39,19 @@ class _Fetched:
         return not torch.equal(values, original)
 
 
+def added(own: Tensor, gradient: Tensor, name: str) -> Tensor:
+    """A rank's gradient of parameter ``name`` and a further one, which is added in place if
+    possible."""
+    if gradient.requires_grad:
+        raise InvalidArgumentError(
+            "a backward pass with create_graph=True adds to the gradient of parameter "
+            f"{name!r}; call optimizer.zero_grad() before it"
+        )
+    if own.is_sparse and not gradient.is_sparse:
+        return gradient + own
+    return own + gradient if own.is_sparse else own.add_(gradient)
+
+
 class MeanGradient:
     """The mean over the ranks of one parameter's gradient in one step."""
 
@@ -104,19 +117,11 @@ class MeanGradient:
             # an error: a backward pass through a model that is not trained now, as in a GAN, may
             # add to what the last step has left.
             return
-        if gradient.requires_grad:
-            raise InvalidArgumentError(
-                "a backward pass with create_graph=True adds to the gradient of parameter "
-                f"{self.name!r}; call optimizer.zero_grad() before it"
-            )
         own = self._scaled_own(self._alive(self.own))
         if self.is_edited:
             own = self._read().values
         self._fetched = None
-        if own.is_sparse and not gradient.is_sparse:
-            self.own = gradient + own
-        else:
-            self.own = own + gradient if own.is_sparse else own.add_(gradient)
+        self.own = added(own, gradient, self.name)
 
     def end_step(self, factor: float) -> None:
         """The step, which has multiplied the gradient by ``factor``, has ended."""
