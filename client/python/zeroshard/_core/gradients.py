@@ -20,9 +20,10 @@ from .._native import Box
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, TimeoutError
 from .entry import Entry
-from .framework import Hook, MeanGradient, T
+from .framework import Hook, T
 from .interrupts import operation
 from .job import ModelJob
+from .mean import MeanGradient
 from .outside import LOOK_TOGETHER, OutsideGradients
 
 

@@ -39,8 +39,7 @@ class OutsideGradient:
 
     def accumulate(self, gradient: Tensor) -> None:
         """Adds a gradient that a further backward pass has computed on this rank."""
-        own = torch.zeros_like(gradient) if self.own is None else self.own
-        self.own, self._is_mean = added(own, gradient, self.name), False
+        self.own, self._is_mean = added(self.own, gradient, self.name), False
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradient by a factor, which must be equal on all ranks."""
