@@ -252,12 +252,6 @@ class Sharding(Generic[T]):
         gathered = 0 if self.gatherer is None else self.gatherer.gathered_bytes
         return nbytes + gathered, self.gradients.bytes_here()
 
-    def steps_all(self, parameters: Iterable[T]) -> bool:
-        """Whether the optimizer steps all of these parameters that are not frozen."""
-        trained = {id(entry.tensor) for entry in self.job.trained}
-        trains = self.job.framework.trains
-        return all(id(parameter) in trained or not trains(parameter) for parameter in parameters)
-
     def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
         """Whole parameters of the model, as f32 in host memory, by the given names."""
         entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
@@ -815,21 +809,51 @@ def find(parameters: Iterable[Any]) -> Sharding[Any] | None:
     return next(found, None)
 
 
-def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
-    """The sharded model that trains these parameters. None if there is none.
+def clip(parameters: Iterable[T], max_norm: float, norm_type: float) -> float | None:
+    """Clips the open step of the sharded model that trains these parameters.
 
-    Raises :class:`~zeroshard.InvalidArgumentError` if only some of its parameters are given.
+    Args:
+        parameters: all parameters of its optimizer.
+        max_norm: the norm to which the step is clipped.
+        norm_type: 2.0.
+
+    Returns:
+        The global norm of the mean gradient over all ranks. None if the framework's own function
+            must clip: there is no such model, or its optimizer does not have all that are given.
+
+    Raises:
+        InvalidArgumentError: only some of the optimizer's parameters are given, or ``norm_type`` is
+            not 2.0.
     """
-    given = {id(parameter) for parameter in parameters}
+    given = {id(parameter): parameter for parameter in parameters}
+    sharding = _trainer(given)
+    if sharding is None:
+        return None
+    trained, framework = (
+        {id(entry.tensor) for entry in sharding.job.trained},
+        sharding.job.framework,
+    )
+    if any(key not in trained and framework.trains(given[key]) for key in given):
+        return None
+    if norm_type != 2.0:
+        raise InvalidArgumentError(
+            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
+        )
+    return sharding.clip(float(max_norm))
+
+
+def _trainer(given: Collection[int]) -> Sharding[Any] | None:
+    """The sharded model that trains the parameters with these ids. None if there is none."""
     for sharding in _all:
-        trained = [entry for entry in sharding.job.trained if id(entry.tensor) in given]
-        if trained:
-            stepped = sharding.job.framework.is_stepped
-            for entry in sharding.job.trained:
-                if id(entry.tensor) not in given and stepped(entry.tensor):
-                    raise InvalidArgumentError(
-                        f"parameters do not include {entry.name!r}; pass all parameters that the "
-                        "sharded optimizer trains, since the global norm is over all of them"
-                    )
-            return sharding
+        trained = list(sharding.job.trained)
+        missing = [entry for entry in trained if id(entry.tensor) not in given]
+        if len(missing) == len(trained):
+            continue
+        for entry in missing:
+            if sharding.job.framework.is_stepped(entry.tensor):
+                raise InvalidArgumentError(
+                    f"parameters do not include {entry.name!r}; pass all parameters that the "
+                    "sharded optimizer trains, since the global norm is over all of them"
+                )
+        return sharding
     return None
