@@ -383,7 +383,12 @@ def group_added(script: Script) -> Any:
 def group_changed(script: Script) -> Any:
     script.step()
     script.optimizer.param_groups[0]["lr"] = 0.01
-    return script.step(), script.step(), str(script.optimizer).split("(", 1)[1]
+    found = [script.step(), script.step(), str(script.optimizer).split("(", 1)[1]]
+    parameters = script.optimizer.param_groups[0]["params"]
+    removed = parameters.pop(0)
+    found += [script.step(), script.step()]
+    parameters[0] = removed  # instead of another one
+    return [*found, script.step(), script.step(), removed.tolist()]
 
 
 def optimizer_saved(script: Script) -> Any:

@@ -83,12 +83,18 @@ class Gradients(Generic[T]):
         """Registers hooks on the parameters that the job currently trains."""
         self._register_hooks()
         self._means.clear()
-        for entry in self._job.trained:
-            self._job.framework.hide_outside(entry.tensor)
-            mean = self._job.framework.shown_mean(entry.tensor)
-            if mean is not None:
-                mean.entry = entry
+        framework = self._job.framework
+        for entry in self._job.parameters:
+            if entry.trained:
+                framework.hide_outside(entry.tensor)
+            mean = framework.shown_mean(entry.tensor)
+            if mean is None:
+                continue
+            mean.entry = entry
+            if entry.trained:
                 self._means[entry.index] = mean
+            else:  # the program has removed it from the optimizer
+                framework.set_gradient(entry.tensor, mean.own)
         self._passes.clear()
         self._most.clear()
 
