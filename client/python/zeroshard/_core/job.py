@@ -456,9 +456,9 @@ class ModelJob(Generic[T]):
         shared = next((entry for entry in self.entries if entry.layout is not None), None)
         if shared is not None:
             raise InvalidArgumentError(
-                "a parameter was removed from the optimizer and added again, and the servers cannot "
-                f"continue with its state, since parameter {shared.name!r} is distributed over "
-                "ranks; freeze parameters with requires_grad_(False) instead of removing them"
+                "a parameter was removed from the optimizer and added again, and the servers "
+                f"cannot continue with its state, since parameter {shared.name!r} is distributed "
+                "over ranks; freeze parameters with requires_grad_(False) instead of removing them"
             )
         whole = {id(entry.tensor): state for entry, state in self.states(self.version)}
         kept = {key: state for key, state in whole.items() if key in members}
