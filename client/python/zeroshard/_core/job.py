@@ -144,7 +144,7 @@ class ModelJob(Generic[T]):
         no rank has a gradient of it, so that steps keep its values and its optimizer state.
         """
         used = self._state_used()
-        if self._members() != self._specified:
+        if self._members() != self._specified or self.optimizer.name() != self.optimizer_name:
             return True
         return not set().union(*used) <= set(self._optimizers[0].state) or any(
             entry.optimized
