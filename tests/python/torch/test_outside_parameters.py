@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from training import LEVELS
-from zeroshard.torch import clip_grad_norm_, group_sharded_parallel
+from zeroshard.torch import clip_grad_norm_, group_sharded_parallel, join
 
 WORLD, STEPS = 2, 4
 
@@ -198,6 +198,16 @@ def train(system: str, case: Case, rank: int) -> tuple[list[float], list[Tensor]
     return script.seen, [value.clone() for value in values.values()]
 
 
+def check_join() -> None:
+    """Ranks that have no more batches do not take part in averaging."""
+    script = Script("os_g")
+    with join(script.model):
+        script.model(batch(0, 0, 0), 0).sum().backward()
+        with pytest.raises(zs.InvalidArgumentError, match="body.*inside zeroshard.torch.join"):
+            script.plain.body.weight.grad.sum()
+        script.optimizer.step()
+
+
 def check_other_dtypes() -> None:
     """The servers cannot average float64, which is an error when the program looks."""
     model = Net()
@@ -225,6 +235,7 @@ def check(rank: int) -> None:
                 wrong.append(f"{case} at {level}: {error}")
     assert not wrong, "\n".join(wrong)
     check_other_dtypes()
+    check_join()
 
 
 def test_gradients_of_parameters_outside_of_the_optimizer_are_those_of_ddp() -> None:

@@ -41,7 +41,8 @@ class Gradients(Generic[T]):
         """``accumulated`` is called after each backward pass of a parameter. ``run`` calls a
         function that looks at gradients; if the function fails, the step begins again."""
         self._job = job
-        self._outside = OutsideGradients(job)
+        #: Those of parameters that the job does not train.
+        self.outside = OutsideGradients(job)
         self._early = early
         self._announced = accumulation_steps
         self._accumulated = accumulated
@@ -114,7 +115,7 @@ class Gradients(Generic[T]):
     def _hooked(self) -> Iterator[Entry[T]]:
         """The entries that have a hook. A frozen parameter takes none."""
         yield from (entry for entry in self._job.trained if entry.differentiable)
-        yield from self._outside.entries
+        yield from self.outside.entries
 
     def follow_hooks(self) -> None:
         """The program's hooks get a gradient before it is sent, also those that it has registered
@@ -188,7 +189,7 @@ class Gradients(Generic[T]):
             if gradients is not None:
                 gradients._backward_pass = None
                 gradients._show_unused()
-                gradients._outside.show()
+                gradients.outside.show()
 
         self._job.framework.after_backward(is_over)
 

@@ -30,6 +30,8 @@ class OutsideGradients(Generic[T]):
 
     def __init__(self, job: ModelJob[T]) -> None:
         self._job = job
+        #: Whether ranks may rest, which do not take part in averaging.
+        self.is_joining = False
         #: By the id of a parameter, which the job keeps alive.
         self._stand_ins: dict[int, T] = {}
 
@@ -83,6 +85,13 @@ class OutsideGradients(Generic[T]):
                 f"parameter {entry.name!r} is not in the optimizer, and the servers cannot average "
                 f"its gradient over the ranks, since it is {kind}; add it to the optimizer before "
                 "group_sharded_parallel, or freeze it with requires_grad_(False)"
+            )
+        if self.is_joining:
+            raise InvalidArgumentError(
+                f"parameter {entry.name!r} is not in the optimizer, and its gradient cannot be "
+                "averaged inside zeroshard.torch.join, where ranks may have no more batches; add "
+                "it to the optimizer before group_sharded_parallel, or freeze it with "
+                "requires_grad_(False)"
             )
 
     def _stand_in(self, entry: Entry[T]) -> T:

@@ -492,11 +492,12 @@ class Sharding(Generic[T]):
                 "batches; use zeroshard.torch.join without group_size"
             )
         self._joining, self.gradients.excluding = True, excluding
+        self.gradients.outside.is_joining = True
         self._joins += 1
 
     def leave_join(self) -> None:
         """Called after such a loop, whether or not it has raised an error."""
-        self._joining = self.gradients.excluding = False
+        self._joining = self.gradients.excluding = self.gradients.outside.is_joining = False
         self._rest = None
 
     def end_evenly(self) -> None:
