@@ -466,8 +466,9 @@ def test_the_members_that_change_what_servers_hold_are_refused(
     level: str, cluster: zs.Session
 ) -> None:
     refused = REFUSED | OPTIMIZER_REFUSED | (REFUSED_AT_P_G_OS if level == "p_g_os" else {})
+    remedies = "do it before|change the model before|call optimizer.step"
     for name, use in refused.items():
-        with pytest.raises(zs.InvalidArgumentError):
+        with pytest.raises(zs.InvalidArgumentError, match=remedies):
             use(Script(level))
             pytest.fail(f"{name} is not refused")
 

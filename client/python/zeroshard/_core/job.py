@@ -335,7 +335,11 @@ class ModelJob(Generic[T]):
     def send_gradient(self, entry: Entry[T], gradient: T) -> None:
         """Sends this rank's gradient in the open step."""
         self.check_open()
-        array = self.framework.outgoing(gradient)
+        try:
+            array = self.framework.outgoing(gradient)
+        except InvalidArgumentError:
+            entry.check_kind()  # raises an error that names the parameter
+            raise
         if self.exchanges is not None:
             self.exchanges.gradient(self.version, entry.index, array)
         else:
