@@ -141,6 +141,14 @@ def freeze(script: Script, step: int) -> None:
     script.plain.body.requires_grad_(step % 2 == 1)
 
 
+def look_at_frozen(script: Script, step: int) -> None:
+    script.plain.body.requires_grad_(False)
+    if script.is_sharded:
+        script.model(batch(step, 5, 0), 0)  # notices it
+    script.see(outside(script.plain))
+    script.plain.body.requires_grad_(True)
+
+
 @dataclass(frozen=True)
 class Case:
     """What a script does after the backward passes of a step, and which passes it makes."""
@@ -173,6 +181,7 @@ CASES = [
     Case(add_group),
     Case(add_group_unseen),
     Case(look, later=freeze),
+    Case(look_at_frozen),
 ]
 
 

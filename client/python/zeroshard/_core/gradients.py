@@ -115,7 +115,7 @@ class Gradients(Generic[T]):
     def _hooked(self) -> Iterator[Entry[T]]:
         """The entries that have a hook. A frozen parameter takes none."""
         yield from (entry for entry in self._job.trained if entry.differentiable)
-        yield from self.outside.entries
+        yield from (entry for entry in self.outside.entries if entry.differentiable)
 
     def follow_hooks(self) -> None:
         """The program's hooks get a gradient before it is sent, also those that it has registered

@@ -34,6 +34,8 @@ class OutsideGradients(Generic[T]):
         self.is_joining = False
         #: By the id of a parameter, which the job keeps alive.
         self._stand_ins: dict[int, T] = {}
+        #: The ids of the parameters of which the program has seen means. They may be frozen now.
+        self._shown: set[int] = set()
 
     @property
     def entries(self) -> Iterator[Entry[T]]:
@@ -44,7 +46,9 @@ class OutsideGradients(Generic[T]):
         return (
             entry
             for entry in self._job.parameters
-            if entry.differentiable and not entry.trained and self._has_replicas(entry)
+            if not entry.trained
+            and (entry.differentiable or id(entry.tensor) in self._shown)
+            and self._has_replicas(entry)
         )
 
     def _has_replicas(self, entry: Entry[T]) -> bool:
@@ -61,13 +65,17 @@ class OutsideGradients(Generic[T]):
     def show(self) -> None:
         """Called after a backward pass: from now on the program sees means."""
         for entry in self.entries:
-            self._job.framework.show_outside(self, entry)
+            if entry.differentiable:
+                self._shown.add(id(entry.tensor))
+                self._job.framework.show_outside(self, entry)
 
     def average(self, looked_at: T) -> None:
         """Replaces the gradients that the program sees by their means, when it looks at that of a
         parameter. Every rank must call it."""
-        framework = self._job.framework
-        self._check_averages(self._job.entry(looked_at))
+        framework, entry = self._job.framework, self._job.find(looked_at)
+        if entry is None:
+            return  # the program has taken it out of the model
+        self._check_averages(entry)
         entries = [entry for entry in self.entries if self._averages(entry)]
         own = [framework.outside_gradient(entry.tensor) for entry in entries]
         stand_ins = [self._stand_in(entry) for entry in entries]

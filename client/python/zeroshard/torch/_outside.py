@@ -80,6 +80,6 @@ class OutsideGradient:
     def _gone(self) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"this gradient of parameter {self.name!r}, which is not in the optimizer, is no "
-            "longer available; look at it before you set parameter.grad, zero it or freeze the "
-            "parameter, and use parameter.grad.clone() to keep values"
+            "longer available; look at it before you set parameter.grad or zero it, and use "
+            "parameter.grad.clone() to keep values"
         )
