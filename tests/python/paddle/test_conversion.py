@@ -57,6 +57,17 @@ def test_an_optimizer_trains_on_the_servers_as_in_paddle(cluster: zs.Session, na
     assert_close(ours.state, plain.state)
 
 
+def regularized(parameters: list[Any]) -> list[Any]:
+    parameters[0].regularizer = paddle.regularizer.L2Decay(0.1)
+    return parameters
+
+
+def with_lr_ratio(parameters: list[Any]) -> Any:
+    optimizer = paddle.optimizer.AdamW(parameters=parameters)
+    optimizer._lr_ratio = lambda _: 0.5  # Paddle refuses the argument on a CPU
+    return optimizer
+
+
 def wrapped(make: Any, level: str = "os", **options: Any) -> Any:
     model = models.mlp()
     return group_sharded_parallel(model, make(model.parameters()), level, **options)
@@ -90,6 +101,9 @@ def test_an_optimizer_that_overrides_step_is_refused(cluster: zs.Session) -> Non
         ),
         (lambda p: paddle.optimizer.Momentum(parameters=p, rescale_grad=0.5), "rescale_grad"),
         (lambda p: paddle.optimizer.Lamb(parameters=p, lamb_weight_decay=0.0), "always_adapt"),
+        (with_lr_ratio, "lr_ratio"),
+        (lambda p: paddle.optimizer.AdamW(parameters=regularized(p)), "regularizer to None"),
+        (lambda p: paddle.optimizer.Lamb(parameters=regularized(p)), "regularizer to None"),
     ],
 )
 def test_unsupported_settings_are_refused(cluster: zs.Session, make: Any, word: str) -> None:

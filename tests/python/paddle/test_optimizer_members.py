@@ -45,6 +45,12 @@ def factor_of_a_parameter(layer: Any, optimizer: Any, step: int) -> None:
     layer[0].weight.optimize_attr["learning_rate"] = 0.1 * step
 
 
+def factor_of_alternating_parameters(layer: Any, optimizer: Any, step: int) -> None:
+    """The groups of parameters with equal factors keep their sizes."""
+    layer[0].bias.optimize_attr["learning_rate"] = 0.1 if step == 1 else 1.0
+    layer[2].weight.optimize_attr["learning_rate"] = 1.0 if step == 1 else 0.1
+
+
 def hyperparameters(layer: Any, optimizer: Any, step: int) -> None:
     optimizer._epsilon, optimizer._weight_decay = 1e-3 * (step + 1), 0.3 * step
 
@@ -76,6 +82,7 @@ Change = Callable[[Any, Any, int], None]
         (learning_rate, None),
         (scheduler, None),
         (factor_of_a_parameter, None),
+        (factor_of_alternating_parameters, None),
         (hyperparameters, None),
         (clipping, 0.1),
         (clipping_by_norm, 0.1),

@@ -57,6 +57,12 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], Change]] = {
         without("centered", False),
     ),
     "amsgrad": (torch.optim.AdamW, dict(amsgrad=True), without("amsgrad", False)),
+    # The servers' optimizer becomes another one.
+    "decoupled": (
+        torch.optim.Adam,
+        dict(weight_decay=0.3),
+        without("decoupled_weight_decay", True),
+    ),
 }
 
 

@@ -383,7 +383,16 @@ def group_added(script: Script) -> Any:
 def group_changed(script: Script) -> Any:
     script.step()
     script.optimizer.param_groups[0]["lr"] = 0.01
-    return script.step(), script.step(), str(script.optimizer).split("(", 1)[1]
+    found = [script.step(), script.step(), str(script.optimizer).split("(", 1)[1]]
+    script.optimizer.param_groups = [
+        {**group, "lr": 0.05} for group in script.optimizer.param_groups
+    ]
+    found.append(script.step())
+    parameters = script.optimizer.param_groups[0]["params"]
+    removed = parameters.pop(0)
+    found += [script.step(), script.step()]
+    parameters[0] = removed  # instead of another one
+    return [*found, script.step(), script.step(), removed.tolist()]
 
 
 def optimizer_saved(script: Script) -> Any:

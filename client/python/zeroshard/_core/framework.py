@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .collectives import Collectives
     from .entry import Entry
     from .gradients import Gradients
+    from .mean import MeanGradient
+    from .outside import OutsideGradients
 
 #: A tensor of the framework.
 T = TypeVar("T")
@@ -40,45 +42,6 @@ class Hook(Protocol):
     @property
     def is_last(self) -> bool:
         """Whether the program has registered no such hook since, which would run after it."""
-
-
-class MeanGradient(Protocol[T]):
-    """The mean over the ranks of one parameter's gradient in one step, as the program sees it."""
-
-    entry: Entry[T]
-    #: This rank's gradient, as long as it is on this worker.
-    own: T | None
-    #: The factor by which the program has multiplied the mean.
-    factor: float
-
-    #: Whether the program has set it to zero, and nothing was added since.
-    is_zero: bool
-    #: Whether the program has set it to zero after it was sent.
-    is_zeroed: bool
-
-    @property
-    def is_absent(self) -> bool:
-        """Whether this rank has not used the parameter, and contributes nothing to the mean."""
-
-    @property
-    def is_edited(self) -> bool:
-        """Whether the program has changed the values."""
-
-    def was_sent_again(self, gradient: T) -> None:
-        """The servers have ``gradient`` from this rank now."""
-
-    def clip(self, factor: float) -> None:
-        """The step will multiply the gradient by ``factor`` to clip it."""
-
-    def end_step(self, factor: float) -> None:
-        """The step, which has multiplied the gradient by ``factor``, has ended."""
-
-    def to_send(self) -> T:
-        """The values as gradients that are sent, which are multiplied by the loss scale. They
-        include the factor, which becomes 1."""
-
-    def drop_edits(self) -> None:
-        """Drops what the program has written, since no rank has this gradient."""
 
 
 class ParameterMemory(ABC, Generic[T]):
@@ -294,6 +257,26 @@ class Framework(ABC, Generic[T]):
         """The object that is the parameter's gradient for the program. It changes when the program
         sets the gradient, if the framework can tell."""
         return None
+
+    @abstractmethod
+    def stand_in(self, parameter: T) -> T:
+        """A parameter with the same shape, dtype and device, whose gradient is averaged instead."""
+
+    def show_outside(self, outside: OutsideGradients[T], entry: Entry[T]) -> None:
+        """From now on the program sees the mean over the ranks as the gradient of a parameter that
+        is not in the optimizer."""
+
+    def hide_outside(self, parameter: T) -> None:
+        """The parameter is in the optimizer now, and has this rank's gradient again."""
+
+    def outside_gradient(self, parameter: T) -> T | None:
+        """This rank's gradient of a parameter that :meth:`show_outside` was called with, or a copy
+        of it if the result may be overwritten. None if it has none, or if the program has replaced
+        it."""
+        return None
+
+    def receive_outside(self, parameter: T, mean: T | None) -> None:
+        """The program sees this mean. None: no rank has a gradient."""
 
     @abstractmethod
     def own_elements(self, tensor: T) -> T:

@@ -20,15 +20,11 @@ from .._native import Box
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, TimeoutError
 from .entry import Entry
-from .framework import Hook, MeanGradient, T
+from .framework import Hook, T
 from .interrupts import operation
 from .job import ModelJob
-
-#: The hint for a rank that looks at a mean gradient alone.
-LOOK_TOGETHER = (
-    "parameter.grad is the mean over all ranks: before the next collective call, look at it on "
-    "every rank or on none"
-)
+from .mean import MeanGradient
+from .outside import LOOK_TOGETHER, OutsideGradients
 
 
 class Gradients(Generic[T]):
@@ -45,6 +41,8 @@ class Gradients(Generic[T]):
         """``accumulated`` is called after each backward pass of a parameter. ``run`` calls a
         function that looks at gradients; if the function fails, the step begins again."""
         self._job = job
+        #: Those of parameters that the job does not train.
+        self.outside = OutsideGradients(job)
         self._early = early
         self._announced = accumulation_steps
         self._accumulated = accumulated
@@ -86,11 +84,18 @@ class Gradients(Generic[T]):
         """Registers hooks on the parameters that the job currently trains."""
         self._register_hooks()
         self._means.clear()
-        for entry in self._job.trained:
-            mean = self._job.framework.shown_mean(entry.tensor)
-            if mean is not None:
-                mean.entry = entry
+        framework = self._job.framework
+        for entry in self._job.parameters:
+            if entry.trained:
+                framework.hide_outside(entry.tensor)
+            mean = framework.shown_mean(entry.tensor)
+            if mean is None:
+                continue
+            mean.entry = entry
+            if entry.trained:
                 self._means[entry.index] = mean
+            else:  # the program has removed it from the optimizer
+                framework.set_gradient(entry.tensor, mean.own)
         self._passes.clear()
         self._most.clear()
 
@@ -102,19 +107,20 @@ class Gradients(Generic[T]):
 
     def _register_hooks(self) -> None:
         self.unwatch()
-        # A frozen parameter takes no hook.
         self._hooks = {
             entry.index: self._job.framework.after_gradient(entry.tensor, self._hook(entry))
-            for entry in self._job.trained
-            if entry.differentiable
+            for entry in self._hooked()
         }
+
+    def _hooked(self) -> Iterator[Entry[T]]:
+        """The entries that have a hook. A frozen parameter takes none."""
+        yield from (entry for entry in self._job.trained if entry.differentiable)
+        yield from (entry for entry in self.outside.entries if entry.differentiable)
 
     def follow_hooks(self) -> None:
         """The program's hooks get a gradient before it is sent, also those that it has registered
         since. Parameters that the program has unfrozen get their hooks."""
-        missing = (
-            entry.differentiable and entry.index not in self._hooks for entry in self._job.trained
-        )
+        missing = (entry.index not in self._hooks for entry in self._hooked())
         if any(missing) or not all(hook.is_last for hook in self._hooks.values()):
             self._register_hooks()
 
@@ -153,6 +159,8 @@ class Gradients(Generic[T]):
             return
         if not self.is_alone:
             self._follow_backward()
+        if not entry.trained:
+            return
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and mean.own is None and not self.is_open(mean):
             return  # it was added to a gradient of an earlier step, which is not sent again
@@ -181,6 +189,7 @@ class Gradients(Generic[T]):
             if gradients is not None:
                 gradients._backward_pass = None
                 gradients._show_unused()
+                gradients.outside.show()
 
         self._job.framework.after_backward(is_over)
 

@@ -78,6 +78,8 @@ class ModelJob(Generic[T]):
         #: The state tensors that each parameter group has used so far. They stay on the servers
         #: when the program changes a hyperparameter so that steps do not use them any more.
         self._used: list[set[str]] = []
+        #: The parameters that the program has removed from the optimizer, with their state, by id.
+        self._removed: dict[int, tuple[Entry[T], State[T]]] = {}
         #: The version of the checkpoint from which the job was started or restored last; 0: none.
         self.started_at = 0
         #: :attr:`Job.restored`, as far as this rank has followed.
@@ -142,7 +144,7 @@ class ModelJob(Generic[T]):
         no rank has a gradient of it, so that steps keep its values and its optimizer state.
         """
         used = self._state_used()
-        if [len(group) for group in self.optimizer.parameters()] != self._sizes:
+        if self._members() != self._specified or self.optimizer.name() != self.optimizer_name:
             return True
         return not set().union(*used) <= set(self._optimizers[0].state) or any(
             entry.optimized
@@ -189,6 +191,10 @@ class ModelJob(Generic[T]):
             hashes[entry.index] = 1 if is_distributed else value or 1
         return hashes if any(hashes) else []
 
+    def _members(self) -> list[list[int]]:
+        """The ids of the parameters of each parameter group."""
+        return [[id(parameter) for parameter in group] for group in self.optimizer.parameters()]
+
     def _state_used(self) -> list[set[str]]:
         """The state tensors that the next step uses, by parameter group."""
         return [set(_native.Optimizer(*values).state) for values in self.groups()]
@@ -217,7 +223,7 @@ class ModelJob(Generic[T]):
         """Adds the state tensors of the next step, and those in ``states``, to those that the
         servers keep. Returns hyperparameters with which every group has all of them."""
         groups, used = self.optimizer.parameters(), self._state_used()
-        self._sizes = [len(parameters) for parameters in groups]
+        self._specified = self._members()
         self._used += [set() for _ in groups[len(self._used) :]]
         for number, (parameters, names) in enumerate(zip(groups, used, strict=True)):
             given = (states[id(p)][2] for p in parameters if id(p) in states)
@@ -329,7 +335,11 @@ class ModelJob(Generic[T]):
     def send_gradient(self, entry: Entry[T], gradient: T) -> None:
         """Sends this rank's gradient in the open step."""
         self.check_open()
-        array = self.framework.outgoing(gradient)
+        try:
+            array = self.framework.outgoing(gradient)
+        except InvalidArgumentError:
+            entry.check_kind()  # raises an error that names the parameter
+            raise
         if self.exchanges is not None:
             self.exchanges.gradient(self.version, entry.index, array)
         else:
@@ -422,6 +432,7 @@ class ModelJob(Generic[T]):
         """
         if states is None:
             self._check_state_grows()
+            states = self._follow_removals()
         old, before = self.job, {entry.name: entry for entry in self.entries}
         fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
         self._start(fetched, states or {}, (old, self.version), fresh_state=states is not None)
@@ -434,6 +445,28 @@ class ModelJob(Generic[T]):
         self.receive(entry for entry in self.received if entry.resident)
         self.mark()
         self.connection.leave(old)
+
+    def _follow_removals(self) -> Mapping[int, State[T]] | None:
+        """Keeps the state of parameters that the program has removed from the optimizer. Returns
+        the whole state if it has added one of them again, which continues with its own."""
+        members = set().union(*self._members())
+        for entry in self.trained:
+            if id(entry.tensor) not in members:
+                for _, state in self.states(self.version, entry.tensor):
+                    self._removed[id(entry.tensor)] = entry, state
+        added = self._removed.keys() & members
+        if not added:
+            return None
+        shared = next((entry for entry in self.entries if entry.layout is not None), None)
+        if shared is not None:
+            raise InvalidArgumentError(
+                "a parameter was removed from the optimizer and added again, and the servers "
+                f"cannot continue with its state, since parameter {shared.name!r} is distributed "
+                "over ranks; freeze parameters with requires_grad_(False) instead of removing them"
+            )
+        whole = {id(entry.tensor): state for entry, state in self.states(self.version)}
+        kept = {key: state for key, state in whole.items() if key in members}
+        return kept | {key: self._removed.pop(key)[1] for key in added}
 
     def _check_state_grows(self) -> None:
         """Raises :class:`~zeroshard.InvalidArgumentError` if the next step uses a state tensor that

@@ -446,9 +446,9 @@ class Sharding(Generic[T]):
             )
         self._thread = threading.get_ident()
         self.follow_changes()
-        self.job.begin_step()
         data = (None, False) if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
+        self.job.begin_step()
         self._sent(self.gradients.send_rest)
         written = self.job.written()
         self._sent(lambda: self._replace_values(written))
@@ -492,11 +492,12 @@ class Sharding(Generic[T]):
                 "batches; use zeroshard.torch.join without group_size"
             )
         self._joining, self.gradients.excluding = True, excluding
+        self.gradients.outside.is_joining = True
         self._joins += 1
 
     def leave_join(self) -> None:
         """Called after such a loop, whether or not it has raised an error."""
-        self._joining = self.gradients.excluding = False
+        self._joining = self.gradients.excluding = self.gradients.outside.is_joining = False
         self._rest = None
 
     def end_evenly(self) -> None:
@@ -625,6 +626,10 @@ class Sharding(Generic[T]):
         contributed = self.gradients.contributed
         if moved:
             self._reopen(None)
+            for entry in self.job.trained:
+                # A parameter that was not trained before has a gradient of this rank.
+                if id(entry.tensor) not in current:
+                    current[id(entry.tensor)] = self.gradients.current(entry)
         else:
             self.job.discard()
         of_ranks = share("optimizer.step", json.dumps(sorted(contributed)), active)
@@ -805,21 +810,51 @@ def find(parameters: Iterable[Any]) -> Sharding[Any] | None:
     return next(found, None)
 
 
-def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
-    """The sharded model that trains these parameters. None if there is none.
+def clip(parameters: Iterable[T], max_norm: float, norm_type: float) -> float | None:
+    """Clips the open step of the sharded model that trains these parameters.
 
-    Raises :class:`~zeroshard.InvalidArgumentError` if only some of its parameters are given.
+    Args:
+        parameters: all parameters of its optimizer.
+        max_norm: the norm to which the step is clipped.
+        norm_type: 2.0.
+
+    Returns:
+        The global norm of the mean gradient over all ranks. None if the framework's own function
+            must clip: there is no such model, or its optimizer does not have all that are given.
+
+    Raises:
+        InvalidArgumentError: only some of the optimizer's parameters are given, or ``norm_type`` is
+            not 2.0.
     """
-    given = {id(parameter) for parameter in parameters}
+    given = {id(parameter): parameter for parameter in parameters}
+    sharding = _trainer(given)
+    if sharding is None:
+        return None
+    trained, framework = (
+        {id(entry.tensor) for entry in sharding.job.trained},
+        sharding.job.framework,
+    )
+    if any(key not in trained and framework.trains(given[key]) for key in given):
+        return None
+    if norm_type != 2.0:
+        raise InvalidArgumentError(
+            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
+        )
+    return sharding.clip(float(max_norm))
+
+
+def _trainer(given: Collection[int]) -> Sharding[Any] | None:
+    """The sharded model that trains the parameters with these ids. None if there is none."""
     for sharding in _all:
-        trained = [entry for entry in sharding.job.trained if id(entry.tensor) in given]
-        if trained:
-            stepped = sharding.job.framework.is_stepped
-            for entry in sharding.job.trained:
-                if id(entry.tensor) not in given and stepped(entry.tensor):
-                    raise InvalidArgumentError(
-                        f"parameters do not include {entry.name!r}; pass all parameters that the "
-                        "sharded optimizer trains, since the global norm is over all of them"
-                    )
-            return sharding
+        trained = list(sharding.job.trained)
+        missing = [entry for entry in trained if id(entry.tensor) not in given]
+        if len(missing) == len(trained):
+            continue
+        for entry in missing:
+            if sharding.job.framework.is_stepped(entry.tensor):
+                raise InvalidArgumentError(
+                    f"parameters do not include {entry.name!r}; pass all parameters that the "
+                    "sharded optimizer trains, since the global norm is over all of them"
+                )
+        return sharding
     return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from .._core.sharding import sharding_of
+from .._core.sharding import clip
 from ..errors import InvalidArgumentError
 from . import _conversion
 
@@ -24,11 +24,11 @@ def clipping(optimizer: Any) -> tuple[float | None, list[tuple[list[Any], float]
     groups = _conversion.param_groups(optimizer)
     sets: list[tuple[list[Any], float]] = []
     for group in groups:
-        clip = group.get("grad_clip", optimizer._grad_clip)
-        if clip is None:
+        own = group.get("grad_clip", optimizer._grad_clip)
+        if own is None:
             continue
-        norm, parameters = float(_checked(clip).clip_norm), list(group["params"])
-        if isinstance(clip, paddle.nn.ClipGradByNorm):
+        norm, parameters = float(_checked(own).clip_norm), list(group["params"])
+        if isinstance(own, paddle.nn.ClipGradByNorm):
             sets += [([parameter], norm) for parameter in parameters]
         elif len(groups) == 1:
             return norm, []
@@ -52,8 +52,8 @@ def clip_grad_norm_(
     """As ``paddle.nn.utils.clip_grad_norm_``, also for sharded parameters.
 
     Args:
-        parameters: a model, or all parameters that its optimizer trains. For parameters that are
-            not sharded, Paddle's function is called.
+        parameters: a model, or all parameters that its optimizer trains. If the optimizer does not
+            have all of them, Paddle's function is called, which reads gradients of the others.
         max_norm: the norm to which the next step is clipped.
         norm_type: 2.0 for sharded parameters.
         options: arguments for Paddle's function.
@@ -68,11 +68,7 @@ def clip_grad_norm_(
         if isinstance(parameters, Iterable) and not isinstance(parameters, paddle.Tensor)
         else [parameters]
     )
-    sharding = sharding_of(given)
-    if sharding is None:
+    norm = clip(given, max_norm, norm_type)
+    if norm is None:
         return paddle.nn.utils.clip_grad_norm_(given, max_norm, norm_type, **options)
-    if norm_type != 2.0:
-        raise InvalidArgumentError(
-            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
-        )
-    return paddle.to_tensor(sharding.clip(float(max_norm)), dtype="float32")
+    return paddle.to_tensor(norm, dtype="float32")

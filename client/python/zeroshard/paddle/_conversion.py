@@ -183,7 +183,19 @@ def _lr_factor(parameter: Any) -> float:
 
 def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) -> float:
     """The weight decay of a parameter."""
+    own = getattr(parameter, "regularizer", None)
+    if own is not None and name in ("adamw", "lamb"):
+        raise UnsupportedOptimizerError(
+            f"parameter {parameter.name!r} has a regularizer, which Paddle adds to its gradient "
+            f"beside the weight decay of {name}; the servers support only the latter, so set the "
+            "parameter's regularizer to None"
+        )
     if name == "adamw":
+        if optimizer._lr_ratio is not None:
+            raise UnsupportedOptimizerError(
+                "lr_ratio is given, which the servers do not support; set "
+                "parameter.optimize_attr['learning_rate'] to the factor of each parameter"
+            )
         decays = optimizer._apply_decay_param_fun
         default = optimizer._weight_decay
         if _has_groups(optimizer):
@@ -205,7 +217,6 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
                 "does not adapt the step; set always_adapt=True or a weight decay greater than 0"
             )
         return decay
-    own = getattr(parameter, "regularizer", None)
     regularizer = own if own is not None else optimizer.regularization
     if regularizer is None:
         # Momentum stores its weight decay under this name.

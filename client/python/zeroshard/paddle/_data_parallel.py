@@ -152,6 +152,10 @@ class DataParallel(LayerWrapper, paddle.DataParallel):
 
     set_dict = load_dict = set_state_dict
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's."""
+        return self._layers.load_state_dict(*args, **kwargs)
+
 
 def fused_allreduce_gradients(parameter_list: Any | Iterable[Any], hcg: Any | None = None) -> None:
     """Replaces the gradient of each parameter with its mean over the ranks, immediately.

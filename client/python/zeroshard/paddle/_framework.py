@@ -20,6 +20,7 @@ from paddle.optimizer.lr import CosineAnnealingWarmRestarts, LRScheduler
 from .._core.entry import Entry
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
 from .._core.gradients import Gradients
+from .._core.outside import OutsideGradients
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
 from ..errors import InvalidArgumentError
@@ -143,6 +144,23 @@ class _Paddle(Framework[Tensor]):
 
     def given_gradient(self, parameter: Tensor) -> object:
         return given(parameter)
+
+    def stand_in(self, parameter: Tensor) -> Tensor:
+        return _memory.stand_in(parameter)
+
+    def show_outside(self, outside: OutsideGradients[Tensor], entry: Entry[Tensor]) -> None:
+        if isinstance(entry.tensor, _memory.Counted):
+            setattr(entry.tensor, _memory.OUTSIDE, weakref.ref(outside))
+
+    def hide_outside(self, parameter: Tensor) -> None:
+        parameter.__dict__.pop(_memory.OUTSIDE, None)
+
+    def outside_gradient(self, parameter: Tensor) -> Tensor | None:
+        return self.gradient(parameter) if _memory.OUTSIDE in parameter.__dict__ else None
+
+    def receive_outside(self, parameter: Tensor, mean: Tensor | None) -> None:
+        if parameter.__dict__.pop(_memory.OUTSIDE, None) is not None and mean is not None:
+            self.set_gradient(parameter, mean)
 
     def own_elements(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_contiguous() else tensor.contiguous()

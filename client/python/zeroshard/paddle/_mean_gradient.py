@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import Tensor
 
+from .._core import mean
 from .._native import Array, hashes
 from ..errors import InvalidArgumentError
 
@@ -46,44 +45,36 @@ def show(gradients: Gradients[Any], entry: Entry[Any]) -> MeanGradient:
     return mean
 
 
-@dataclass
-class _Fetched:
-    """The values of a mean gradient that the program has looked at."""
+class _Fetched(mean.Fetched[Any]):
+    """Finds what the program writes by comparing hashes of the values."""
 
-    #: The program may write to them.
-    values: Any
-    #: Their hash, to find what the program writes.
-    hash: int
-    #: The loss scale by which they were divided.
-    loss_scale: float
+    def __init__(self, values: Any, loss_scale: float) -> None:
+        super().__init__(values, loss_scale)
+        self.accept()
 
     def scale(self, factor: float) -> None:
         is_edited = self.is_edited
         with paddle.no_grad():
             self.values.scale_(factor)
         if not is_edited:
-            self.hash = _hash(self.values)
+            self.accept()
+
+    def accept(self) -> None:
+        self._accepted = _hash(self.values)
 
     @property
     def is_edited(self) -> bool:
-        return _hash(self.values) != self.hash
+        return _hash(self.values) != self._accepted
 
 
-class MeanGradient:
+class MeanGradient(mean.MeanGradient[Any]):
     """The mean over the ranks of one parameter's gradient in one step.
 
-    It implements :class:`zeroshard._core.framework.MeanGradient`. This rank's own gradient stays
-    where Paddle accumulates it.
+    This rank's own gradient stays where Paddle accumulates it.
     """
 
-    factor = 1.0
-    is_zero = is_zeroed = False
-
     def __init__(self, gradients: Gradients[Any], entry: Entry[Any]) -> None:
-        # Weak: the parameter refers to this object, and Python does not find cycles through a
-        # parameter.
-        self._of_gradients = weakref.ref(gradients)
-        self.entry = entry
+        super().__init__(gradients, entry)
         #: Whether this rank's gradient was sent and freed.
         self.is_freed = False
         #: Whether its step has ended.
@@ -92,20 +83,6 @@ class MeanGradient:
         self.left_to: ProcessGroup | None = None
         #: After the step: the factor of these gradients in the mean that the program sees.
         self.left_scale = 1.0
-        self._fetched: _Fetched | None = None
-
-    @property
-    def entry(self) -> Entry[Any]:
-        """The parameter."""
-        entry = self._entry()
-        if entry is None:
-            raise self._gone()
-        return entry
-
-    @entry.setter
-    def entry(self, entry: Entry[Any]) -> None:
-        self._entry = weakref.ref(entry)
-        self.name = entry.name
 
     @property
     def own(self) -> Any | None:
@@ -128,27 +105,6 @@ class MeanGradient:
         """Whether this rank has not used the parameter, and contributes nothing to the mean."""
         return not self.is_freed and self.own is None
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether the program has written to the values."""
-        return self._fetched is not None and self._fetched.is_edited
-
-    def was_sent_again(self, gradient: Any) -> None:
-        """The servers have ``gradient`` from this rank now."""
-        if self.own is not None:
-            self.own = gradient
-        if self._fetched is not None:
-            self._fetched.hash = _hash(self._fetched.values)
-
-    def drop_edits(self) -> None:
-        """Drops what the program has written, since no rank has this gradient."""
-        self._fetched = None
-
-    def clip(self, factor: float) -> None:
-        """The step will multiply the gradient by ``factor``."""
-        if self._fetched is not None:
-            self._fetched.scale(factor)
-
     def end_step(self, factor: float) -> None:
         """The step, which has multiplied the gradient by ``factor``, has ended."""
         self.has_ended = True
@@ -163,9 +119,7 @@ class MeanGradient:
 
     def to_send(self) -> Any:
         """The values as gradients that are sent, which are multiplied by the loss scale."""
-        values, gradients = self.values(), self._of_gradients()
-        if gradients is None:
-            raise self._gone()
+        values, gradients = self.values(), self._gradients
         with paddle.no_grad():
             if values is None:
                 return paddle.zeros(list(self.entry.shape), dtype="float32")
@@ -207,16 +161,7 @@ class MeanGradient:
             mean = (total / divisor) * gradients.shown_scale(entry)
             values = mean.reshape(list(entry.shape)).astype(entry.tensor.dtype)
             values = values.to(paddle.get_device())
-        return _Fetched(values, _hash(values), gradients.loss_scale)
-
-    def _read(self, fetched: _Fetched) -> Any:
-        """The fetched values, divided by the loss scale that the program has removed since."""
-        gradients = self._of_gradients()
-        if gradients is not None and gradients.is_open(self):
-            if fetched.loss_scale != gradients.loss_scale:
-                fetched.scale(fetched.loss_scale / gradients.loss_scale)
-                fetched.loss_scale = gradients.loss_scale
-        return fetched.values
+        return _Fetched(values, gradients.loss_scale)
 
     def _gone(self) -> InvalidArgumentError:
         return InvalidArgumentError(

@@ -18,10 +18,9 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from .._core.framework import ParameterMemory
-from .._core.gradients import LOOK_TOGETHER
-from .._core.reducer import average_now
+from .._core.outside import OutsideGradients, mean_gradients
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError, TimeoutError
+from ..errors import InvalidArgumentError
 from ._dtensor import like
 from ._mean_gradient import ATTRIBUTE, given, own_gradient
 
@@ -43,8 +42,9 @@ _FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
 #: Prefix of the attributes that this package sets.
 _OURS = "_zeroshard"
 
-#: The attribute of a trainable parameter that is not in the optimizer: its sharded model.
-_OUTSIDE = "_zeroshard_outside"
+#: The attribute of a trainable parameter that is not in the optimizer, from a backward pass until
+#: the program looks at its gradient.
+OUTSIDE = "_zeroshard_outside"
 
 #: The attribute that holds a parameter of the same shape, whose gradient is averaged in its place.
 _STAND_IN = "_zeroshard_stand_in"
@@ -98,62 +98,36 @@ def _gradient(parameter: Any) -> Any | None:
                 own.scale_(mean.left_scale)
     elif mean is not None:
         return mean.values()
-    elif (sharding := _outside_of(parameter)) is not None:
-        _average(parameter, sharding.job.group)
+    elif (outside := _outside_of(parameter)) is not None:
+        outside.average(parameter)
     return own_gradient(parameter)
 
 
-def _outside_of(parameter: Any) -> Any | None:
-    """The sharded model of a parameter that is not in the optimizer, if the program now sees the
-    mean of its gradient."""
-    sharding = parameter.__dict__.get(_OUTSIDE, _nothing)()
-    if sharding is None or sharding.gradients.hold or sharding.gradients.in_backward:
-        return None
-    entry = sharding.job.find(parameter)
-    if entry is None or entry.trained:
-        return None
-    is_unused = own_gradient(parameter) is None and sharding.gradients.is_complete
-    return None if is_unused else sharding
+def _outside_of(parameter: Any) -> OutsideGradients[Any] | None:
+    """The gradients to which that of the parameter belongs, if it is to become a mean now."""
+    reference = parameter.__dict__.get(OUTSIDE)
+    outside: OutsideGradients[Any] | None = None if reference is None else reference()
+    return None if outside is None or outside.in_backward else outside
 
 
 def _average(parameter: Any, group: ProcessGroup) -> None:
     """Replaces this rank's gradient by the mean over the ranks, all of which must call it."""
     from ._framework import PADDLE
 
-    # The parameter's own values may be on the servers.
-    stand_in = parameter.__dict__.get(_STAND_IN)
-    if stand_in is None:
-        zeros = paddle.nn.initializer.Constant(0.0)
-        stand_in = paddle.create_parameter(
-            list(parameter.shape), dtype=parameter.dtype, default_initializer=zeros
-        )
-        setattr(parameter, _STAND_IN, stand_in)
-    own = PADDLE.gradient(parameter)
-    if own is not None:
-        stand_in.grad = own
-    try:
-        average_now(PADDLE, [stand_in], group)
-        mean = own_gradient(stand_in)
-        if mean is not None:
-            PADDLE.set_gradient(parameter, mean)
-    except TimeoutError as error:
-        raise TimeoutError(f"{error}; {LOOK_TOGETHER}") from error
-    finally:
-        Tensor.clear_gradient(stand_in, False)
+    if _STAND_IN not in parameter.__dict__:
+        setattr(parameter, _STAND_IN, stand_in(parameter))
+    stand_ins = [parameter.__dict__[_STAND_IN]]
+    [mean] = mean_gradients(PADDLE, stand_ins, [PADDLE.gradient(parameter)], group)
+    if mean is not None:
+        PADDLE.set_gradient(parameter, mean)
 
 
-def mark_outside(sharding: Any) -> None:
-    """Makes the gradients of parameters that are not in the optimizer means over the ranks when
-    the program looks at them."""
-    if sharding.job.group.size == 1:
-        return
-    for entry in sharding.job.parameters:
-        if isinstance(entry.tensor, Counted) and not entry.trained and entry.differentiable:
-            setattr(entry.tensor, _OUTSIDE, weakref.ref(sharding))
-
-
-def _nothing() -> None:
-    return None
+def stand_in(parameter: Any) -> Any:
+    """As :meth:`zeroshard._core.framework.Framework.stand_in`."""
+    zeros = paddle.nn.initializer.Constant(0.0)
+    return paddle.create_parameter(
+        list(parameter.shape), dtype=parameter.dtype, default_initializer=zeros
+    )
 
 
 def access(parameter: Any) -> None:
@@ -224,7 +198,7 @@ class Counted:
     def grad(self, gradient: Any | None) -> None:
         if gradient is not None:
             access(self)  # Paddle compares it with the values
-        self.__dict__.pop(ATTRIBUTE, None)
+        self._forget_mean()
         Tensor.grad.__set__(self, gradient)
 
     @property
@@ -243,8 +217,12 @@ class Counted:
         return None if found is None else found.numpy()
 
     def clear_gradient(self, set_to_zero: bool = True) -> None:
-        self.__dict__.pop(ATTRIBUTE, None)
+        self._forget_mean()
         super().clear_gradient(set_to_zero)  # type: ignore[misc]
+
+    def _forget_mean(self) -> None:
+        self.__dict__.pop(ATTRIBUTE, None)
+        self.__dict__.pop(OUTSIDE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         access(self)

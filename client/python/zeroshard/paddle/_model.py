@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,18 @@ from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 from ._wrapper import LayerWrapper
+
+
+def _cast(name: str, dtype: str | None = None) -> Callable[..., Any]:
+    """A method of a layer that casts it to ``dtype``, or to its argument. For ``p_g_os`` see
+    :meth:`GroupSharded._to_impl`."""
+
+    def cast(model: GroupSharded, *args: Any, **kwargs: Any) -> Any:
+        if not model.sharding.has_units:
+            return getattr(super(GroupSharded, model), name)(*args, **kwargs)
+        return model._checked(dtype or next(iter((*args, *kwargs.values())), None))
+
+    return cast
 
 
 class GroupSharded(LayerWrapper):
@@ -97,20 +110,31 @@ class GroupSharded(LayerWrapper):
         self.sharding.take_values()
         return result
 
-    def to(
-        self, device: Any = None, dtype: Any = None, blocking: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    # ---- casts and moves
+
+    def _to_impl(self, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As a layer's, except at ``p_g_os``, where parameters cannot be moved or cast: only the
         device and the dtype that they have are accepted."""
-        if self.sharding.has_units and self._is_unchanged(device, dtype):
-            return self
-        self.sharding.check_movable("moved or cast")
-        return super().to(device, dtype, blocking, *args, **kwargs)
-
-    def _is_unchanged(self, device: Any, dtype: Any) -> bool:
-        """Whether the model has this device and dtype. None stands for the present one."""
+        if not self.sharding.has_units:
+            return super()._to_impl(device, dtype, *args, **kwargs)
         place = paddle.device._convert_to_place(device) if isinstance(device, str) else device
+        if place not in (None, _current_expected_place()):
+            self.sharding.check_movable("moved")
+        return self._checked(dtype)
+
+    def _checked(self, dtype: Any) -> Any:
+        """This model at ``p_g_os``, if it has the dtype. None stands for the present one."""
         tensors = [*self._layer.parameters(), *self._layer.buffers()]
-        return place in (None, _current_expected_place()) and (
-            dtype is None or {convert_dtype(tensor.dtype) for tensor in tensors} == {dtype}
-        )
+        found = {tensor.dtype for tensor in tensors if paddle.is_floating_point(tensor)}
+        if dtype is not None and found != {_dtype(dtype)}:
+            self.sharding.check_movable("cast")
+        return self
+
+    astype, type = _cast("astype"), _cast("type")
+    float, float16 = _cast("float", "float32"), _cast("float16", "float16")
+    bfloat16 = _cast("bfloat16", "bfloat16")
+
+
+def _dtype(name: Any) -> Any:
+    """Paddle's dtype of a name or of NumPy's dtype."""
+    return name if isinstance(name, paddle.dtype) else getattr(paddle, convert_dtype(name))

@@ -1,11 +1,12 @@
 """The members of a model's wrapper that are those of the model.
 
-A script reads and changes its model through the wrapper: attributes, parts and hooks of the state
-dict are those of the layer.
+A script reads and changes its model through the wrapper: each member of ``paddle.nn.Layer`` acts
+on the layer, except for calls, their hooks, and what the wrapper itself is for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import paddle
@@ -52,7 +53,60 @@ class LayerWrapper(AttributesOfModel, paddle.nn.Layer):
             return super().add_sublayer(name, sublayer)
         return self._wrapped.add_sublayer(name, sublayer)
 
+    def get_sublayer(self, target: str) -> Any:
+        return self._inner.get_sublayer(target)
+
+    def set_sublayer(self, *args: Any, **kwargs: Any) -> None:
+        self._inner.set_sublayer(*args, **kwargs)
+
+    # Paddle's other names of these methods.
+    add_module = register_module = add_sublayer
+    register_parameter = add_parameter
+    get_submodule, set_submodule = get_sublayer, set_sublayer
+
+    def named_children(self) -> Iterable[tuple[str, Any]]:
+        children: Iterable[tuple[str, Any]] = self._inner.named_children()
+        return children
+
+    def named_sublayers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Those of the layer, which is the first one with ``include_self``: the wrapper is not
+        among them."""
+        yield from self._inner.named_sublayers(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """The parameters of the layer, with the keys of ``state_dict``."""
+        yield from self._inner.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """The buffers of the layer, with the keys of ``state_dict``."""
+        yield from self._inner.named_buffers(*args, **kwargs)
+
+    # ---- all parts at once
+
+    def apply(self, fn: Callable[[Any], None]) -> Any:
+        self._inner.apply(fn)
+        return self
+
+    def astype(self, dtype: Any = None) -> Any:
+        self._inner.astype(dtype)
+        return self
+
+    def _to_impl(self, *args: Any, **kwargs: Any) -> Any:
+        self._inner._to_impl(*args, **kwargs)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> None:
+        self._inner._apply(*args, **kwargs)
+
     # ---- state
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the layer, whose keys have no prefix."""
+        return self._inner.sharded_state_dict(*args, **kwargs)
+
+    def _state_dict_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # Called for a wrapper in another layer.
+        return self._inner._state_dict_impl(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole state dict of the layer, whose keys have no prefix. Any rank may call it."""

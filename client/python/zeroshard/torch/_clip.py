@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.sharding import sharding_of
+from .._core.sharding import clip
 from ..errors import InvalidArgumentError
 
 
@@ -32,12 +32,12 @@ class ClipGradByGlobalNorm:
 
 def max_norm_of(optimizer: torch.optim.Optimizer, grad_clip: Any | None) -> float | None:
     """The norm that every step is clipped to. None if steps are not clipped."""
-    clip = grad_clip if grad_clip is not None else getattr(optimizer, "grad_clip", None)
-    if clip is None:
+    given = grad_clip if grad_clip is not None else getattr(optimizer, "grad_clip", None)
+    if given is None:
         return None
-    if not isinstance(clip, ClipGradByGlobalNorm):
-        raise InvalidArgumentError(f"grad_clip is {clip!r}; it must be a ClipGradByGlobalNorm")
-    return clip.clip_norm
+    if not isinstance(given, ClipGradByGlobalNorm):
+        raise InvalidArgumentError(f"grad_clip is {given!r}; it must be a ClipGradByGlobalNorm")
+    return given.clip_norm
 
 
 def clip_grad_norm_(
@@ -50,8 +50,8 @@ def clip_grad_norm_(
     """As ``torch.nn.utils.clip_grad_norm_``, also for sharded parameters.
 
     Args:
-        parameters: a model, or all parameters that its optimizer trains. For parameters that are
-            not sharded, torch's function is called.
+        parameters: a model, or all parameters that its optimizer trains. If the optimizer does not
+            have all of them, torch's function is called, which reads gradients of the others.
         max_norm: the norm to which the next step is clipped.
         norm_type: 2.0 for sharded parameters.
         error_if_nonfinite: raise a RuntimeError if the norm is inf or NaN.
@@ -65,16 +65,11 @@ def clip_grad_norm_(
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
     given = list(parameters)
-    sharding = sharding_of(given)
-    if sharding is None:
+    norm = clip(given, max_norm, norm_type)
+    if norm is None:
         return torch.nn.utils.clip_grad_norm_(
             given, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    if norm_type != 2.0:
-        raise InvalidArgumentError(
-            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
-        )
-    norm = sharding.clip(float(max_norm))
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the global norm of the gradients is {norm}, so they cannot be clipped; pass "

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from .._core.entry import Entry
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
 from .._core.gradients import Gradients
+from .._core.outside import OutsideGradients
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, distributed, world_group
 from ..errors import InvalidArgumentError
@@ -25,6 +26,7 @@ from ._copies import COPIES, Copies, host_copy, is_held
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
 from ._mean_gradient import MeanGradient
+from ._outside import OutsideGradient
 from ._memory import PooledMemory, guard, guard_tied
 from ._transforms import is_transformed, is_transforming, outside_transforms
 
@@ -139,14 +141,14 @@ class _Torch(Framework[Tensor]):
         if gradient is None or gradient.requires_grad:
             return None  # the program differentiates it
         mean = MeanGradient(gradients, entry, gradient)
-        entry.tensor.grad = GradientTensor(mean)
+        entry.tensor.grad = GradientTensor(mean, entry.tensor)
         return mean
 
     def show_absent(
         self, gradients: Gradients[Tensor], entry: Entry[Tensor]
     ) -> MeanGradient | None:
         mean = MeanGradient(gradients, entry, None)
-        entry.tensor.grad = GradientTensor(mean)
+        entry.tensor.grad = GradientTensor(mean, entry.tensor)
         return mean
 
     def may_differentiate(self, parameter: Tensor) -> bool:
@@ -154,13 +156,39 @@ class _Torch(Framework[Tensor]):
         return gradient is not None and gradient.requires_grad
 
     def shown_mean(self, parameter: Tensor) -> MeanGradient | None:
-        gradient = parameter.grad
-        if not isinstance(gradient, GradientTensor) or not gradient.source.is_of(parameter):
-            return None
-        return gradient.source
+        shown = _shown(parameter)
+        return shown if isinstance(shown, MeanGradient) else None
 
     def given_gradient(self, parameter: Tensor) -> object:
         return parameter.grad
+
+    def stand_in(self, parameter: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            return one.expand(parameter.shape).requires_grad_()
+
+    def show_outside(self, outside: OutsideGradients[Tensor], entry: Entry[Tensor]) -> None:
+        gradient = entry.tensor.grad
+        if isinstance(gradient, GradientTensor) or gradient is not None and gradient.requires_grad:
+            return  # it is shown, or the program differentiates it
+        source = OutsideGradient(outside, entry, gradient)
+        entry.tensor.grad = GradientTensor(source, entry.tensor)
+
+    def hide_outside(self, parameter: Tensor) -> None:
+        shown = _shown(parameter)
+        if isinstance(shown, OutsideGradient):
+            parameter.grad = shown.own
+
+    def outside_gradient(self, parameter: Tensor) -> Tensor | None:
+        shown = _shown(parameter)
+        if not isinstance(shown, OutsideGradient) or shown.own is None:
+            return None
+        return shown.own.clone()
+
+    def receive_outside(self, parameter: Tensor, mean: Tensor | None) -> None:
+        shown = _shown(parameter)
+        if isinstance(shown, OutsideGradient):
+            shown.receive(self.zeros_like(parameter) if mean is None else mean)
 
     def own_elements(self, tensor: Tensor) -> Tensor:
         if tensor.is_sparse or 0 in tensor.stride():
@@ -287,6 +315,14 @@ class _Torch(Framework[Tensor]):
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(pack, unpack)
+
+
+def _shown(parameter: Tensor) -> MeanGradient | OutsideGradient | None:
+    """What the parameter shows the program instead of this rank's gradient."""
+    gradient = parameter.grad
+    if not isinstance(gradient, GradientTensor) or not gradient.source.is_of(parameter):
+        return None
+    return gradient.source
 
 
 class _Hook:

@@ -20,20 +20,20 @@ from torch.utils import _pytree as pytree
 from ..errors import InvalidArgumentError
 from ._mean_gradient import MeanGradient
 from ._memory import METADATA
+from ._outside import OutsideGradient
 
 
 class GradientTensor(torch.Tensor):
     """Takes the place of a parameter's gradient. See the module's docstring."""
 
-    source: MeanGradient
+    source: MeanGradient | OutsideGradient
 
     @staticmethod
-    def __new__(cls, mean: MeanGradient) -> GradientTensor:
-        parameter = mean.entry.tensor
+    def __new__(cls, source: MeanGradient | OutsideGradient, parameter: Tensor) -> GradientTensor:
         made: GradientTensor = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        made.source = mean
+        made.source = source
         return made
 
     @classmethod

@@ -2,89 +2,67 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
 from .._core.entry import Entry
 from .._core.gradients import Gradients
+from .._core import mean
 from ..errors import InvalidArgumentError
 
-R = TypeVar("R")
 
+class _Fetched(mean.Fetched[Tensor]):
+    """Finds what the program writes by comparing the values with a copy."""
 
-@dataclass
-class _Fetched:
-    """The values of a mean gradient that the program has looked at."""
-
-    #: The program may write to them.
-    values: Tensor
-    #: A copy, to find what the program writes.
-    original: Tensor
-    #: The loss scale by which they were divided.
-    loss_scale: float
+    def __init__(self, values: Tensor, loss_scale: float) -> None:
+        super().__init__(values, loss_scale)
+        self._accepted = values.clone()
 
     def scale(self, factor: float) -> None:
         self.values.mul_(factor)
-        self.original.mul_(factor)
+        self._accepted.mul_(factor)
+
+    def accept(self) -> None:
+        self._accepted.copy_(self.values)
 
     @property
     def is_edited(self) -> bool:
-        values, original = (
-            tensor.reshape(-1).view(torch.uint8) for tensor in (self.values, self.original)
+        values, accepted = (
+            tensor.reshape(-1).view(torch.uint8) for tensor in (self.values, self._accepted)
         )
-        return not torch.equal(values, original)
+        return not torch.equal(values, accepted)
 
 
-class MeanGradient:
+def added(own: Tensor | None, gradient: Tensor, name: str) -> Tensor:
+    """A rank's gradient of parameter ``name``, if it has one, and a further one, which is added in
+    place if possible."""
+    if gradient.requires_grad:
+        raise InvalidArgumentError(
+            "a backward pass with create_graph=True adds to the gradient of parameter "
+            f"{name!r}; call optimizer.zero_grad() before it"
+        )
+    if own is None:
+        return gradient.detach().clone()
+    if own.is_sparse and not gradient.is_sparse:
+        return gradient + own
+    return own + gradient if own.is_sparse else own.add_(gradient)
+
+
+class MeanGradient(mean.MeanGradient[Tensor]):
     """The mean over the ranks of one parameter's gradient in one step."""
+
+    is_absent = True
 
     def __init__(
         self, gradients: Gradients[Tensor], entry: Entry[Tensor], own: Tensor | None
     ) -> None:
         """``own``: this rank's gradient. None if it has none."""
-        # Weak, since Python cannot find a cycle through a parameter and its gradient.
-        self._of_gradients = weakref.ref(gradients)
-        self.entry = entry
-        #: This rank's gradient, as long as it is on this worker.
-        self.own: Tensor | None = own
-        #: Whether this rank has not used the parameter, and contributes nothing to the mean.
-        self.is_absent = own is None
-        #: The factor by which the program has multiplied the mean.
-        self.factor = 1.0
-        #: Whether the program has set it to zero, and nothing was added since.
-        self.is_zero = False
-        #: Whether the program has set it to zero after it was sent.
-        self.is_zeroed = False
-        self._fetched: _Fetched | None = None
-
-    @property
-    def entry(self) -> Entry[Tensor]:
-        """The parameter."""
-        return self._alive(self._of_entry())
-
-    @entry.setter
-    def entry(self, entry: Entry[Tensor]) -> None:
-        self._of_entry = weakref.ref(entry)
-        # A new job has other entries for the same parameters.
-        self._of_parameter = weakref.ref(entry.tensor)
-        self.name = entry.name
+        super().__init__(gradients, entry)
+        self.own, self.is_absent = own, own is None
 
     def is_of(self, parameter: Tensor) -> bool:
         """Whether it is the gradient of this parameter."""
         return self._of_parameter() is parameter
-
-    @property
-    def _gradients(self) -> Gradients[Tensor]:
-        return self._alive(self._of_gradients())
-
-    def _alive(self, found: R | None) -> R:
-        if found is None:
-            raise self._gone()
-        return found
 
     # ---- used by autograd
 
@@ -104,28 +82,15 @@ class MeanGradient:
             # an error: a backward pass through a model that is not trained now, as in a GAN, may
             # add to what the last step has left.
             return
-        if gradient.requires_grad:
-            raise InvalidArgumentError(
-                "a backward pass with create_graph=True adds to the gradient of parameter "
-                f"{self.name!r}; call optimizer.zero_grad() before it"
-            )
-        own = self._scaled_own(self._alive(self.own))
-        if self.is_edited:
-            own = self._read().values
+        own = None if self.own is None else self._scaled_own(self.own)
+        if self._fetched is not None and self._fetched.is_edited:
+            own = self._read(self._fetched)
         self._fetched = None
-        if own.is_sparse and not gradient.is_sparse:
-            self.own = gradient + own
-        else:
-            self.own = own + gradient if own.is_sparse else own.add_(gradient)
+        self.own = added(own, gradient, self.name)
 
     def end_step(self, factor: float) -> None:
         """The step, which has multiplied the gradient by ``factor``, has ended."""
         self.factor *= factor
-
-    def clip(self, factor: float) -> None:
-        """The step will multiply the gradient by ``factor`` to clip it."""
-        if self._fetched is not None:
-            self._fetched.scale(factor)
 
     # ---- used by the program
 
@@ -183,7 +148,7 @@ class MeanGradient:
                 return self._scaled_own(self.own)
             else:
                 raise self._gone()
-        return self._read().values
+        return self._read(self._fetched)
 
     @property
     def is_available(self) -> bool:
@@ -193,11 +158,6 @@ class MeanGradient:
             gradients is not None and gradients.is_open(self) and not gradients.in_backward
         )
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether the program has written to the values."""
-        return self._fetched is not None and self._fetched.is_edited
-
     def to_send(self) -> Tensor:
         """The values as gradients that are sent, which are multiplied by the loss scale. They
         include the factor, which becomes 1."""
@@ -206,18 +166,9 @@ class MeanGradient:
         # In f32, so that f16 does not overflow.
         return values.float() * self._gradients.loss_scale
 
-    def was_sent_again(self, gradient: Tensor) -> None:
-        """The servers have ``gradient`` from this rank now."""
-        self.is_zeroed = False
-        if self.own is not None:
-            self.own = gradient
-        if self._fetched is not None:
-            self._fetched.original.copy_(self._fetched.values)
-
     def drop_edits(self) -> None:
-        """Drops what the program has written, since no rank has this gradient."""
-        self.own = self._fetched = None
-        self.factor, self.is_zeroed = 1.0, False
+        super().drop_edits()
+        self.own, self.factor, self.is_zeroed = None, 1.0, False
 
     # ---- internal
 
@@ -248,20 +199,11 @@ class MeanGradient:
         norm = self._norms(gradients)[entry.index]
         if self.is_absent and norm == 0.0:
             values = torch.zeros_like(entry.tensor, requires_grad=False)
-            return _Fetched(values, values.clone(), gradients.loss_scale)
+            return _Fetched(values, gradients.loss_scale)
         total, divisor = gradients.fetch(entry)
         mean = total.div_(divisor).mul_(self.factor * gradients.shown_scale(entry))
         values = mean.reshape(entry.tensor.shape).to(entry.tensor.device, entry.tensor.dtype)
-        return _Fetched(values, values.clone(), gradients.loss_scale)
-
-    def _read(self) -> _Fetched:
-        """The fetched values, divided by the loss scale that the program has removed since."""
-        fetched, gradients = self._alive(self._fetched), self._of_gradients()
-        if gradients is not None and gradients.is_open(self):
-            if fetched.loss_scale != gradients.loss_scale:
-                fetched.scale(fetched.loss_scale / gradients.loss_scale)
-                fetched.loss_scale = gradients.loss_scale
-        return fetched
+        return _Fetched(values, gradients.loss_scale)
 
     def _scaled_own(self, own: Tensor) -> Tensor:
         if self.factor != 1.0:

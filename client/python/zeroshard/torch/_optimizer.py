@@ -35,11 +35,10 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding[Tensor]) -> None:
-        self._sharding: Sharding[Tensor] | None = (
-            None  # while the base class adds the existing groups
-        )
+        # None while the base class adds the existing groups.
+        self._sharding: Sharding[Tensor] | None = None
+        self._given: Any = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups
         self._sharding = sharding
         self._given = optimizer
         self._state = StateOnServers(sharding.job, self)
@@ -55,6 +54,18 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         """The state shared with the model's wrapper."""
         assert self._sharding is not None
         return self._sharding
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups, which are those of the original optimizer."""
+        return self._own_groups if self._given is None else self._given.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        if self._given is None:
+            self._own_groups = groups
+        else:
+            self._given.param_groups = groups
 
     @property
     def state(self) -> Any:
