@@ -67,8 +67,8 @@ pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
 pub use status::{
-    JobOnServer, JobState, JobStatus, JobWait, MissingServer, ServerStatus, SlowRank, Status,
-    Trouble,
+    Advice, JobOnServer, JobState, JobStatus, JobWait, MissingServer, ServerStatus, SlowRank,
+    Status, Trouble,
 };
 pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};

@@ -12,6 +12,7 @@ use zeroshard_proto::{
     Deadline, Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId,
     geometry::LocalTensor,
     pb::{self, shard_service_client::ShardServiceClient},
+    trace::Trace,
 };
 
 use crate::{
@@ -290,6 +291,8 @@ impl Pinned {
                 pin: pin.number,
                 chunk_bytes: cluster.options.chunk_bytes,
                 timeout: tries.timeout(),
+                trace: Trace::default(),
+                rank: None,
             };
             let waiting_for =
                 format!("version {version} from shard server {}", pull.server.address);

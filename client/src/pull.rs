@@ -12,6 +12,7 @@ use zeroshard_proto::{
     frame::{Event, Extent, Reader, encode_message},
     geometry::LocalTensor,
     pb,
+    trace::{Span, SpanKind, Trace},
 };
 
 use crate::{
@@ -193,6 +194,9 @@ pub(crate) struct PullOf<'a> {
     pub(crate) pin: u64,
     pub(crate) chunk_bytes: usize,
     pub(crate) timeout: Duration,
+    /// The trace of the step that begins with the version; none for a reader.
+    pub(crate) trace: Trace,
+    pub(crate) rank: Option<u32>,
 }
 
 impl<'a> ServerPull<'a> {
@@ -227,13 +231,21 @@ impl ServerPull<'_> {
         if self.rest.is_empty() {
             return Ok(());
         }
-        let received = self.receive(shards, of).await;
+        let mut span = of
+            .trace
+            .span("pull", SpanKind::Client)
+            .with("server.address", self.server.address.clone())
+            .with("zeroshard.version", of.version as i64);
+        if let Some(rank) = of.rank {
+            span = span.with("zeroshard.rank", i64::from(rank));
+        }
+        let received = self.receive(shards, of, &span).await.inspect_err(|error| span.fail(error));
         let is_whole =
             |error: &Error| self.rest.is_empty() && !matches!(error, Error::Internal { .. });
         received.or_else(|error| if is_whole(&error) { Ok(()) } else { Err(error) })
     }
 
-    async fn receive(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
+    async fn receive(&mut self, shards: &Shards, of: &PullOf<'_>, span: &Span) -> Result<()> {
         let shard = shards.get(&self.server)?;
         let extents = self.rest.iter().map(|next| pb::Extent {
             slice: next.slice,
@@ -253,7 +265,7 @@ impl ServerPull<'_> {
             pin: of.pin,
         };
         let body = Full::new(encode_message(&request));
-        let connection = shard.pull.within(of.timeout);
+        let connection = shard.pull.within(of.timeout).in_span(span);
         let answer = call(&connection, "/zeroshard.v1.DataService/Pull", body, &shard.peer).await?;
         let mut reader = Reader::new(answer, MAX_MESSAGE);
         let mut dtype = DType::F32;
@@ -335,6 +347,8 @@ mod tests {
             pin: 0,
             chunk_bytes: 1 << 20,
             timeout: Duration::from_secs(5),
+            trace: Trace::default(),
+            rank: None,
         };
         let values: Vec<u8> = [1_f32, 2.0, 3.0].iter().flat_map(|v| v.to_le_bytes()).collect();
         pull.store(&values[..8], DType::F32);

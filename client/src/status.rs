@@ -22,6 +22,27 @@ pub struct Status {
     pub recovering: bool,
     /// The shard servers that were connected, and were not drained before they left.
     pub missing: Vec<MissingServer>,
+    /// What an operator should do about the cluster itself; `None`: nothing.
+    pub advice: Option<Advice>,
+}
+
+/// An action that is recommended to an operator.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Advice {
+    /// The action in imperative form, without a period.
+    pub text: String,
+    /// A command that carries it out, with upper-case words where a value has to be inserted.
+    pub command: Option<String>,
+}
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)?;
+        match &self.command {
+            Some(command) => write!(f, ": {command}"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// A shard server that is missing.
@@ -146,6 +167,8 @@ pub struct JobStatus {
     pub failed_saves: u32,
     /// The error of the last of them; empty if there was none.
     pub save_error: String,
+    /// What an operator should do about the job; `None`: nothing.
+    pub advice: Option<Advice>,
 }
 
 impl JobStatus {
@@ -277,6 +300,7 @@ impl TryFrom<pb::StatusResponse> for Status {
             unix_ms: message.unix_ms,
             leading: Duration::from_millis(message.leading_ms),
             recovering: message.recovering,
+            advice: message.advice.map(Into::into),
         })
     }
 }
@@ -323,6 +347,12 @@ impl From<pb::JobStats> for JobOnServer {
     }
 }
 
+impl From<pb::Advice> for Advice {
+    fn from(pb::Advice { text, command }: pb::Advice) -> Self {
+        Self { text, command: Some(command).filter(|command| !command.is_empty()) }
+    }
+}
+
 impl From<pb::JobWait> for JobWait {
     fn from(message: pb::JobWait) -> Self {
         let pb::JobWait { reason, waited_ms, lacks_workers, lacks_servers } = message;
@@ -355,6 +385,7 @@ impl From<pb::JobStatus> for JobStatus {
             saved_ago: message.saved_ms_ago.map(Duration::from_millis),
             failed_saves: message.failed_saves,
             save_error: message.save_error,
+            advice: message.advice.map(Into::into),
             name: message.name,
             id: message.job_id,
             epoch: message.epoch,

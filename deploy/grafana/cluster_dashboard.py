@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common import DECIDED, calls, number, processes, quantile, rate
+from common import CONNECTION, DECIDED, STATES, calls, number, processes, quantile, rate, state
 from panels import Dashboard, Panel, Query, Row
 
 CLUSTER = Dashboard(
@@ -18,27 +18,50 @@ CLUSTER = Dashboard(
                     "Coordinators that lead. Without one, no job makes steps.",
                     "sum(zeroshard_leader) or vector(0)",
                     red_at_zero=True,
+                    width=3,
                 ),
                 number(
                     "Shard servers",
                     "Servers that are connected to the coordinator.",
                     "sum(zeroshard_servers)",
                     red_at_zero=True,
+                    width=3,
                 ),
-                number("Jobs", "Jobs in any state.", "count(zeroshard_job_workers) or vector(0)"),
+                number(
+                    "Missing servers",
+                    "Servers that were connected, and were not drained before they left.",
+                    "sum(zeroshard_servers_missing) or vector(0)",
+                    red_from=1,
+                    width=3,
+                ),
+                number(
+                    "Jobs",
+                    "Jobs in any state.",
+                    "count(zeroshard_job_workers) or vector(0)",
+                    width=3,
+                ),
                 number(
                     "Failed jobs",
                     "Jobs that have ended with an error and have not been deleted.",
                     'sum(zeroshard_job_state{state="failed"}) or vector(0)',
                     red_from=1,
+                    width=3,
+                ),
+                number(
+                    "Failed saves",
+                    "Saves of checkpoints that failed in the last hour.",
+                    'round(sum(increase(zeroshard_checkpoints_total{outcome="failed"}[1h])))',
+                    red_from=1,
+                    width=3,
                 ),
                 number(
                     "Degraded slices",
                     "Slices with fewer replicas than their job asks for.",
                     "sum(zeroshard_job_degraded_slices) or vector(0)",
                     red_from=1,
+                    width=3,
                 ),
-                number("Workers", "Workers with a lease.", "sum(zeroshard_job_workers)"),
+                number("Workers", "Workers with a lease.", "sum(zeroshard_job_workers)", width=3),
             ],
         ),
         Row(
@@ -47,9 +70,10 @@ CLUSTER = Dashboard(
                 Panel(
                     "State",
                     "The state of each job over time.",
-                    [Query("max by (job, state) (zeroshard_job_state) == 1", "{{job}}: {{state}}")],
+                    [Query(state('job!=""'), "{{job}}")],
                     kind="state-timeline",
                     width=12,
+                    words=STATES,
                 ),
                 Panel(
                     "Steps",
@@ -173,8 +197,7 @@ CLUSTER = Dashboard(
                     [Query("zeroshard_coordinator_connected", "{{instance}}")],
                     kind="state-timeline",
                     width=12,
-                    red_at_zero=True,
-                    words={0: "disconnected", 1: "connected"},
+                    words=CONNECTION,
                 ),
             ],
         ),

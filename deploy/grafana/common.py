@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from panels import Panel, Query, Row
+from panels import Panel, Query, Row, Word
 
 #: The steps that count for the speed of a job.
 DECIDED = 'outcome=~"applied|skipped"'
+
+#: The states of a job in the label ``state``, with the colours of their severity.
+STATES = {
+    1: Word("waiting", "yellow"),
+    2: Word("opening", "blue"),
+    3: Word("open", "green"),
+    4: Word("restoring", "orange"),
+    5: Word("recovering", "orange"),
+    6: Word("failed", "red"),
+}
+CONNECTION = {0: Word("disconnected", "red"), 1: Word("connected", "green")}
+
+
+def state(labels: str) -> str:
+    """The state of each selected job, as its number in :data:`STATES`."""
+    numbered = (
+        f'{number} * (zeroshard_job_state{{{labels}, state="{word.text}"}} == 1)'
+        for number, word in STATES.items()
+    )
+    return f"max by (job) ({' or '.join(numbered)})"
 
 
 def rate(metric: str, by: str, labels: str = "") -> str:

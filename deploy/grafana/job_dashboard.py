@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common import DECIDED, mean, number, quantile, rate
+from common import DECIDED, STATES, mean, number, quantile, rate, state
 from panels import Dashboard, Panel, Query, Row, Variable
 
 JOB = Dashboard(
@@ -18,8 +18,9 @@ JOB = Dashboard(
                     "State",
                     "waiting (for servers), opening, open, restoring (a checkpoint), recovering"
                     " (after a restart of the coordinator) or failed.",
-                    [Query('max by (state) (zeroshard_job_state{job="$job"}) == 1', "{{state}}")],
+                    [Query(state('job="$job"'), "{{job}}")],
                     kind="state-timeline",
+                    words=STATES,
                     width=8,
                     height=4,
                 ),
@@ -41,6 +42,23 @@ JOB = Dashboard(
                     "Slices with fewer replicas than the job asks for.",
                     'max(zeroshard_job_degraded_slices{job="$job"})',
                     red_from=1,
+                ),
+            ],
+        ),
+        Row(
+            "Training",
+            [
+                Panel(
+                    "Loss",
+                    "The mean loss of the ranks in the last step. Only if they report it.",
+                    [Query('max(zeroshard_job_loss{job="$job"})', "loss")],
+                    width=12,
+                ),
+                Panel(
+                    "Gradient norm",
+                    "Of the mean gradient, before it is clipped.",
+                    [Query('max(zeroshard_job_gradient_norm{job="$job"})', "norm")],
+                    width=12,
                 ),
             ],
         ),

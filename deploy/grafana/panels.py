@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 #: A JSON object.
@@ -27,6 +27,14 @@ class Query:
 
 
 @dataclass(frozen=True)
+class Word:
+    """The text that stands for a value, and its colour, which is one of Grafana's names."""
+
+    text: str
+    color: str
+
+
+@dataclass(frozen=True)
 class Panel:
     """A panel. ``unit`` is a unit of Grafana: ``s``, ``bytes``, ``Bps``, ``ops``, ``short``,
     ``percentunit``. ``red_from``: the value from which a number is red."""
@@ -42,8 +50,8 @@ class Panel:
     red_from: float | None = None
     #: Whether 0 is red, and everything else is green.
     red_at_zero: bool = False
-    #: Words for values, such as ``{1: "connected"}``.
-    words: dict[int, str] = field(default_factory=dict)
+    #: Words for values, such as ``{1: Word("connected", "green")}``.
+    words: Mapping[int, Word] = field(default_factory=dict)
 
     def json(self, identity: int, x: int, y: int) -> Json:
         """The JSON model at a place of the dashboard."""
@@ -84,6 +92,9 @@ class Panel:
         elif self.red_from is not None:
             steps.append({"color": "red", "value": self.red_from})
         defaults: Json = {"unit": self.unit, "thresholds": {"mode": "absolute", "steps": steps}}
+        if self.kind in ("stat", "bargauge", "state-timeline"):
+            # By default, a timeline colours a value by its rank among all values.
+            defaults["color"] = {"mode": "thresholds"}
         if self.kind == "timeseries":
             stacking = "normal" if self.stacked else "none"
             defaults["min"] = 0
@@ -97,7 +108,7 @@ class Panel:
         if self.kind == "bargauge":
             defaults |= {"min": 0, "max": 1}
         if self.words:
-            words = {str(value): {"text": word} for value, word in self.words.items()}
+            words = {str(value): asdict(word) for value, word in self.words.items()}
             defaults["mappings"] = [{"type": "value", "options": words}]
         return defaults
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common import calls, mean, number, processes, rate
+from common import CONNECTION, calls, mean, number, processes, rate
 from panels import Dashboard, Panel, Query, Row, Variable
 
 #: The selection of the server.
@@ -23,8 +23,7 @@ SERVER = Dashboard(
                     "Coordinator",
                     "Whether the server is connected to the coordinator.",
                     f"zeroshard_coordinator_connected{{{SELECTED}}}",
-                    red_at_zero=True,
-                    words={0: "disconnected", 1: "connected"},
+                    words=CONNECTION,
                 ),
                 number(
                     "Jobs",

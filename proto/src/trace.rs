@@ -1,5 +1,6 @@
 //! Traces of steps for OpenTelemetry: one tree of spans per step, from the push of each worker to
-//! the decision. Nothing is recorded before [`start`].
+//! the decision. Pulls, saves and copies of a version belong to the step that begins with it.
+//! Nothing is recorded before [`start`].
 //!
 //! The trace id and the id of the root span are computed from the job, the epoch and the step.
 //! Workers, shard servers and the coordinator therefore agree on them without a message, and an
@@ -21,7 +22,7 @@ pub use opentelemetry::trace::SpanKind;
 
 use crate::Error;
 
-pub use export::{check, flush, start, start_from_environment};
+pub use export::{check, flush, start, start_from_environment, this_process};
 
 /// The header that carries the parent of a span: <https://www.w3.org/TR/trace-context/>.
 pub(crate) const TRACE_PARENT: HeaderName = HeaderName::from_static("traceparent");

@@ -59,9 +59,6 @@ fn make(certs: &DevCerts) -> Outcome {
 }
 
 fn run(config: Config) -> Outcome {
-    if let Some(collector) = config.common.collector() {
-        trace::start(collector, config.common.trace_ratio, "zeroshard-server")?;
-    }
     let runtime = Runtime::new()?;
     let result = runtime.block_on(async {
         let shutdown = CancellationToken::new();

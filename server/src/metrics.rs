@@ -33,6 +33,7 @@ pub struct Metrics {
     request_seconds: HistogramVec,
     in_flight: IntGaugeVec,
     build_info: IntGaugeVec,
+    expiry: IntGaugeVec,
     /// The metrics of the coordinator role.
     pub coordinator: Coordinator,
     /// The metrics of the shard role.
@@ -86,6 +87,12 @@ impl Metrics {
                 "1, with the version of the program and its role: coordinator, shard or all.",
                 &["version", "role"],
             ),
+            expiry: f.gauges(
+                "certificate_expiry_timestamp_seconds",
+                "Time at which the certificate of this server expires, in seconds since 1970. Only \
+                 with TLS.",
+                &[],
+            ),
             coordinator: Coordinator::new(f, gauges.clone()),
             shard: Shard::new(f, gauges),
             registry: f.registry.clone(),
@@ -106,6 +113,13 @@ impl Metrics {
     /// Shows the role of this process: `coordinator`, `shard` or `all`.
     pub(crate) fn show_role(&self, role: &str) {
         self.build_info.with_label_values(&[env!("CARGO_PKG_VERSION"), role]).set(1);
+    }
+
+    /// Shows when the certificate of this process expires, in seconds since 1970.
+    pub(crate) fn show_expiry(&self, expiry: Option<i64>) {
+        if let Some(expiry) = expiry {
+            self.expiry.with_label_values::<&str>(&[]).set(expiry);
+        }
     }
 
     /// The label of a request's path: the path itself, or `other` for a path that no service here

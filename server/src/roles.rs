@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
+use zeroshard_proto::trace;
 
 use crate::{
     access::Accepted,
@@ -110,6 +111,8 @@ async fn serve_role(
             let admin =
                 AdminSite::bind(config.admin_listen, "coordinator", site.address, &site.context)
                     .await?;
+            let place = Place { address: site.address, is_new: site.has_new_address };
+            start_traces(&common, &place.name())?;
             announce(json, "coordinator", site.address, admin.as_ref());
             let leadership = Leadership::alone()?;
             let parts = coordinator(&site, leadership.clone(), config.job_limits(), &shutdown);
@@ -121,6 +124,7 @@ async fn serve_role(
             let admin =
                 AdminSite::bind(config.admin_listen, "shard", site.address, &site.context).await?;
             let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
+            start_traces(&common, &advertised(&config, &site).to_string())?;
             let parts = shard(&config, coordinator, &site, &shutdown)?;
             announce(json, "shard", site.address, admin.as_ref());
             with_admin(site.run(parts, shutdown), admin).await?;
@@ -143,6 +147,7 @@ async fn serve_role(
             let leadership = Leadership::alone()?;
             let parts = coordinator(&site, leadership.clone(), config.job_limits(), &shutdown);
             let dial = dial_self(site.address).into();
+            start_traces(&common, &advertised(&config.shard(), &shard_site).to_string())?;
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
             announce(json, "shard", shard_site.address, admin.as_ref());
@@ -215,10 +220,7 @@ fn shard_on<B: Backend>(
     site: &Site,
     shutdown: &Shutdown,
 ) -> Result<Parts, Error> {
-    let advertised = match &config.advertise {
-        Some(address) => address.or_port(site.address.port()),
-        None => Address::from(site.address),
-    };
+    let advertised = advertised(config, site);
     let shard = Shard::new(backends, config, site.context.clone())?;
     let (routes, shutdown) = (shard.routes(shutdown.stop()), shutdown.clone());
     let background = async move {
@@ -226,6 +228,24 @@ fn shard_on<B: Backend>(
         ended.map_err(Error::from)
     };
     Ok(Parts { routes, background: Box::pin(background) })
+}
+
+/// The address at which others reach the shard server of a site.
+fn advertised(config: &config::Shard, site: &Site) -> Address {
+    match &config.advertise {
+        Some(address) => address.or_port(site.address.port()),
+        None => Address::from(site.address),
+    }
+}
+
+/// Starts to export traces, if the configuration names a collector. The spans carry the address.
+///
+/// # Errors
+/// Those of [`trace::start`].
+fn start_traces(common: &Common, address: &str) -> Result<(), Error> {
+    let Some(collector) = common.collector() else { return Ok(()) };
+    trace::start(collector, common.trace_ratio, "zeroshard-server", address)?;
+    Ok(())
 }
 
 /// The address at which this process dials its own listener on `address`: loopback for a wildcard

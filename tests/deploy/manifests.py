@@ -20,6 +20,8 @@ BIN = Path(sys.executable).parent
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (KUBERNETES / "components").iterdir())
 Manifest = dict[str, Any]
+#: The namespace of what is rendered with a component.
+NAMESPACE = "a-namespace"
 
 
 def _kustomize(directory: Path) -> str:
@@ -28,6 +30,10 @@ def _kustomize(directory: Path) -> str:
     assert process.returncode == 0, process.stderr
     assert "deprecated" not in process.stderr, process.stderr
     return process.stdout
+
+
+def _write(folder: Path, content: Manifest) -> None:
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
 
 
 @functools.cache
@@ -42,13 +48,15 @@ def rendered(name: str) -> str:
     if component in COMPONENTS:
         resources = f"overlays/{overlay}" if overlay else "base"
         with tempfile.TemporaryDirectory() as folder:
-            relative = [
-                os.path.relpath(KUBERNETES / part, Path(folder).resolve())
-                for part in (resources, f"components/{component}")
-            ]
-            content = {"resources": relative[:1], "components": relative[1:]}
-            (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(content))
-            return _kustomize(Path(folder))
+            # An overlay sets the namespace, and another one adds the component, as in the guide.
+            inner = Path(folder).resolve() / "inner"
+            inner.mkdir()
+            below = [os.path.relpath(KUBERNETES / resources, inner)]
+            _write(inner, {"namespace": NAMESPACE, "resources": below})
+            added = [os.path.relpath(KUBERNETES / "components" / component, inner.parent)]
+            outer = {"namespace": NAMESPACE, "resources": ["inner"], "components": added}
+            _write(inner.parent, outer)
+            return _kustomize(inner.parent)
     return _kustomize(KUBERNETES / name)
 
 

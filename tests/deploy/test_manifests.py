@@ -3,20 +3,41 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import subprocess
 import urllib.parse
 from typing import Any
 
 import kubeflow_trainer_api.models as trainer
 import pytest
-from manifests import BIN, COMPONENTS, OVERLAYS, environment, manifests, of_kind, pods, rendered
-from programs import ROOT, check_command, check_variables, help_of
+import yaml
+from manifests import (
+    BIN,
+    COMPONENTS,
+    NAMESPACE,
+    OVERLAYS,
+    environment,
+    manifests,
+    of_kind,
+    pods,
+    rendered,
+)
+from programs import DEPLOY, ROOT, check_command, check_variables, help_of
 
 EVERYTHING = [*OVERLAYS, *COMPONENTS, "workers"]
 CLUSTERS = [*OVERLAYS, *COMPONENTS]
 #: Kinds without a schema in Kubernetes; the tests below check their fields.
-CUSTOM = {"Certificate", "JobSet", "RayJob", "ServiceMonitor", "TrainJob", "TrainingRuntime"}
+CUSTOM = {
+    "Certificate",
+    "JobSet",
+    "PrometheusRule",
+    "RayJob",
+    "ServiceMonitor",
+    "TrainJob",
+    "TrainingRuntime",
+}
 #: Models of custom resources in the package of Kubeflow Trainer.
 MODELS = {
     "JobSet": trainer.JobsetV1alpha2JobSet,
@@ -128,6 +149,25 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
         assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
+def test_the_alerts_are_a_rule_of_the_prometheus_operator() -> None:
+    (rule,) = of_kind("alerts", "PrometheusRule").values()
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+    program = runpy.run_path(str(DEPLOY / "prometheus/prometheus_rule.py"))
+    assert program["RULE"].read_text() == program["text"](), (
+        "run: python3 deploy/prometheus/prometheus_rule.py"
+    )
+
+
+def test_the_dashboards_are_those_of_compose_and_grafana_finds_them() -> None:
+    (dashboards,) = of_kind("dashboards", "ConfigMap").values()
+    files = {path.name: path.read_text() for path in DEPLOY.glob("grafana/dashboards/*.json")}
+    assert dashboards["data"] == files
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    # `kubectl apply` stores a copy in an annotation.
+    assert len(json.dumps(dashboards)) < 256 * 1024
+
+
 @pytest.mark.parametrize("cluster", ["tls", "highly-available+tls"])
 def test_the_certificate_of_servers_has_their_role_and_the_names_at_which_they_are_dialled(
     cluster: str,
@@ -217,10 +257,17 @@ def test_pods_are_restricted(name: str) -> None:
             assert mounts[token.rpartition("/")[0]]["readOnly"] is True
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_the_namespace_enforces_the_standard(name: str) -> None:
-    (namespace,) = of_kind(name, "Namespace").values()
-    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+@pytest.mark.parametrize("name", [*OVERLAYS, "workers"])
+def test_no_namespace_is_hard_coded(name: str) -> None:
+    """``kubectl -n`` selects the namespace, or an overlay of the user."""
+    assert not of_kind(name, "Namespace")
+    assert not [of for of in manifests(name) if "namespace" in of["metadata"]]
+    assert not re.search(r"\.zeroshard\.svc|-n zeroshard\b", rendered(name))
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_component_is_in_the_namespace_of_its_overlay(name: str) -> None:
+    assert {of["metadata"]["namespace"] for of in manifests(name)} == {NAMESPACE}
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

@@ -54,15 +54,11 @@ def test_highly_available_has_an_election_and_zones() -> None:
     assert addresses == [
         f"{COORDINATOR}-{index}.{COORDINATOR}:7400" for index in range(coordinators)
     ]
-    assert spread_of(overlay, SHARD)["topology.kubernetes.io/zone"] == "DoNotSchedule"
-    assert (
-        len(
-            of_kind(overlay, "StatefulSet")[SHARD]["spec"]["template"]["spec"][
-                "topologySpreadConstraints"
-            ]
-        )
-        == 2
-    )
+    for stateful in (SHARD, COORDINATOR):
+        assert spread_of(overlay, stateful) == {
+            "topology.kubernetes.io/zone": "DoNotSchedule",
+            "kubernetes.io/hostname": "DoNotSchedule",
+        }
     assert set(of_kind(overlay, "PodDisruptionBudget")) == {COORDINATOR, SHARD}
 
 
@@ -80,6 +76,11 @@ def test_s3_credentials_come_from_a_secret(stateful: str) -> None:
     (name,) = (source["configMapRef"]["name"] for source in sources if "configMapRef" in source)
     assert of_kind("s3-checkpoints", "ConfigMap")[name]["data"] == {"AWS_REGION": "us-east-1"}
     assert not any(manifest["kind"] == "Secret" for manifest in manifests("s3-checkpoints"))
+
+
+def test_the_servers_may_connect_to_an_object_store_and_to_minio() -> None:
+    (egress,) = of_kind("s3-checkpoints", "NetworkPolicy")["zeroshard-s3"]["spec"]["egress"]
+    assert {port["port"] for port in egress["ports"]} == {443, 9000}
 
 
 def test_a_zone_without_a_name_is_accepted() -> None:

@@ -49,6 +49,28 @@ class Files(unittest.TestCase):
                 self.assertFalse(taken & cells, f"{dashboard.title}: {panel['title']}")
                 taken |= cells
 
+    def test_timelines_have_a_word_and_a_colour_for_each_value(self) -> None:
+        """A failed job is red and says so, and each state of a job has a word."""
+        states = set()
+        for panel in (of for all in documents.dashboards.DASHBOARDS for of in all.panels()):
+            if panel.kind != "state-timeline":
+                continue
+            with self.subTest(panel.title):
+                defaults = panel.json(1, 0, 0)["fieldConfig"]["defaults"]
+                (mapping,) = defaults["mappings"]
+                words = {of["text"]: of["color"] for of in mapping["options"].values()}
+                bad = words.keys() & {"failed", "disconnected"}
+                good = words.keys() & {"open", "connected"}
+                self.assertEqual([words[of] for of in (*bad, *good)], ["red", "green"])
+                for number, word in panel.words.items():
+                    for query in (of for of in panel.queries if "job_state" in of.expr):
+                        label = f'state="{word.text}"'
+                        self.assertRegex(query.expr, rf"\b{number} \* \([^(]+{label}")
+                        states.add(word.text)
+        source = documents.DEPLOY.parent / "server/src/metrics/coordinator.rs"
+        labels = re.findall(r"Self::\w+ => \"([a-z]+)\"", source.read_text())
+        self.assertEqual(states, set(labels))
+
     def test_dashboards_and_alerts_use_metrics_that_exist(self) -> None:
         known = {name for of in documents.metrics() for name in of.series()}
         texts = [documents.ALERTS.read_text(), documents.RUNBOOK.read_text()]

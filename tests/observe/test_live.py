@@ -37,6 +37,7 @@ WITHOUT_DATA = {
 AFTER_A_LOSS = {"Time without all replicas"}
 #: Families without series in this cluster, and the reason.
 WITHOUT_SERIES = {
+    "zeroshard_certificate_expiry_timestamp_seconds": "the servers have no certificates",
     "zeroshard_device_memory_bytes": "the servers compute on the CPU",
     "zeroshard_device_copied_bytes_total": "the servers compute on the CPU",
     "zeroshard_device_kernel_seconds_total": "the servers compute on the CPU",

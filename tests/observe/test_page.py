@@ -1,4 +1,5 @@
-"""Tests the status page in a real browser during training, in both colour schemes and widths."""
+"""Tests the status page in a real browser during training and after the loss of a server, in both
+colour schemes and widths."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chromium import Tab, chromium
-from training import JOB, TOKEN, tiers, training
+from training import FRAGILE, JOB, TOKEN, fragile, tiers, training
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
@@ -21,7 +22,7 @@ import servers  # noqa: E402
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 #: The directory for screenshots.
 PICTURES = TARGET / "status-page"
-WIDTHS = {"wide": 1600, "narrow": 400}
+WIDTHS = {"wide": 1600, "narrow": 360}
 #: The minimum contrast of text, from the Web Content Accessibility Guidelines, level AA.
 CONTRAST = 4.5
 
@@ -53,10 +54,11 @@ LOW_CONTRAST = """
 })()
 """.replace("LIMIT", str(CONTRAST))
 
-#: A script that finds elements outside of tables that are wider than the window.
+#: A script that finds elements that are wider than the window. In a wide window, tables may scroll.
 OVERFLOWING = """
 [...document.querySelectorAll("body *")].filter((element) =>
-  element.getBoundingClientRect().right > innerWidth + 1 && !element.closest(".scroll table, svg")
+  element.getBoundingClientRect().right > innerWidth + 1 &&
+  !element.closest(innerWidth > 560 ? ".scroll table, svg" : "thead, svg")
 ).map((element) => `${element.tagName} ${element.className} ${element.textContent.slice(0, 40)}`)
 """
 
@@ -67,12 +69,15 @@ class Page(unittest.TestCase):
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             running = servers.observed_servers([tiers(directory), [], []], TOKEN)
-            address, (coordinator, *shards), _ = stack.enter_context(running)
+            address, (coordinator, *shards), processes = stack.enter_context(running)
             stack.enter_context(training(address, directory))
+            stack.enter_context(fragile(address, directory))
             tab = stack.enter_context(chromium())
             self.check_cluster(tab, f"http://any:{TOKEN}@{coordinator}/", [address, *shards])
             self.check_refresh(tab)
             self.check_shard(tab, f"http://any:{TOKEN}@{shards[0]}/")
+            processes[2].kill()
+            self.check_loss(tab, f"http://any:{TOKEN}@{coordinator}/")
             self.assertEqual(tab.problems(), [])
             hosts = tuple(f"http://{of}/" for of in (coordinator, shards[0]))
             credentials = tuple(of.replace("//", f"//any:{TOKEN}@") for of in hosts)
@@ -98,7 +103,7 @@ class Page(unittest.TestCase):
     def check_cluster(self, tab: Tab, url: str, addresses: list[str]) -> None:
         """Checks the page of a coordinator: jobs, curves, phases, late ranks, servers, events."""
         tab.show(url, WIDTHS["wide"], "light")
-        has_curves = "document.querySelectorAll('.curve .line').length === 3"
+        has_curves = "document.querySelectorAll('.curve .line').length === 6"
         tab.wait(f"{has_curves} && document.body.textContent.includes('late ranks')")
         # Waits for a curve with enough points, and for reports of all servers.
         tab.wait("document.querySelector('.line').getAttribute('d').split('L').length > 20")
@@ -114,7 +119,8 @@ class Page(unittest.TestCase):
             "Phases of a step",
             "Late ranks",
             "rank 1",
-            "Slices by server",
+            "Bytes of slices by server",
+            "Last checkpoint",
             "Events",
             "joined, id",
             "has all its initial parameters",
@@ -124,7 +130,10 @@ class Page(unittest.TestCase):
         rows: Any = lambda table: tab.evaluate(
             f"document.querySelectorAll('{table} tbody tr').length"
         )
-        self.assertEqual((rows("#scroll-jobs"), rows("#scroll-servers")), (1, 3))
+        self.assertEqual((rows("#scroll-jobs"), rows("#scroll-servers")), (2, 3))
+        totals = "[...document.querySelectorAll('.bars tr:has(.map) .number')]"
+        for total in tab.evaluate(f"{totals}.map((total) => total.textContent)"):
+            self.assertRegex(total, r"^[\d.]+ (B|KiB) \+ [\d.]+ (B|KiB)$")
         self.assertGreater(tab.evaluate("document.querySelectorAll('.map .own').length"), 3)
         self.assertGreater(tab.evaluate("document.querySelectorAll('.map .copy').length"), 3)
         loss = tab.evaluate("Number(document.querySelector('.curve strong').textContent)")
@@ -132,15 +141,39 @@ class Page(unittest.TestCase):
         self.check_layouts(tab, url, "coordinator")
 
     def check_refresh(self, tab: Tab) -> None:
-        """Checks that a refresh keeps the focus, and the scroll positions of page and tables."""
+        """Checks that a refresh keeps the focus, the scroll positions of page and lists, and the
+        filter of events."""
         tab.evaluate("document.querySelector('main').className = 'old'")
-        tab.evaluate("scrollTo(0, 500); document.querySelector('#scroll-jobs').scrollLeft = 120")
-        tab.evaluate("document.querySelector('#scroll-jobs').focus({ preventScroll: true })")
+        tab.evaluate("scrollTo(0, 500); document.querySelector('#scroll-events').scrollTop = 60")
+        tab.evaluate("document.querySelector('#scroll-events').focus({ preventScroll: true })")
         tab.wait("!document.querySelector('main.old')")
-        positions = "[scrollY, document.querySelector('#scroll-jobs').scrollLeft]"
-        self.assertEqual(tab.evaluate(positions), [500, 120])
-        self.assertEqual(tab.evaluate("document.activeElement.id"), "scroll-jobs")
+        positions = "[scrollY, document.querySelector('#scroll-events').scrollTop]"
+        self.assertEqual(tab.evaluate(positions), [500, 60])
+        self.assertEqual(tab.evaluate("document.activeElement.id"), "scroll-events")
+        tab.evaluate("document.querySelector('#filter-error').click()")
+        tab.wait("!!document.querySelector('#filter-error[aria-current]')")
+        tab.evaluate("document.querySelector('main').className = 'old'")
+        tab.wait("!document.querySelector('main.old')")
+        self.assertTrue(tab.evaluate("!!document.querySelector('#filter-error[aria-current]')"))
         self.assertTrue(tab.evaluate("document.querySelector('#stale').hidden"))
+
+    def check_loss(self, tab: Tab, url: str) -> None:
+        """Checks that the page shows a missing server and a failed job, and what to do."""
+        tab.show(url, WIDTHS["wide"], "light")
+        tab.wait("document.querySelectorAll('.state.bad').length > 2")
+        text = tab.evaluate("document.body.textContent")
+        for expected in ("2 of 3", "1 failed", "A shard server is missing.", "lost"):
+            self.assertIn(expected, text)
+        commands = tab.evaluate(
+            "[...document.querySelectorAll('code')].map((of) => of.textContent)"
+        )
+        self.assertIn(f"zsctl delete {FRAGILE}", commands)
+        self.assertTrue(any(of.startswith("zsctl drain 127.0.0.1:") for of in commands), commands)
+        # The job that saves often does not displace warnings and errors.
+        tab.show(f"{url}?events=warning", WIDTHS["wide"], "light")
+        shown = "[...document.querySelectorAll('.events .state')].map((of) => of.textContent)"
+        self.assertEqual(set(tab.evaluate(shown)), {"warning", "error"})
+        self.check_layouts(tab, url, "loss")
 
     def check_shard(self, tab: Tab, url: str) -> None:
         """Checks the page of a shard server: its slices, memory and requests."""

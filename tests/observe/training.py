@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 import servers  # noqa: E402
 
-__all__ = ["JOB", "TOKEN", "tiers", "training"]
+__all__ = ["FRAGILE", "JOB", "TOKEN", "fragile", "tiers", "training"]
 
 JOB = "observed"
+#: A job that does not survive the loss of a server.
+FRAGILE = "fragile"
 #: The token of the cluster.
 TOKEN = "a-token-of-the-observed-cluster"
 
@@ -30,18 +32,35 @@ def tiers(directory: Path) -> list[str]:
 def training(address: str, directory: Path) -> Iterator[None]:
     """Trains with two workers and two replicas of each slice, and saves the job."""
     (directory / "checkpoints").mkdir()
+    flags = ["--replicas", 2, "--workers", 2, "--checkpoint-every", 50]
+    flags += ["--checkpoint", f"file://{directory}/checkpoints"]
+    with _worker(address, directory, JOB, flags) as (process, log):
+        yield
+        assert process.poll() is None, log.read_text()[-2000:]
+
+
+@contextlib.contextmanager
+def fragile(address: str, directory: Path) -> Iterator[None]:
+    """Trains without replicas and checkpoints, so that the loss of a server fails the job."""
+    with _worker(address, directory, FRAGILE, ["--workers", 1]):
+        yield
+
+
+@contextlib.contextmanager
+def _worker(
+    address: str, directory: Path, job: str, flags: list[Any]
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     command: list[Any] = [servers.BINARY.with_name("zeroshard-worker"), "train", "--json"]
-    command += ["--address", address, "--job", JOB, "--shards", 3, "--replicas", 2, "--workers", 2]
-    command += ["--data", ROOT / "proto", "--out", directory / "out", "--steps", 1_000_000]
+    command += ["--address", address, "--job", job, "--shards", 3]
+    command += ["--data", ROOT / "proto", "--out", directory / job, "--steps", 1_000_000]
     command += ["--width", 32, "--blocks", 1, "--heads", 2, "--batch", 4, "--context", 16]
-    command += ["--checkpoint", f"file://{directory}/checkpoints", "--checkpoint-every", 50]
     environment = {**os.environ, "ZEROSHARD_TOKEN": TOKEN}
-    with (directory / "training.log").open("w") as log:
-        parts = [str(part) for part in command]
+    path = directory / f"{job}.log"
+    with path.open("w") as log:
+        parts = [str(part) for part in (*command, *flags)]
         process = subprocess.Popen(parts, stdout=log, stderr=log, env=environment)
         try:
-            yield
-            assert process.poll() is None, (directory / "training.log").read_text()[-2000:]
+            yield process, path
         finally:
             process.kill()
             process.wait()

@@ -29,6 +29,8 @@ const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src");
 #[derive(Debug, Clone)]
 struct Span {
     service: String,
+    /// The server or the process.
+    instance: String,
     trace: String,
     id: String,
     /// Empty for a root.
@@ -70,6 +72,7 @@ impl TraceService for Collector {
             let spans = of_process.scope_spans.into_iter().flat_map(|scope| scope.spans);
             received.extend(spans.map(|span| Span {
                 service: resource["service.name"].clone(),
+                instance: resource["service.instance.id"].clone(),
                 trace: hex(&span.trace_id),
                 id: hex(&span.span_id),
                 parent: hex(&span.parent_span_id),
@@ -96,6 +99,17 @@ impl Collector {
             .serve_with_incoming(TcpIncoming::from(listener));
         tokio::spawn(server);
         (collector, url)
+    }
+
+    /// The spans of each step. After the last step there are only pulls.
+    fn steps(&self) -> BTreeMap<String, Vec<Span>> {
+        let (steps, others): (BTreeMap<_, _>, BTreeMap<String, Vec<Span>>) = self
+            .traces()
+            .into_iter()
+            .partition(|(_, spans)| spans.iter().any(|span| span.name == "push"));
+        let is_pull = |span: &Span| ["pull", "send"].contains(&span.name.as_str());
+        assert!(others.values().flatten().all(is_pull), "{others:#?}");
+        steps
     }
 
     /// The spans of each trace.
@@ -152,9 +166,25 @@ fn assert_is_tree(spans: &[Span]) {
     }
     for receive in receives {
         assert_eq!(receive.service, "zeroshard-server");
+        let push = spans.iter().find(|push| push.id == receive.parent).unwrap();
+        assert_eq!(receive.instance, push.attributes["server.address"], "on which server");
         let caller = pushes.iter().find(|push| push.id == receive.parent).unwrap();
         assert_eq!(caller.attributes["zeroshard.rank"], receive.attributes["zeroshard.rank"]);
         assert!(caller.start <= receive.start, "{caller:#?} {receive:#?}");
+    }
+    let (pulls, sends) = (named("pull"), named("send"));
+    assert_eq!(ranks(&pulls), BTreeSet::from(["0".to_owned(), "1".to_owned()]), "{spans:#?}");
+    assert!(!sends.is_empty());
+    for send in sends {
+        let pull = spans.iter().find(|pull| pull.id == send.parent).unwrap();
+        assert_eq!(
+            (pull.name.as_str(), &pull.attributes["server.address"]),
+            ("pull", &send.instance)
+        );
+    }
+    for name in ["reduce", "apply"] {
+        let places: BTreeSet<_> = named(name).iter().map(|span| &span.instance).collect();
+        assert_eq!(places, servers, "{name}");
     }
     for (name, count) in
         [("reduce", 2), ("apply", 2), ("wait for ranks", 1), ("wait for servers", 1)]
@@ -167,7 +197,7 @@ fn assert_is_tree(spans: &[Span]) {
 async fn a_step_is_one_tree_of_spans_from_the_pushes_to_the_decision() {
     let (collector, url) = Collector::start().await;
     train(&["--otlp-endpoint", &url]);
-    let traces = collector.traces();
+    let traces = collector.steps();
     assert_eq!(traces.len(), 4, "one trace per step: {traces:#?}");
     traces.values().for_each(|spans| assert_is_tree(spans));
     let root = |spans: &Vec<Span>| {
@@ -185,13 +215,54 @@ async fn all_processes_leave_out_the_same_steps() {
     assert_eq!(collector.traces().len(), 0, "{:#?}", collector.traces());
     train(&["--otlp-endpoint", &url, "--trace-ratio", "0.5"]);
     // The ids depend on the random id of the job: any number of the four may be chosen.
-    collector.traces().values().for_each(|spans| assert_is_tree(spans));
+    collector.steps().values().for_each(|spans| assert_is_tree(spans));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn saves_and_copies_have_spans_that_name_their_server() {
+    let (collector, url) = Collector::start().await;
+    let flags = ["--otlp-endpoint", url.as_str()];
+    let coordinator = Cluster::coordinator_with(&flags);
+    let mut shards: Vec<_> =
+        (0..2).map(|_| Cluster::shard(coordinator.address(), &flags)).collect();
+    let checkpoints = tempfile::tempdir().unwrap();
+    let place = format!("file://{}", checkpoints.path().display());
+    let spec = synthetic::job("demo", 1, "sgd".parse().unwrap(), synthetic::small()).unwrap();
+    let spec = zeroshard_proto::JobSpec { replicas: 2, min_servers: 2, ..spec };
+    let options = Options::default().timeout(zeroshard_tests::timeout());
+    let client = Client::connect(coordinator.address(), options).await.unwrap();
+    client.create_job(&spec).await.unwrap();
+    let rank = client.join("demo", 0).await.unwrap();
+    rank.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    client.save_checkpoint("demo", Some(&place)).await.unwrap();
+    // The new server copies all slices.
+    shards.remove(0).kill();
+    shards.push(Cluster::shard(coordinator.address(), &flags));
+    let is_whole = || async {
+        let job = client.status().await.unwrap().jobs.remove(0);
+        job.degraded_slices == 0 && job.version.is_some() && job.epoch > 1
+    };
+    while !is_whole().await {
+        tokio::task::yield_now().await;
+    }
+    let addresses: Vec<String> = shards.iter().map(|of| of.address().to_owned()).collect();
+    drop((rank, client));
+    for server in shards.into_iter().chain([coordinator]) {
+        assert!(server.stop().success());
+    }
+    let spans = collector.0.lock().unwrap().clone();
+    let places = |name: &str| -> BTreeSet<String> {
+        spans.iter().filter(|of| of.name == name).map(|of| of.instance.clone()).collect()
+    };
+    // The spans of the server that was killed may not have been sent.
+    assert!(places("save").contains(&addresses[0]), "{spans:#?}");
+    assert!(places("copy").contains(&addresses[1]), "{spans:#?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_error_of_a_step_names_its_trace() {
     let (collector, url) = Collector::start().await;
-    trace::start(&url, 1.0, "client").unwrap();
+    trace::start(&url, 1.0, "client", "test").unwrap();
     let flags = ["--otlp-endpoint", url.as_str()];
     let coordinator = Cluster::coordinator_with(&flags);
     let shard = Cluster::shard(coordinator.address(), &flags);

@@ -7,6 +7,7 @@ use futures_util::future::try_join_all;
 use zeroshard_proto::{
     AppliedSteps, DType, Deadline, Error, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},
+    trace::Trace,
 };
 
 use super::{Attempt, Job, Member, membership::Membership};
@@ -294,6 +295,8 @@ impl Job {
                 pin: 0,
                 chunk_bytes: cluster.options.chunk_bytes,
                 timeout: tries.timeout(),
+                trace: Trace::of_step(*id, epoch, version),
+                rank: Some(self.0.rank),
             };
             // A server that was lost does not answer.
             let moved = |now: &Membership| !Arc::ptr_eq(&now.placement, &placement);

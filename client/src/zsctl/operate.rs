@@ -14,7 +14,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// A shard server.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Server {
-    /// Address or id of the server, as in `zsctl status`
+    /// Address or id of the server, as in `zsctl status`, or its name (`--id`)
     server: String,
 }
 

@@ -46,6 +46,8 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
         if !notes.is_empty() {
             say!("\n{}", notes.join("\n"));
             say!("`zsctl why` explains what to do");
+        } else if let Some(advice) = status.advice.as_ref().filter(|_| status.jobs.is_empty()) {
+            say!("\n{advice}");
         }
     }
     match !of_cluster.is_empty() || problems.iter().any(Option::is_some) {
@@ -274,6 +276,7 @@ mod tests {
             saved_ago: None,
             failed_saves: 0,
             save_error: String::new(),
+            advice: None,
         }
     }
 

@@ -1,7 +1,7 @@
 //! `zsctl why`: explains the state of the cluster and of its jobs in sentences.
 
 use serde_json::json;
-use zeroshard_client::{Cluster, Error, JobState, JobStatus, JobWait, Result, Status};
+use zeroshard_client::{Advice, Cluster, Error, JobStatus, JobWait, Result, Status};
 
 use crate::table::ago;
 
@@ -17,48 +17,34 @@ pub(crate) async fn run(name: Option<&str>, cluster: &Cluster, json: bool) -> Re
     if let Some(job) = name.filter(|_| jobs.is_empty()) {
         return Err(Error::UnknownJob { job: job.to_owned() });
     }
-    jobs.into_iter().for_each(|job| explain(job, &status, json));
+    jobs.into_iter().for_each(|job| explain(job, json));
     Ok(())
 }
 
 /// Says what is wrong with the cluster itself, and what to do.
 fn explain_cluster(status: &Status, json: bool) {
     let problems = status.problems();
-    if problems.is_empty() {
-        return;
-    }
-    let advice = advice_for_cluster(status);
-    let event = json!({"event": "cluster", "problems": problems, "advice": advice});
+    let Some(advice) = &status.advice else { return };
+    let event = json!({
+        "event": "cluster", "problems": problems, "advice": advice.text,
+        "command": advice.command,
+    });
     let lines = problems.iter().map(|problem| format!("Cluster: {problem}."));
-    let advice = format!("Recommended action: {advice}.");
-    let lines: Vec<String> = lines.chain([advice]).collect();
+    let lines: Vec<String> = lines.chain([recommended(Some(advice))]).collect();
     crate::print(json, &event, &lines.join("\n"));
 }
 
-fn advice_for_cluster(status: &Status) -> String {
-    let missing: Vec<&str> =
-        status.missing.iter().map(|missing| missing.server.address.as_str()).collect();
-    match &missing[..] {
-        [] if status.recovering => {
-            "wait: servers of the last coordinator connect within seconds; if a server does not \
-             appear, look at its log"
-                .to_owned()
-        }
-        [] => "start shard servers with the address of this coordinator (zeroshard-server shard \
-               --coordinator HOST:PORT)"
-            .to_owned(),
-        missing => format!(
-            "look at the logs of {0} and start it again, or, if it will not come back, remove it \
-             from the list (zsctl drain {1}); `zsctl doctor` checks the connections",
-            missing.join(", "),
-            missing[0]
-        ),
+fn recommended(advice: Option<&Advice>) -> String {
+    match advice {
+        Some(advice) if advice.command.is_some() => format!("Recommended action: {advice}"),
+        Some(advice) => format!("Recommended action: {advice}."),
+        None => "Recommended action: none.".to_owned(),
     }
 }
 
-fn explain(job: &JobStatus, status: &Status, json: bool) {
+fn explain(job: &JobStatus, json: bool) {
     let name = &job.name;
-    let (state, advice) = (state(job), advice(job, status));
+    let (state, advice) = (state(job), job.advice.as_ref());
     let (wait, trouble) = (job.wait.as_ref(), job.trouble.as_ref());
     let event = json!({
         "event": "why", "job": name, "state": job.state.to_string(), "text": state,
@@ -68,7 +54,8 @@ fn explain(job: &JobStatus, status: &Status, json: bool) {
             "error": trouble.error, "message": trouble.message,
             "seconds_ago": trouble.ago.as_secs_f64(),
         })),
-        "advice": advice,
+        "advice": advice.map(|advice| &advice.text),
+        "command": advice.and_then(|advice| advice.command.as_ref()),
     });
     let mut lines = vec![state];
     if let Some(JobWait { reason, waited, .. }) = wait {
@@ -83,7 +70,7 @@ fn explain(job: &JobStatus, status: &Status, json: bool) {
         let (error, message) = (&trouble.error, &trouble.message);
         lines.push(format!("The last error was {} ago: {error}: {message}.", ago(trouble.ago)));
     }
-    lines.push(format!("Recommended action: {advice}."));
+    lines.push(recommended(advice));
     crate::print(json, &event, &lines.join("\n"));
 }
 
@@ -113,44 +100,4 @@ fn state(job: &JobStatus) -> String {
         text += &format!("; the last {failed} saves have failed: {error}");
     }
     text + "."
-}
-
-/// The action that is recommended to the operator.
-fn advice(job: &JobStatus, status: &Status) -> String {
-    let name = &job.name;
-    if job.failed_saves > 0 && job.failure.is_none() {
-        return "make sure that the coordinator and every shard server can write to the URL of the \
-                checkpoints, and that there is space: until a save succeeds, a loss goes back to \
-                the last checkpoint"
-            .to_owned();
-    }
-    match (job.state, &job.wait) {
-        (JobState::Failed, _) => format!(
-            "correct the cause, delete the job (zsctl delete {name}), and create it again; \
-             `zsctl checkpoint ls {name} --url URL` lists its checkpoints, from which it can \
-             continue"
-        ),
-        (_, Some(wait)) if wait.lacks_servers => "start the missing shard servers, or uncordon \
-             one (zsctl uncordon SERVER); `zsctl doctor` checks the connections"
-            .to_owned(),
-        (_, Some(wait)) if wait.lacks_workers => {
-            "start a worker for each missing rank; the job continues from the current version"
-                .to_owned()
-        }
-        (JobState::Open, Some(_)) => format!(
-            "none, unless the wait lasts too long: then look at the logs of these ranks; if one of \
-             them hangs, `zsctl evict {name} RANK` lets another worker take its rank"
-        ),
-        (JobState::Recovering | JobState::Restoring, _) => {
-            "wait: the job continues when its shard servers have connected again".to_owned()
-        }
-        (JobState::Open, None) if job.degraded_slices > 0 => {
-            "start another shard server if too few are connected".to_owned()
-        }
-        (JobState::Open, None) if job.joined.is_empty() => {
-            format!("none; all ranks have ended, and `zsctl delete {name}` frees the memory")
-        }
-        _ if !status.problems().is_empty() => "see the cluster above".to_owned(),
-        _ => "none".to_owned(),
-    }
 }

@@ -59,7 +59,7 @@ pub(super) fn scope() -> InstrumentationScope {
 }
 
 impl Exporter {
-    fn new(endpoint: &str, ratio: f64, service: &'static str) -> Result<Self> {
+    fn new(endpoint: &str, ratio: f64, service: &'static str, instance: String) -> Result<Self> {
         let cause = |cause: &dyn ToString| Error::Internal {
             cause: format!("cannot start to export traces: {}", cause.to_string()),
         };
@@ -87,8 +87,10 @@ impl Exporter {
         };
         let mut batches = BatchSpanProcessor::builder(outgoing).build();
         let version = env!("CARGO_PKG_VERSION");
-        let resource =
-            Resource::builder().with_attribute(KeyValue::new("service.version", version));
+        let resource = Resource::builder().with_attributes([
+            KeyValue::new("service.version", version),
+            KeyValue::new("service.instance.id", instance),
+        ]);
         // The standard variable takes precedence.
         let resource = match env::var_os("OTEL_SERVICE_NAME") {
             Some(_) => resource,
@@ -115,16 +117,17 @@ fn is_sampled(sampler: &Sampler, trace: TraceId) -> bool {
 
 /// Starts to export the traces of steps to the collector at `endpoint`, such as
 /// `http://localhost:4317`, over OTLP/gRPC. `ratio` is the fraction of the steps, from 0 to 1, and
-/// `service` the name of the program in traces, unless `OTEL_SERVICE_NAME` is set. The variables
+/// `service` the name of the program in traces, unless `OTEL_SERVICE_NAME` is set. `instance` tells
+/// the processes of the program apart: the address of a server. The variables
 /// `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_TIMEOUT` and
 /// `OTEL_BSP_*` have their standard meaning. Further calls in the same process change nothing.
 ///
 /// # Errors
 /// [`Error::Invalid`] for an invalid endpoint or ratio.
-pub fn start(endpoint: &str, ratio: f64, service: &'static str) -> Result<()> {
+pub fn start(endpoint: &str, ratio: f64, service: &'static str, instance: &str) -> Result<()> {
     check(endpoint, ratio)?;
     if EXPORTER.get().is_none() {
-        let _ = EXPORTER.set(Exporter::new(endpoint, ratio, service)?);
+        let _ = EXPORTER.set(Exporter::new(endpoint, ratio, service, instance.to_owned())?);
     }
     Ok(())
 }
@@ -148,6 +151,12 @@ pub fn check(endpoint: &str, ratio: f64) -> Result<()> {
     Ok(())
 }
 
+/// The name of a process that is not a server: the host and the number of the process.
+pub fn this_process() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    format!("{}:{}", host.trim(), process::id())
+}
+
 /// Starts to export traces if `ZEROSHARD_OTLP_ENDPOINT` is set. `ZEROSHARD_TRACE_RATIO` is the
 /// fraction of the steps; its default is 1.
 ///
@@ -166,7 +175,7 @@ pub fn start_from_environment(service: &'static str) -> Result<()> {
             .parse()
             .map_err(|_| Error::invalid(RATIO_VARIABLE, text, "a number from 0 to 1"))?,
     };
-    start(&endpoint, ratio, service)
+    start(&endpoint, ratio, service, &this_process())
 }
 
 /// Sends the spans that have ended, and waits for at most five seconds. Programs call it before

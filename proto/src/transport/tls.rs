@@ -93,8 +93,9 @@ impl TlsFiles {
         let identity = self.identity.as_ref();
         let identity = identity.map(|(file, key)| Ok((certificates(file)?, private_key(key)?)));
         let client = self.client(&authorities, None)?;
-        let mut configs = Configs { client, server: None, admin: None, role: None };
+        let mut configs = Configs { client, server: None, admin: None, role: None, expiry: None };
         if let Some((chain, key)) = identity.transpose()? {
+            configs.expiry = chain.iter().filter_map(expiry).min();
             configs.role = chain.first().and_then(server::role_of);
             configs.client = self.client(&authorities, Some((chain.clone(), key.clone_key())))?;
             let server = self.server(authorities, chain, key)?;
@@ -215,6 +216,8 @@ struct Configs {
     admin: Option<Arc<ServerConfig>>,
     /// The role in the certificate of this process.
     role: Option<Role>,
+    /// The time at which the first certificate of its chain expires, in seconds since 1970.
+    expiry: Option<i64>,
 }
 
 impl Tls {
@@ -252,6 +255,12 @@ impl Tls {
     pub fn role(&self) -> Option<Role> {
         self.configs.get().role.clone()
     }
+
+    /// The time at which the certificate of this process or an intermediate one expires, whichever
+    /// is first, in seconds since 1970.
+    pub fn expiry(&self) -> Option<i64> {
+        self.configs.get().expiry
+    }
 }
 
 /// The cryptography of connections. AES-128 is preferred, because it is a third faster than AES-256
@@ -288,6 +297,12 @@ fn read(file: &Path, max_bytes: u64, expected: &str) -> Result<Vec<u8>> {
 
 fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>> {
     parsed(file, MAX_FILE_BYTES, "certificate")
+}
+
+/// The time at which a certificate expires, in seconds since 1970.
+fn expiry(certificate: &CertificateDer<'static>) -> Option<i64> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    Some(certificate.validity().not_after.timestamp())
 }
 
 fn revocation_lists(file: &Path) -> Result<Lists> {

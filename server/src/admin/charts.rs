@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use super::html::{count, number, optional};
+use super::html::{bytes, count, number, optional};
 
 /// The coordinate system of a curve. The browser scales it to the size of the figure.
 const WIDTH: f64 = 600.0;
@@ -142,33 +142,40 @@ pub(super) fn legend<'a>(labels: impl IntoIterator<Item = (u8, &'a str)>) -> Str
     list
 }
 
-/// One row of a map of slices: the slices that a server holds as their primary or as a backup. If a
-/// job has more slices than the map has columns, each column stands for several slices, and is
-/// filled in proportion to the slices that the server holds.
-pub(super) struct Row {
-    slices: usize,
-    /// The numbers of slices with the server as the primary and as a backup, by column.
-    cells: Vec<[u32; 2]>,
+/// One row of a map of slices: the bytes that a server holds as the primary of a slice or as its
+/// backup. If a job has more slices than the map has columns, each column stands for several
+/// slices, and is filled in proportion to the bytes that the server holds.
+pub(super) struct Row<'a> {
+    /// The sizes of all slices in bytes.
+    sizes: &'a [u64],
+    /// The bytes of slices with the server as the primary and as a backup, by column.
+    cells: Vec<[u64; 2]>,
 }
 
-impl Row {
-    pub(super) fn new(slices: usize) -> Self {
-        Self { slices, cells: vec![[0; 2]; slices.min(COLUMNS)] }
+impl<'a> Row<'a> {
+    pub(super) fn new(sizes: &'a [u64]) -> Self {
+        Self { sizes, cells: vec![[0; 2]; sizes.len().min(COLUMNS)] }
     }
 
     /// Adds a slice that the server holds.
     pub(super) fn add(&mut self, slice: usize, is_primary: bool) {
-        let column = slice * self.cells.len() / self.slices.max(1);
-        if let Some(cell) = self.cells.get_mut(column) {
-            cell[usize::from(!is_primary)] += 1;
+        let column = slice * self.cells.len() / self.sizes.len().max(1);
+        if let (Some(cell), Some(size)) = (self.cells.get_mut(column), self.sizes.get(slice)) {
+            cell[usize::from(!is_primary)] += size;
         }
     }
 
-    /// The number of slices with the server as the primary and as a backup.
+    /// The bytes of slices with the server as the primary and as a backup.
     pub(super) fn totals(&self) -> [u64; 2] {
-        self.cells.iter().fold([0; 2], |[primary, backup], cell| {
-            [primary + u64::from(cell[0]), backup + u64::from(cell[1])]
-        })
+        self.cells
+            .iter()
+            .fold([0; 2], |[primary, backup], cell| [primary + cell[0], backup + cell[1]])
+    }
+
+    /// The totals as text, such as `1.25 GiB + 1.25 GiB`.
+    pub(super) fn text(&self) -> String {
+        let [primary, backup] = self.totals().map(bytes);
+        format!("{primary} <small>+ {backup}</small>")
     }
 
     /// Draws the row. Primaries fill a column from the bottom, and backups fill it from the top.
@@ -179,10 +186,11 @@ impl Row {
              role=presentation><rect class=room width={columns} height=10 />"
         );
         for (column, [primary, backup]) in self.cells.iter().enumerate() {
-            // The range of slices that the column stands for.
-            let end = ((column + 1) * self.slices).div_ceil(columns);
-            let slices = (end - (column * self.slices).div_ceil(columns)).max(1);
-            let height = |of: u32| 10.0 * f64::from(of) / slices as f64;
+            // The slices that the column stands for.
+            let [first, end] =
+                [column, column + 1].map(|of| (of * self.sizes.len()).div_ceil(columns));
+            let all = self.sizes[first..end].iter().sum::<u64>().max(1);
+            let height = |of: u64| 10.0 * of as f64 / all as f64;
             let (held, copied) = (height(*primary), height(*backup));
             for (class, y, height) in [("own", 10.0 - held, held), ("copy", 0.0, copied)] {
                 if height > 0.0 {
@@ -231,18 +239,21 @@ mod tests {
     }
 
     #[test]
-    fn a_map_has_a_bounded_number_of_columns_and_counts_every_slice() {
-        let mut row = Row::new(100_000);
+    fn a_map_has_a_bounded_number_of_columns_and_the_bytes_of_every_slice() {
+        let sizes = vec![2; 100_000];
+        let mut row = Row::new(&sizes);
         (0..100_000).step_by(2).for_each(|slice| row.add(slice, true));
         (1..100_000).step_by(4).for_each(|slice| row.add(slice, false));
-        assert_eq!(row.totals(), [50_000, 25_000]);
+        assert_eq!(row.totals(), [100_000, 50_000]);
+        assert_eq!(row.text(), "97.7 KiB <small>+ 48.8 KiB</small>");
         let svg = row.svg();
         assert_eq!(svg.matches("class=own").count(), COLUMNS);
         assert_eq!(svg.matches("class=copy").count(), COLUMNS);
-        let mut few = Row::new(3);
+        let mut few = Row::new(&[1, 2, 3]);
         few.add(2, true);
+        assert_eq!(few.totals(), [3, 0]);
         assert!(few.svg().contains("x=2 y=0.0 width=.86 height=10.0"), "{}", few.svg());
-        assert!(!Row::new(0).svg().contains("own"));
+        assert!(!Row::new(&[]).svg().contains("own"));
     }
 
     #[test]

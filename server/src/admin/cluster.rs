@@ -1,4 +1,5 @@
-//! The status page of a coordinator: the cluster and its servers. `jobs` draws the jobs.
+//! The status page of a coordinator: the cluster and its servers. `jobs` draws the jobs, and
+//! `events` the events.
 
 use std::{fmt::Write as _, time::SystemTime};
 
@@ -6,11 +7,13 @@ use zeroshard_proto::pb;
 
 use super::{
     charts::{bar, legend},
-    html::{Text, age, bytes, count, counted, percent},
+    events,
+    html::{Text, bytes, count, counted, percent},
     jobs,
+    table::Table,
 };
 use crate::coordinator::{
-    history::{Happened, Severity},
+    advice::Advice,
     overview::{Overview, ServerOverview},
 };
 
@@ -34,32 +37,38 @@ pub(super) fn sections(overview: &Overview, now: SystemTime) -> String {
         }
     }
     servers(&mut html, overview);
-    events(&mut html, &overview.events, now);
+    events::section(&mut html, overview, now);
     html
 }
 
 fn summary(html: &mut String, overview: &Overview) {
-    let &Overview { connected, missing, all_jobs, workers, memory: (used, capacity), .. } =
-        overview;
-    let memory = match capacity {
-        Some(capacity) if connected > 0 => {
+    let &Overview { connected, missing, all_jobs, failed_jobs, workers, .. } = overview;
+    let memory = match overview.memory {
+        (used, Some(capacity)) if connected > 0 => {
             format!("{} <small>of {}</small>", bytes(used), bytes(capacity))
         }
-        _ => bytes(used),
+        (used, _) => bytes(used),
     };
     let servers = match missing {
         0 => count(connected as u64),
         missing => format!("{connected} <small>of {}</small>", connected + missing),
     };
+    let jobs = match failed_jobs {
+        0 => count(all_jobs as u64),
+        failed => {
+            format!("{} <small>{} failed</small>", count(all_jobs as u64), count(failed as u64))
+        }
+    };
     let tiles = [
-        ("Jobs", count(all_jobs as u64)),
-        ("Workers", count(workers as u64)),
-        ("Servers", servers),
-        ("Memory of jobs", memory),
+        ("Jobs", jobs, failed_jobs > 0),
+        ("Workers", count(workers as u64), false),
+        ("Servers", servers, missing > 0 || connected == 0),
+        ("Memory of jobs", memory, false),
     ];
     html.push_str("<dl class=tiles>");
-    for (name, value) in tiles {
-        let _ = write!(html, "<div><dt>{name}</dt><dd>{value}</dd></div>");
+    for (name, value, is_bad) in tiles {
+        let class = if is_bad { " class=alarm" } else { "" };
+        let _ = write!(html, "<div{class}><dt>{name}</dt><dd>{value}</dd></div>");
     }
     html.push_str("</dl>");
     if overview.is_learning {
@@ -68,7 +77,50 @@ fn summary(html: &mut String, overview: &Overview) {
              an earlier one.</p>",
         );
     }
+    if let Some(advice) = &overview.advice {
+        let what = match (missing, connected) {
+            (1, _) => "A shard server is missing.".to_owned(),
+            (2.., _) => format!("{} are missing.", counted(missing, "shard server")),
+            (0, 0) => "No shard server is connected.".to_owned(),
+            (0, _) => String::new(),
+        };
+        remedy(html, &what, advice);
+    }
 }
+
+/// Draws what an operator should do, with the command for it.
+pub(super) fn remedy(html: &mut String, problem: &str, Advice { text, command }: &Advice) {
+    let mut letters = text.chars();
+    let first = letters.next().map(|first| first.to_uppercase().to_string()).unwrap_or_default();
+    let text = format!("{first}{}", letters.as_str());
+    let _ = write!(html, "<p class=remedy>{problem} ");
+    for (at, part) in text.split('`').enumerate() {
+        // Every other part is a command between backticks.
+        let tags = if at % 2 == 1 { ["<code>", "</code>"] } else { [""; 2] };
+        let _ = write!(html, "{}{}{}", tags[0], Text(part), tags[1]);
+    }
+    html.push_str(if command.is_some() { ":" } else { "." });
+    if let Some(command) = command {
+        let _ = write!(html, " <code>{}</code>", Text(command));
+    }
+    html.push_str("</p>");
+}
+
+/// The table of servers.
+const SERVERS: Table = Table {
+    name: "servers",
+    columns: &[
+        ("Address", "key"),
+        ("Zone", ""),
+        ("Jobs", "number"),
+        ("Slices", "number"),
+        ("Memory", "wide"),
+        ("In use", "number"),
+        ("Reserved", "number"),
+        ("Capacity", "number"),
+        ("State", "reason"),
+    ],
+};
 
 fn servers(html: &mut String, overview: &Overview) {
     let shown = &overview.servers;
@@ -77,14 +129,9 @@ fn servers(html: &mut String, overview: &Overview) {
         html.push_str("<p class=empty>No shard server is connected.</p></section>");
         return;
     }
-    html.push_str(
-        "<div class=scroll id=scroll-servers tabindex=0 role=region aria-labelledby=servers>\
-         <table><thead><tr><th>Address<th>Zone<th class=number>Jobs<th class=number>Slices\
-         <th class=wide>Memory<th class=number>In use<th class=number>Reserved<th class=number>Capacity<th>State\
-         </thead><tbody>",
-    );
+    SERVERS.begin(html);
     shown.iter().for_each(|server| row(html, server));
-    html.push_str("</tbody></table></div>");
+    SERVERS.end(html);
     html.push_str(&legend(KINDS));
     html.push_str(
         "<p class=note>In use: memory that the server has allocated; the bar shows its share of \
@@ -95,6 +142,13 @@ fn servers(html: &mut String, overview: &Overview) {
 }
 
 fn row(html: &mut String, server: &ServerOverview) {
+    let name = format!("<span title='id {:016x}'>{}</span>", server.id, Text(&server.address));
+    let (zone, state) = (Text(&server.zone), state(server));
+    if server.lost.is_some() {
+        let reserved = if server.assigned > 0 { bytes(server.assigned) } else { String::new() };
+        SERVERS.row(html, &[&name, &zone, &"", &"", &"", &"", &reserved, &"", &state]);
+        return;
+    }
     let empty = pb::Stats::default();
     let stats = server.stats.as_ref().unwrap_or(&empty);
     let slices = stats.jobs.iter().map(|job| u64::from(job.slices)).sum();
@@ -104,20 +158,10 @@ fn row(html: &mut String, server: &ServerOverview) {
         Some(room) => (bytes(room.bytes), percent(server.assigned, room.bytes)),
         None => ("no limit".to_owned(), String::new()),
     };
-    let state = state(server);
-    let _ = write!(
-        html,
-        "<tr><td title='id {:016x}'>{}<td>{}<td class=number>{}<td class=number>{}<td>{}<td class=number>{}\
-         <td class=number>{} <small>{percent}</small><td class=number>{capacity}<td>{state}",
-        server.id,
-        Text(&server.address),
-        Text(if server.zone.is_empty() { "–" } else { &server.zone }),
-        stats.jobs.len(),
-        count(slices),
-        bar(&parts, server.capacity.map_or(used, |room| room.bytes as f64)),
-        bytes(used as u64),
-        bytes(server.assigned),
-    );
+    let bar = bar(&parts, server.capacity.map_or(used, |room| room.bytes as f64));
+    let reserved = format!("{} <small>{percent}</small>", bytes(server.assigned));
+    let (jobs, slices, used) = (stats.jobs.len(), count(slices), bytes(used as u64));
+    SERVERS.row(html, &[&name, &zone, &jobs, &slices, &bar, &used, &reserved, &capacity, &state]);
 }
 
 fn state(server: &ServerOverview) -> String {
@@ -128,7 +172,7 @@ fn state(server: &ServerOverview) -> String {
     };
     match (&server.lost, server.cordoned) {
         (Some(cause), _) => {
-            format!("<span class='state bad'>lost</span> ({}){waits}", Text(cause))
+            format!("<span class='state bad'>lost</span> <span>({}){waits}</span>", Text(cause))
         }
         (None, true) => "<span class='state warn'>cordoned</span>".to_owned(),
         (None, false) => "<span class='state good'>connected</span>".to_owned(),
@@ -153,43 +197,6 @@ pub(super) fn kinds(stats: &pb::Stats) -> Vec<(u8, String, f64)> {
 /// The legend for [`kinds`].
 pub(super) fn legend_of_kinds() -> String {
     legend(KINDS)
-}
-
-fn events(html: &mut String, events: &[Happened], now: SystemTime) {
-    html.push_str("<section aria-labelledby=events><h2 id=events>Events</h2>");
-    if events.is_empty() {
-        html.push_str("<p class=empty>No event has occurred since this coordinator started.</p>");
-    } else {
-        html.push_str("<ol class=events id=scroll-events tabindex=0 aria-labelledby=events>");
-        for Happened { at, severity, text } in events {
-            let ago = now.duration_since(*at).unwrap_or_default();
-            let _ = write!(
-                html,
-                "<li><time>{} UTC <small>{}</small></time><span>{}{}</span></li>",
-                clock(*at),
-                age(ago),
-                badge(*severity),
-                Text(text)
-            );
-        }
-        html.push_str("</ol>");
-    }
-    html.push_str("</section>");
-}
-
-fn badge(severity: Severity) -> String {
-    let class = match severity {
-        Severity::Info => return String::new(),
-        Severity::Warning => "warn",
-        Severity::Error => "bad",
-    };
-    format!("<span class='state {class}'>{}</span> ", severity.label())
-}
-
-/// The time of day in UTC, such as `13:05:59`.
-fn clock(at: SystemTime) -> String {
-    let seconds = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs() % 86_400;
-    format!("{:02}:{:02}:{:02}", seconds / 3600, seconds % 3600 / 60, seconds % 60)
 }
 
 /// States the number of entries that a list does not show.

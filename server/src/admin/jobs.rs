@@ -7,13 +7,16 @@ use zeroshard_proto::{Placement, Server};
 
 use super::{
     charts::{Curve, Row, bar, legend},
-    cluster::left_out,
+    cluster::{left_out, remedy},
     html::{Text, age, count, counted, duration, optional, short},
+    table::Table,
+    view::Link,
 };
 use crate::{
     coordinator::{
         history::{History, Phases, Point},
-        overview::{Details, JobOverview, Overview},
+        jobs::weights,
+        overview::{Details, JobOverview, Overview, View},
     },
     metrics::JobState,
 };
@@ -24,63 +27,103 @@ const MAX_ROWS: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// The table of jobs.
+const JOBS: Table = Table {
+    name: "jobs",
+    columns: &[
+        ("Job", "key name"),
+        ("State", ""),
+        ("Version", "number"),
+        ("Last step", "number"),
+        ("Steps/s", "number"),
+        ("Loss", "number"),
+        ("Gradient norm", "number"),
+        ("Workers", "number"),
+        ("Latest rank", "number"),
+        ("Checkpoint", "number"),
+    ],
+};
+
+/// Draws the table of jobs.
 pub(super) fn table(html: &mut String, overview: &Overview) {
     html.push_str("<section aria-labelledby=jobs><h2 id=jobs>Jobs</h2>");
     if overview.jobs.is_empty() {
         html.push_str("<p class=empty>There are no jobs.</p></section>");
         return;
     }
-    html.push_str(
-        "<div class=scroll id=scroll-jobs tabindex=0 role=region aria-labelledby=jobs>\
-         <table><thead><tr><th>Job<th>State<th class=number>Version<th class=number>Last step\
-         <th class=number>Steps/s<th class=number>Loss<th class=number>Gradient norm\
-         <th class=number>Workers<th class=number>Latest rank<th class=number>Checkpoint\
-         </thead><tbody>",
-    );
-    overview.jobs.iter().for_each(|job| row(html, job));
-    html.push_str("</tbody></table></div>");
-    left_out(html, overview.jobs.len(), overview.all_jobs, "job");
+    JOBS.begin(html);
+    overview.jobs.iter().for_each(|job| row(html, job, overview.view));
+    JOBS.end(html);
+    pages(html, overview);
     html.push_str("</section>");
 }
 
-fn row(html: &mut String, job: &JobOverview) {
-    let JobOverview { id, spec, figures, rate, idle, loss, norm, .. } = job;
-    let name = Text(&spec.name);
-    let name = match job.details {
-        Some(_) => format!("<a href='#job-{id:016x}'>{name}</a>"),
-        None => name.to_string(),
-    };
-    let late = figures.slowest.map_or("–".to_owned(), |(rank, seconds)| {
-        format!("{rank} <small>+{}</small>", duration(Duration::from_secs_f64(seconds)))
-    });
+/// Links to the other pages of jobs.
+fn pages(html: &mut String, overview: &Overview) {
+    let &Overview { pages, view, all_jobs, .. } = overview;
+    if pages == 1 {
+        return;
+    }
     let _ = write!(
         html,
-        "<tr><td class=name>{name}<td>{}<td class=number>{}<td class=number>{}<td class=number>{}\
-         <td class=number>{}<td class=number>{}<td class=number>{} / {}<td class=number>{late}\
-         <td class=number>{}",
-        state(job),
-        figures.version.map_or("–".to_owned(), count),
-        idle.map_or("–".to_owned(), age),
-        optional(*rate),
-        optional(*loss),
-        optional(*norm),
-        figures.workers,
-        spec.world,
-        checkpoint(job),
+        "<nav class=filter aria-label='Pages of jobs'><span>Page {} of {}, {}</span>",
+        view.page + 1,
+        count(pages as u64),
+        counted(all_jobs, "job")
+    );
+    let to = |page: usize| Link(View { page, ..view });
+    if view.page > 0 {
+        let _ = write!(html, "<a href='{}#jobs' id=previous-jobs>previous</a>", to(view.page - 1));
+    }
+    if view.page + 1 < pages {
+        let _ = write!(html, "<a href='{}#jobs' id=next-jobs>next</a>", to(view.page + 1));
+    }
+    html.push_str("</nav>");
+}
+
+fn row(html: &mut String, job: &JobOverview, view: View) {
+    let JobOverview { id, spec, figures, rate, idle, loss, norm, .. } = job;
+    // The card of a job that is not on this page is on a page of its own.
+    let page = match job.details {
+        Some(_) => String::new(),
+        None => Link(View { job: Some(*id), ..view }).to_string(),
+    };
+    let name = format!("<a href='{page}#job-{id:016x}'>{}</a>", Text(&spec.name));
+    let late = figures.slowest.map_or(String::new(), |(rank, seconds)| {
+        format!("{rank} <small>+{}</small>", duration(Duration::from_secs_f64(seconds)))
+    });
+    let workers = format!("{} / {}", figures.workers, spec.world);
+    JOBS.row(
+        html,
+        &[
+            &name,
+            &state(job),
+            &figures.version.map(count).unwrap_or_default(),
+            &idle.map(age).unwrap_or_default(),
+            &optional(*rate),
+            &optional(*loss),
+            &optional(*norm),
+            &workers,
+            &late,
+            &checkpoint(job),
+        ],
     );
 }
 
 fn checkpoint(job: &JobOverview) -> String {
     let mut text = job.saved.map_or("–".to_owned(), count);
-    if let Some(ago) = job.saved_ago {
-        let _ = write!(text, " <small>{}</small>", age(ago));
+    match job.saved_ago.map(age) {
+        Some(ago) if ago == "now" => text.push_str(" <small>now</small>"),
+        Some(ago) => {
+            let _ = write!(text, " <small>{ago} ago</small>");
+        }
+        None => {}
     }
     if job.failed_saves > 0 {
         let failed = counted(job.failed_saves as usize, "save");
         let _ = write!(text, " <span class='state bad'>{failed} failed</span>");
     }
     if let Some(version) = job.saving {
-        let _ = write!(text, " <small>saving {version}</small>");
+        let _ = write!(text, " <small>saving {}</small>", count(version));
     }
     text
 }
@@ -99,6 +142,12 @@ fn state(job: &JobOverview) -> String {
     format!("<span class='state {class}'>{text}</span>")
 }
 
+/// Whether an operator has to do something, or the job waits for longer than a step.
+fn needs_attention(job: &JobOverview) -> bool {
+    let is_open = job.figures.state == JobState::Open;
+    !is_open || job.failed_saves > 0 || job.idle.is_none_or(|idle| idle > PATIENCE)
+}
+
 /// The card of a job: its figures, curves and slices.
 pub(super) fn card(html: &mut String, job: &JobOverview, details: &Details) {
     let _ = write!(
@@ -112,6 +161,9 @@ pub(super) fn card(html: &mut String, job: &JobOverview, details: &Details) {
     if let Some(failure) = &job.failure {
         let _ = write!(html, "<p class=failure>{}</p>", Text(failure));
     }
+    if let Some(advice) = job.advice.as_ref().filter(|_| needs_attention(job)) {
+        remedy(html, "", advice);
+    }
     facts(html, job, &details.history);
     waiting(html, job, details);
     if job.figures.version.is_some() {
@@ -122,7 +174,7 @@ pub(super) fn card(html: &mut String, job: &JobOverview, details: &Details) {
         html.push_str("</div>");
     }
     if let Some(placement) = &details.placement {
-        slices(html, placement);
+        slices(html, placement, &weights(&job.spec));
     }
     html.push_str("</section>");
 }
@@ -145,7 +197,7 @@ fn facts(html: &mut String, job: &JobOverview, history: &History) {
         ("Slices", count(manifest.number_of_slices() as u64)),
         ("Replicas", spec.replicas.to_string()),
         ("Steps since start", steps),
-        ("Checkpoint", checkpoint(job)),
+        ("Last checkpoint", checkpoint(job)),
     ];
     for (name, ranks) in [("Ranks resting", *resting), ("Ranks done", *done)] {
         if ranks > 0 {
@@ -272,10 +324,10 @@ fn late(html: &mut String, late: &[(u32, f64)]) {
     );
 }
 
-/// The map of slices by server.
-fn slices(html: &mut String, placement: &Placement) {
+/// The map of slices by server. `sizes` are those of all slices in bytes.
+fn slices(html: &mut String, placement: &Placement, sizes: &[u64]) {
     let shown = &placement.servers()[..placement.servers().len().min(MAX_ROWS)];
-    let mut rows: Vec<Row> = shown.iter().map(|_| Row::new(placement.slices())).collect();
+    let mut rows: Vec<Row<'_>> = shown.iter().map(|_| Row::new(sizes)).collect();
     for slice in 0..placement.slices() {
         for (at, &owner) in placement.owners(slice).iter().enumerate() {
             if let Some(row) = rows.get_mut(owner as usize) {
@@ -283,25 +335,18 @@ fn slices(html: &mut String, placement: &Placement) {
             }
         }
     }
-    html.push_str("<figure><figcaption><span>Slices by server</span></figcaption>");
+    html.push_str("<figure><figcaption><span>Bytes of slices by server</span></figcaption>");
     map(html, shown.iter().map(|Server { address, .. }| address.as_str()).zip(&rows));
     left_out(html, shown.len(), placement.servers().len(), "server");
     html.push_str("</figure>");
 }
 
 /// Draws a map of slices from rows with names.
-pub(super) fn map<'a>(html: &mut String, rows: impl Iterator<Item = (&'a str, &'a Row)>) {
+pub(super) fn map<'a>(html: &mut String, rows: impl Iterator<Item = (&'a str, &'a Row<'a>)>) {
     html.push_str("<table class=bars><tbody>");
     for (name, row) in rows {
-        let [primary, backup] = row.totals();
-        let _ = write!(
-            html,
-            "<tr><th>{}<td>{}<td class=number>{}<small> + {}</small>",
-            Text(name),
-            row.svg(),
-            count(primary),
-            count(backup)
-        );
+        let (name, svg, text) = (Text(name), row.svg(), row.text());
+        let _ = write!(html, "<tr><th>{name}<td>{svg}<td class=number>{text}");
     }
     html.push_str("</tbody></table>");
     html.push_str(&legend([(6, "primary"), (7, "backup")]));

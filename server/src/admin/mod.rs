@@ -2,25 +2,29 @@
 //! internet access.
 //!
 //! `listener` accepts connections, and `credential` controls access. `page` renders the status
-//! page: `cluster` and `jobs` draw its sections on a coordinator, and `server` draws those on a
-//! shard server. They read the state of the roles from `sources`. `charts` draws figures, and
-//! `html` formats text and numbers.
+//! page: `cluster`, `jobs` and `events` draw its sections on a coordinator, and `server` draws
+//! those on a shard server. They read the state of the roles from `sources`; `view` is the part
+//! that the address selects. `charts` and `table` draw figures and tables, and `html` formats text
+//! and numbers.
 
 mod charts;
 mod cluster;
 mod credential;
+mod events;
 mod html;
 mod jobs;
 mod listener;
 mod page;
 mod server;
 pub(crate) mod sources;
+mod table;
+mod view;
 
 use std::{io, net::SocketAddr, sync::Arc, time::Instant};
 
 use axum::{
     Router,
-    extract::State,
+    extract::{RawQuery, State},
     http::{HeaderName, StatusCode, header},
     middleware::from_fn_with_state,
     response::{Html, IntoResponse},
@@ -103,6 +107,8 @@ pub async fn serve(
 }
 
 async fn metrics(State(admin): State<Admin>) -> impl IntoResponse {
+    // The files of the certificate may have been replaced since the last scrape.
+    admin.metrics.show_expiry(admin.acceptor.expiry());
     ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], admin.metrics.text())
 }
 
@@ -120,8 +126,12 @@ fn file(content_type: &'static str, content: &'static str) -> impl IntoResponse 
 
 /// The status page. It is rendered on a thread that may block, because large jobs take
 /// milliseconds.
-async fn status(State(admin): State<Admin>) -> Result<impl IntoResponse, StatusCode> {
-    let page = tokio::task::spawn_blocking(move || page::render(&admin)).await;
+async fn status(
+    State(admin): State<Admin>,
+    RawQuery(query): RawQuery,
+) -> Result<impl IntoResponse, StatusCode> {
+    let view = view::parse(&query.unwrap_or_default());
+    let page = tokio::task::spawn_blocking(move || page::render(&admin, &view)).await;
     let page = page.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?;
     Ok((SECURITY, Html(page)))
 }

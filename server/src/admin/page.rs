@@ -2,7 +2,6 @@
 
 use std::{
     collections::BTreeMap,
-    fmt::Write as _,
     time::{Duration, SystemTime},
 };
 
@@ -12,13 +11,14 @@ use super::{
     Admin, cluster,
     html::{Text, age, count, duration},
     server,
+    table::Table,
 };
-use crate::metrics::Metrics;
+use crate::{coordinator::overview::View, metrics::Metrics};
 
-/// Renders the page from the current state.
-pub(super) fn render(admin: &Admin) -> String {
+/// Renders the page from the current state. `view` selects a part of the cluster.
+pub(super) fn render(admin: &Admin, view: &View) -> String {
     let role = admin.role;
-    let overviews = (admin.sources.cluster.read(), admin.sources.shard.read());
+    let overviews = (admin.sources.cluster.read(view), admin.sources.shard.read(&()));
     let mut sections = String::new();
     match &overviews.0 {
         Some(cluster) => sections.push_str(&cluster::sections(cluster, SystemTime::now())),
@@ -65,6 +65,17 @@ struct Method {
     measured: u64,
 }
 
+const REQUESTS: Table = Table {
+    name: "requests",
+    columns: &[
+        ("Method", "key"),
+        ("Open", "number"),
+        ("Answered", "number"),
+        ("Failed", "number"),
+        ("Mean time", "number"),
+    ],
+};
+
 fn requests(html: &mut String, metrics: &Metrics) {
     let methods = methods(metrics);
     html.push_str(
@@ -74,24 +85,15 @@ fn requests(html: &mut String, metrics: &Metrics) {
         html.push_str("<p class=empty>No requests have arrived.</p></section>");
         return;
     }
-    html.push_str(
-        "<div class=scroll id=scroll-requests tabindex=0 role=region aria-labelledby=requests>\
-         <table><thead><tr><th>Method<th class=number>Open<th class=number>Answered\
-         <th class=number>Failed<th class=number>Mean time</thead><tbody>",
-    );
+    REQUESTS.begin(html);
     for (method, Method { ok, failed, open, seconds, measured }) in methods {
         let mean = Duration::try_from_secs_f64(seconds / measured as f64).ok();
-        let _ = write!(
-            html,
-            "<tr><td>{}<td class=number>{open}<td class=number>{}<td class=number>{}\
-             <td class=number>{}",
-            Text(method.trim_start_matches('/').trim_start_matches("zeroshard.v1.")),
-            count(ok),
-            count(failed),
-            mean.filter(|_| measured > 0).map_or("–".to_owned(), duration),
-        );
+        let mean = mean.filter(|_| measured > 0).map(duration).unwrap_or_default();
+        let name = Text(method.trim_start_matches('/').trim_start_matches("zeroshard.v1."));
+        REQUESTS.row(html, &[&name, &open, &count(ok), &count(failed), &mean]);
     }
-    html.push_str("</tbody></table></div></section>");
+    REQUESTS.end(html);
+    html.push_str("</section>");
 }
 
 /// The requests by method. The number of methods is limited.

@@ -7,6 +7,7 @@ use super::{
     cluster::{kinds, left_out, legend_of_kinds},
     html::{Text, bytes, count, duration, percent},
     jobs::map,
+    table::Table,
 };
 use crate::{
     backend::Usage,
@@ -108,53 +109,68 @@ fn devices(html: &mut String, devices: &[(String, Option<Usage>)]) {
     html.push_str("</tbody></table></section>");
 }
 
+/// The table of jobs of which the server holds slices.
+const HELD: Table = Table {
+    name: "held",
+    columns: &[
+        ("Job", "key name"),
+        ("Version", "number"),
+        ("Epoch", "number"),
+        ("Slices", "number"),
+        ("Memory", "number"),
+        ("Reduce", "number"),
+        ("Decide", "number"),
+        ("Apply", "number"),
+        ("Waits for", "reason"),
+    ],
+};
+
 fn jobs(html: &mut String, overview: &Overview) {
     html.push_str("<section aria-labelledby=held><h2 id=held>Slices of this server</h2>");
     if overview.jobs.is_empty() {
         html.push_str("<p class=empty>This server has no slices.</p></section>");
         return;
     }
-    html.push_str(
-        "<div class=scroll id=scroll-held tabindex=0 role=region aria-labelledby=held><table>\
-         <thead><tr><th>Job<th class=number>Version<th class=number>Epoch<th class=number>Slices\
-         <th class=number>Memory<th class=number>Reduce<th class=number>Decide<th class=number>Apply\
-         <th>Waits for</thead><tbody>",
-    );
+    HELD.begin(html);
     overview.jobs.iter().for_each(|job| row(html, job));
+    HELD.end(html);
     html.push_str(
-        "</tbody></table></div><p class=note>Mean times of a step. Reduce: from the first \
+        "<p class=note>Mean times of a step. Reduce: from the first \
          gradient to the last sum. Decide: from the report to the decision. Apply: the optimizer.\
          </p>",
     );
     left_out(html, overview.jobs.len(), overview.all_jobs, "job");
     let mapped = overview.jobs.iter().take(MAX_MAPS);
-    let rows: Vec<(&str, Row)> = mapped.map(|job| (job.name.as_str(), slices(job))).collect();
+    let rows: Vec<(&str, Row<'_>)> = mapped.map(|job| (job.name.as_str(), slices(job))).collect();
     map(html, rows.iter().map(|(name, row)| (*name, row)));
     html.push_str("</section>");
 }
 
-fn slices(job: &JobOverview) -> Row {
-    let mut row = Row::new(job.slices);
+fn slices(job: &JobOverview) -> Row<'_> {
+    let mut row = Row::new(&job.sizes);
     job.held.iter().for_each(|&(slice, is_primary)| row.add(slice as usize, is_primary));
     row
 }
 
 fn row(html: &mut String, job: &JobOverview) {
-    let _ = write!(
-        html,
-        "<tr><td class=name>{}<td class=number>{}<td class=number>{}<td class=number>{}\
-         <small> of {}</small><td class=number>{}",
-        Text(&job.name),
-        job.version.map_or("–".to_owned(), count),
-        count(job.epoch),
-        count(job.held.len() as u64),
-        count(job.slices as u64),
-        bytes(job.bytes),
-    );
-    for phase in ["reduce", "decide", "apply"] {
+    let (held, all) = (count(job.held.len() as u64), count(job.sizes.len() as u64));
+    let slices = format!("{held} <small>of {all}</small>");
+    let [reduce, decide, apply] = ["reduce", "decide", "apply"].map(|phase| {
         let time = job.phases.iter().find(|(name, _)| *name == phase);
-        let time = time.map_or("–".to_owned(), |(_, time)| duration(*time));
-        let _ = write!(html, "<td class=number>{time}");
-    }
-    let _ = write!(html, "<td>{}", Text(job.waiting_for.as_deref().unwrap_or("–")));
+        time.map(|(_, time)| duration(*time)).unwrap_or_default()
+    });
+    HELD.row(
+        html,
+        &[
+            &Text(&job.name),
+            &job.version.map(count).unwrap_or_default(),
+            &count(job.epoch),
+            &slices,
+            &bytes(job.bytes),
+            &reduce,
+            &decide,
+            &apply,
+            &Text(job.waiting_for.as_deref().unwrap_or_default()),
+        ],
+    );
 }

@@ -11,43 +11,43 @@ use crate::{coordinator, shard};
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sources {
     /// The state of the cluster; set on the coordinator that is the leader.
-    pub(crate) cluster: Source<coordinator::overview::Overview>,
+    pub(crate) cluster: Source<coordinator::overview::Overview, coordinator::overview::View>,
     /// The state of the shard server.
     pub(crate) shard: Source<shard::overview::Overview>,
 }
 
-type Read<T> = Arc<dyn Fn() -> Option<T> + Send + Sync>;
+type Read<T, V> = Arc<dyn Fn(&V) -> Option<T> + Send + Sync>;
 
-/// The state of a role. The role provides it when it starts.
-pub(crate) struct Source<T>(Arc<Mutex<Option<Read<T>>>>);
+/// The state of a role, of which a view selects a part. The role provides it when it starts.
+pub(crate) struct Source<T, V = ()>(Arc<Mutex<Option<Read<T, V>>>>);
 
-impl<T> Source<T> {
+impl<T, V> Source<T, V> {
     /// Sets the function that reads the state. It returns `None` after the role has ended.
-    pub(crate) fn set(&self, read: impl Fn() -> Option<T> + Send + Sync + 'static) {
+    pub(crate) fn set(&self, read: impl Fn(&V) -> Option<T> + Send + Sync + 'static) {
         // Each change is a single assignment.
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(read));
     }
 
     /// The current state; `None` if the role is not running.
-    pub(crate) fn read(&self) -> Option<T> {
+    pub(crate) fn read(&self, view: &V) -> Option<T> {
         let read = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        read?()
+        read?(view)
     }
 }
 
-impl<T> Clone for Source<T> {
+impl<T, V> Clone for Source<T, V> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-impl<T> Default for Source<T> {
+impl<T, V> Default for Source<T, V> {
     fn default() -> Self {
         Self(Arc::default())
     }
 }
 
-impl<T> fmt::Debug for Source<T> {
+impl<T, V> fmt::Debug for Source<T, V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Source")
     }

@@ -34,7 +34,7 @@ async function refresh() {
   const isSelecting = getSelection() && !getSelection().isCollapsed;
   if (document.hidden || isSelecting) return;
   try {
-    const answer = await fetch(location.origin + location.pathname, { signal: AbortSignal.timeout(TIMEOUT) });
+    const answer = await fetch(location.origin + location.pathname + location.search, { signal: AbortSignal.timeout(TIMEOUT) });
     if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
     replaceMain(new DOMParser().parseFromString(await answer.text(), "text/html"));
     stale.hidden = true;

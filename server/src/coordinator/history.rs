@@ -225,9 +225,10 @@ impl History {
 }
 
 /// The severity of an event, which is the level of its log line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(crate) enum Severity {
     /// Part of normal operation.
+    #[default]
     Info,
     /// The cluster has lost something, and continues without it or tries again.
     Warning,
@@ -236,6 +237,9 @@ pub(crate) enum Severity {
 }
 
 impl Severity {
+    /// All severities, ascending.
+    pub(crate) const ALL: [Self; 3] = [Self::Info, Self::Warning, Self::Error];
+
     /// The name on the status page.
     pub(crate) fn label(self) -> &'static str {
         match self {
@@ -264,13 +268,23 @@ impl Journal {
             text.truncate(text.floor_char_boundary(MAX_EVENT));
             text.push('…');
         }
-        self.0.truncate(EVENTS - 1);
+        if self.0.len() == EVENTS {
+            // Events of normal operation give way first: a job that saves often would otherwise
+            // hide the loss of a server.
+            let oldest = self.0.iter().rposition(|of| of.severity == Severity::Info);
+            self.0.remove(oldest.unwrap_or(EVENTS - 1));
+        }
         self.0.push_front(Happened { at: SystemTime::now(), severity, text });
     }
 
-    /// The last events, newest first.
-    pub(super) fn newest(&self) -> Vec<Happened> {
-        self.0.iter().cloned().collect()
+    /// The last events that have at least this severity, newest first.
+    pub(super) fn newest(&self, least: Severity) -> Vec<Happened> {
+        self.0.iter().filter(|of| of.severity >= least).cloned().collect()
+    }
+
+    /// The number of the last events that have at least this severity.
+    pub(super) fn count(&self, least: Severity) -> usize {
+        self.0.iter().filter(|of| of.severity >= least).count()
     }
 }
 
@@ -357,8 +371,25 @@ mod tests {
         for number in 0..EVENTS + 5 {
             journal.add(Severity::Info, format!("{number} {}", "ä".repeat(MAX_EVENT)));
         }
-        let newest = journal.newest();
+        let newest = journal.newest(Severity::Info);
         assert_eq!(newest.len(), EVENTS);
         assert!(newest[0].text.starts_with("104 ") && newest[0].text.len() <= MAX_EVENT + 3);
+    }
+
+    #[test]
+    fn the_journal_keeps_warnings_longer_than_events_of_normal_operation() {
+        let mut journal = Journal::default();
+        journal.add(Severity::Warning, "a server was lost".to_owned());
+        for number in 0..3 * EVENTS {
+            journal.add(Severity::Info, format!("version {number} is saved"));
+        }
+        assert_eq!(journal.newest(Severity::Info).len(), EVENTS);
+        let warnings = journal.newest(Severity::Warning);
+        assert_eq!(warnings.len(), 1);
+        assert!(journal.newest(Severity::Error).is_empty());
+        for number in 0..2 * EVENTS {
+            journal.add(Severity::Error, format!("job {number} failed"));
+        }
+        assert_eq!(journal.newest(Severity::Error).len(), EVENTS);
     }
 }

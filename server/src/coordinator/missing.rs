@@ -7,6 +7,7 @@ use super::{
     cluster::Cluster,
     events::{Action, Now, ServerId},
     history::Severity,
+    operators::is_named,
     state::Phase,
 };
 
@@ -78,10 +79,9 @@ impl Cluster {
         all.into_values().collect()
     }
 
-    /// The missing server with this address or id.
+    /// The missing server that an operator means.
     pub(super) fn find_missing(&self, name: &str) -> Option<Server> {
-        let ids = [10, 16].map(|radix| ServerId::from_str_radix(name, radix).ok());
         let mut servers = self.missing.values().map(|missing| &missing.server);
-        servers.find(|of| of.address == name || ids.contains(&Some(of.id))).cloned()
+        servers.find(|server| is_named(server, name)).cloned()
     }
 }

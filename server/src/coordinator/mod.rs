@@ -17,6 +17,7 @@
 mod absence;
 mod actions;
 mod admission;
+pub(crate) mod advice;
 mod attempts;
 mod beats;
 mod catch_up;
@@ -102,7 +103,7 @@ pub struct Place {
 
 impl Place {
     /// The host and the port.
-    fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let (host, port) = (host.trim(), self.address.port());
         if host.is_empty() { self.address.to_string() } else { format!("{host}:{port}") }
@@ -125,7 +126,7 @@ impl Coordinator {
         let name = place.name();
         let driver = Driver::new(cluster, Host { metrics, failure, name }, leadership);
         let shown = Arc::downgrade(&driver);
-        context.sources.cluster.set(move || shown.upgrade()?.overview());
+        context.sources.cluster.set(move |view| shown.upgrade()?.overview(view));
         Self { context, driver }
     }
 

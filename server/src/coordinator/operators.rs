@@ -10,6 +10,7 @@ use super::{
     leases::Cause,
     state::Phase,
 };
+use crate::identity;
 
 impl Cluster {
     /// Cordons a server, or uncordons it.
@@ -54,12 +55,9 @@ impl Cluster {
 
     /// The connected server with this address or id.
     fn find_server(&self, name: &str) -> Result<Server> {
-        // Logs show ids in hexadecimal digits, and tables show them in decimal digits.
-        let ids = [10, 16].map(|radix| ServerId::from_str_radix(name, radix).ok());
-        let is_named = |server: &Server| server.address == name || ids.contains(&Some(server.id));
-        self.live().into_iter().find(is_named).ok_or_else(|| {
-            let expected = "the address or the id of a connected shard server; `zsctl status` \
-                            lists them";
+        self.live().into_iter().find(|server| is_named(server, name)).ok_or_else(|| {
+            let expected = "the address, the id or the name (--id) of a connected shard server; \
+                            `zsctl status` lists them";
             Error::invalid("shard server", format!("{name:?}"), expected)
         })
     }
@@ -104,4 +102,13 @@ impl Cluster {
             Error::invalid(what, rank, expected)
         })
     }
+}
+
+/// Whether an operator means this server: by its address, by the name that `--id` gave it, or by
+/// its id in hexadecimal digits, as logs and tables show it, or in decimal digits, as in the API.
+pub(super) fn is_named(server: &Server, name: &str) -> bool {
+    let ids = [10, 16].map(|radix| ServerId::from_str_radix(name, radix).ok());
+    server.address == name
+        || server.id == identity::of_server(name)
+        || ids.contains(&Some(server.id))
 }

@@ -6,10 +6,11 @@ use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
 use zeroshard_proto::{JobSpec, Placement, memory::Capacity, pb};
 
 use super::{
+    advice::Advice,
     cluster::Cluster,
     driver::Driver,
     events::{Now, ServerId},
-    history::{Happened, History},
+    history::{Happened, History, Severity},
     missing::Missing,
     responses::Stats,
     state::{Job, Phase, ServerState},
@@ -25,9 +26,24 @@ const MAX_SERVERS: usize = 200;
 /// The maximum number of late ranks of a job in the overview.
 const MAX_LATE: usize = 8;
 
+/// The part of the cluster that a page shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct View {
+    /// The number of the page of jobs, from 0.
+    pub(crate) page: usize,
+    /// The id of a job that comes first, whatever its urgency.
+    pub(crate) job: Option<u64>,
+    /// Events of a lower severity are left out.
+    pub(crate) events: Severity,
+}
+
 /// The servers and jobs of a cluster.
 #[derive(Debug)]
 pub(crate) struct Overview {
+    /// The part that was asked for.
+    pub(crate) view: View,
+    /// What an operator should do about the cluster itself.
+    pub(crate) advice: Option<Advice>,
     /// At most [`MAX_SERVERS`] servers: first those that jobs wait for, then by the share of memory
     /// in use, highest first.
     pub(crate) servers: Vec<ServerOverview>,
@@ -35,11 +51,14 @@ pub(crate) struct Overview {
     pub(crate) connected: usize,
     /// The number of servers that were connected, and were not drained before they left.
     pub(crate) missing: usize,
-    /// At most [`MAX_JOBS`] jobs: first failed jobs, then jobs that do not train, then the jobs
-    /// with the most recent steps.
+    /// The selected job, and a page of at most [`MAX_JOBS`] others: first failed jobs, then jobs
+    /// that do not train, then the jobs with the most recent steps.
     pub(crate) jobs: Vec<JobOverview>,
-    /// The total number of jobs.
+    /// The number of pages of jobs.
+    pub(crate) pages: usize,
+    /// The total number of jobs, and how many of them have failed.
     pub(crate) all_jobs: usize,
+    pub(crate) failed_jobs: usize,
     /// The number of workers of all jobs.
     pub(crate) workers: usize,
     /// The number of bytes that all jobs need, and the total capacity of the servers if all
@@ -47,8 +66,9 @@ pub(crate) struct Overview {
     pub(crate) memory: (u64, Option<u64>),
     /// Whether servers may still describe jobs of an earlier coordinator.
     pub(crate) is_learning: bool,
-    /// The last events, newest first.
+    /// The last events, newest first, and the number of events of each severity or a higher one.
     pub(crate) events: Vec<Happened>,
+    pub(crate) counts: [usize; Severity::ALL.len()],
 }
 
 /// A shard server.
@@ -77,8 +97,10 @@ pub(crate) struct JobOverview {
     pub(crate) id: u64,
     pub(crate) spec: Arc<JobSpec>,
     pub(crate) figures: JobFigures,
-    /// The reason for the failure of the job.
+    /// The reason for the failure of the job, or the error of the last save if it has failed.
     pub(crate) failure: Option<String>,
+    /// What an operator should do about the job.
+    pub(crate) advice: Option<Advice>,
     /// The number of servers that lack initial parameters.
     pub(crate) uninitialised: usize,
     /// The number of resting ranks, and the number of ranks that have finished.
@@ -113,11 +135,12 @@ pub(crate) struct Details {
 
 impl Driver {
     /// The state of the cluster; `None` if this coordinator is no longer the leader.
-    pub(crate) fn overview(&self) -> Option<Overview> {
+    pub(crate) fn overview(&self, view: &View) -> Option<Overview> {
         let now = self.now();
         let read = self.inspect(|inner| {
-            let mut overview = inner.cluster.overview(&inner.histories, now);
-            overview.events = inner.journal.newest();
+            let mut overview = inner.cluster.overview(*view, &inner.histories, now);
+            overview.events = inner.journal.newest(view.events);
+            overview.counts = Severity::ALL.map(|least| inner.journal.count(least));
             overview
         });
         read.ok()
@@ -125,29 +148,40 @@ impl Driver {
 }
 
 impl Cluster {
-    fn overview(&self, histories: &BTreeMap<String, History>, now: Now) -> Overview {
+    fn overview(&self, view: View, histories: &BTreeMap<String, History>, now: Now) -> Overview {
         let mut jobs: Vec<(&Job, JobFigures)> =
             self.jobs.values().map(|job| (job, job.figures())).collect();
         let workers = jobs.iter().map(|(_, figures)| figures.workers).sum();
+        let has_failed = |(_, figures): &&(&Job, JobFigures)| figures.state == JobState::Failed;
+        let failed_jobs = jobs.iter().filter(has_failed).count();
         let (servers, memory) = self.servers_overview();
         let idle = |job: &Job| histories.get(&job.spec.name).and_then(|of| of.idle(now));
         jobs.sort_by_cached_key(|(job, figures)| {
             (Reverse(urgency(figures)), idle(job).unwrap_or(Duration::MAX), &job.spec.name)
         });
-        let jobs = jobs.into_iter().take(MAX_JOBS).enumerate().map(|(at, (job, figures))| {
+        let selected: Vec<_> = jobs.extract_if(.., |(job, _)| Some(job.id) == view.job).collect();
+        let pages = jobs.len().div_ceil(MAX_JOBS).max(1);
+        let page = view.page.min(pages - 1);
+        let shown = jobs.into_iter().skip(page * MAX_JOBS).take(MAX_JOBS);
+        let jobs = selected.into_iter().chain(shown).enumerate().map(|(at, (job, figures))| {
             let history = histories.get(&job.spec.name);
             self.job_overview(job, figures, history, at < MAX_DETAILED, now)
         });
         Overview {
+            view: View { page, ..view },
+            advice: self.advice(),
             servers,
             connected: self.servers.len(),
             missing: self.missing().len(),
             jobs: jobs.collect(),
+            pages,
             all_jobs: self.jobs.len(),
+            failed_jobs,
             workers,
             memory,
             is_learning: self.is_learning(),
             events: Vec::new(),
+            counts: Default::default(),
         }
     }
 
@@ -225,7 +259,7 @@ impl Cluster {
         now: Now,
     ) -> JobOverview {
         let (open, failure) = match &job.phase {
-            Phase::Open(open) => (Some(open), None),
+            Phase::Open(open) => (Some(open), open.saves.failure.clone()),
             Phase::Failed { reason, .. } => (None, Some(reason.clone())),
             _ => (None, None),
         };
@@ -241,6 +275,7 @@ impl Cluster {
             spec: job.spec.clone(),
             figures,
             failure,
+            advice: self.advice_for(job),
             uninitialised: open.map_or(0, |open| open.uninitialised.len()),
             resting: open.map_or(0, |open| open.resting.ranks().count()),
             done: open.map_or(0, |open| open.done.len()),

@@ -419,7 +419,7 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let cause = match change {
-            Change::Lost(server) => format!("shard server {server:016x} was lost"),
+            Change::Lost(server) => format!("{} was lost", self.name(server)),
             _ => "a shard server has joined".to_owned(),
         };
         let error = |step, epoch| Error::StepAborted {

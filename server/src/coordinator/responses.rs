@@ -3,6 +3,7 @@
 use zeroshard_proto::{JobSpec, Server, pb, version::VERSION};
 
 use super::{
+    advice::Advice,
     cluster::{Cluster, Description},
     decisions::Report,
     drains::{Drained, Stays},
@@ -136,7 +137,8 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
             _ => None,
         };
         let saved_ms_ago = saved_ms_ago.map(|at| now.saturating_sub(at).as_millis() as u64);
-        pb::JobStatus { wait, trouble: trouble(job, now), saved_ms_ago, ..job.into() }
+        let advice = cluster.advice_for(job).map(Into::into);
+        pb::JobStatus { wait, trouble: trouble(job, now), saved_ms_ago, advice, ..job.into() }
     };
     let missing = |Missing { server, since, cause }| pb::MissingServer {
         server: Some(server.into()),
@@ -151,6 +153,13 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
         leading_ms: now.as_millis() as u64,
         recovering: cluster.is_learning(),
         missing: cluster.missing().into_iter().map(missing).collect(),
+        advice: cluster.advice().map(Into::into),
+    }
+}
+
+impl From<Advice> for pb::Advice {
+    fn from(Advice { text, command }: Advice) -> Self {
+        Self { text, command: command.unwrap_or_default() }
     }
 }
 
@@ -216,6 +225,7 @@ impl From<&Job> for pb::JobStatus {
             wait: None,
             trouble: None,
             saved_ms_ago: None,
+            advice: None,
             failed_saves: open.map_or(0, |open| open.saves.failures),
             save_error: open.and_then(|open| open.saves.failure.clone()).unwrap_or_default(),
         }

@@ -137,8 +137,9 @@ impl Cluster {
 
     /// `shard server 127.0.0.1:7401`.
     pub(super) fn name(&self, server: ServerId) -> String {
-        match self.servers.get(&server) {
-            Some(known) => format!("shard server {}", known.address),
+        let missing = self.missing.get(&server).map(|missing| &missing.server.address);
+        match self.servers.get(&server).map(|known| &known.address).or(missing) {
+            Some(address) => format!("shard server {address}"),
             None => format!("shard server {server:016x} (not connected)"),
         }
     }

@@ -11,9 +11,13 @@ use zeroshard_proto::{
     transport::{Credentials, tls::Tls},
 };
 
-use super::{AdminSite, Context, Error, Failure, Site, announce, coordinator, print, serve_admin};
+use super::{
+    AdminSite, Context, Error, Failure, Site, announce, coordinator, print, serve_admin,
+    start_traces,
+};
 use crate::{
     config::{Common, Coordinator, Etcd},
+    coordinator::Place,
     election::{Candidate, Leader},
     shutdown::Shutdown,
 };
@@ -36,6 +40,7 @@ pub(super) async fn run(
     let context = Context::new(common.clone(), config.max_connections, Failure::default()).await?;
     context.metrics.coordinator.stand_by();
     let admin = AdminSite::bind(config.admin_listen, "coordinator", address, &context).await?;
+    start_traces(common, &Place { address, is_new: false }.name())?;
     announce(json, "coordinator", address, admin.as_ref());
     let tls = config.etcd_files().map(Tls::open).transpose()?;
     let tls = tls.map(|tls| tls.with_flags("--etcd"));

@@ -114,9 +114,10 @@ async fn answer_pull<B: Backend>(
     let peer = request.extensions().get::<Peer>().cloned();
     let caller = Caller::of(request.extensions())?;
     let deadline = Deadline::of_call(request.headers());
-    let request = read_request(request.into_body()).await?;
+    let (parts, body) = request.into_parts();
+    let request = read_request(body).await?;
     caller.check_read(&request.job)?;
-    let frames = pull::pull(store, &request, deadline)?;
+    let frames = pull::pull(store, &request, &parts.headers, deadline)?;
     let frames = frames.take_until(shutdown.clone().cancelled_owned());
     // Data frames, followed by the trailers with the status.
     let body = futures_util::stream::unfold(Some(Box::pin(frames)), move |frames| {

@@ -206,6 +206,11 @@ impl<B: Backend> Job<B> {
         Trace::of_step(self.id, attempt.epoch, attempt.step)
     }
 
+    /// The trace of the step that begins with a version.
+    pub(super) fn trace_at(&self, version: u64) -> Trace {
+        Trace::of_step(self.id, self.epoch(), version)
+    }
+
     pub(crate) fn version(&self) -> Option<u64> {
         self.progress().version
     }

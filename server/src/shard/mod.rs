@@ -102,7 +102,7 @@ impl<B: Backend> Shard<B> {
         let devices = backends.into_iter().zip(tiers).map(|(on, tiers)| Device::new(on, tiers));
         let store = Arc::new(Store::new(devices.collect(), limits, metrics, failure));
         let shown = Arc::downgrade(&store);
-        sources.shard.set(move || Some(shown.upgrade()?.overview()));
+        sources.shard.set(move |()| Some(shown.upgrade()?.overview()));
         Ok(Self {
             store,
             health,

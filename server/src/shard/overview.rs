@@ -47,8 +47,8 @@ pub(crate) struct JobOverview {
     pub(crate) epoch: u64,
     pub(crate) version: Option<u64>,
     pub(crate) waiting_for: Option<String>,
-    /// The number of slices of the job on all servers.
-    pub(crate) slices: usize,
+    /// The sizes in bytes of all slices of the job, on whichever server they are.
+    pub(crate) sizes: Vec<u64>,
     /// The slices that the server holds, in ascending order, and whether the server is their
     /// primary.
     pub(crate) held: Vec<(u32, bool)>,
@@ -100,7 +100,7 @@ impl<B: Backend> Job<B> {
             epoch: self.epoch(),
             version: self.version(),
             waiting_for: self.waiting_for(),
-            slices: self.spec.manifest.number_of_slices(),
+            sizes: self.spec.required_by_slice().iter().map(|of| of.bytes).collect(),
             held: held.collect(),
             bytes: memory.master + memory.state + memory.accumulator + memory.published,
             phases,

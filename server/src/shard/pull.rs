@@ -9,10 +9,12 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::{Stream, stream};
+use http::HeaderMap;
 use zeroshard_proto::{
     DType, Deadline, Elements, Error, JobSpec, Result, StridedBox, TensorBox,
     frame::{Extent, Writer},
     pb::{self, state_part},
+    trace::{Span, SpanKind, Trace},
 };
 
 use super::{budget::Space, job::Job, part::Part, pin::Pin, slice::Slice, store::Store};
@@ -55,6 +57,8 @@ struct Pull<B: Backend> {
     deadline: Deadline,
     wanted: VecDeque<Wanted<B>>,
     writer: Writer,
+    /// Ends with the pull.
+    span: Span,
 }
 
 /// What a pull reads of each slice.
@@ -95,12 +99,14 @@ impl Content {
 }
 
 /// Checks the request, and returns the data frames of the response, which can end with an error.
+/// `headers` may name the span of the caller.
 ///
 /// # Errors
 /// [`Error::Invalid`] and other errors of the request.
 pub(super) fn pull<B: Backend>(
     store: &Arc<Store<B>>,
     request: &pb::PullRequest,
+    headers: &HeaderMap,
     deadline: Option<Deadline>,
 ) -> Result<impl Stream<Item = Result<Bytes>> + Send + use<B>> {
     let job = store.job(&request.job, request.job_id)?;
@@ -128,7 +134,15 @@ pub(super) fn pull<B: Backend>(
             wanted(&job, slice?, content.part, &boxes, extent)
         })
         .collect::<Result<_>>()?;
+    // A reader pulls outside of a step.
+    let trace = match request.epoch {
+        0 => Trace::default(),
+        epoch => Trace::of_step(job.id, epoch, content.version).within(headers),
+    };
+    let span =
+        trace.span("send", SpanKind::Server).with("zeroshard.version", content.version as i64);
     let mut pull = Pull {
+        span,
         store: store.clone(),
         epoch,
         content,
@@ -142,7 +156,9 @@ pub(super) fn pull<B: Backend>(
     };
     pull.hold()?;
     Ok(stream::try_unfold(pull, |mut pull| async {
-        Ok(pull.next_frame().await?.map(|frame| (frame, pull)))
+        let next = pull.next_frame().await;
+        let next = next.inspect_err(|error| pull.span.fail(error))?;
+        Ok(next.map(|frame| (frame, pull)))
     }))
 }
 

@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{
     DType, Error, JobVersion, Result, Server,
     pb::{self, data_service_client::DataServiceClient, state_part},
+    trace::SpanKind,
     transport::{Connection, Credentials},
 };
 
@@ -60,7 +61,12 @@ impl<B: Backend> Copies<B> {
         tokio::spawn(async move {
             let failure = store.failure.clone();
             let copy = async {
-                let copied = copy(&store, &job, &credentials, version, slices);
+                let span = job
+                    .trace_at(version)
+                    .span("copy", SpanKind::Internal)
+                    .with("zeroshard.version", version as i64)
+                    .with("zeroshard.slices", slices.len() as i64);
+                let copied = span.over(copy(&store, &job, &credentials, version, slices));
                 match cancelled.run_until_cancelled(copied).await {
                     Some(Ok(())) => job.tell(JobEvent::Copied { number }),
                     Some(Err(error)) => job.fail(&error),

@@ -16,7 +16,7 @@ use bytes::Bytes;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use zeroshard_checkpoint::{Part, Save, Source, Storage, write};
-use zeroshard_proto::{AppliedSteps, Error, OnMemoryShortage, Result, pb};
+use zeroshard_proto::{AppliedSteps, Error, OnMemoryShortage, Result, pb, trace::SpanKind};
 
 use super::{
     background,
@@ -128,6 +128,8 @@ async fn run<B: Backend>(
     cancelled: CancellationToken,
 ) {
     let &pb::WriteCheckpoint { save, version, .. } = request;
+    let span = job.trace_at(version).span("save", SpanKind::Internal);
+    let mut span = span.with("zeroshard.version", version as i64);
     let save = Save { spec: Arc::new(job.spec.clone()), version, save, server };
     let may_write = taken.and(check_owner(job, request).await);
     let writing =
@@ -163,6 +165,9 @@ async fn run<B: Backend>(
     {
         tracing::warn!(job = job.spec.name, version, %error, "a given up save was not removed");
     }
+    let written = written.inspect_err(|error| span.fail(error));
+    // The end of the span is that of the save, and not of the report.
+    drop(span);
     report(job, request, written);
 }
 

@@ -143,8 +143,10 @@ impl Subject {
     async fn pull(&self, request: pb::PullRequest) -> Result<(Vec<f32>, Vec<u64>)> {
         let dtype = pb::Dtype::from(DType::F32).into();
         let request = pb::PullRequest { job: "job".into(), dtype, ..request };
-        let frames: Vec<Bytes> =
-            pull::pull(&self.store, &request, None)?.boxed().try_collect().await?;
+        let frames: Vec<Bytes> = pull::pull(&self.store, &request, &http::HeaderMap::new(), None)?
+            .boxed()
+            .try_collect()
+            .await?;
         let frames: BytesMut = frames.into_iter().flatten().collect();
         let mut reader = Reader::new(Full::new(frames.freeze()), 1 << 20);
         let (mut values, mut offsets) = (Vec::new(), Vec::new());
@@ -352,7 +354,7 @@ impl Subject {
             extents: (0..SLICES).map(|slice| pb::Extent { slice, ..extent(0, 0) }).collect(),
             ..Default::default()
         };
-        Box::pin(pull::pull(&self.store, &request, None).unwrap())
+        Box::pin(pull::pull(&self.store, &request, &http::HeaderMap::new(), None).unwrap())
     }
 
     async fn step(&self) {

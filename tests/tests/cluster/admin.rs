@@ -89,10 +89,34 @@ async fn the_page_shows_jobs_and_escapes_their_names() {
     let page = get(&cluster.coordinator, "/", None);
     assert!(page.contains("&lt;script&gt;alert(1)&lt;/script&gt;") && !page.contains("alert(1)<"));
     for expected in
-        ["Gradient norm", "Slices by server", "3 applied, 0 skipped", cluster.shards[0].address()]
+        ["Gradient norm", "slices by server", "3 applied, 0 skipped", cluster.shards[0].address()]
     {
         assert!(page.contains(expected), "{expected} is not in {page}");
     }
+    for expected in ["Bytes of slices by server", "KiB <small>+ 0 B</small>"] {
+        assert!(page.contains(expected), "{expected} is not in {page}");
+    }
+    // Every job can be reached, also those beyond the first ones.
+    let client = crate::connect(cluster.address()).await;
+    for number in 0..110 {
+        let name = format!("waiting-{number:03}");
+        client.create_job(&job(&name, 1, sgd(1.0), synthetic::small())).await.unwrap();
+    }
+    let mut found = std::collections::BTreeSet::new();
+    for address in ["/", "/?jobs=2"] {
+        let page = get(&cluster.coordinator, address, None);
+        assert!(page.contains("of 2, 112 jobs"), "{page}");
+        let names = page.split("#job-").skip(1).filter_map(|rest| rest.split(['>', '<']).nth(1));
+        found.extend(names.map(str::to_owned));
+    }
+    assert_eq!(found.iter().filter(|name| name.starts_with("waiting-")).count(), 110);
+    let page = get(&cluster.coordinator, "/?jobs=2", None);
+    let mut links = page.split("<a href='?").filter_map(|rest| rest.split_once("#job-"));
+    let link = links.find(|(query, _)| !query.contains('\'')).unwrap();
+    let (query, id) = (link.0.replace("&amp;", "&"), &link.1[..16]);
+    assert!(!page.contains(&format!("<section class=card id='job-{id}'")), "{page}");
+    let card = get(&cluster.coordinator, &format!("/?{query}"), None);
+    assert!(card.contains(&format!("<section class=card id='job-{id}'")), "{card}");
     let shard = get(&cluster.shards[0], "/", None);
     assert!(shard.contains("Slices of this server") && shard.contains("&lt;script&gt;"), "{shard}");
 }

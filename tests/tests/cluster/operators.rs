@@ -128,9 +128,11 @@ async fn why_names_a_lost_rank_and_a_remedy() {
         "1 of 2 workers",
         "ranks without a worker (rank 1)",
         "start a worker",
+        "zeroshard-worker train --address HOST:PORT --job asked --workers 2 --rank 1",
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
+    assert!(why["command"].as_str().unwrap().ends_with("--rank 1"), "{why}");
     let unknown = zsctl(&cluster, &["why", "other"]);
     assert_eq!(unknown.status.code(), Some(1));
 }
@@ -242,6 +244,46 @@ async fn a_cordoned_server_receives_no_slices_even_from_the_next_coordinator() {
         .await;
     let unknown = zsctl(&cluster, &["cordon", "nowhere:1"]);
     assert!(stderr(&unknown).contains("nowhere:1"), "{unknown:?}");
+}
+
+#[tokio::test]
+async fn a_server_is_named_by_its_address_its_id_or_its_name_everywhere() {
+    let coordinator = Cluster::coordinator();
+    let named = |name: &str| Cluster::shard(coordinator.address(), &["--id", name]);
+    let shards = vec![named("alpha"), named("beta"), named("gamma")];
+    let mut cluster = Cluster { coordinator, shards };
+    let address = cluster.shards[0].address().to_owned();
+    let find = |cluster: &Cluster, event: &str| {
+        let shown = lines(&zsctl(cluster, &["status", "--json"])).into_iter();
+        let mut shown = shown.filter(|line| line["event"] == event);
+        shown.find(|line| line["address"] == address.as_str())
+    };
+    until("it is connected", || find(&cluster, "server").is_some()).await;
+    let id = find(&cluster, "server").unwrap()["id"].as_str().unwrap().to_owned();
+    let decimal = u64::from_str_radix(&id, 16).unwrap().to_string();
+    for name in [&address, &id, &decimal, "alpha"] {
+        for command in ["cordon", "uncordon", "drain", "uncordon"] {
+            let output = zsctl(&cluster, &[command, name, "--json"]);
+            assert!(output.status.success(), "{command} {name}: {output:?}");
+            let said = lines(&output).pop().unwrap();
+            assert_eq!(
+                (&said["server"], &said["address"]),
+                (&id.as_str().into(), &address.as_str().into())
+            );
+        }
+    }
+    let spec = JobSpec { replicas: 2, min_servers: 3, ..spec("named", 1) };
+    let rank = start(cluster.address(), &spec).await.remove(0);
+    step(&rank, 0).await;
+    cluster.shards.remove(0).kill();
+    step(&rank, 1).await;
+    // An error names it as the tables do.
+    let why = lines(&zsctl(&cluster, &["why", "named", "--json"])).pop().unwrap();
+    let message = why["trouble"]["message"].as_str().unwrap();
+    assert!(message.contains(&format!("shard server {address} was lost")), "{message}");
+    assert_eq!(find(&cluster, "missing_server").unwrap()["id"], id.as_str());
+    assert!(zsctl(&cluster, &["drain", "alpha"]).status.success());
+    assert_eq!(find(&cluster, "missing_server"), None);
 }
 
 #[tokio::test]

@@ -39,6 +39,9 @@ async fn a_cluster_without_servers_has_a_problem() {
     assert!(text.starts_with(&leader) && text.contains("no shard server is connected"), "{text}");
     let why = stdout(&zsctl(&cluster, &["why"]));
     assert!(why.contains("start shard servers"), "{why}");
+    let page = cluster.coordinator.get("/");
+    let remedy = "<code>zeroshard-server shard --coordinator HOST:PORT</code>";
+    assert!(page.contains("No shard server is connected.") && page.contains(remedy), "{page}");
     assert_eq!(metric(&cluster.coordinator, "zeroshard_servers "), Some(0.0));
 }
 
@@ -53,6 +56,12 @@ async fn a_lost_server_is_missed_until_it_is_back_or_drained() {
     let mut cluster = Cluster { coordinator, shards };
     until("both are connected", || shown(&cluster, "server").1.len() == 2).await;
     assert_eq!(shown(&cluster, "server").0, 0);
+    // Nothing is wrong, but the operator is told to start workers.
+    for command in ["status", "why"] {
+        let text = stdout(&zsctl(&cluster, &[command]));
+        assert!(text.contains("zeroshard-worker train --address HOST:PORT"), "{text}");
+    }
+    assert!(cluster.coordinator.get("/").contains("<code>zeroshard-worker train"));
     let lost = cluster.shards[0].address().to_owned();
     cluster.shards[0].kill();
     until("it is missed", || shown(&cluster, "missing_server").1.len() == 1).await;
@@ -65,7 +74,13 @@ async fn a_lost_server_is_missed_until_it_is_back_or_drained() {
     assert_eq!(metric(&cluster.coordinator, "zeroshard_servers_missing "), Some(1.0));
     let page = cluster.coordinator.get("/");
     assert!(page.contains("<span class='state bad'>lost</span>"), "{page}");
-    assert!(page.contains("1 <small>of 2</small>") && page.contains(">warning</span>"), "{page}");
+    assert!(page.contains("1 <small>of 2</small>") && page.contains(">warning</b>"), "{page}");
+    let remedy = format!("<code>zsctl drain {lost}</code>");
+    assert!(page.contains("A shard server is missing.") && page.contains(&remedy), "{page}");
+    let warnings = cluster.coordinator.get("/?events=warning");
+    assert!(warnings.contains(&lost) && !warnings.contains(">info</b>"), "{warnings}");
+    let errors = cluster.coordinator.get("/?events=error");
+    assert!(errors.contains("No error has occurred"), "{errors}");
     let logged = std::fs::read_to_string(log.path()).unwrap();
     let level = logged.lines().find(|line| line.contains("was lost (")).unwrap();
     assert!(level.contains("WARN"), "{level}");

@@ -167,8 +167,10 @@ async fn with_tls_and_a_token_either_a_token_or_a_certificate_opens_the_cluster(
 
 #[tokio::test]
 async fn a_new_certificate_is_used_without_a_restart() {
-    let (certificates, new) = (Certificates::new(&[]), Certificates::new(&[]));
+    let (certificates, new) = (Certificates::new(&[]), Certificates::new(&["--days", "60"]));
     let cluster = certificates.start(1);
+    let began = expiry(&cluster.coordinator);
+    assert_eq!(expiry(&cluster.shards[0]), began);
     let old =
         Client::connect(cluster.address(), certificates.options(Some("admin"))).await.unwrap();
     for name in ["ca.pem", "server.pem", "server-key.pem"] {
@@ -183,6 +185,16 @@ async fn a_new_certificate_is_used_without_a_restart() {
         }
     }
     old.status().await.unwrap();
+    let gained = expiry(&cluster.coordinator) - began;
+    assert!((29..=31).contains(&(gained / 86_400)), "{gained} s");
+}
+
+/// The time at which a server says that its certificate expires, in seconds since 1970.
+fn expiry(server: &Process) -> i64 {
+    let text = server.get("/metrics");
+    let name = "zeroshard_certificate_expiry_timestamp_seconds ";
+    let value = text.lines().find_map(|line| line.strip_prefix(name));
+    value.unwrap_or_else(|| panic!("{name} is not in {text}")).parse().unwrap()
 }
 
 /// Replaces a file in the same way as an orchestrator.
@@ -238,6 +250,7 @@ fn write_revocable(directory: &Path, revoked: &[&str]) {
         let role_name = format!("zeroshard:{role}").try_into().unwrap();
         params.subject_alt_names.push(SanType::URI(role_name));
         params.serial_number = Some(serial.clone());
+        params.not_after = rcgen::date_time_ymd(2040, 1, 1);
         write(&format!("{role}.pem"), params.signed_by(&key, &authority).unwrap().pem());
         write(&format!("{role}-key.pem"), key.serialize_pem());
         if revoked.contains(&role) {
@@ -275,6 +288,7 @@ fn every_program_refuses_a_certificate_in_the_revocation_list() {
             flags
         };
         let coordinator = Cluster::coordinator_with(&borrowed(&with_list("server")));
+        assert_eq!(expiry(&coordinator), 2_208_988_800);
         let flags = with_list("admin");
         let status = ["--address", coordinator.address(), "status"];
         let status = run("zsctl", &[&status[..], &borrowed(&flags)].concat());

@@ -4,7 +4,7 @@ use std::thread;
 
 use zeroshard_tests::{Cluster, run};
 
-use crate::{done, start, train};
+use crate::{TEXT, done, start, train};
 
 /// The state hash after a few steps.
 fn hash(flags: &str) -> String {
@@ -49,6 +49,42 @@ fn two_workers_with_half_the_batch_equal_one_with_the_whole_batch() {
     for (step, (one, two)) in one.iter().zip(&two).enumerate() {
         assert!((one - two).abs() <= 1e-5 * one, "step {step}: {one} and {two}");
     }
+}
+
+#[test]
+fn a_run_without_a_terminal_prints_lines_about_its_progress_on_standard_error() {
+    let out = tempfile::tempdir().unwrap();
+    let stderr = |flags: &str| {
+        let all = format!(
+            "train --data {TEXT} --out {} --steps 3 --batch 4 --context 16 --sample-chars 0 {flags}",
+            out.path().display()
+        );
+        let output = run("zeroshard-worker", &all.split_whitespace().collect::<Vec<_>>());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    // Each of two processes would print the lines of its rank; with --processes, rank 0 does.
+    for flags in ["--workers 2", "--workers 2 --processes"] {
+        let text = stderr(flags);
+        let lines: Vec<&str> = text.lines().filter(|line| line.contains("step ")).collect();
+        assert_eq!(lines.len(), 2, "{text}");
+        assert!(lines[0].starts_with("step 1 of 3, loss ") && !text.contains("rank 1"), "{text}");
+        let last = lines[1];
+        for part in ["step 3 of 3, loss ", " steps/s", "0 s left"] {
+            assert!(last.contains(part), "{part}: {text}");
+        }
+    }
+    assert_eq!(stderr("--quiet"), "");
+    let cluster = Cluster::start(1);
+    let rank = |rank| {
+        stderr(&format!("--workers 2 --shards 1 --rank {rank} --address {}", cluster.address()))
+    };
+    let text = thread::scope(|scope| {
+        let other = scope.spawn(|| rank(1));
+        rank(0);
+        other.join().unwrap()
+    });
+    assert!(text.contains("rank 1: step 3 of 3"), "{text}");
 }
 
 #[test]

@@ -307,7 +307,7 @@ pub struct Train {
     /// Print one JSON object per line on standard output and nothing else
     #[arg(long, conflicts_with = "quiet", help_heading = "Output")]
     pub json: bool,
-    /// Print only errors. The files in --out are still written
+    /// Print only errors, and no progress. The files in --out are still written
     #[arg(long, help_heading = "Output")]
     pub quiet: bool,
 }

@@ -29,7 +29,8 @@ const IO_THREADS: usize = 2;
 pub fn run(flags: &Train) -> Result<()> {
     let mut plan = flags.plan()?;
     if let Some(collector) = flags.otlp_endpoint.as_deref().filter(|url| !url.is_empty()) {
-        trace::start(collector, flags.trace_ratio, "zeroshard-worker")?;
+        let process = trace::this_process();
+        trace::start(collector, flags.trace_ratio, "zeroshard-worker", &process)?;
     }
     if flags.address.is_none() && plan.token.reveal().is_none() {
         // Other users of this machine cannot use the servers that are started.
@@ -107,10 +108,9 @@ impl Run {
         for &rank in ranks {
             let (run, done, address) = (self.clone(), done.clone(), address.to_owned());
             let mut output = match (flags.json, flags.quiet) {
-                _ if rank != 0 => Output::Quiet,
-                (true, _) => Output::Json,
-                (false, true) => Output::Quiet,
-                (false, false) => Output::bar(run.plan.steps),
+                (true, _) if rank == 0 => Output::Json,
+                (false, false) if rank == ranks[0] => Output::people(rank, run.plan.steps),
+                _ => Output::Quiet,
             };
             let work = move || {
                 // The report is also sent during unwinding, so a panic is reported as an error.

@@ -1,7 +1,8 @@
-//! Output during a run: a progress bar, or one JSON object per line.
+//! Output during a run: a progress bar on a terminal, a line every few seconds elsewhere, or one
+//! JSON object per line.
 
-use std::io::{self, Write};
-use std::time::Instant;
+use std::io::{self, IsTerminal, Write};
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -9,6 +10,9 @@ use zeroshard_client::Traffic;
 
 use super::error::{Error, Result};
 use super::report::Summary;
+
+/// The minimum time between two lines of [`Lines`].
+const PAUSE: Duration = Duration::from_secs(5);
 
 /// The result of a step.
 #[derive(Debug, Clone)]
@@ -35,13 +39,18 @@ pub enum Output {
     Quiet,
     /// Standard output, one JSON object per line.
     Json,
-    /// A progress bar on standard error. There is no output if standard error is not a terminal.
+    /// A progress bar on standard error, which is a terminal.
     Bar(Bar),
+    /// A line every few seconds on standard error, which is a file or a pipe.
+    Lines(Lines),
 }
 
 impl Output {
-    /// A progress bar for a run of `steps` steps.
-    pub fn bar(steps: u64) -> Self {
+    /// Output for people about a run of `steps` steps of this rank.
+    pub fn people(rank: u32, steps: u64) -> Self {
+        if !io::stderr().is_terminal() {
+            return Self::Lines(Lines { rank, steps, held_out: None, first: None, printed: None });
+        }
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
@@ -69,6 +78,10 @@ impl Output {
                 bar.step(event);
                 Ok(())
             }
+            Self::Lines(lines) => {
+                lines.step(event, Instant::now()).iter().for_each(|line| lines.print(line));
+                Ok(())
+            }
         }
     }
 
@@ -84,6 +97,10 @@ impl Output {
                 bar.held_out = Some(eval_loss);
                 Ok(())
             }
+            Self::Lines(lines) => {
+                lines.held_out = Some(eval_loss);
+                Ok(())
+            }
         }
     }
 
@@ -93,15 +110,21 @@ impl Output {
     /// # Errors
     /// [`Error::System`] if standard output is closed.
     pub fn restored(&mut self, step: u64, version: u64) -> Result<()> {
+        let text = format!(
+            "step {step}: a shard server was lost; continuing from the checkpoint of version \
+             {version}"
+        );
         match self {
             Self::Quiet => Ok(()),
             Self::Json => line(&Line::Restored { step, version }),
             Self::Bar(bar) => {
-                bar.bar.println(format!(
-                    "step {step}: a shard server was lost; continuing from the checkpoint of \
-                     version {version}"
-                ));
+                bar.bar.println(text);
                 bar.last = None;
+                Ok(())
+            }
+            Self::Lines(lines) => {
+                lines.print(&text);
+                lines.first = None;
                 Ok(())
             }
         }
@@ -144,6 +167,60 @@ impl Bar {
             self.held_out.map_or_else(String::new, |loss| format!(" · held-out {loss:.3}"));
         self.bar.set_message(format!("loss {:.3}{held_out}{rates} ·", event.loss));
         self.bar.set_position(event.step + 1);
+    }
+}
+
+/// Lines about the progress of a rank.
+pub struct Lines {
+    rank: u32,
+    steps: u64,
+    held_out: Option<f64>,
+    /// The first step of this run, and the time at its end.
+    first: Option<(Instant, u64)>,
+    /// The time of the last line.
+    printed: Option<Instant>,
+}
+
+impl Lines {
+    /// The lines to print after a step that ended at `now`: one for a step that was skipped, and
+    /// one for the progress after the first step, after the last one, and every five seconds.
+    fn step(&mut self, event: &StepEvent, now: Instant) -> Vec<String> {
+        let StepEvent { step, loss, overflow, .. } = event;
+        let skipped = |overflow| format!("step {step}: skipped, inf or NaN in {overflow}");
+        let mut lines: Vec<String> = overflow.iter().map(skipped).collect();
+        let &mut (began, first) = self.first.get_or_insert((now, *step));
+        let done = step + 1;
+        let is_due = self.printed.is_none_or(|printed| now.duration_since(printed) >= PAUSE);
+        if !is_due && done < self.steps {
+            return lines;
+        }
+        self.printed = Some(now);
+        let mut line = format!("step {done} of {}, loss {loss:.3}", self.steps);
+        if let Some(loss) = self.held_out {
+            line += &format!(", held-out {loss:.3}");
+        }
+        let rate = (step - first) as f64 / now.duration_since(began).as_secs_f64();
+        if rate.is_finite() && rate > 0.0 {
+            let left = (self.steps.saturating_sub(done)) as f64 / rate;
+            line += &format!(", {rate:.1} steps/s, {} left", duration(left));
+        }
+        lines.push(line);
+        lines
+    }
+
+    /// Prints a line. Training continues if standard error is closed.
+    fn print(&self, line: &str) {
+        let rank = if self.rank == 0 { String::new() } else { format!("rank {}: ", self.rank) };
+        let _ = writeln!(io::stderr().lock(), "{rank}{line}");
+    }
+}
+
+/// A number of seconds with a unit, such as `12 s`, `3 min 20 s` or `2 h 5 min`.
+fn duration(seconds: f64) -> String {
+    match seconds.round() as u64 {
+        seconds @ 0..60 => format!("{seconds} s"),
+        seconds @ 60..3600 => format!("{} min {} s", seconds / 60, seconds % 60),
+        seconds => format!("{} h {} min", seconds / 3600, seconds % 3600 / 60),
     }
 }
 
@@ -200,6 +277,35 @@ pub fn line(line: &Line<'_>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn event(step: u64, overflow: Option<&str>) -> StepEvent {
+        StepEvent {
+            step,
+            loss: 2.5,
+            gradient_norm: 1.0,
+            applied: overflow.is_none(),
+            overflow: overflow.map(str::to_owned),
+            tokens: 0,
+            traffic: Traffic::default(),
+        }
+    }
+
+    #[test]
+    fn a_line_comes_after_the_first_step_every_five_seconds_and_after_the_last_step() {
+        let mut lines = Lines { rank: 0, steps: 1000, held_out: None, first: None, printed: None };
+        let began = Instant::now();
+        let mut at = |step, ms, overflow| {
+            lines.step(&event(step, overflow), began + Duration::from_millis(ms))
+        };
+        assert_eq!(at(0, 0, None), ["step 1 of 1000, loss 2.500"]);
+        assert!(at(1, 100, None).is_empty());
+        assert_eq!(at(20, 4999, Some("\"w\"")), ["step 20: skipped, inf or NaN in \"w\""]);
+        let expected = "step 51 of 1000, loss 2.500, 10.0 steps/s, 1 min 35 s left";
+        assert_eq!(at(50, 5000, None), [expected]);
+        assert!(at(60, 9999, None).is_empty());
+        let expected = "step 1000 of 1000, loss 2.500, 99.9 steps/s, 0 s left";
+        assert_eq!(at(999, 10_000, None), [expected]);
+    }
 
     #[test]
     fn a_step_line_has_its_fields() {

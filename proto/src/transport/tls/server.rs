@@ -79,6 +79,11 @@ impl Acceptor {
         Self { is_admin: true, ..self }
     }
 
+    /// The time at which the certificate expires, in seconds since 1970; `None` without TLS.
+    pub fn expiry(&self) -> Option<i64> {
+        self.tls.as_ref()?.expiry()
+    }
+
     /// Accepts a connection. The handshake takes place at the first read.
     pub fn accept(&self, stream: TcpStream) -> ServerStream {
         let security = PeerSecurity::default();
