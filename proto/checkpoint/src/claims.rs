@@ -222,7 +222,7 @@ impl Storage {
     /// The complete checkpoints that the job may remove if it keeps the latest `keep` of those
     /// that it can return to: its own, and those of ancestors that are over.
     pub(crate) async fn removable(&self, job: &str, job_id: u64, keep: usize) -> Result<Vec<u64>> {
-        let (claim, claims) = (self.claim_of(job, job_id).await?, self.claims(job).await?);
+        let claim = self.claim_of(job, job_id).await?;
         let mut own = Vec::new();
         for version in self.versions(job).await?.into_iter().rev() {
             match self.manifest(job, version).await {
@@ -236,7 +236,6 @@ impl Storage {
         for manifest in own.into_iter().skip(keep) {
             let is_over = match claim.ancestor(manifest.job_id()) {
                 None => true,
-                Some(of) if claims.ended.contains(&of.job_id) => true,
                 Some(of) => self.last_sign(job, of.job_id).await? == of.alive,
             };
             if is_over {

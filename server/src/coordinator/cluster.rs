@@ -335,6 +335,14 @@ impl Cluster {
         })
     }
 
+    /// The job, and the attempt that was decided last.
+    #[cfg(test)]
+    pub(crate) fn last_decision(&self, job: &str) -> Option<(u64, crate::attempt::Attempt)> {
+        let job = self.jobs.get(job)?;
+        let last = job.phase.open("").ok()?.last.as_ref()?;
+        Some((job.id, last.decision.attempt))
+    }
+
     /// Why a job has failed, if it has.
     #[cfg(test)]
     pub(crate) fn failure_of(&self, job: &str) -> Option<&str> {

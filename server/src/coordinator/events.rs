@@ -454,7 +454,7 @@ pub(crate) enum Command {
 
 impl Command {
     /// Whether the command changes a job, so that its coordinator has led.
-    pub(super) fn decides(&self) -> bool {
+    pub(crate) fn decides(&self) -> bool {
         match self {
             Self::Welcome
             | Self::Cordon { .. }

@@ -57,7 +57,7 @@ impl Cluster {
     }
 
     /// Whether a server was connected, and is missed.
-    pub(super) fn misses(&self, id: ServerId) -> bool {
+    pub(crate) fn misses(&self, id: ServerId) -> bool {
         self.missing.contains_key(&id)
     }
 

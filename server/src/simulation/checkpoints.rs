@@ -137,8 +137,7 @@ impl World {
     }
 
     /// The coordinator computes a placement, and looks for the checkpoint from which a job starts.
-    pub(super) fn place(&mut self, placing: Placing) {
-        let life = self.coordinator.life;
+    pub(super) fn place(&mut self, life: u64, placing: Placing) {
         let takes = Duration::from_micros(self.rng.u64(..FINDING.as_micros() as u64));
         self.after(takes, Happening::Find { life, placing });
     }
@@ -187,15 +186,14 @@ impl World {
     }
 
     /// The coordinator begins to write the manifest.
-    pub(super) fn begin_manifest(&mut self, completion: Completion) {
-        let life = self.coordinator.life;
+    pub(super) fn begin_manifest(&mut self, life: u64, completion: Completion) {
         let takes = Duration::from_micros(self.rng.u64(..COMPLETING.as_micros() as u64));
         self.after(takes, Happening::Complete { life, completion });
     }
 
     /// The coordinator writes the manifest.
     pub(super) fn complete(&mut self, life: u64, completion: Completion) {
-        if life != self.coordinator.life || self.coordinator.cluster.is_none() {
+        if self.running(life).is_none() {
             return;
         }
         let Completion { job, plan, user_data, .. } = completion;

@@ -1,4 +1,5 @@
-//! The coordinator: its state machine, and a driver that sends messages on the virtual network.
+//! The coordinators: their state machine, and a driver that sends messages on the virtual network.
+//! Most runs have one process at a time.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -14,18 +15,25 @@ use super::{
 use crate::coordinator::{
     cluster::Cluster,
     control,
-    events::{Action, Caller, Command, Event, Lease, Link, Now},
+    events::{Action, Caller, Command, Event, Lease, Link, Now, Reply},
+    leadership::Leadership,
 };
 
 /// The pause between two tries to reach a server without a control stream.
 const PROBE: Duration = Duration::from_millis(250);
+/// The pause after which a coordinator that has ended is started again, at most.
+const RESTART: Duration = Duration::from_secs(2);
 
-/// A process of the coordinator. The streams and calls of an earlier process have ended.
+/// A process of a coordinator. The streams and calls of an earlier process have ended.
 #[derive(Debug, Default)]
 pub(super) struct Coordinator {
     pub(super) cluster: Option<Cluster>,
-    /// The number of this process, which is also its term.
+    /// The number of this process. No other coordinator has it.
     pub(super) life: u64,
+    /// Its right to decide, while it runs.
+    leadership: Option<Leadership>,
+    /// When it has started.
+    started: Now,
     last: u64,
     /// The control streams: number, and the life of the server.
     pub(super) streams: BTreeMap<usize, (u64, u64)>,
@@ -59,6 +67,34 @@ impl Coordinator {
         self.last += 1;
         self.life << 32 | self.last
     }
+
+    pub(super) fn runs(&self) -> bool {
+        self.cluster.is_some()
+    }
+
+    fn term(&self) -> u64 {
+        self.leadership.as_ref().map_or(0, Leadership::term)
+    }
+}
+
+/// The connections of a worker's process that have ended at a coordinator.
+#[derive(Debug)]
+pub(super) struct HungUp {
+    pub(super) calls: Vec<Caller>,
+    /// The leases of its streams.
+    pub(super) members: Vec<Lease>,
+    /// What the coordinator learns.
+    pub(super) events: Vec<Event>,
+}
+
+/// A server that registers.
+#[derive(Debug)]
+pub(super) struct Registering {
+    pub(super) life: u64,
+    pub(super) stream: u64,
+    /// The highest term that it has seen.
+    pub(super) term: u64,
+    pub(super) joined: Box<Event>,
 }
 
 /// The call of a worker that an event begins.
@@ -75,31 +111,38 @@ fn caller(event: &Event) -> Option<Caller> {
 }
 
 impl World {
-    pub(super) fn coordinator_starts(&mut self) {
-        if self.coordinator.cluster.is_some() {
+    pub(super) fn coordinator_starts(&mut self, index: usize) {
+        if self.coordinators[index].runs() || self.pair.is_stopped(index) {
             return;
         }
-        let life = self.coordinator.life + 1;
+        let life = self.coordinators.iter().map(|of| of.life).max().unwrap_or(0) + 1;
+        let leadership = self.leadership(life);
         let mut cluster = Cluster::starting();
-        cluster.set_term(life);
-        let cluster = Some(cluster);
+        cluster.set_term(leadership.term());
+        let (cluster, leadership) = (Some(cluster), Some(leadership));
         let started = self.now;
-        self.coordinator = Coordinator { cluster, life, ..Coordinator::default() };
-        self.coordinator.armed = None;
-        self.started = started;
-        self.arm();
+        self.coordinators[index] =
+            Coordinator { cluster, life, leadership, started, ..Coordinator::default() };
+        self.arm(index);
     }
 
-    /// The clock of the coordinator, which begins with its process.
-    fn clock(&self) -> Now {
-        self.now - self.started
+    /// The coordinator with this life, if it still runs.
+    pub(super) fn running(&self, life: u64) -> Option<usize> {
+        self.coordinators.iter().position(|of| of.life == life && of.runs())
     }
 
-    /// The process of the coordinator ends: nobody receives what is under way.
-    pub(super) fn kill_coordinator(&mut self) {
-        let Coordinator { life, last, .. } = self.coordinator;
+    /// The clusters of the processes that run. When one of two was given up, only the other counts.
+    pub(super) fn clusters(&self) -> impl Iterator<Item = &Cluster> {
+        let all = self.coordinators.iter().enumerate();
+        let kept = all.filter(|(index, _)| self.pair.kept.is_none_or(|kept| kept == *index));
+        kept.filter_map(|(_, of)| of.cluster.as_ref())
+    }
+
+    /// The process of a coordinator ends: nobody receives what is under way.
+    pub(super) fn kill_coordinator(&mut self, index: usize) {
+        let Coordinator { life, last, .. } = self.coordinators[index];
         let none = Coordinator { life, last, ..Coordinator::default() };
-        let dead = std::mem::replace(&mut self.coordinator, none);
+        let dead = std::mem::replace(&mut self.coordinators[index], none);
         for (server, (stream, life)) in dead.streams {
             self.later(Happening::StreamEnded { server, life, stream });
         }
@@ -120,11 +163,12 @@ impl World {
         event: impl FnOnce(Caller, &Worker) -> Event,
     ) -> Caller {
         let life = self.workers[rank as usize].life;
-        let caller = Caller(self.coordinator.next());
-        if self.coordinator.cluster.is_none() {
+        let Some(index) = self.coordinator_of(rank) else {
+            let caller = Caller(self.coordinators[0].next());
             self.later(Happening::Told { rank, life, told: Told::CallBroken(caller) });
             return caller;
-        }
+        };
+        let caller = Caller(self.coordinators[index].next());
         let event = event(caller, &self.workers[rank as usize]);
         let lease = match &event {
             Event::Join { join, .. } => Some(join.lease),
@@ -132,55 +176,101 @@ impl World {
             _ => None,
         };
         let call = OpenCall { rank, life, gone: event.gone(), lease };
-        self.coordinator.calls.insert(caller, call);
-        let life = self.coordinator.life;
+        self.coordinators[index].calls.insert(caller, call);
+        let life = self.coordinators[index].life;
         self.later(Happening::Event { life, stream: None, event: Box::new(event) });
         caller
     }
 
     /// The process of a worker has ended: its calls and its stream end.
     pub(super) fn disconnect(&mut self, rank: u32, worker: u64) {
-        let life = self.coordinator.life;
-        let is_its = |of: &(u32, u64)| *of == (rank, worker);
-        let calls = &mut self.coordinator.calls;
-        let calls: Vec<OpenCall> = calls
-            .extract_if(.., |_, call| is_its(&(call.rank, call.life)))
-            .map(|(_, call)| call)
-            .collect();
-        let members = &mut self.coordinator.members;
-        let mut leases: BTreeSet<Lease> =
-            members.extract_if(.., |_, of| is_its(of)).map(|(lease, _)| lease).collect();
-        leases.extend(calls.iter().filter_map(|call| call.lease));
-        let gone = calls.into_iter().filter_map(|call| call.gone);
-        let ended = |lease| Event::LeaseEnded { job: JOB.to_owned(), rank, lease };
-        for event in gone.chain(leases.into_iter().map(ended)) {
-            self.later(Happening::Event { life, stream: None, event: Box::new(event) });
+        for index in 0..self.coordinators.len() {
+            for event in self.hang_up(index, rank, worker).events {
+                let life = self.coordinators[index].life;
+                self.later(Happening::Event { life, stream: None, event: Box::new(event) });
+            }
         }
     }
 
-    /// The number of a control stream that a server opens now; `None`: nobody listens.
-    pub(super) fn open_stream(&mut self) -> Option<u64> {
-        self.coordinator.cluster.is_some().then(|| self.coordinator.next())
+    /// The calls and the streams of a worker's process end at a coordinator. Returns the calls and
+    /// the leases with streams, and the events by which the coordinator learns it.
+    pub(super) fn hang_up(&mut self, index: usize, rank: u32, worker: u64) -> HungUp {
+        let Coordinator { calls, members, .. } = &mut self.coordinators[index];
+        let is_its = |of: &(u32, u64)| *of == (rank, worker);
+        let calls: Vec<(Caller, OpenCall)> =
+            calls.extract_if(.., |_, call| is_its(&(call.rank, call.life))).collect();
+        let members = members.extract_if(.., |_, of| is_its(of)).map(|(lease, _)| lease);
+        let members: Vec<Lease> = members.collect();
+        let called = calls.iter().map(|(caller, _)| *caller).collect();
+        let leases: BTreeSet<Lease> = members
+            .iter()
+            .copied()
+            .chain(calls.iter().filter_map(|(_, call)| call.lease))
+            .collect();
+        let gone = calls.into_iter().filter_map(|(_, call)| call.gone);
+        let ended = |lease| Event::LeaseEnded { job: JOB.to_owned(), rank, lease };
+        let events = gone.chain(leases.into_iter().map(ended)).collect();
+        HungUp { calls: called, members, events }
     }
 
-    pub(super) fn register(&mut self, life: u64, server: usize, stream: (u64, u64), joined: Event) {
-        let (number, server_life) = stream;
-        if life != self.coordinator.life || self.coordinator.cluster.is_none() {
-            let ended = Happening::StreamEnded { server, life: server_life, stream: number };
+    /// A control stream that a server opens now: the coordinator's life, and its number; `None`:
+    /// nobody listens.
+    pub(super) fn open_stream(&mut self, server: usize) -> Option<(u64, u64)> {
+        let index = self.reached_by_server(server)?;
+        let coordinator = &mut self.coordinators[index];
+        Some((coordinator.life, coordinator.next()))
+    }
+
+    /// A server registers, like [`Driver::add_server`](crate::coordinator::driver).
+    pub(super) fn register(&mut self, life: u64, server: usize, from: Registering) {
+        let Registering { life: server_life, stream, term: before, mut joined } = from;
+        let ended = Happening::StreamEnded { server, life: server_life, stream };
+        let Some(index) = self.running(life).filter(|&index| self.reaches_server(index, server))
+        else {
+            return self.later(ended);
+        };
+        if before > self.coordinators[index].term() && !self.pass(index, server, before) {
             return self.later(ended);
         }
-        self.break_stream(server);
-        self.coordinator.streams.insert(server, stream);
-        self.handle(joined);
+        self.break_stream_of(index, server);
+        let coordinator = &mut self.coordinators[index];
+        coordinator.streams.insert(server, (stream, server_life));
+        if let Event::ServerJoined { is_new, .. } = &mut *joined {
+            *is_new = before != 0 && before != coordinator.term();
+        }
+        self.handle(index, *joined);
+    }
+
+    /// A server has seen a higher term. Returns whether the coordinator has a higher one now.
+    fn pass(&mut self, index: usize, server: usize, seen: u64) -> bool {
+        let coordinator = &mut self.coordinators[index];
+        let (Some(cluster), Some(leadership)) = (&mut coordinator.cluster, &coordinator.leadership)
+        else {
+            return false;
+        };
+        let is_own = coordinator.streams.contains_key(&server) || cluster.misses(server as u64 + 1);
+        if !leadership.pass(seen, is_own) {
+            if !leadership.is_valid() {
+                self.kill_coordinator(index);
+                let wait = Duration::from_micros(self.rng.u64(..RESTART.as_micros() as u64));
+                self.after(wait, Happening::CoordinatorStarts { index });
+            }
+            return false;
+        }
+        cluster.set_term(leadership.term());
+        let streams: Vec<usize> = coordinator.streams.keys().copied().collect();
+        streams.into_iter().for_each(|server| self.break_stream_of(index, server));
+        true
     }
 
     pub(super) fn event(&mut self, life: u64, stream: Option<u64>, event: Event) {
-        let is_open =
-            |stream: u64| self.coordinator.streams.values().any(|(open, _)| *open == stream);
-        let is_gone = caller(&event).is_some_and(|c| !self.coordinator.calls.contains_key(&c));
+        let Some(index) = self.running(life) else { return };
+        let Coordinator { streams, calls, .. } = &self.coordinators[index];
+        let is_open = |stream: u64| streams.values().any(|(open, _)| *open == stream);
+        let is_gone = caller(&event).is_some_and(|c| !calls.contains_key(&c));
         let is_closed = stream.is_some_and(|stream| !is_open(stream));
-        if life == self.coordinator.life && !is_closed && !is_gone {
-            self.handle(event);
+        if !is_closed && !is_gone {
+            self.handle(index, event);
         }
     }
 
@@ -197,27 +287,30 @@ impl World {
     }
 
     pub(super) fn tick(&mut self, life: u64) {
-        if life == self.coordinator.life && self.coordinator.armed.is_some() {
-            self.coordinator.armed = None;
-            self.handle(Event::Tick);
+        if let Some(index) = self.running(life)
+            && self.coordinators[index].armed.take().is_some()
+        {
+            self.handle(index, Event::Tick);
         }
     }
 
-    fn handle(&mut self, event: Event) {
-        let now = self.clock();
+    fn handle(&mut self, index: usize, event: Event) {
+        // Its clock begins with its process.
+        let now = self.now - self.coordinators[index].started;
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
+            let of = &mut self.coordinators[index];
             let mut wakes = matches!(event, Event::Tick);
-            wakes |= event.wait().is_some_and(|wait| self.coordinator.fires_after(now + wait));
-            let Some(cluster) = &mut self.coordinator.cluster else { return };
+            wakes |= event.wait().is_some_and(|wait| of.fires_after(now + wait));
+            let Some(cluster) = &mut of.cluster else { return };
             for action in cluster.handle(event, now) {
                 if let Action::Tick(at) = action {
-                    wakes |= self.coordinator.fires_after(at);
+                    wakes |= self.coordinators[index].fires_after(at);
                 }
-                events.extend(self.act(action));
+                events.extend(self.act(index, action));
             }
             if wakes {
-                self.arm();
+                self.arm(index);
             }
         }
         self.check_not_failed();
@@ -225,54 +318,58 @@ impl World {
 
     /// A job that has begun must not fail: of each slice there is always a copy, or a checkpoint.
     fn check_not_failed(&mut self) {
-        let cluster = self.coordinator.cluster.as_ref();
-        if let Some(reason) = cluster.and_then(|cluster| cluster.failure_of(JOB)) {
-            let reason = format!("the job has failed: {reason}");
+        let reason = self.clusters().find_map(|cluster| cluster.failure_of(JOB));
+        if let Some(reason) = reason.map(|reason| format!("the job has failed: {reason}")) {
             self.fail(reason);
         }
     }
 
     /// Sets the timer to the next deadline.
-    fn arm(&mut self) {
-        let Some(cluster) = &self.coordinator.cluster else { return };
-        let Some(due) = cluster.next_deadline() else { return };
-        if self.coordinator.armed.is_none_or(|armed| due < armed) {
-            self.coordinator.armed = Some(due);
-            let (at, life) = (self.started + due, self.coordinator.life);
+    fn arm(&mut self, index: usize) {
+        let of = &mut self.coordinators[index];
+        let Some(due) = of.cluster.as_ref().and_then(Cluster::next_deadline) else { return };
+        if of.fires_after(due) {
+            of.armed = Some(due);
+            let (at, life) = (of.started + due, of.life);
             self.at(at.max(self.now) + Duration::from_micros(1), Happening::Tick { life });
         }
     }
 
     /// Carries out an action. Returns the event that follows from it at once.
-    fn act(&mut self, action: Action) -> Option<Event> {
-        let life = self.coordinator.life;
+    fn act(&mut self, index: usize, action: Action) -> Option<Event> {
+        let life = self.coordinators[index].life;
         match action {
             Action::Answer(caller, answer) => {
-                let call = self.coordinator.calls.remove(&caller)?;
+                let call = self.coordinators[index].calls.remove(&caller)?;
                 let OpenCall { rank, life, lease, .. } = call;
                 let opened = lease.filter(|_| answer.is_ok());
+                if let Ok(Reply::Report(..)) = &answer {
+                    self.shows_decision(index);
+                }
                 let told = Told::Answer(caller, answer.map_err(Box::new));
                 self.later(Happening::Told { rank, life, told });
                 if let Some(lease) = opened {
-                    self.coordinator.members.insert(lease, (rank, life));
-                    self.tell_member(lease);
+                    self.coordinators[index].members.insert(lease, (rank, life));
+                    self.tell_member(index, lease);
                 }
             }
-            Action::Command(server, command) => self.send_command(server, command),
-            Action::Place(placing) => self.place(placing),
-            Action::Wake(lease) => self.tell_member(lease),
+            Action::Command(server, command) => self.send_command(index, server, command),
+            Action::Place(placing) => self.place(life, placing),
+            Action::Wake(lease) => self.tell_member(index, lease),
             Action::End(lease, error) => {
-                let (rank, worker) = self.coordinator.members.remove(&lease)?;
+                let (rank, worker) = self.coordinators[index].members.remove(&lease)?;
                 let told = Told::StreamEnded(error);
                 self.send(Connection::Member(lease), Happening::Told { rank, life: worker, told });
                 let event = Box::new(Event::LeaseEnded { job: JOB.to_owned(), rank, lease });
                 self.later(Happening::Event { life, stream: None, event });
             }
-            Action::Dismiss(link) => self.dismiss(link),
+            Action::Dismiss(link) => self.dismiss(index, link),
             Action::Probe(server) => self.later(Happening::Probe { life, server }),
-            Action::Complete(completion) => self.begin_manifest(completion),
-            Action::Decided { .. }
-            | Action::Aborted { .. }
+            Action::Complete(completion) => self.begin_manifest(life, completion),
+            Action::Decided { job, step } => {
+                self.decisions.made(life, job.id, step.attempt);
+            }
+            Action::Aborted { .. }
             | Action::Interrupted { .. }
             | Action::Attached(_)
             | Action::Tick(_)
@@ -286,46 +383,73 @@ impl World {
         None
     }
 
-    fn tell_member(&mut self, lease: Lease) {
-        let Some(&(rank, life)) = self.coordinator.members.get(&lease) else { return };
-        let Some(cluster) = &mut self.coordinator.cluster else { return };
+    /// A rank receives the report of the last decision.
+    fn shows_decision(&mut self, index: usize) {
+        let cluster = self.coordinators[index].cluster.as_ref();
+        if let Some((job, attempt)) = cluster.and_then(|cluster| cluster.last_decision(JOB)) {
+            let outcome = self.decisions.shown(job, attempt);
+            self.check(outcome);
+        }
+    }
+
+    fn tell_member(&mut self, index: usize, lease: Lease) {
+        let Coordinator { members, cluster, .. } = &mut self.coordinators[index];
+        let Some(&(rank, life)) = members.get(&lease) else { return };
+        let Some(cluster) = cluster else { return };
         if let Some(change) = cluster.next_membership(JOB, lease) {
             let told = Told::Membership(Box::new(change));
             self.send(Connection::Member(lease), Happening::Told { rank, life, told });
         }
     }
 
-    fn send_command(&mut self, server: u64, command: Command) {
-        let (server, term) = ((server - 1) as usize, self.coordinator.life);
-        let Some(&(stream, life)) = self.coordinator.streams.get(&server) else { return };
+    fn send_command(&mut self, index: usize, server: u64, command: Command) {
+        let coordinator = &self.coordinators[index];
+        if command.decides() {
+            coordinator.leadership.iter().for_each(Leadership::lead);
+        }
+        let (server, term) = ((server - 1) as usize, coordinator.term());
+        let Some(&(stream, life)) = coordinator.streams.get(&server) else { return };
         let command = Box::new(command.into());
         let happening = Happening::Command { server, life, stream, term, command };
         self.send(Connection::Down(stream), happening);
     }
 
-    fn dismiss(&mut self, link: Link) {
+    fn dismiss(&mut self, index: usize, link: Link) {
         let server = (link.server - 1) as usize;
-        if self.coordinator.streams.get(&server).is_some_and(|of| of.0 == link.stream) {
-            self.break_stream(server);
+        if self.coordinators[index].streams.get(&server).is_some_and(|of| of.0 == link.stream) {
+            self.break_stream_of(index, server);
         }
     }
 
     /// The control stream of a server breaks: what is under way is lost, and both ends notice it.
     pub(super) fn break_stream(&mut self, server: usize) {
-        let Some((stream, life)) = self.coordinator.streams.remove(&server) else { return };
+        (0..self.coordinators.len()).for_each(|index| self.break_stream_of(index, server));
+    }
+
+    fn break_stream_of(&mut self, index: usize, server: usize) {
+        let [up, down] = [self.delay(), self.delay()];
+        self.cut_stream(index, server, [up, down]);
+    }
+
+    /// The control stream of a server to a coordinator breaks. The coordinator and the server
+    /// notice it after these times.
+    pub(super) fn cut_stream(&mut self, index: usize, server: usize, notice: [Duration; 2]) {
+        let coordinator = &mut self.coordinators[index];
+        let Some((stream, life)) = coordinator.streams.remove(&server) else { return };
         let from = Link { server: server as u64 + 1, stream };
         let event = Box::new(Event::ServerLost { from, cause: "it broke".to_owned() });
-        let coordinator = self.coordinator.life;
-        self.later(Happening::Event { life: coordinator, stream: None, event });
-        self.later(Happening::StreamEnded { server, life, stream });
+        let lost = Happening::Event { life: coordinator.life, stream: None, event };
+        self.after(notice[0], lost);
+        self.after(notice[1], Happening::StreamEnded { server, life, stream });
     }
 
     pub(super) fn probe(&mut self, life: u64, server: Server) {
-        let index = (server.id - 1) as usize;
-        if life != self.coordinator.life || self.coordinator.streams.contains_key(&index) {
+        let at = (server.id - 1) as usize;
+        let Some(index) = self.running(life) else { return };
+        if self.coordinators[index].streams.contains_key(&at) {
             return;
         }
-        let of = &self.servers[index];
+        let of = &self.servers[at];
         if of.is_alive && of.life == server.incarnation {
             return self.after(PROBE, Happening::Probe { life, server });
         }
@@ -335,22 +459,21 @@ impl World {
 
     /// The servers of the running job.
     pub(super) fn placed(&self) -> Vec<usize> {
-        let cluster = self.coordinator.cluster.as_ref();
-        let job = cluster.and_then(|cluster| cluster.describe(JOB).ok());
+        let job = self.clusters().find_map(|cluster| cluster.describe(JOB).ok());
         let servers = job.iter().flat_map(|job| job.placement.servers());
         servers.map(|server| (server.id - 1) as usize).collect()
     }
 
     /// Whether every slice of the running job has all its replicas, on servers that are alive.
     pub(super) fn is_redundant(&self) -> bool {
-        let cluster = self.coordinator.cluster.as_ref();
-        self.is_whole() && cluster.is_some_and(|cluster| cluster.is_redundant(JOB))
+        self.is_whole() && self.clusters().any(|cluster| cluster.is_redundant(JOB))
     }
 
     /// Whether the job runs on servers that are alive.
     pub(super) fn is_whole(&self) -> bool {
-        let Some(cluster) = self.coordinator.cluster.as_ref() else { return false };
-        let Ok(job) = cluster.describe(JOB) else { return false };
+        let Some(job) = self.clusters().find_map(|cluster| cluster.describe(JOB).ok()) else {
+            return false;
+        };
         // The coordinator may not have noticed yet that a server is gone.
         let is_alive = |server: &Server| {
             let of = &self.servers[(server.id - 1) as usize];

@@ -169,7 +169,7 @@ impl World {
                     return self.after(wait, again);
                 }
                 Ok(Some(content)) => {
-                    self.check_visible(&job, &request);
+                    self.check_visible(server, &job, &request);
                     Ok(content)
                 }
                 Err(error) => Err(error),
@@ -186,8 +186,13 @@ impl World {
 
     /// A version is sent to a worker. In a job with replicas, all of its servers must have the
     /// decision that leads to it.
-    fn check_visible(&mut self, job: &Arc<Job<Cpu>>, request: &Request) {
+    fn check_visible(&mut self, from: usize, job: &Arc<Job<Cpu>>, request: &Request) {
         let &Request::Pull { version, slice, .. } = request else { return };
+        let decided = self.servers[from].decided.get(&job.id);
+        if let Some(&attempt) = decided.filter(|of| of.step + 1 == version) {
+            let outcome = self.decisions.shown(job.id, attempt);
+            self.check(outcome);
+        }
         let placement = job.placement();
         if job.spec.replicas <= 1 {
             return;
@@ -199,7 +204,7 @@ impl World {
             }
             let Some(theirs) = of.jobs.get(&job.id).map(|of| of.job.attempt()) else { continue };
             // It may have the job of an earlier placement, and become a backup without content.
-            let counts = match &self.coordinator.cluster {
+            let counts = match self.only_cluster() {
                 Some(cluster) => cluster.has_content(&job.spec.name, server.id, slice),
                 None => theirs.epoch == job.attempt().epoch,
             };

@@ -32,6 +32,8 @@ pub(super) enum Fault {
     Doom { rank: u32, down: Duration },
     /// A server stands still; for a long time only if it may be lost.
     Still { server: usize, duration: Duration },
+    /// There are two coordinators, and the network between them and the rest changes so many times.
+    Pair { left: u32 },
 }
 
 /// What goes wrong in a run.
@@ -57,6 +59,23 @@ impl Faults {
             (at, Fault::any(size, &mut rng))
         });
         Self { plan: plan.collect(), lost, repeated }
+    }
+
+    /// The same, with two coordinators. Servers are lost only if there are checkpoints: a
+    /// coordinator may be wrong about what the others have.
+    pub(super) fn of_pair(size: Size, seed: u64) -> Self {
+        let mut faults = Self::of(size, seed);
+        let can_lose = size.save_every.is_some();
+        let can_happen = |fault: &Fault| match fault {
+            Fault::Server { .. } | Fault::Both { .. } => can_lose,
+            Fault::Still { duration, .. } => can_lose || *duration < LONG / 2,
+            _ => true,
+        };
+        faults.plan.retain(|(_, fault)| can_happen(fault));
+        let mut rng = Rng::with_seed(seed ^ 0x2C00);
+        let at = Duration::from_micros(rng.u64(..50_000));
+        faults.plan.push((at, Fault::Pair { left: rng.u32(2..10) }));
+        faults
     }
 
     /// How often a request arrives.
@@ -108,6 +127,13 @@ impl Fault {
 }
 
 impl World {
+    /// The process of a coordinator ends, and is started again.
+    pub(super) fn end_coordinator(&mut self, down: Duration) {
+        let index = self.any_coordinator();
+        self.kill_coordinator(index);
+        self.after(down, Happening::CoordinatorStarts { index });
+    }
+
     /// Whether a server may be lost: there are checkpoints, or all slices have their replicas, also
     /// without the servers that stand still.
     fn can_lose(&self, server: usize) -> bool {
@@ -139,10 +165,8 @@ impl World {
         self.has_begun |= is_saved && self.workers.iter().all(Worker::trains);
         match fault {
             fault if !self.has_begun => self.after(WAIT, Happening::Fault(fault)),
-            Fault::Coordinator { down } => {
-                self.kill_coordinator();
-                self.after(down, Happening::CoordinatorStarts);
-            }
+            Fault::Pair { left } => self.disturb_pair(left),
+            Fault::Coordinator { down } => self.end_coordinator(down),
             fault if fault.may_lose(self).is_some_and(|server| !self.can_lose(server)) => {
                 self.after(WAIT, Happening::Fault(fault));
             }
@@ -151,9 +175,8 @@ impl World {
                 self.after(down, Happening::ServerStarts { server });
             }
             Fault::Both { server, down } => {
-                self.kill_coordinator();
+                self.end_coordinator(down);
                 self.kill_server(server);
-                self.after(down, Happening::CoordinatorStarts);
                 self.after(down / 2, Happening::ServerStarts { server });
             }
             Fault::Stream { server } => self.break_stream(server),

@@ -12,14 +12,24 @@
 //! SIMULATION_SEED=17 cargo test --package zeroshard-server --lib simulation -- --nocapture
 //! ```
 //!
+//! Some runs have two coordinators that know nothing of each other, of which at most one may decide
+//! about a step:
+//!
+//! ```sh
+//! SIMULATION_PAIR_SEED=17 cargo test --package zeroshard-server --lib simulation -- --nocapture
+//! ```
+//!
 //! `world` delivers messages and timers. `coordinator`, `server` and `worker` are the processes,
 //! `data` is what servers answer, `checkpoints` is the storage, `faults` decides what goes wrong,
-//! and `record` is what must be the same in all runs.
+//! and `record` is what must be the same in all runs. `pair` is the network of two coordinators,
+//! and `decisions` compares what they have decided.
 
 mod checkpoints;
 mod coordinator;
 mod data;
+mod decisions;
 mod faults;
+mod pair;
 mod record;
 mod safeguard;
 mod server;

@@ -19,6 +19,8 @@ pub(super) struct Record {
     saved: BTreeMap<(u64, u32), Content>,
     /// The hashes of master weights and optimizer state after the last step, by slice.
     pub(super) hashes: BTreeMap<u32, [u8; 32]>,
+    /// The number of coordinators that have decided about steps of this run.
+    pub(super) deciders: usize,
 }
 
 impl Record {

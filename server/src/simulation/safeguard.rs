@@ -13,6 +13,8 @@ pub(crate) enum Safeguard {
     Confirmation,
     /// A checkpoint has the data of all ranks.
     UserData,
+    /// A coordinator that was replaced decides nothing any more.
+    Terms,
 }
 
 thread_local! {

@@ -3,7 +3,10 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
     time::Duration,
 };
 
@@ -16,6 +19,7 @@ use zeroshard_proto::{
 
 use super::{
     checkpoints::{Slices, fill, snapshot},
+    coordinator::Registering,
     data::{Request, Sender},
     world::{Connection, Happening, JOB, World},
 };
@@ -30,7 +34,7 @@ use crate::{
     shard::{
         budget::Budget,
         commands::{Command, execute},
-        control::job_command,
+        control::{check_term, job_command},
         device::Device,
         events::{Events, JobEvent},
         job::{Job, Opening, Origin, being_restored},
@@ -55,13 +59,15 @@ pub(super) struct ShardServer {
     pub(super) is_alive: bool,
     /// Until when it does nothing.
     pub(super) still_until: Now,
-    /// The control stream.
-    stream: Option<u64>,
+    /// The coordinator's life and the number of the control stream.
+    stream: Option<(u64, u64)>,
     /// The highest term of a coordinator so far.
-    term: u64,
+    term: AtomicU64,
     events: Events,
     said: Option<mpsc::Receiver<serve_request::Event>>,
     pub(super) jobs: BTreeMap<u64, Running>,
+    /// The last decision that it has received, by job.
+    pub(super) decided: BTreeMap<u64, Attempt>,
     /// Jobs that are being opened.
     opening: BTreeMap<u64, BeingOpened>,
     /// The descriptions of jobs that have not been read from their checkpoints.
@@ -121,10 +127,11 @@ impl ShardServer {
             is_alive: false,
             still_until: Now::ZERO,
             stream: None,
-            term: 0,
+            term: AtomicU64::new(0),
             events: Events::default(),
             said: None,
             jobs: BTreeMap::new(),
+            decided: BTreeMap::new(),
             opening: BTreeMap::new(),
             restoring: BTreeMap::new(),
             follows: false,
@@ -146,6 +153,11 @@ impl ShardServer {
     /// Whether the server can describe the job to a new coordinator.
     fn holds(&self) -> bool {
         !self.jobs.is_empty() || !self.restoring.is_empty()
+    }
+
+    /// Whether this is its control stream.
+    fn follows(&self, stream: u64) -> bool {
+        self.stream.is_some_and(|(_, number)| number == stream)
     }
 
     /// Ends a job, whether or not it is open.
@@ -248,6 +260,12 @@ impl ShardServer {
     }
 }
 
+/// The attempt that a decision is about.
+fn attempt(decision: &pb::Decision) -> Attempt {
+    let pb::Decision { epoch, step, attempt, .. } = *decision;
+    Attempt { epoch, step, number: attempt }
+}
+
 impl World {
     pub(super) fn server_starts(&mut self, server: usize) {
         let of = &mut self.servers[server];
@@ -272,7 +290,7 @@ impl World {
         if of.life != life || !of.is_alive || of.stream.is_some() {
             return;
         }
-        let Some(stream) = self.open_stream() else {
+        let Some((coordinator, stream)) = self.open_stream(server) else {
             let wait = Duration::from_micros(self.rng.u64(..REDIAL.as_micros() as u64));
             return self.after(wait, Happening::Dial { server, life });
         };
@@ -281,8 +299,8 @@ impl World {
         // Nobody waits for a save of the last coordinator.
         of.jobs.values_mut().for_each(|running| running.save = None);
         of.said = Some(of.events.connect());
-        of.stream = Some(stream);
-        let term = of.term;
+        of.stream = Some((coordinator, stream));
+        let term = of.term.load(SeqCst);
         // Nobody waits for a job that is being opened, unless ranks do.
         of.opening.clear();
         let held = of.jobs.values().map(|running| running.job.held());
@@ -290,24 +308,23 @@ impl World {
         let described = |held| Held::try_from(held).expect("a valid description");
         let held = held.map(described).map(|held| Held { term, ..held });
         let failed = of.events.failed().into_iter().map(|of| (of.job_id, of.reason));
-        let coordinator = self.coordinator.life;
         let joined = Event::ServerJoined {
             stream,
             server: of.server(),
             about: About { failed: failed.collect(), ..About::default() },
             held: held.collect(),
-            is_new: term != 0 && term != coordinator,
+            is_new: false,
         };
-        let (server_life, joined) = (life, Box::new(joined));
-        let life = coordinator;
-        let register = Happening::Register { life, server, server_life, stream, joined };
+        let joined = Box::new(joined);
+        let from = Registering { life, stream, term, joined };
+        let register = Happening::Register { life: coordinator, server, from };
         self.send(Connection::Up(stream), register);
         self.flush(server);
     }
 
     pub(super) fn stream_ended(&mut self, server: usize, life: u64, stream: u64) {
         let of = &mut self.servers[server];
-        if of.life == life && of.is_alive && of.stream == Some(stream) {
+        if of.life == life && of.is_alive && of.follows(stream) {
             of.stream = None;
             self.later(Happening::Dial { server, life });
         }
@@ -322,10 +339,13 @@ impl World {
     ) {
         use serve_response::Command as Wire;
         let of = &mut self.servers[server];
-        if of.life != life || !of.is_alive || of.stream != Some(stream) {
+        if of.life != life || !of.is_alive || !of.follows(stream) {
             return;
         }
-        of.term = of.term.max(term);
+        if !self.accepts(server, term, &command) {
+            return;
+        }
+        let of = &mut self.servers[server];
         match command {
             Wire::Open(open) => {
                 self.open(server, open);
@@ -348,6 +368,29 @@ impl World {
             }
         }
         self.flush(server);
+    }
+
+    /// Whether a server carries out a command. One of an earlier term ends the control stream.
+    fn accepts(&mut self, server: usize, term: u64, command: &serve_response::Command) -> bool {
+        let of = &mut self.servers[server];
+        if check_term(&of.term, term).is_err() {
+            self.break_stream(server);
+            return false;
+        }
+        // A job that is opened without ranks returns to a checkpoint as well.
+        if let serve_response::Command::Open(open) = command
+            && let Some(version) = open.restore.as_ref().and_then(|restore| restore.version)
+        {
+            self.decisions.returned(open.job_id, (open.epoch, version));
+        }
+        let of = &mut self.servers[server];
+        if let serve_response::Command::Decide(decision) = command {
+            of.decided.insert(decision.job_id, attempt(decision));
+            let life = of.stream.map_or(0, |(life, _)| life);
+            let outcome = self.decisions.received(life, decision.job_id, attempt(decision));
+            self.check(outcome);
+        }
+        true
     }
 
     /// A job is opened, which takes some time if it is read from a checkpoint.
@@ -405,12 +448,12 @@ impl World {
             self.write(server, job, save, slices);
         }
         let of = &mut self.servers[server];
-        let (coordinator, life) = (self.coordinator.life, of.life);
+        let life = of.life;
         let mut said = Vec::new();
         while let Some(event) = of.said.as_mut().and_then(|said| said.try_recv().ok()) {
             said.push(event);
         }
-        if let Some(stream) = of.stream {
+        if let Some((coordinator, stream)) = of.stream {
             for said in said.into_iter().map(Box::new) {
                 let said = Happening::Said { life: coordinator, server, stream, said };
                 self.send(Connection::Up(stream), said);

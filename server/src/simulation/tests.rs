@@ -22,6 +22,8 @@ use super::{
 
 /// The number of runs without the environment variable `SIMULATION_SEEDS`.
 const SEEDS: u64 = if cfg!(debug_assertions) { 2000 } else { 5000 };
+/// The number of runs with two coordinators.
+const PAIR_SEEDS: u64 = if cfg!(debug_assertions) { 500 } else { 2000 };
 const STEPS: u64 = 6;
 
 /// What an undisturbed run shows, by number of ranks.
@@ -36,14 +38,24 @@ fn undisturbed(world: u32) -> Record {
     record.clone()
 }
 
-fn world(seed: u64) -> World {
+fn size(seed: u64) -> Size {
     let mut rng = fastrand::Rng::with_seed(seed ^ 0x512E);
     let servers = rng.usize(1..5);
     let replicas = rng.u32(1..4).min(servers as u32);
     let world = rng.u32(1..4);
     let save_every = [None, None, Some(1), Some(2)][rng.usize(..4)];
-    let size = Size { servers, replicas, world, steps: STEPS, save_every };
+    Size { servers, replicas, world, steps: STEPS, save_every }
+}
+
+fn world(seed: u64) -> World {
+    let size = size(seed);
     World::new(size, seed, Faults::of(size, seed), undisturbed(size.world))
+}
+
+/// A run with two coordinators.
+fn pair(seed: u64) -> World {
+    let size = size(seed);
+    World::new(size, seed, Faults::of_pair(size, seed), undisturbed(size.world))
 }
 
 fn variable(name: &str) -> Option<u64> {
@@ -51,7 +63,7 @@ fn variable(name: &str) -> Option<u64> {
 }
 
 /// The first of these seeds with a failure, which may not be the lowest.
-fn failing(seeds: Range<u64>) -> Option<u64> {
+fn failing(seeds: Range<u64>, world: fn(u64) -> World) -> Option<u64> {
     let next = AtomicU64::new(seeds.start);
     let search = || {
         while let Some(seed) =
@@ -77,9 +89,34 @@ fn runs_with_faults_show_what_an_undisturbed_run_shows() {
         Some(seed) => seed..seed + 1,
         None => 0..variable("SIMULATION_SEEDS").unwrap_or(SEEDS),
     };
-    if let Some(seed) = failing(seeds) {
+    check(seeds, world, "SIMULATION_SEED");
+}
+
+/// Two coordinators without an election (in one of eight runs with one) never both decide about a
+/// step, and the run goes on with the one that stays.
+#[test]
+fn of_two_coordinators_at_most_one_decides_about_a_step() {
+    let seeds = match variable("SIMULATION_PAIR_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..variable("SIMULATION_PAIR_SEEDS").unwrap_or(PAIR_SEEDS),
+    };
+    check(seeds, pair, "SIMULATION_PAIR_SEED");
+}
+
+#[test]
+fn in_runs_with_two_coordinators_both_decide_about_steps() {
+    let both = |seed: &u64| pair(*seed).run().is_ok_and(|record| record.deciders > 1);
+    let number = (0..100).filter(both).count();
+    eprintln!("two coordinators have decided in {number} of 100 runs");
+    assert!(number >= 10, "{number}");
+}
+
+/// # Panics
+/// If a run fails. The message has everything that has happened, and the seed.
+fn check(seeds: Range<u64>, world: fn(u64) -> World, variable: &str) {
+    if let Some(seed) = failing(seeds, world) {
         let failure = world(seed).logged().run().err();
-        panic!("{}\nSIMULATION_SEED={seed} shows it again", failure.expect("the same run"));
+        panic!("{}\n{variable}={seed} shows it again", failure.expect("the same run"));
     }
 }
 
@@ -99,10 +136,17 @@ fn a_seed_gives_the_same_run_again() {
 
 #[test]
 fn the_faults_that_safeguards_prevent_are_found() {
-    // Without a safeguard, a run may end with a panic as well.
-    let fails = |&seed: &u64| catch_unwind(|| world(seed).run()).map_or(true, |run| run.is_err());
-    let all = [Safeguard::Fence, Safeguard::Ledger, Safeguard::Confirmation, Safeguard::UserData];
-    for safeguard in all {
+    let all: [(Safeguard, fn(u64) -> World); 5] = [
+        (Safeguard::Fence, world),
+        (Safeguard::Ledger, world),
+        (Safeguard::Confirmation, world),
+        (Safeguard::UserData, world),
+        (Safeguard::Terms, pair),
+    ];
+    for (safeguard, world) in all {
+        // Without a safeguard, a run may end with a panic as well.
+        let run = |seed| catch_unwind(|| world(seed).run());
+        let fails = |&seed: &u64| run(seed).map_or(true, |run| run.is_err());
         let found = without(safeguard, || (0..1000).find(fails));
         assert!(found.is_some(), "{safeguard:?}");
         eprintln!("without {safeguard:?}: a fault in run {found:?}");

@@ -70,7 +70,9 @@ pub(super) struct Worker {
     is_doomed: bool,
     has_created: bool,
     has_joined: bool,
-    has_stream: bool,
+    pub(super) has_stream: bool,
+    /// The coordinator that it has reached last.
+    pub(super) at: Option<usize>,
     /// The open calls: one for its membership and one for its step at most.
     calls: BTreeMap<Caller, Call>,
     /// It has joined, and the first membership has not arrived.
@@ -114,6 +116,7 @@ impl Worker {
             has_created: false,
             has_joined: false,
             has_stream: false,
+            at: None,
             calls: BTreeMap::new(),
             awaits_membership: false,
             quiet_until: Now::ZERO,
@@ -390,7 +393,12 @@ impl World {
             return;
         }
         match told {
-            Told::Membership(change) => worker.learn(*change),
+            Told::Membership(change) => {
+                if let Some(restored) = change.restored {
+                    self.decisions.returned(change.job_id, restored);
+                }
+                worker.learn(*change);
+            }
             Told::StreamBroken => {
                 worker.has_stream = false;
                 worker.awaits_membership = false;
@@ -445,9 +453,11 @@ impl World {
     }
 
     /// The lease of a rank has ended by no fault of its process: the program ends, and is started
-    /// again. This happens only to a job that all servers have lost together with the coordinator.
+    /// again. This happens only to a job that all servers have lost together with the coordinator,
+    /// and to ranks that have lost a coordinator that runs on.
     fn end_lease(&mut self, rank: u32, cause: &str) {
-        if self.size.save_every.is_none() || !self.nobody_held {
+        let is_lost = self.size.save_every.is_some() && self.nobody_held;
+        if !is_lost && self.coordinators.len() == 1 {
             return self.fail(cause.to_owned());
         }
         self.kill_worker(rank);

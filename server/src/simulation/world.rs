@@ -14,9 +14,11 @@ use zeroshard_proto::{
 
 use super::{
     checkpoints::{Slices, Store, URL},
-    coordinator::Coordinator,
+    coordinator::{Coordinator, Registering},
     data::{Answer, Request, Sender},
+    decisions::Decisions,
     faults::{Fault, Faults},
+    pair::Pair,
     record::Record,
     server::ShardServer,
     worker::{Told, Worker},
@@ -40,13 +42,13 @@ pub(super) enum Happening {
     /// An event reaches the coordinator. With a stream of a server, it was sent on it.
     Event { life: u64, stream: Option<u64>, event: Box<Event> },
     /// The first messages of a server on a new control stream reach the coordinator.
-    Register { life: u64, server: usize, server_life: u64, stream: u64, joined: Box<Event> },
+    Register { life: u64, server: usize, from: Registering },
     /// A server's message reaches the coordinator.
     Said { life: u64, server: usize, stream: u64, said: Box<serve_request::Event> },
     /// The coordinator's timer fires.
     Tick { life: u64 },
     /// A new coordinator starts.
-    CoordinatorStarts,
+    CoordinatorStarts { index: usize },
     /// The coordinator dials the address of a server without a control stream.
     Probe { life: u64, server: Server },
     /// A command reaches a server.
@@ -143,9 +145,10 @@ pub(super) struct World {
     number: u64,
     /// The time of the last delivery on each connection.
     last: BTreeMap<Connection, Now>,
-    pub(super) coordinator: Coordinator,
-    /// When the coordinator has started.
-    pub(super) started: Now,
+    /// One, or two that know nothing of each other.
+    pub(super) coordinators: Vec<Coordinator>,
+    pub(super) pair: Pair,
+    pub(super) decisions: Decisions,
     pub(super) servers: Vec<ShardServer>,
     pub(super) workers: Vec<Worker>,
     pub(super) store: Store,
@@ -198,8 +201,9 @@ impl World {
             queue: BinaryHeap::new(),
             number: 0,
             last: BTreeMap::new(),
-            coordinator: Coordinator::default(),
-            started: Now::ZERO,
+            coordinators: vec![Coordinator::default()],
+            pair: Pair::new(size, seed),
+            decisions: Decisions::default(),
             servers: (0..size.servers).map(ShardServer::new).collect(),
             workers: (0..size.world).map(|_| Worker::new()).collect(),
             store: Store::default(),
@@ -211,7 +215,7 @@ impl World {
             failure: None,
             fails_at_end: false,
         };
-        world.later(Happening::CoordinatorStarts);
+        world.later(Happening::CoordinatorStarts { index: 0 });
         (0..size.servers).for_each(|server| world.later(Happening::ServerStarts { server }));
         (0..size.world).for_each(|rank| world.later(Happening::WorkerStarts { rank }));
         world.schedule_faults();
@@ -259,7 +263,10 @@ impl World {
             self.fail("the end".to_owned());
         }
         match self.failure {
-            None => Ok(self.record),
+            None => {
+                self.record.deciders = self.decisions.deciders();
+                Ok(self.record)
+            }
             Some(failure) => {
                 let log = self.log.map(|log| log.join("\n") + "\n").unwrap_or_default();
                 Err(format!("{log}{failure}"))
@@ -287,7 +294,7 @@ impl World {
     }
 
     /// The delay of a message. Most are short.
-    fn delay(&mut self) -> Duration {
+    pub(super) fn delay(&mut self) -> Duration {
         let micros = match self.rng.u32(..20) {
             0 => self.rng.u64(..50_000),
             1..5 => self.rng.u64(..5_000),
@@ -308,7 +315,18 @@ impl World {
 
     /// Sends a message on a connection, after those that were sent before.
     pub(super) fn send(&mut self, connection: Connection, happening: Happening) {
-        let at = self.now + self.delay();
+        let delay = self.delay();
+        self.send_after(delay, connection, happening);
+    }
+
+    /// The same, with this delay.
+    pub(super) fn send_after(
+        &mut self,
+        delay: Duration,
+        connection: Connection,
+        happening: Happening,
+    ) {
+        let at = self.now + delay;
         let at = self.last.get(&connection).map_or(at, |last| at.max(*last));
         self.last.insert(connection, at);
         self.at(at, happening);
@@ -333,14 +351,12 @@ impl World {
     fn happen(&mut self, happening: Happening) {
         match happening {
             Happening::Event { life, stream, event } => self.event(life, stream, *event),
-            Happening::Register { life, server, server_life, stream, joined } => {
-                self.register(life, server, (stream, server_life), *joined);
-            }
+            Happening::Register { life, server, from } => self.register(life, server, from),
             Happening::Said { life, server, stream, said } => {
                 self.said(life, server, stream, *said);
             }
             Happening::Tick { life } => self.tick(life),
-            Happening::CoordinatorStarts => self.coordinator_starts(),
+            Happening::CoordinatorStarts { index } => self.coordinator_starts(index),
             Happening::Probe { life, server } => self.probe(life, server),
             Happening::Command { server, life, stream, term, command } => {
                 self.command(server, life, (stream, term), *command);

@@ -7,4 +7,5 @@ mod chaos;
 mod disturbed;
 mod drains;
 mod epochs;
+mod namesakes;
 mod soak;
