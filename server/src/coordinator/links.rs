@@ -2,8 +2,8 @@
 //!
 //! If most ranks of a job with replicas cannot reach a server, the job continues with its backups,
 //! as if the server were lost, and the server gets no slices of this job until it is restarted or
-//! uncordoned. Other jobs keep it. If only a few ranks cannot reach it and the job waits for nothing
-//! else, or if a rank reaches no server at all, these ranks count as lost. A job without replicas
+//! uncordoned. Other jobs keep it. If only a few ranks cannot reach it and the job waits only for
+//! them, or if a rank reaches no server at all, these ranks count as lost. A job without replicas
 //! only shows the reports.
 //!
 //! A rank repeats its report while it is true, so that an old report needs no correction.

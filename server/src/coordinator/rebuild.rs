@@ -34,14 +34,14 @@ impl Recovery {
     /// lost.
     ///
     /// # Errors
-    /// A text, if the descriptions contradict each other.
+    /// A server whose description contradicts those of the others, and a text.
     pub(super) fn rebuild(
         &self,
         job: &JobRef,
         spec: &JobSpec,
         now: Now,
         deadline: Now,
-    ) -> Result<Recovered, String> {
+    ) -> Result<Recovered, (ServerId, String)> {
         let first = Attempt::first(0, 0);
         let top = self.held.values().map(|held| held.attempt).max().unwrap_or(first);
         let published = self.held.values().any(|held| held.published);
@@ -60,7 +60,7 @@ impl Recovery {
             let is_current = |ready: &Reduced| open.replicas.is_current(server, ready.copies);
             let ready = held.ready.clone().filter(is_current);
             if let Some(ready) = ready.filter(|_| open.awaits(server)) {
-                check_report(&ready, trained)?;
+                check_report(&ready, trained).map_err(|what| (server, what))?;
                 open.round.reports.insert(server, ready);
             }
             let rested = held.rested.map(|last| Rested { attempt: top, last });
@@ -79,7 +79,7 @@ impl Recovery {
         for (&server, held) in &self.held {
             let known = Known { job, epoch: top.epoch, open: &open, decision };
             let lacks = catch_up(known, held, open.awaits(server));
-            let lacks = lacks.map_err(|what| format!("shard server {server:016x} {what}"))?;
+            let lacks = lacks.map_err(|what| (server, what))?;
             commands.extend(lacks.into_iter().map(|command| (server, command)));
         }
         Ok(Recovered { open, epoch: top.epoch, commands })

@@ -24,7 +24,7 @@ use zeroshard_proto::{Error, Server};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Attach, Command, JobRef, Lease, Now, Said, ServerId},
+    events::{Action, Attach, Command, JobRef, Lease, Link, Now, Said, ServerId},
     held::{Held, Ranks},
     jobs::Plan,
     leases::MAX_AHEAD,
@@ -402,7 +402,7 @@ impl Cluster {
         }
         let recovered = match recovery.rebuild(&job, spec, now, now + RECOVERY) {
             Ok(recovered) => recovered,
-            Err(reason) => return self.fail(name, &reason, now, out),
+            Err((server, what)) => return self.contradicted(name, server, &what, now, out),
         };
         let lost = recovery.lost.clone();
         let Recovered { mut open, epoch, commands } = recovered;
@@ -432,6 +432,37 @@ impl Cluster {
         self.copy_next(name, out);
         self.unused_from(name, now, out);
         self.advance(name, now, out);
+    }
+
+    /// The description by a server does not fit those by the others. If it is older, the server may
+    /// have followed another coordinator since: it is dismissed, and describes its jobs again.
+    fn contradicted(
+        &mut self,
+        name: &str,
+        server: ServerId,
+        what: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get(name) else {
+            return;
+        };
+        let of = |held: &Held| (held.attempt.epoch, held.attempt.step);
+        let is_old = recovery
+            .held
+            .get(&server)
+            .is_some_and(|held| recovery.held.values().any(|other| of(other) > of(held)));
+        let stream = self.servers.get(&server).map(|known| known.stream);
+        match stream.filter(|_| is_old) {
+            Some(stream) => {
+                let cause = format!("its description of job {name:?} is out of date");
+                self.server_lost(Link { server, stream }, &cause, now, out);
+            }
+            None => {
+                let reason = format!("{} {what}", self.name(server));
+                self.fail(name, &reason, now, out);
+            }
+        }
     }
 
     /// Notes what a server says about a job after it has described the job.

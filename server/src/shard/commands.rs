@@ -177,7 +177,7 @@ impl<B: Backend> Task<B> {
     async fn open(&self, open: pb::OpenJob, origin: Origin, is_restored: bool) -> Result<Job<B>> {
         let (open, deadline) = (Arc::new(open), Instant::now() + RELEASE_LIMIT);
         loop {
-            // Asked before the attempt, because memory that is freed during it may have been missing.
+            // Asked before the attempt, during which the missing memory may be freed.
             let is_releasing = self.store.is_releasing();
             let opened = self.try_open(open.clone(), origin.clone(), is_restored).await;
             let is_full = matches!(opened, Err(Error::OutOfMemory { .. }));

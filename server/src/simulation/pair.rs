@@ -115,8 +115,8 @@ impl World {
         other
     }
 
-    /// Changes the network, and goes on after a while, `left` times. Then one of the coordinators is
-    /// given up.
+    /// Changes the network, and goes on after a while, `left` times. Then it gives up one of the
+    /// coordinators.
     pub(super) fn disturb_pair(&mut self, left: u32) {
         if self.coordinators.len() == 1 {
             self.coordinators.push(Coordinator::default());

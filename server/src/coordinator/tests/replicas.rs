@@ -340,6 +340,22 @@ fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was
 }
 
 #[test]
+fn a_server_whose_description_is_out_of_date_describes_its_jobs_again() {
+    let (mut before, lease) = training();
+    let stale = held(&before, 1, lease, Attempt::first(1, 0));
+    (0..2).for_each(|number| _ = step(&mut before, lease, number));
+    let fresh = [1, 2, 3].map(|id| held(&before, id, lease, Attempt::first(1, 2)));
+    let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
+    returns(&mut script, 1, &stale);
+    returns(&mut script, 2, &fresh[1]);
+    returns(&mut script, 3, &fresh[2]);
+    assert_eq!(script.failure(), None);
+    assert_eq!(script.dismissed, [1]);
+    returns(&mut script, 1, &fresh[0]);
+    assert_eq!(script.version(), Some(2));
+}
+
+#[test]
 fn the_replicas_on_a_server_that_may_have_died_do_not_count() {
     let (mut script, lease) = training();
     let degraded =
