@@ -32,7 +32,7 @@ use super::{
     rebuild::Recovered,
     state::{Job, Phase},
 };
-use crate::listing::some_of;
+use crate::{attempt::Attempt, listing::some_of};
 
 /// How long a job waits for its servers, and then for its ranks. A server notices that the host of
 /// the coordinator is gone after 30 s at most (`KEEPALIVE_INTERVAL` and `KEEPALIVE_TIMEOUT`), dials
@@ -59,6 +59,8 @@ pub(crate) struct Recovery {
     away: BTreeMap<ServerId, Held>,
     /// Servers of a job with replicas that will not come back, and why.
     pub(super) lost: BTreeMap<ServerId, String>,
+    /// The attempts of descriptions that were out of date. A server that repeats one is at fault.
+    doubted: BTreeMap<ServerId, Attempt>,
     /// The workers that have asked to continue, by rank: the lease, and the epoch that it knows.
     asked: BTreeMap<u32, (Lease, u64)>,
     deadline: Now,
@@ -444,14 +446,12 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get(name) else {
+        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name) else {
             return;
         };
-        let of = |held: &Held| (held.attempt.epoch, held.attempt.step);
-        let is_old = recovery
-            .held
-            .get(&server)
-            .is_some_and(|held| recovery.held.values().any(|other| of(other) > of(held)));
+        let Some(attempt) = recovery.held.get(&server).map(|held| held.attempt) else { return };
+        let is_old = recovery.held.values().any(|other| other.attempt.step > attempt.step)
+            && recovery.doubted.insert(server, attempt) != Some(attempt);
         let stream = self.servers.get(&server).map(|known| known.stream);
         match stream.filter(|_| is_old) {
             Some(stream) => {
@@ -523,9 +523,9 @@ impl Job {
         let restore = held.restore.clone();
         let (plan, deadline, learned) = (held.plan.clone(), now + RECOVERY, Some(held.age()));
         let held = BTreeMap::from([(server, held)]);
-        let (away, lost) = (BTreeMap::new(), BTreeMap::new());
+        let (away, lost, doubted) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         let asked = BTreeMap::new();
-        let recovery = Recovery { plan, held, away, lost, asked, deadline };
+        let recovery = Recovery { plan, held, away, lost, doubted, asked, deadline };
         let phase = Phase::Recovering(Box::new(recovery));
         let progress = Progress::default();
         let unused_since = now;

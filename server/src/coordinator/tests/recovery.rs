@@ -186,7 +186,9 @@ fn a_decision_that_one_server_has_stands_and_is_reported_to_ranks_that_ask_again
 #[test]
 fn a_server_that_lacks_the_decision_and_its_gradients_is_an_error() {
     let before = Before::new();
-    let script = before.recover([before.decided(1), before.held()]);
+    let mut script = before.recover([before.decided(1), before.held()]);
+    assert_eq!(script.failure(), None, "the description may be old");
+    script.returns(2, 1, vec![before.held()]);
     let reason = script.failure().unwrap();
     assert!(reason.contains("lacks gradients of step 4 that was decided"), "{reason}");
     assert_eq!(script.closed(), [1, 2]);
