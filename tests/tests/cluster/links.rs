@@ -8,7 +8,7 @@ use std::{
 use zeroshard_proto::JobSpec;
 use zeroshard_tests::{Cluster, FaultProxy, Process, Training, run, synthetic};
 
-use crate::{adamw, job, replicas::train, start, until};
+use crate::{adamw, connect, job, replicas::train, start, until};
 
 const STEPS: u64 = 6;
 
@@ -25,19 +25,24 @@ fn why(coordinator: &Process, job: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_with_replicas_continues_without_a_server_that_workers_cannot_reach() {
-    let proxy = FaultProxy::start().await.unwrap();
-    let coordinator = Cluster::coordinator();
-    let mut shards: Vec<_> = (0..2).map(|_| Cluster::shard(coordinator.address(), &[])).collect();
-    // Workers and other servers go through the proxy, and the coordinator does not.
-    let far = Cluster::shard(coordinator.address(), &["--advertise", proxy.address()]);
-    proxy.forward_to(far.address());
-    shards.push(far);
+    let (coordinator, mut proxies, mut shards) = (Cluster::coordinator(), Vec::new(), Vec::new());
+    for _ in 0..3 {
+        // Workers and other servers go through the proxy, and the coordinator does not.
+        let proxy = FaultProxy::start().await.unwrap();
+        let shard = Cluster::shard(coordinator.address(), &["--advertise", proxy.address()]);
+        proxy.forward_to(shard.address());
+        (proxies.push(proxy), shards.push(shard));
+    }
     let cluster = Cluster { coordinator, shards };
     let calm = Training { steps: STEPS, ..Training::new(spec("calm", 1)) };
     let expected = calm.run(cluster.address()).await.unwrap().hash;
 
     let replicated = start(cluster.address(), &spec("replicated", 2)).await.remove(0);
     let single = start(cluster.address(), &spec("single", 1)).await.remove(0);
+    let described = connect(cluster.address()).await.describe_job("replicated").await.unwrap();
+    let placement = described.placement;
+    let server = &placement.servers()[placement.primary(0)];
+    let proxy = proxies.iter().find(|proxy| proxy.address() == server.address).unwrap();
     let done = [(); 2].map(|()| AtomicU64::new(0));
     for (job, done) in [(&replicated, &done[0]), (&single, &done[1])] {
         train(job, 0..2, done).await;
