@@ -43,7 +43,7 @@ impl Pair {
             servers: vec![[true; 2]; size.servers],
             ranks: vec![[true; 2]; size.world as usize],
             seed,
-            is_elected: seed % 8 == 0,
+            is_elected: seed.is_multiple_of(8),
             kept: None,
             until: None,
             is_other_stopped: false,

@@ -137,7 +137,8 @@ fn a_seed_gives_the_same_run_again() {
 
 #[test]
 fn the_faults_that_safeguards_prevent_are_found() {
-    let all: [(Safeguard, fn(u64) -> World); 5] = [
+    type Start = fn(u64) -> World;
+    let all: [(Safeguard, Start); 5] = [
         (Safeguard::Fence, world),
         (Safeguard::Ledger, world),
         (Safeguard::Confirmation, world),

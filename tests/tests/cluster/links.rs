@@ -31,7 +31,8 @@ async fn a_job_with_replicas_continues_without_a_server_that_workers_cannot_reac
         let proxy = FaultProxy::start().await.unwrap();
         let shard = Cluster::shard(coordinator.address(), &["--advertise", proxy.address()]);
         proxy.forward_to(shard.address());
-        (proxies.push(proxy), shards.push(shard));
+        proxies.push(proxy);
+        shards.push(shard);
     }
     let cluster = Cluster { coordinator, shards };
     let calm = Training { steps: STEPS, ..Training::new(spec("calm", 1)) };

@@ -101,8 +101,8 @@ fn a_rank_that_alone_cannot_reach_a_server_counts_as_lost() {
     let (mut script, leases) = training(3, 2);
     let server = primary(&script.open().placement);
     let epoch = script.epoch();
-    for rank in 0..2 {
-        script.commit(commit(leases[rank], epoch, rank as u32, 0));
+    for (rank, &lease) in (0..2).zip(&leases) {
+        script.commit(commit(lease, epoch, rank, 0));
     }
     script.report_for(10, &[(2, leases[2])], server);
     assert_eq!(script.open().members.len(), 3, "the link may work again");
