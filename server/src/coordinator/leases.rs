@@ -238,6 +238,21 @@ impl Cluster {
         self.end_any_lease(name, rank, lease, Cause::Lost, now, out);
     }
 
+    /// Ends the lease of a rank, and tells its worker.
+    pub(super) fn expel(
+        &mut self,
+        name: &str,
+        rank: u32,
+        lease: Lease,
+        cause: Cause,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let lost = Error::LeaseLost { job: name.to_owned(), rank };
+        out.push(Action::End(lease, Some(lost)));
+        self.end_any_lease(name, rank, lease, cause, now, out);
+    }
+
     /// Ends a lease, whatever the phase of the job.
     pub(super) fn end_any_lease(
         &mut self,

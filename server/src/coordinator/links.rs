@@ -1,8 +1,8 @@
 //! Links: a rank reports that it cannot reach a shard server which is connected to the coordinator.
 //!
-//! If most ranks of a job with replicas cannot reach a server, the job continues with its backups,
-//! as if the server were lost, and the server gets no slices of this job until it is restarted or
-//! uncordoned. Other jobs keep it. If only a few ranks cannot reach it and the job waits only for
+//! If half of the ranks of a job with replicas cannot reach a server, the job continues with its
+//! backups, as if the server were lost. The server gets no slices of this job until it is restarted
+//! or uncordoned, and other jobs keep it. If fewer ranks cannot reach it and the job waits only for
 //! them, or if a rank reaches no server at all, these ranks count as lost. A job without replicas
 //! only shows the reports.
 //!
@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Error, Result, Server};
+use zeroshard_proto::{Result, Server};
 
 use super::{
     cluster::Cluster,
@@ -174,6 +174,7 @@ impl Cluster {
         let Job { spec, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(name)?;
         open.check_lease(&turn)?;
+        open.forget_links(now);
         let is_it = |of: &&Server| (of.id, of.incarnation) == (server, incarnation);
         let Some(found) = open.placement.servers().iter().find(is_it) else {
             // The rank does not know the current placement yet.
@@ -182,15 +183,13 @@ impl Cluster {
         let cause: String = cause.chars().take(CAUSE_CHARS).collect();
         let who = spec.describe_rank(turn.rank);
         let text = format!("{who} of job {name:?} cannot reach shard server {}", found.address);
-        let (lease, until) = (turn.lease, now + REPORT_LIFE);
-        let is_known = open.links.broken.contains_key(&(server, turn.rank));
-        let new = || Broken { lease, since: now, until, cause: cause.clone() };
-        let link = open.links.broken.entry((server, turn.rank)).or_insert_with(new);
-        (link.lease, link.until) = (lease, until);
-        if !is_known {
+        let (key, lease, until) = ((server, turn.rank), turn.lease, now + REPORT_LIFE);
+        let before = open.links.broken.get(&key).map(|link| link.since);
+        if before.is_none() {
             out.push(Action::Alarm(Severity::Warning, format!("{text}: {cause}")));
         }
-        link.cause = cause;
+        let since = before.unwrap_or(now);
+        open.links.broken.insert(key, Broken { lease, since, until, cause });
         Ok(())
     }
 
@@ -244,14 +243,12 @@ impl Cluster {
         for &rank in ranks {
             let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
             let Some(lease) = open.members.get(rank).map(|member| member.lease) else { continue };
-            let lost = Error::LeaseLost { job: name.to_owned(), rank };
-            out.push(Action::End(lease, Some(lost)));
             let text = format!(
                 "rank {rank} of job {name:?} counts as lost, because it cannot reach its shard \
                  servers: start its worker on another machine"
             );
             out.push(Action::Alarm(Severity::Warning, text));
-            self.end_any_lease(name, rank, lease, Cause::Unreachable, now, out);
+            self.expel(name, rank, lease, Cause::Unreachable, now, out);
         }
     }
 }

@@ -76,9 +76,7 @@ impl Cluster {
             Err(error) => return out.push(Action::Answer(caller, Err(error))),
         };
         out.push(Action::Note(format!("rank {rank} of job {job:?} was evicted by an operator")));
-        let lost = Error::LeaseLost { job: job.to_owned(), rank };
-        out.push(Action::End(lease, Some(lost)));
-        self.end_any_lease(job, rank, lease, Cause::Evicted, now, out);
+        self.expel(job, rank, lease, Cause::Evicted, now, out);
         let epoch = self.jobs.get(job).map_or(0, |job| job.epoch);
         out.push(Action::Answer(caller, Ok(Reply::Evicted { epoch })));
     }

@@ -84,6 +84,17 @@ fn a_report_that_is_not_repeated_has_no_effect() {
 }
 
 #[test]
+fn the_reports_of_an_earlier_worker_of_the_rank_do_not_count() {
+    let (mut script, leases) = training(1, 2);
+    let server = primary(&script.open().placement);
+    script.report_for(2, &[(0, leases[0])], server);
+    script.lose(0, leases[0]);
+    let lease = script.join(0).unwrap();
+    script.report_for(2, &[(0, lease)], server);
+    assert!(script.has_slices(server), "the new worker has reported it for three seconds");
+}
+
+#[test]
 fn a_bad_rank_cannot_take_one_server_after_another() {
     let (mut script, leases) = training(1, 2);
     script.server(4);
@@ -115,7 +126,7 @@ fn a_rank_that_alone_cannot_reach_a_server_counts_as_lost() {
 }
 
 #[test]
-fn most_ranks_decide_against_a_server() {
+fn half_of_the_ranks_decide_against_a_server() {
     let (mut script, leases) = training(3, 2);
     let server = primary(&script.open().placement);
     script.report_for(6, &[(0, leases[0]), (2, leases[2])], server);
