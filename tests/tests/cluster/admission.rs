@@ -4,7 +4,7 @@ use zeroshard_client::Error;
 use zeroshard_proto::{JobSpec, TensorSpec};
 use zeroshard_tests::{Bystander, Cluster, synthetic, training};
 
-use crate::{adamw, connect, job, sgd, start, tiers::metric, until};
+use crate::{adamw, connect, job, sgd, start, tiers::find_metric, until};
 
 /// A job of this number of parameters, which need 16 bytes each.
 fn sized(name: &str, numel: u64) -> JobSpec {
@@ -63,8 +63,9 @@ async fn memory_is_counted_until_a_job_is_deleted_and_is_free_at_once() {
     }
     client.create_job(&small).await.unwrap();
     assert_eq!(client.status().await.unwrap().servers[0].assigned_bytes, 48 << 20);
-    until("the metrics show it", || metric(&cluster.shards[0], "tier_bytes{tier=\"host\"}") > 0.0)
-        .await;
+    // The series appears with the server's next report.
+    let host = || find_metric(&cluster.shards[0], "tier_bytes{tier=\"host\"}");
+    until("the metrics show it", || host().is_some_and(|bytes| bytes > 0.0)).await;
 }
 
 #[tokio::test]
