@@ -12,12 +12,13 @@
 //!
 //! The coordinator of a job writes another number to `.alive` every [`BEAT`]. A job whose file does
 //! not change while another job watches it for [`PATIENCE`] is over, and so is one with the file
-//! `.ended`. No clocks are compared. If a job was taken for over and its file changes later, its
-//! successors do not remove its checkpoints.
+//! `.ended`. If a job was taken for over and its file changes later, its successors do not remove
+//! its checkpoints. Its coordinator may need some minutes to come back, so they keep its checkpoints
+//! for [`GRACE`] in any case. Only times of files are compared, which one clock has written.
 
 use std::time::Duration;
 
-use object_store::{ObjectStoreExt, PutMode, path::Path};
+use object_store::{ObjectMeta, ObjectStoreExt, PutMode, path::Path};
 use serde::{Deserialize, Serialize};
 use zeroshard_proto::{Deadline, Error, Result};
 
@@ -33,6 +34,8 @@ const ALIVE: &str = ".alive";
 pub const BEAT: Duration = Duration::from_secs(3);
 /// How long a job that is taken for over has not changed it.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a job keeps the checkpoints of the job from which it has started.
+const GRACE: Duration = Duration::from_secs(600);
 /// The pause between two looks at it.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -75,6 +78,8 @@ struct Ancestor {
     until: u64,
     /// Its last sign of life before the new job started; empty: none.
     alive: String,
+    /// The number of the claim of the job that started from it.
+    successor: u64,
 }
 
 /// All claims of a name.
@@ -131,14 +136,14 @@ impl Storage {
                 return Err(self.owned_by(job, owner));
             }
         }
+        let number = claims.numbers.last().map_or(1, |last| last.saturating_add(1));
         let ancestors = match start {
-            Start::From(id, version) => self.ancestry(job, id, version).await?,
+            Start::From(id, version) => self.ancestry(job, id, version, number).await?,
             Start::Anew => Vec::new(),
         };
         let claim = Claim { job_id, ancestors, by: by.to_owned() };
         let text = serde_json::to_string(&claim)
             .map_err(|error| Error::Internal { cause: error.to_string() })?;
-        let number = claims.numbers.last().map_or(1, |last| last.saturating_add(1));
         let path = self.claim_path(job, number);
         match self.store().put_opts(&path, text.into(), PutMode::Create.into()).await {
             Ok(_) => Ok(()),
@@ -234,11 +239,11 @@ impl Storage {
         }
         let mut removable = Vec::new();
         for manifest in own.into_iter().skip(keep) {
-            let is_over = match claim.ancestor(manifest.job_id()) {
+            let is_free = match claim.ancestor(manifest.job_id()) {
                 None => true,
-                Some(of) => self.last_sign(job, of.job_id).await? == of.alive,
+                Some(ancestor) => self.is_long_over(job, job_id, ancestor).await?,
             };
-            if is_over {
+            if is_free {
                 removable.push(manifest.version());
             }
         }
@@ -246,12 +251,43 @@ impl Storage {
         Ok(removable)
     }
 
-    /// The ancestors of a job that starts from `version` of the job with this id.
-    async fn ancestry(&self, job: &str, job_id: u64, version: u64) -> Result<Vec<Ancestor>> {
+    /// Whether an ancestor of a job has shown no life since [`GRACE`] before the job's own last
+    /// sign.
+    async fn is_long_over(&self, job: &str, job_id: u64, ancestor: &Ancestor) -> Result<bool> {
+        if self.last_sign(job, ancestor.job_id).await? != ancestor.alive {
+            return Ok(false);
+        }
+        let claimed = self.described(&self.claim_path(job, ancestor.successor)).await?;
+        let now = self.described(&self.alive_path(job, job_id)).await?;
+        let (Some(claimed), Some(now)) = (claimed, now) else { return Ok(false) };
+        let age = now.last_modified.signed_duration_since(claimed.last_modified);
+        // It is negative if the clock was set back.
+        Ok(age.to_std().is_ok_and(|age| age > GRACE))
+    }
+
+    /// What the storage knows of a file; `None`: there is none.
+    async fn described(&self, path: &Path) -> Result<Option<ObjectMeta>> {
+        match self.store().head(path).await {
+            Ok(found) => Ok(Some(found)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(self.failed("read", path, &error)),
+        }
+    }
+
+    /// The ancestors of a job that starts from `version` of the job with this id, by the claim with
+    /// this number.
+    async fn ancestry(
+        &self,
+        job: &str,
+        job_id: u64,
+        version: u64,
+        successor: u64,
+    ) -> Result<Vec<Ancestor>> {
         let before = self.claim_of(job, job_id).await?.ancestors;
         let older = before.into_iter().map(|of| Ancestor { until: of.until.min(version), ..of });
         let alive = self.last_sign(job, job_id).await?;
-        Ok([Ancestor { job_id, until: version, alive }].into_iter().chain(older).collect())
+        let nearest = Ancestor { job_id, until: version, alive, successor };
+        Ok([nearest].into_iter().chain(older).collect())
     }
 
     /// Shows that a job lives. `sign` has not been used before.

@@ -4,6 +4,11 @@
 
 mod common;
 
+use std::{
+    fs::File,
+    time::{Duration, SystemTime},
+};
+
 use common::{JOB, JOB_ID, Saved};
 use zeroshard_checkpoint::{BEAT, Claimant, Start, Storage};
 use zeroshard_proto::{Error, Result};
@@ -85,6 +90,17 @@ async fn a_fork_reads_its_ancestors_up_to_its_own_start_and_a_living_one_keeps_i
     assert_eq!(storage.latest(JOB, &own).await.unwrap().unwrap().version(), 3);
     let stranger = storage.claim_of(JOB, 77).await.unwrap();
     assert!(storage.latest(JOB, &stranger).await.unwrap().is_none());
+    storage.beat(JOB, OTHER, 5).await.unwrap();
+    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor may come back");
+    let claim_of_fork =
+        saved.paths().into_iter().find(|path| path.ends_with("claims/00000000000000000002.json"));
+    let earlier = SystemTime::now() - Duration::from_secs(700);
+    File::options()
+        .write(true)
+        .open(claim_of_fork.unwrap())
+        .unwrap()
+        .set_modified(earlier)
+        .unwrap();
     storage.beat(JOB, JOB_ID, 2).await.unwrap();
     assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor is alive");
     storage.beat(JOB, JOB_ID, 1).await.unwrap();
