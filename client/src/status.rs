@@ -50,6 +50,8 @@ impl fmt::Display for Advice {
 pub struct MissingServer {
     /// The server.
     pub server: Server,
+    /// The name that the operator gave it (`--id`); empty: none.
+    pub name: String,
     /// How long it has been missing.
     pub since: Duration,
     /// Why its connection to the coordinator has ended.
@@ -67,9 +69,11 @@ impl Status {
                     .to_owned(),
             );
         }
-        let missing = |MissingServer { server, since, cause }: &MissingServer| {
-            let seconds = since.as_secs();
-            format!("shard server {} has been missing for {seconds} s: {cause}", server.address)
+        let missing = |MissingServer { server, name, since, cause }: &MissingServer| {
+            let (address, seconds) = (&server.address, since.as_secs());
+            let server =
+                if name.is_empty() { address.clone() } else { format!("{name} ({address})") };
+            format!("shard server {server} has been missing for {seconds} s: {cause}")
         };
         problems.extend(self.missing.iter().map(missing));
         if self.servers.is_empty() {
@@ -85,6 +89,8 @@ impl Status {
 pub struct ServerStatus {
     /// The server.
     pub server: Server,
+    /// The name that the operator gave it (`--id`); empty: none.
+    pub name: String,
     /// What fails together with it, such as a rack; empty: a zone of its own.
     pub zone: String,
     /// Number of slices.
@@ -311,7 +317,8 @@ impl TryFrom<pb::MissingServer> for MissingServer {
     fn try_from(message: pb::MissingServer) -> Result<Self> {
         let absent = || Error::invalid("server of a status", "absent", "present");
         let server = message.server.ok_or_else(absent)?.into();
-        Ok(Self { server, since: Duration::from_millis(message.missing_ms), cause: message.cause })
+        let pb::MissingServer { missing_ms, cause, name, .. } = message;
+        Ok(Self { server, name, since: Duration::from_millis(missing_ms), cause })
     }
 }
 
@@ -324,6 +331,7 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
         let stats = message.stats.unwrap_or_default();
         Ok(Self {
             server: server.into(),
+            name: message.name,
             zone: message.zone,
             slices: stats.jobs.iter().map(|job| job.slices).sum(),
             jobs: stats.jobs.into_iter().map(JobOnServer::from).collect(),

@@ -18,6 +18,8 @@ pub const MAX_TENSOR_DIMS: usize = 64;
 pub const MAX_NAME: usize = 1024;
 /// The maximum length of the name of a job, in bytes. Every error about the job contains it.
 pub const MAX_JOB_NAME: usize = 200;
+/// The longest name that an operator gives a shard server, in bytes.
+pub const MAX_SERVER_NAME: usize = 256;
 /// The maximum size of the specification of a job as a message, in bytes: about 500,000 tensors.
 /// The description of a job for the next coordinator contains it, together with the placement.
 pub const MAX_SPEC_BYTES: usize = 32 << 20;

@@ -235,7 +235,7 @@ impl Manifest {
 ///
 /// # Errors
 /// [`Error::Invalid`], which names it as `what`.
-pub(crate) fn check_name(what: &str, name: &str, longest: usize) -> Result<()> {
+pub fn check_name(what: &str, name: &str, longest: usize) -> Result<()> {
     let is_blank = name.chars().all(char::is_whitespace);
     if is_blank || name.len() > longest || name.chars().any(is_hidden) {
         let expected =

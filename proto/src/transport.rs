@@ -2,6 +2,7 @@
 
 mod addresses;
 pub mod network;
+mod silence;
 pub mod tls;
 
 use std::{

@@ -457,6 +457,7 @@ fn serve(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
                 return Err(Error::value("shard", "coordinator", "missing", expected));
             }
             shard.check_tiers("shard")?;
+            shard.check_id()?;
             common.check_open(shard.listen)?;
             common.check_admin(shard.admin_listen)?;
             Role::Shard(shard)

@@ -177,6 +177,7 @@ mod tests {
         version: Some(3),
         workers: 4,
         degraded: 0,
+        broken_links: 0,
         slowest: Some((1, 0.25)),
     };
 

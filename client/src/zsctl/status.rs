@@ -102,9 +102,9 @@ fn leader_json(status: &Status, address: &str) -> serde_json::Value {
     })
 }
 
-fn missing_json(MissingServer { server, since, cause }: &MissingServer) -> serde_json::Value {
+fn missing_json(MissingServer { server, name, since, cause }: &MissingServer) -> serde_json::Value {
     json!({
-        "event": "missing_server", "id": hex(server.id), "address": server.address,
+        "event": "missing_server", "id": hex(server.id), "name": name, "address": server.address,
         "missing_seconds": since.as_secs_f64(), "cause": cause,
     })
 }
@@ -112,6 +112,11 @@ fn missing_json(MissingServer { server, since, cause }: &MissingServer) -> serde
 /// The id of a server, as logs show it.
 fn hex(id: u64) -> String {
     format!("{id:016x}")
+}
+
+/// The name that the operator gave a server, or else its id. Commands accept both.
+fn id(id: u64, name: &str) -> String {
+    if name.is_empty() { hex(id) } else { name.to_owned() }
 }
 
 fn servers(status: &Status) -> Table {
@@ -128,8 +133,8 @@ fn servers(status: &Status) -> Table {
         "ZONE",
         "CONNECTION",
     ]);
-    for MissingServer { server, since, .. } in &status.missing {
-        let (head, state) = ([server.address.clone(), hex(server.id)], missing_for(*since));
+    for MissingServer { server, name, since, .. } in &status.missing {
+        let (head, state) = ([server.address.clone(), id(server.id, name)], missing_for(*since));
         table.add_row(head.into_iter().chain(vec!["-".to_owned(); 8]).chain([state]));
     }
     for status in &status.servers {
@@ -141,7 +146,7 @@ fn servers(status: &Status) -> Table {
             status.parked_bytes,
         ];
         let server = &status.server;
-        let head = [server.address.clone(), hex(server.id), status.slices.to_string()];
+        let head = [server.address.clone(), id(server.id, &status.name), status.slices.to_string()];
         let zone = if status.zone.is_empty() { "-".to_owned() } else { status.zone.clone() };
         let left = |capacity: u64| human(capacity.saturating_sub(status.assigned_bytes));
         let free = status.capacity_bytes.map_or("no limit".to_owned(), left);
@@ -222,7 +227,7 @@ pub(crate) fn state(job: &JobStatus) -> String {
 
 fn server_json(status: &ServerStatus) -> serde_json::Value {
     json!({
-        "event": "server", "id": hex(status.server.id),
+        "event": "server", "id": hex(status.server.id), "name": status.name,
         "address": status.server.address, "version": status.version, "cordoned": status.cordoned,
         "zone": status.zone, "slices": status.slices,
         "master_bytes": status.master_bytes, "state_bytes": status.state_bytes,

@@ -3,19 +3,23 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use futures_util::{StreamExt, stream::FuturesUnordered};
+use futures_util::{StreamExt, TryFutureExt, stream::FuturesUnordered};
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
+use tokio::{net::TcpStream, time::sleep};
 use tonic::{Status, transport::Endpoint};
 use tower::Service;
 
 use super::{
     Connection, Credentials, endpoint,
     network::{self, Stream},
+    silence::Watched,
     tls::Tls,
 };
 use crate::{Error, Result};
+
+/// The pause between two searches for another address that answers.
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// One or more addresses, of which one answers at a time. Each time a connection is opened, all of
 /// them are dialled, and the first that answers is used.
@@ -100,18 +104,50 @@ fn connector(
 + 'static {
     tower::service_fn(move |_| {
         let (dialled, tls) = (dialled.clone(), tls.clone());
-        async move { first_that_answers(&dialled, tls.as_ref()).await.map(TokioIo::new) }
+        async move {
+            let (address, stream) = first_that_answers(&dialled, tls.as_ref()).await?;
+            Ok(TokioIo::new(watched(&dialled, &address, tls, stream)))
+        }
     })
 }
 
-/// Dials all addresses at the same time.
-async fn first_that_answers(dialled: &[String], tls: Option<&Tls>) -> Result<Box<dyn Stream>> {
-    let mut tries: FuturesUnordered<_> =
-        dialled.iter().map(|address| dial(address, tls, dialled.len() > 1)).collect();
+/// A connection to `address`, which ends when it is silent and another address answers.
+fn watched(
+    dialled: &[String],
+    address: &str,
+    tls: Option<Tls>,
+    stream: Box<dyn Stream>,
+) -> Box<dyn Stream> {
+    let others = dialled.iter().filter(|other| *other != address).cloned();
+    let others: Arc<[String]> = others.collect();
+    if others.is_empty() || network::simulated().is_some() {
+        return stream;
+    }
+    Box::new(Watched::new(stream, move || {
+        let (others, tls) = (others.clone(), tls.clone());
+        Box::pin(async move {
+            loop {
+                if let Ok((address, _)) = first_that_answers(&others, tls.as_ref()).await {
+                    return address;
+                }
+                sleep(PAUSE).await;
+            }
+        })
+    }))
+}
+
+/// Dials all addresses at the same time. Returns the one that answers first, and the connection.
+async fn first_that_answers(
+    dialled: &[String],
+    tls: Option<&Tls>,
+) -> Result<(String, Box<dyn Stream>)> {
+    let tries =
+        dialled.iter().map(|address| dial(address, tls).map_ok(|stream| (address.clone(), stream)));
+    let mut tries: FuturesUnordered<_> = tries.collect();
     let mut errors = Vec::with_capacity(dialled.len());
     while let Some(tried) = tries.next().await {
         match tried {
-            Ok(stream) => return Ok(stream),
+            Ok(answer) => return Ok(answer),
             Err(error) => errors.push(error),
         }
     }
@@ -125,10 +161,10 @@ async fn first_that_answers(dialled: &[String], tls: Option<&Tls>) -> Result<Box
     Err(Error::Unavailable { peer: dialled.join(","), cause })
 }
 
-/// Connects to `address`. With `may_be_silent`, also waits for the first byte of the server's
-/// HTTP/2 preface: for a process that is suspended, the operating system accepts connections, but
-/// the process does not send anything.
-async fn dial(address: &str, tls: Option<&Tls>, may_be_silent: bool) -> Result<Box<dyn Stream>> {
+/// Connects to `address`, and waits for the first byte of the server's HTTP/2 preface or of its TLS
+/// handshake: for a process that is suspended, the operating system accepts connections, but the
+/// process does not send anything.
+async fn dial(address: &str, tls: Option<&Tls>) -> Result<Box<dyn Stream>> {
     let failed = |error: io::Error| Error::Unavailable {
         peer: address.to_owned(),
         cause: error.to_string(),
@@ -141,7 +177,7 @@ async fn dial(address: &str, tls: Option<&Tls>, may_be_silent: bool) -> Result<B
     if let Some(tls) = tls {
         return Ok(Box::new(tls.connect(stream, address).await?));
     }
-    if may_be_silent && stream.peek(&mut [0]).await.map_err(failed)? == 0 {
+    if stream.peek(&mut [0]).await.map_err(failed)? == 0 {
         return Err(failed(io::ErrorKind::ConnectionReset.into()));
     }
     Ok(Box::new(stream))
@@ -184,8 +220,33 @@ mod tests {
             stream.write_all(b"hello").await.unwrap();
             std::future::pending::<()>().await;
         });
-        let mut stream = first_that_answers(&dialled, None).await.unwrap();
+        let (address, mut stream) = first_that_answers(&dialled, None).await.unwrap();
+        assert_eq!(address, dialled[3]);
         assert_eq!(stream.read_u8().await.unwrap(), b'h');
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_silent_connection_ends_when_another_address_answers() {
+        let (first, second) = (listener().await, listener().await);
+        let dialled = [first.1, second.1];
+        let stream = TcpStream::connect(&dialled[0]).await.unwrap();
+        let mut stream = watched(&dialled, &dialled[0], None, Box::new(stream));
+        let mut server = first.0.accept().await.unwrap().0;
+        // The other one accepts connections, and says nothing.
+        for _ in 0..3 {
+            let silent = tokio::time::timeout(Duration::from_secs(60), stream.read_u8()).await;
+            assert!(silent.is_err(), "no other address answers");
+            server.write_all(b"x").await.unwrap();
+            assert_eq!(stream.read_u8().await.unwrap(), b'x');
+        }
+        let answers = async {
+            loop {
+                let (mut stream, _) = second.0.accept().await.unwrap();
+                let _ = stream.write_all(b"hello").await;
+            }
+        };
+        let ended = tokio::select! { read = stream.read_u8() => read, () = answers => panic!() };
+        assert!(ended.unwrap_err().to_string().contains(&dialled[1]));
     }
 
     #[tokio::test]

@@ -142,7 +142,13 @@ fn servers(html: &mut String, overview: &Overview) {
 }
 
 fn row(html: &mut String, server: &ServerOverview) {
-    let name = format!("<span title='id {:016x}'>{}</span>", server.id, Text(&server.address));
+    let given = if server.name.is_empty() { String::new() } else { format!("{} ", server.name) };
+    let name = format!(
+        "<span title='id {:016x}'>{}{}</span>",
+        server.id,
+        Text(&given),
+        Text(&server.address)
+    );
     let (zone, state) = (Text(&server.zone), state(server));
     if server.lost.is_some() {
         let reserved = if server.assigned > 0 { bytes(server.assigned) } else { String::new() };

@@ -5,7 +5,8 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 use zeroshard_proto::{
-    limits::{MAX_CONNECTIONS, MAX_JOBS},
+    limits::{MAX_CONNECTIONS, MAX_JOBS, MAX_SERVER_NAME},
+    manifest::check_name,
     transport::tls::TlsFiles,
 };
 
@@ -328,6 +329,17 @@ impl All {
 }
 
 impl Shard {
+    /// Checks the name of the server, which tables and messages show.
+    pub(super) fn check_id(&self) -> Result<(), Error> {
+        let Some(id) = &self.id else { return Ok(()) };
+        match check_name("id", id, MAX_SERVER_NAME) {
+            Err(zeroshard_proto::Error::Invalid { found, expected, .. }) => {
+                Err(Error::value("shard", "id", found, &expected))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks that the flags for tiers are complete, and that they match the device.
     pub(super) fn check_tiers(&self, section: &'static str) -> Result<(), Error> {
         let missing = |key, expected| Err(Error::value(section, key, "missing", expected));

@@ -105,6 +105,9 @@ fn values_out_of_range_are_refused_wherever_they_come_from() {
     assert_eq!(wrong_key(with_file("[common]\nframe_bytes = 1\n", &[])), "frame_bytes");
     assert_eq!(wrong_key(shard(&["--log", "a=b=c"])), "log");
     assert_eq!(wrong_key(load(["zeroshard-server", "shard"])), "coordinator");
+    for id in ["", " ", "shard\u{202e}1"] {
+        assert_eq!(wrong_key(shard(&["--id", id])), "id");
+    }
     let elected = ["zeroshard-server", "coordinator", "--election-seconds", "2"];
     assert_eq!(wrong_key(load(elected)), "election_seconds");
     assert!(matches!(shard(&["--parked-bytes", "-1"]), Err(Error::CommandLine(_))));

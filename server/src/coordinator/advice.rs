@@ -59,7 +59,7 @@ impl Cluster {
             command(
                 "start workers, because there are no jobs: run your script with \
                  zs.init(\"HOST:PORT\"), or train the example",
-                "zeroshard-worker train --address HOST:PORT --data DIRECTORY",
+                "zeroshard-worker train --address HOST:PORT --job NAME --data DIRECTORY",
             )
         })
     }

@@ -24,6 +24,8 @@ pub(crate) struct Cluster {
     pub(super) missing: BTreeMap<ServerId, Missing>,
     /// The zones of servers that have one, also while they are away.
     pub(super) zones: Zones,
+    /// The names that operators gave to servers, also while they are away.
+    pub(super) names: BTreeMap<ServerId, String>,
     /// The connected servers that are about to stop. The value is true for a server that was
     /// released.
     pub(super) departing: BTreeMap<ServerId, bool>,
@@ -59,6 +61,7 @@ impl Default for Cluster {
             servers: BTreeMap::new(),
             missing: BTreeMap::new(),
             zones: Zones::new(),
+            names: BTreeMap::new(),
             departing: BTreeMap::new(),
             is_stopping: false,
             jobs: BTreeMap::new(),

@@ -88,7 +88,7 @@ impl Cluster {
         }
         self.confirmations.open.retain(|_, open| !open.waiters.is_empty());
         for (waiter, pending, what) in expired {
-            let waiting_for = format!("{} to receive {what}", self.names(&pending));
+            let waiting_for = format!("{} to receive {what}", self.names_of(&pending));
             out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));
         }
     }

@@ -9,6 +9,8 @@ use tonic::{Status, Streaming};
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
     job::optimizers,
+    limits::MAX_SERVER_NAME,
+    manifest::check_name,
     memory::Capacity,
     pb::{self, serve_request, serve_response},
     version::{self, VERSION},
@@ -27,7 +29,7 @@ use super::{
     save::SavePlan,
     succession::SliceCopy,
 };
-use crate::{attempt::Attempt, failure::Failure};
+use crate::{attempt::Attempt, failure::Failure, identity};
 
 /// The commands of a control stream, until the server is dismissed.
 pub(super) fn commands(
@@ -92,7 +94,7 @@ async fn read_registration(
         Some(serve_request::Event::Hello(hello)) => hello,
         _ => return Err(unexpected("first message", "another message", "Hello").into()),
     };
-    let (server, zone) = (server(&hello)?, zone(&hello)?);
+    let (server, name, zone) = (server(&hello)?, name(&hello)?, zone(&hello)?);
     version::check(&format!("shard server {}", server.address), &hello.version, VERSION)?;
     if hello.held_jobs > MAX_HELD_JOBS {
         let what = format!("held_jobs of shard server {}", server.address);
@@ -113,6 +115,7 @@ async fn read_registration(
     }
     let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.reason));
     let about = About {
+        name,
         zone,
         capacity: hello.capacity.map(Capacity::from),
         failed: failed.collect(),
@@ -138,6 +141,19 @@ fn server(hello: &pb::Hello) -> Result<Server> {
         }
     }
     Ok(Server { id: hello.server_id, incarnation: hello.incarnation, address })
+}
+
+fn name(hello: &pb::Hello) -> Result<String> {
+    let name = &hello.name;
+    if !name.is_empty() {
+        let what = format!("name of shard server {}", hello.address);
+        check_name(&what, name, MAX_SERVER_NAME)?;
+        if identity::of_server(name) != hello.server_id {
+            let expected = format!("a name whose id is {:016x}", hello.server_id);
+            return Err(Error::invalid(what, format!("{name:?}"), expected));
+        }
+    }
+    Ok(name.clone())
 }
 
 fn zone(hello: &pb::Hello) -> Result<String> {

@@ -93,7 +93,7 @@ impl Cluster {
                     let JobVersion { job, version, .. } = &succession.from;
                     format!(", and to copy version {version} of job {job:?}")
                 });
-                let servers = self.names(pending);
+                let servers = self.names_of(pending);
                 format!("{servers} to allocate memory for job {name:?} (epoch {epoch}){copy}")
             }
             _ => String::new(),

@@ -282,7 +282,7 @@ impl Cluster {
         }
         let (step, epoch, pending) =
             (last.report.version - 1, last.decision.attempt.epoch, last.pending.clone());
-        let servers = self.names(&pending);
+        let servers = self.names_of(&pending);
         let waiting_for = format!(
             "{servers} to store the decision about step {step} of job {name:?} (epoch {epoch})"
         );

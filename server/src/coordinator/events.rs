@@ -180,6 +180,8 @@ impl Event {
 /// The properties that a shard server reports when it registers.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct About {
+    /// The name that the operator gave the server. Empty: none.
+    pub(crate) name: String,
     /// The zone of the server. Empty: the server is a zone of its own.
     pub(crate) zone: String,
     /// The memory for the arrays of slices; `None` without a known limit.

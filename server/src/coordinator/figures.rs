@@ -76,6 +76,7 @@ impl Job {
             version: open.and_then(|open| open.version),
             workers: open.map_or(0, |open| open.members.len()),
             degraded: open.map_or(0, |open| open.degraded_slices(&self.spec)),
+            broken_links: open.map_or(0, |open| open.links.number()),
             slowest: open.and_then(|open| open.lateness.slowest()),
         }
     }

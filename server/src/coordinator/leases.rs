@@ -451,7 +451,7 @@ impl Cluster {
             let Some(Joining { waiter, pending }) = member.joining.take() else { continue };
             // The address was not announced to any peer.
             member.address = None;
-            let servers = self.names(&pending);
+            let servers = self.names_of(&pending);
             let waiting_for = format!(
                 "{servers} to accept the lease of rank {rank} of job {name:?} (epoch {epoch})"
             );

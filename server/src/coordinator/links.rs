@@ -70,6 +70,11 @@ enum Verdict {
 }
 
 impl Links {
+    /// The number of links that do not work.
+    pub(super) fn number(&self) -> usize {
+        self.broken.len()
+    }
+
     /// The next time at which a report expires, or has lasted for long enough.
     pub(super) fn next_deadline(&self, now: Now) -> Option<Now> {
         let of = |link: &Broken| {

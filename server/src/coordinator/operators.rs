@@ -53,9 +53,19 @@ impl Cluster {
         Ok(server)
     }
 
-    /// The connected server with this address or id.
+    /// The connected server with this address, id or name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is none, or [`Error::Unavailable`] while it may connect to a new
+    /// coordinator.
     fn find_server(&self, name: &str) -> Result<Server> {
         self.live().into_iter().find(|server| is_named(server, name)).ok_or_else(|| {
+            if self.is_learning() {
+                return Error::Unavailable {
+                    peer: format!("shard server {name:?}"),
+                    cause: "the coordinator was started, and the server has not connected".into(),
+                };
+            }
             let expected = "the address, the id or the name (--id) of a connected shard server; \
                             `zsctl status` lists them";
             Error::invalid("shard server", format!("{name:?}"), expected)

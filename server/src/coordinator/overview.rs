@@ -76,6 +76,8 @@ pub(crate) struct Overview {
 pub(crate) struct ServerOverview {
     pub(crate) id: ServerId,
     pub(crate) address: String,
+    /// The name that the operator gave it; empty: none.
+    pub(crate) name: String,
     pub(crate) zone: String,
     /// The capacity for the arrays of slices.
     pub(crate) capacity: Option<Capacity>,
@@ -193,6 +195,7 @@ impl Cluster {
             ServerOverview {
                 id,
                 address: address.clone(),
+                name: self.names.get(&id).cloned().unwrap_or_default(),
                 zone: self.zones.get(&id).cloned().unwrap_or_default(),
                 capacity: *capacity,
                 assigned: assigned(id),
@@ -227,6 +230,7 @@ impl Cluster {
     fn awaited_servers(&self, assigned: impl Fn(ServerId) -> u64) -> Vec<ServerOverview> {
         let overview = |Missing { server, cause, .. }: Missing| ServerOverview {
             id: server.id,
+            name: self.names.get(&server.id).cloned().unwrap_or_default(),
             zone: self.zones.get(&server.id).cloned().unwrap_or_default(),
             capacity: None,
             assigned: assigned(server.id),

@@ -119,6 +119,7 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
     let server = |(server, known): (Server, &ServerState)| pb::ServerStatus {
         capacity: known.capacity.map(Into::into),
         assigned_bytes: assigned.get(&server.id).map_or(0, |load| load.bytes),
+        name: cluster.names.get(&server.id).cloned().unwrap_or_default(),
         zone: cluster.zones.get(&server.id).cloned().unwrap_or_default(),
         version: known.version.clone(),
         cordoned: known.cordoned,
@@ -141,6 +142,7 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
         pb::JobStatus { wait, trouble: trouble(job, now), saved_ms_ago, advice, ..job.into() }
     };
     let missing = |Missing { server, since, cause }| pb::MissingServer {
+        name: cluster.names.get(&server.id).cloned().unwrap_or_default(),
         server: Some(server.into()),
         missing_ms: now.saturating_sub(since).as_millis() as u64,
         cause,

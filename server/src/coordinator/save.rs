@@ -545,7 +545,7 @@ impl Cluster {
                 format!("rank {rank} to send its data of version {version} of job {name:?}")
             }
             (false, _) => {
-                let servers = self.names(&pending);
+                let servers = self.names_of(&pending);
                 format!("{servers} to write version {version} of job {name:?}")
             }
         };

@@ -24,7 +24,7 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let Server { id, incarnation, address } = server;
-        let About { zone, capacity, failed, version, cordoned } = about;
+        let About { name, zone, capacity, failed, version, cordoned } = about;
         if let Some(old) = self.servers.get(&id) {
             let cause = if old.incarnation == incarnation {
                 "it connected again"
@@ -38,11 +38,12 @@ impl Cluster {
             let link = Link { server, stream: known.stream };
             self.server_lost(link, "another server connected with its address", now, out);
         }
-        out.push(Action::Note(format!("shard server {address} joined, id {id:016x}")));
-        match zone.is_empty() {
-            true => self.zones.remove(&id),
-            false => self.zones.insert(id, zone),
-        };
+        for (kept, value) in [(&mut self.zones, zone), (&mut self.names, name)] {
+            match value.is_empty() {
+                true => kept.remove(&id),
+                false => kept.insert(id, value),
+            };
+        }
         let state = ServerState {
             stream,
             incarnation,
@@ -55,6 +56,7 @@ impl Cluster {
         };
         self.forget_missing(id, &state.address);
         self.servers.insert(id, state);
+        out.push(Action::Note(format!("{} joined, id {id:016x}", self.name(id))));
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
@@ -139,13 +141,16 @@ impl Cluster {
     pub(super) fn name(&self, server: ServerId) -> String {
         let missing = self.missing.get(&server).map(|missing| &missing.server.address);
         match self.servers.get(&server).map(|known| &known.address).or(missing) {
-            Some(address) => format!("shard server {address}"),
+            Some(address) => match self.names.get(&server) {
+                Some(name) => format!("shard server {name} ({address})"),
+                None => format!("shard server {address}"),
+            },
             None => format!("shard server {server:016x} (not connected)"),
         }
     }
 
     /// Lists some of the servers, by name.
-    pub(super) fn names(&self, servers: &BTreeSet<ServerId>) -> String {
+    pub(super) fn names_of(&self, servers: &BTreeSet<ServerId>) -> String {
         some_of(servers.iter().map(|&server| self.name(server)))
     }
 }

@@ -26,6 +26,7 @@ pub struct Coordinator {
     state: IntGaugeVec,
     workers: IntGaugeVec,
     degraded_slices: IntGaugeVec,
+    broken_links: IntGaugeVec,
     steps: IntCounterVec,
     job_steps: IntCounterVec,
     wait: HistogramVec,
@@ -85,6 +86,8 @@ pub struct JobFigures {
     pub workers: usize,
     /// The number of slices with too few replicas.
     pub degraded: usize,
+    /// The number of pairs of a rank and a server that the rank cannot reach.
+    pub broken_links: usize,
     /// The rank that has lately committed last, and by how many seconds on average.
     pub slowest: Option<(u32, f64)>,
 }
@@ -144,6 +147,12 @@ impl Coordinator {
             degraded_slices: f.gauges(
                 "job_degraded_slices",
                 "Number of slices with fewer replicas than the job asks for.",
+                job,
+            ),
+            broken_links: f.gauges(
+                "job_broken_links",
+                "Number of pairs of a rank and a shard server that the rank cannot reach, although \
+                 the coordinator can.",
                 job,
             ),
             steps: f.counters(
@@ -264,6 +273,7 @@ impl Coordinator {
             version: None,
             workers: self.workers.with_label_values(&[job]),
             degraded: self.degraded_slices.with_label_values(&[job]),
+            broken_links: self.broken_links.with_label_values(&[job]),
             applied,
             skipped,
             aborted,
@@ -294,7 +304,8 @@ impl Coordinator {
         for outcome in SAVES {
             let _ = self.job_checkpoints.remove_label_values(&[job, outcome]);
         }
-        for gauges in [&self.workers, &self.degraded_slices, &self.checkpoint_version] {
+        let Self { workers, degraded_slices, broken_links, checkpoint_version, .. } = self;
+        for gauges in [workers, degraded_slices, broken_links, checkpoint_version] {
             let _ = gauges.remove_label_values(&[job]);
         }
         for gauges in [&self.checkpoint_seconds, &self.checkpoint_time, &self.loss, &self.norm] {
@@ -318,6 +329,7 @@ impl Coordinator {
         series.epoch.set(figures.epoch as i64);
         series.workers.set(figures.workers as i64);
         series.degraded.set(figures.degraded as i64);
+        series.broken_links.set(figures.broken_links as i64);
         self.show_version(series, figures.version);
         self.show_slowest(series, figures.slowest);
     }
@@ -370,6 +382,7 @@ pub(crate) struct JobSeries {
     version: Option<IntGauge>,
     workers: IntGauge,
     degraded: IntGauge,
+    broken_links: IntGauge,
     applied: Counted,
     skipped: Counted,
     aborted: Counted,

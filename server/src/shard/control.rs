@@ -54,6 +54,8 @@ pub(super) struct Contact<'a> {
     pub(super) credentials: &'a Credentials,
     /// The address that other processes dial to reach this server.
     pub(super) advertised: &'a str,
+    /// The name that the operator gave this server; empty: none.
+    pub(super) name: &'a str,
     /// The zone of this server; empty: a zone of its own.
     pub(super) zone: &'a str,
     /// The room for the arrays of slices; `None` if there is no limit.
@@ -206,6 +208,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let held = tasks.describe(store).await?;
         let hello = pb::Hello {
             address: advertised.to_owned(),
+            name: contact.name.to_owned(),
             zone: contact.zone.to_owned(),
             capacity: contact.capacity.map(Into::into),
             server_id,

@@ -144,6 +144,7 @@ impl<B: Backend> Shard<B> {
             coordinator,
             credentials: &self.credentials,
             advertised,
+            name: self.id.as_deref().unwrap_or_default(),
             zone: self.zone.as_deref().unwrap_or_default(),
             capacity: self.capacity,
             server_id: crate::identity::of_server(id),

@@ -137,7 +137,8 @@ fn free_address() -> String {
 #[test]
 fn every_program_names_an_unreachable_coordinator_and_the_cause() {
     let address = free_address();
-    let worker = ["train", "--rank", "0", "--address", &address, "--connect-timeout", "1"];
+    let worker =
+        ["train", "--job", "a", "--rank", "0", "--address", &address, "--connect-timeout", "1"];
     for (program, arguments) in [
         ("zsctl", &["--address", &address, "--timeout", "1", "status"][..]),
         ("zeroshard-worker", &worker),

@@ -3,7 +3,7 @@
 use std::{
     process::Command,
     sync::atomic::{AtomicU64, Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use zeroshard_client::Job;
@@ -120,6 +120,21 @@ async fn a_leader_that_stood_still_for_too_long_decides_nothing_and_becomes_a_st
     assert!(cluster.coordinators.remove(second).stop().success());
     train(&jobs, 6..8, &done).await;
     assert_eq!(jobs[0].state_hash(8).await.unwrap(), calm(8).await);
+}
+
+#[tokio::test]
+async fn the_run_continues_soon_after_the_leaders_machine_is_lost_without_a_word() {
+    let cluster = Elected::start(4).await;
+    let jobs = start(&cluster.addresses, &spec("silent")).await;
+    let done = AtomicU64::new(0);
+    train(&jobs, 0..2, &done).await;
+    // Its connections stay open, and no packet comes.
+    cluster.coordinators[cluster.leader().unwrap()].stand_still(Duration::from_secs(600));
+    let began = Instant::now();
+    train(&jobs, 2..4, &done).await;
+    // The probes of HTTP/2 take half a minute to find it.
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert_eq!(jobs[0].state_hash(4).await.unwrap(), calm(4).await);
 }
 
 #[tokio::test]

@@ -260,6 +260,9 @@ async fn a_server_is_named_by_its_address_its_id_or_its_name_everywhere() {
     };
     until("it is connected", || find(&cluster, "server").is_some()).await;
     let id = find(&cluster, "server").unwrap()["id"].as_str().unwrap().to_owned();
+    assert_eq!(find(&cluster, "server").unwrap()["name"], "alpha");
+    let table = zsctl(&cluster, &["status"]);
+    assert!(String::from_utf8_lossy(&table.stdout).contains(" alpha "), "{table:?}");
     let decimal = u64::from_str_radix(&id, 16).unwrap().to_string();
     for name in [&address, &id, &decimal, "alpha"] {
         for command in ["cordon", "uncordon", "drain", "uncordon"] {
@@ -280,8 +283,9 @@ async fn a_server_is_named_by_its_address_its_id_or_its_name_everywhere() {
     // An error names it as the tables do.
     let why = lines(&zsctl(&cluster, &["why", "named", "--json"])).pop().unwrap();
     let message = why["trouble"]["message"].as_str().unwrap();
-    assert!(message.contains(&format!("shard server {address} was lost")), "{message}");
-    assert_eq!(find(&cluster, "missing_server").unwrap()["id"], id.as_str());
+    assert!(message.contains(&format!("shard server alpha ({address}) was lost")), "{message}");
+    let missing = find(&cluster, "missing_server").unwrap();
+    assert_eq!((&missing["id"], &missing["name"]), (&id.as_str().into(), &"alpha".into()));
     assert!(zsctl(&cluster, &["drain", "alpha"]).status.success());
     assert_eq!(find(&cluster, "missing_server"), None);
 }

@@ -145,7 +145,17 @@ fn every_program_reads_the_token_from_a_file() {
     assert!(!status(&[]).status.success());
     let output = status(&["--token-file", file]);
     assert_ne!(output.status.code(), Some(1), "{output:?}");
-    let worker = ["train", "--address", coordinator.address(), "--shards", "1", "--steps", "1"];
+    let worker = [
+        "train",
+        "--job",
+        "a",
+        "--address",
+        coordinator.address(),
+        "--shards",
+        "1",
+        "--steps",
+        "1",
+    ];
     let out = directory.path().to_str().unwrap();
     let small = ["--context", "16", "--width", "32", "--token-file", file, "--out", out];
     let output = run("zeroshard-worker", &[&worker[..], &small].concat());

@@ -203,7 +203,7 @@ impl Side {
 
 /// The hashes of an undisturbed run at the versions of `seen`.
 async fn calm(progress: &Progress, seen: &BTreeMap<u64, String>) -> BTreeMap<u64, String> {
-    let (cluster, spec) = (Cluster::start(1), spec(None));
+    let (cluster, spec) = (Cluster::start(SERVERS), spec(None));
     let client = connect(cluster.address()).await;
     client.create_job(CreateJob::new(spec.clone())).await.unwrap();
     let (one, other) = tokio::join!(client.join("train", 0), client.join("train", 1));

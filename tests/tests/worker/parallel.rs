@@ -159,7 +159,10 @@ fn a_tensor_parallel_worker_transfers_only_its_part() {
 fn ranks_of_a_replica_with_different_settings_are_refused() {
     let (text, cluster) = (text(), Cluster::start(1));
     let flags = ["os", "p_g_os"].map(|level| {
-        format!("--data {} {TINY} --tensor-parallel 2 --level {level}", text.path().display())
+        format!(
+            "--data {} --job a {TINY} --tensor-parallel 2 --level {level}",
+            text.path().display()
+        )
     });
     for (rank, output) in run_ranks(&cluster, &flags).into_iter().enumerate() {
         let stderr = stderr(&output);
@@ -176,7 +179,7 @@ fn a_finished_run_continues_only_with_the_same_mesh() {
     let (text, cluster) = (text(), Cluster::start(1));
     let start = |flags: &str| {
         let flags = format!(
-            "--data {} --batch 4 --sample-chars 0 --tensor-parallel 2 {flags}",
+            "--data {} --job a --batch 4 --sample-chars 0 --tensor-parallel 2 {flags}",
             text.path().display()
         );
         run_ranks(&cluster, &[flags.clone(), flags])
@@ -206,7 +209,7 @@ fn a_killed_rank_is_named_and_ends_the_others_before_the_deadline() {
     let (text, out, cluster) = (text(), tempfile::tempdir().unwrap(), Cluster::start(1));
     let mut ranks = [0, 1].map(|rank| {
         let flags = format!(
-            "train --json --data {} --out {} {TINY} --address {} --shards 1 --tensor-parallel 2 --rank {rank} --deadline 600",
+            "train --json --data {} --out {} {TINY} --address {} --job train --shards 1 --tensor-parallel 2 --rank {rank} --deadline 600",
             text.path().display(),
             out.path().display(),
             cluster.address()

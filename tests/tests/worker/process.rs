@@ -22,7 +22,7 @@ impl Worker {
     pub(crate) fn start(cluster: &Cluster, rank: u32, flags: &str) -> Self {
         let out = tempfile::tempdir().unwrap();
         let flags = format!(
-            "train --json --data {TEXT} --out {} --address {} --rank {rank} --shards 2 \
+            "train --json --data {TEXT} --out {} --address {} --job train --rank {rank} --shards 2 \
              {flags}",
             out.path().display(),
             cluster.address()

@@ -77,7 +77,10 @@ fn a_run_without_a_terminal_prints_lines_about_its_progress_on_standard_error() 
     assert_eq!(stderr("--quiet"), "");
     let cluster = Cluster::start(1);
     let rank = |rank| {
-        stderr(&format!("--workers 2 --shards 1 --rank {rank} --address {}", cluster.address()))
+        stderr(&format!(
+            "--workers 2 --shards 1 --rank {rank} --job train --address {}",
+            cluster.address()
+        ))
     };
     let text = thread::scope(|scope| {
         let other = scope.spawn(|| rank(1));
@@ -124,7 +127,7 @@ fn separate_workers_on_a_running_cluster_give_the_same_hash() {
     let cluster = Cluster::start(2);
     let ranks = [0, 1].map(|rank| {
         let flags = format!(
-            "--steps 3 --batch 4 --context 16 --sample-chars 0 --shards 2 --address {} --rank {rank} --workers 2",
+            "--steps 3 --batch 4 --context 16 --sample-chars 0 --shards 2 --address {} --job train --rank {rank} --workers 2",
             cluster.address()
         );
         thread::spawn(move || train(&flags))
@@ -155,7 +158,8 @@ fn invalid_training_settings_are_refused_with_the_valid_values() {
         ("--tensor-parallel 2 --data-parallel 2 --workers 2", "= 4"),
         ("--tensor-parallel 2 --sequence-parallel --context 15", "--context 16"),
         ("--tensor-parallel 2 --address localhost:1", "--rank is missing"),
-        ("--address nowhere", "host:port"),
+        ("--address nowhere --job a", "host:port"),
+        ("--address localhost:1", "--job is missing; expected the name of your run"),
     ] {
         let output = start(flags);
         let stderr = String::from_utf8(output.stderr).unwrap();

@@ -275,9 +275,10 @@ pub struct Train {
         help_heading = "Cluster"
     )]
     pub listen: SocketAddr,
-    /// Name of the job. If the job exists, training continues from its version
-    #[arg(long, value_name = "NAME", default_value = "train", help_heading = "Cluster")]
-    pub job: String,
+    /// Name of the job, required with --address. If the job exists, training continues from its
+    /// version [default: train]
+    #[arg(long, value_name = "NAME", help_heading = "Cluster")]
+    pub job: Option<String>,
     /// Element type of parameters and gradients on the wire: f32, bf16 or f16
     #[arg(long, value_name = "DTYPE", default_value = "f32", help_heading = "Cluster")]
     pub wire: DType,
@@ -369,7 +370,7 @@ impl Train {
             expected: wrong.expected.to_string(),
         })?;
         Ok(Plan {
-            job: self.job.clone(),
+            job: self.job()?,
             level: self.level,
             steps: self.steps,
             architecture,
@@ -425,6 +426,20 @@ impl Train {
     /// Whether this process starts the servers and workers as separate processes.
     pub fn makes_processes(&self) -> bool {
         self.processes || (self.tensor_parallel > 1 && self.address.is_none())
+    }
+
+    /// The name of the job. A cluster that this program starts has no other job. In one that runs
+    /// already, a default would make two people's runs one job.
+    pub(super) fn job(&self) -> Result<String> {
+        match (&self.job, &self.address) {
+            (Some(job), _) => Ok(job.clone()),
+            (None, None) => Ok("train".to_owned()),
+            (None, Some(address)) => Err(Error::Flag {
+                flag: "--job",
+                found: "missing".to_owned(),
+                expected: format!("the name of your run, which no other run at {address} has"),
+            }),
+        }
     }
 
     fn parallelism(&self) -> Result<Parallelism> {

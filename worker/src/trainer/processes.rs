@@ -48,7 +48,7 @@ pub async fn run(flags: &Train, count: u32, token: &Token) -> Result<()> {
     }
     let mut workers = JoinSet::new();
     for rank in 0..count {
-        let mut worker = worker(flags, &program, &coordinator.address, rank);
+        let mut worker = worker(flags, &program, &coordinator.address, rank)?;
         if flags.credentials.token()?.reveal().is_none() {
             worker.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
         }
@@ -125,10 +125,13 @@ impl Server {
 }
 
 /// This program as the worker of one rank, with the same flags.
-fn worker(flags: &Train, program: &PathBuf, address: &str, rank: u32) -> Command {
+fn worker(flags: &Train, program: &PathBuf, address: &str, rank: u32) -> Result<Command> {
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1).filter(|argument| argument != "--processes"));
     command.args(["--address", address, "--rank", &rank.to_string()]);
+    if flags.job.is_none() {
+        command.args(["--job", &flags.job()?]);
+    }
     command.stdin(Stdio::null()).kill_on_drop(true);
     if rank != 0 {
         command.stdout(Stdio::null());
@@ -137,7 +140,7 @@ fn worker(flags: &Train, program: &PathBuf, address: &str, rank: u32) -> Command
             command.arg("--quiet");
         }
     }
-    command
+    Ok(command)
 }
 
 fn spawn(mut worker: Command, rank: u32) -> Result<Child> {

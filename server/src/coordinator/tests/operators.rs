@@ -2,7 +2,10 @@
 //! wait.
 
 use super::*;
-use crate::coordinator::drains::{Drained, Stays};
+use crate::coordinator::{
+    drains::{Drained, Stays},
+    recovery::LEARNING,
+};
 
 /// Creates a job with two replicas on this number of servers, and publishes version 0. No worker
 /// has joined, so a drain does not have to wait for the end of a step.
@@ -64,6 +67,16 @@ fn a_new_job_is_placed_on_servers_that_are_not_cordoned() {
     script.open_all();
     assert!(placed_on(&script).contains(&2));
     assert!(matches!(cordon(&mut script, "host:9", true), Err(Error::Invalid { .. })));
+}
+
+#[test]
+fn a_command_about_a_server_is_repeated_while_a_new_coordinator_may_not_know_it_yet() {
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    let refused = cordon(&mut script, "host:2", true).unwrap_err();
+    assert!(matches!(refused, Error::Unavailable { .. }), "{refused:?}");
+    script.after(LEARNING);
+    let refused = cordon(&mut script, "host:2", true).unwrap_err();
+    assert!(matches!(refused, Error::Invalid { .. }), "{refused:?}");
 }
 
 #[test]
