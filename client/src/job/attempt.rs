@@ -3,7 +3,10 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use futures_util::future::{Either, select};
@@ -36,10 +39,14 @@ pub struct Attempt {
     state: Arc<State>,
 }
 
-/// The attempts of a job that may be open, by step. The last decided step is kept, and no earlier
-/// one.
+/// The attempts of a job that may be open.
 #[derive(Debug, Default)]
-pub(super) struct Attempts(Mutex<BTreeMap<u64, Arc<State>>>);
+pub(super) struct Attempts {
+    /// By step. The last decided step is kept, and no earlier one.
+    by_step: Mutex<BTreeMap<u64, Arc<State>>>,
+    /// The latest epoch that an error has named.
+    named_epoch: AtomicU64,
+}
 
 #[derive(Debug)]
 struct State {
@@ -60,20 +67,28 @@ struct End {
 }
 
 impl Attempts {
-    /// The latest step with an attempt in this epoch, and the number of the latest attempt there
-    /// that may be open.
-    pub(super) fn latest(&self, epoch: u64) -> (u64, u32) {
+    /// An error of a call has named this epoch.
+    fn know(&self, epoch: u64) {
+        self.named_epoch.fetch_max(epoch, Ordering::AcqRel);
+    }
+
+    /// The latest epoch that this rank knows, if the last membership is in `epoch`; the latest step
+    /// with an attempt in it; and the number of the latest attempt there that may be open. This
+    /// rank waits for an epoch that an error has named, and a new coordinator may not know it.
+    pub(super) fn latest(&self, epoch: u64) -> (u64, u64, u32) {
+        let epoch = epoch.max(self.named_epoch.load(Ordering::Acquire));
         let attempts = self.lock();
         let of_epoch = attempts.values().filter(|state| state.epoch == epoch);
         let latest = of_epoch.map(|state| {
             let end = state.end.borrow();
             (state.step, end.as_ref().map_or(state.number, |end| end.next))
         });
-        latest.max().unwrap_or_default()
+        let (step, number) = latest.max().unwrap_or_default();
+        (epoch, step, number)
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<State>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.by_step.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -526,6 +541,9 @@ impl Attempt {
             }
             _ => return error,
         };
+        if matches!(error, Error::StaleEpoch { .. } | Error::StepAborted { .. }) {
+            self.job.0.attempts.know(new_epoch);
+        }
         // The next attempt belongs to the new epoch, which must be known here before this attempt
         // ends.
         if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
@@ -612,5 +630,20 @@ impl Attempt {
             "pushed",
             "omitted, because the tensor is a buffer",
         ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_coordinator_is_told_of_the_latest_epoch_that_an_error_has_named() {
+        let attempts = Attempts::default();
+        assert_eq!(attempts.latest(3), (3, 0, 0));
+        attempts.know(5);
+        attempts.know(4);
+        assert_eq!(attempts.latest(3), (5, 0, 0), "the membership of epoch 5 has not arrived");
+        assert_eq!(attempts.latest(6), (6, 0, 0));
     }
 }

@@ -237,7 +237,7 @@ impl Watcher {
             // The stream has no deadline: it lasts as long as the lease.
             let mut client = Cluster::client(self.cluster.connection.clone());
             let Membership { epoch, restored, .. } = *self.told.borrow();
-            let (step, attempt) = self.attempts.latest(epoch);
+            let (epoch, step, attempt) = self.attempts.latest(epoch);
             let sent = self.user_data.lock().unwrap_or_else(PoisonError::into_inner);
             let (user_data_version, user_data) = sent.current(restored);
             drop(sent);

@@ -40,8 +40,11 @@ impl Driver {
                         waker.wake();
                     }
                 }
-                Action::Attached(lease) => {
-                    inner.members.insert(lease, MemberStream::default());
+                Action::Attached(lease, opened_by) => {
+                    let stream = MemberStream::opened_by(opened_by);
+                    // The task of an earlier stream sees that it is not the current one any more.
+                    let earlier = inner.members.insert(lease, stream);
+                    earlier.and_then(|of| of.waker).into_iter().for_each(Waker::wake);
                 }
                 Action::End(lease, error) => {
                     if let Some(member) = inner.members.get_mut(&lease) {

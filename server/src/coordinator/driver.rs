@@ -101,12 +101,21 @@ pub(super) struct ServerStream {
     pub(super) dismissal: Dismissal,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct MemberStream {
+    /// The call that has opened it. A lease may have a new stream before the end of the old one is
+    /// noticed.
+    opened_by: Caller,
     /// The waker of the task that reads the stream, if it waits.
     pub(super) waker: Option<Waker>,
     /// Set when the stream has ended, in order or with an error.
     pub(super) ended: Option<Option<Error>>,
+}
+
+impl MemberStream {
+    pub(super) fn opened_by(opened_by: Caller) -> Self {
+        Self { opened_by, waker: None, ended: None }
+    }
 }
 
 /// A server's control stream.
@@ -238,13 +247,23 @@ impl Driver {
     /// at the latest. If the future is dropped before that, the state learns that the caller has
     /// disconnected.
     pub(crate) async fn call(&self, event: impl FnOnce(Caller) -> Event) -> Result<Reply> {
+        let caller = self.next_caller();
+        self.call_as(caller, event(caller)).await
+    }
+
+    /// A number for a call.
+    pub(crate) fn next_caller(&self) -> Caller {
+        let mut inner = self.lock();
+        inner.last_caller += 1;
+        Caller(inner.last_caller)
+    }
+
+    /// The same as [`Self::call`], with a number from [`Self::next_caller`].
+    pub(crate) async fn call_as(&self, caller: Caller, event: Event) -> Result<Reply> {
         let (sender, answer) = oneshot::channel();
         let mut open = {
             let mut inner = self.lock();
             self.check_running(&mut inner)?;
-            inner.last_caller += 1;
-            let caller = Caller(inner.last_caller);
-            let event = event(caller);
             let open = OpenCall { driver: self, caller, gone: event.gone(), answered: false };
             inner.calls.insert(caller, sender);
             self.handle(&mut inner, event);
@@ -314,13 +333,17 @@ impl Driver {
     }
 
     /// Registers the stream of a lease that is about to join.
-    pub(crate) fn add_lease(&self, lease: Lease) {
-        self.lock().members.insert(lease, MemberStream::default());
+    pub(crate) fn add_lease(&self, lease: Lease, opened_by: Caller) {
+        self.lock().members.insert(lease, MemberStream::opened_by(opened_by));
     }
 
-    /// The worker's stream has ended.
-    pub(crate) fn end_lease(&self, job: String, rank: u32, lease: Lease) {
+    /// The stream of a worker that this call has opened has ended, and with it the lease, unless
+    /// the worker has opened another stream since.
+    pub(crate) fn end_lease(&self, job: String, rank: u32, lease: Lease, opened_by: Caller) {
         let mut inner = self.lock();
+        if inner.members.get(&lease).is_some_and(|stream| stream.opened_by != opened_by) {
+            return;
+        }
         inner.members.remove(&lease);
         if self.check_running(&mut inner).is_ok() {
             self.handle(&mut inner, Event::LeaseEnded { job, rank, lease });
@@ -331,12 +354,13 @@ impl Driver {
     pub(crate) fn poll_membership(
         &self,
         job: &str,
-        lease: Lease,
+        (lease, opened_by): (Lease, Caller),
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Change>>> {
         let mut inner = self.lock();
         let Inner { cluster, members, .. } = &mut *inner;
-        let Some(stream) = members.get_mut(&lease) else { return Poll::Ready(None) };
+        let stream = members.get_mut(&lease).filter(|stream| stream.opened_by == opened_by);
+        let Some(stream) = stream else { return Poll::Ready(None) };
         if let Some(error) = stream.ended.take() {
             members.remove(&lease);
             return Poll::Ready(error.map(Err));

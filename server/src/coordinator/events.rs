@@ -520,8 +520,8 @@ pub(crate) enum Action {
     Place(Placing),
     /// Notify a member that it has a membership to read.
     Wake(Lease),
-    /// Register the stream of a lease that continues.
-    Attached(Lease),
+    /// Register the stream of a lease that continues, which this call opens.
+    Attached(Lease, Caller),
     /// End a worker's stream, in order or with an error.
     End(Lease, Option<Error>),
     /// End a control stream.

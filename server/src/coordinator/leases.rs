@@ -136,7 +136,7 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         self.asked_by(&attach, now, out);
-        if let Err(error) = self.try_attach(&attach, out) {
+        if let Err(error) = self.try_attach(caller, &attach, out) {
             return out.push(Action::Answer(caller, Err(error)));
         }
         out.push(Action::Answer(caller, Ok(Reply::Joined)));
@@ -163,7 +163,7 @@ impl Cluster {
         }
     }
 
-    fn try_attach(&mut self, attach: &Attach, out: &mut Vec<Action>) -> Result<()> {
+    fn try_attach(&mut self, caller: Caller, attach: &Attach, out: &mut Vec<Action>) -> Result<()> {
         let Attach { job, rank, address, lease, attempt, .. } = attach;
         let Job { epoch, phase, .. } = self.member_job(job)?;
         let limit = epoch.saturating_add(MAX_AHEAD);
@@ -182,7 +182,7 @@ impl Cluster {
             return Err(Error::Unavailable { peer, cause });
         }
         (member.address, member.told) = (address.clone(), None);
-        out.push(Action::Attached(*lease));
+        out.push(Action::Attached(*lease, caller));
         if address.is_some() {
             open.peers.set(*rank, address.clone());
             open.wake_all(out);

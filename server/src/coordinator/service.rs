@@ -17,7 +17,7 @@ use zeroshard_proto::{
 use super::{
     control::{commands, listen, registration},
     driver::Driver,
-    events::{Attach, Event, JobRef, Join, Lease, Leave, Reply},
+    events::{self, Attach, Event, JobRef, Join, Lease, Leave, Reply},
     requests::{Waits, attached_data, create, dialled, link, rank_data},
     responses::{reduced, status},
     save::Saved,
@@ -115,14 +115,21 @@ impl coordinator_service_server::CoordinatorService for Service {
             return self.attach(Attach { job, rank, address, lease, attempt, user_data }).await;
         }
         let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
-        self.driver.add_lease(lease);
+        let call = self.driver.next_caller();
+        self.driver.add_lease(lease, call);
         // From now on the lease ends with the stream, also if the caller disconnects while the call
         // waits.
-        let mut stream =
-            Memberships { driver: self.driver.clone(), job: job.clone(), rank, lease, first: None };
+        let mut stream = Memberships {
+            driver: self.driver.clone(),
+            job: job.clone(),
+            rank,
+            lease,
+            opened_by: call,
+            first: None,
+        };
         let rank_wait = wait.min(self.waits.rank);
         let join = Join { job, rank, address, lease, rank_wait, wait };
-        self.driver.call(|caller| Event::Join { caller, join }).await?;
+        self.driver.call_as(call, Event::Join { caller: call, join }).await?;
         stream.begin().await?;
         Ok(Response::new(stream))
     }
@@ -313,9 +320,9 @@ impl Service {
     /// Continues a lease with a new stream.
     async fn attach(&self, attach: Attach) -> Answer<Memberships> {
         let (job, rank, lease) = (attach.job.name.clone(), attach.rank, attach.lease);
-        self.driver.call(|caller| Event::Attach { caller, attach }).await?;
-        let driver = self.driver.clone();
-        let mut stream = Memberships { driver, job, rank, lease, first: None };
+        let (driver, caller) = (self.driver.clone(), self.driver.next_caller());
+        self.driver.call_as(caller, Event::Attach { caller, attach }).await?;
+        let mut stream = Memberships { driver, job, rank, lease, opened_by: caller, first: None };
         stream.begin().await?;
         Ok(Response::new(stream))
     }
@@ -338,6 +345,8 @@ pub(crate) struct Memberships {
     job: String,
     rank: u32,
     lease: Lease,
+    /// The call that has opened the stream.
+    opened_by: events::Caller,
     /// The first message, which is large.
     first: Option<pb::JoinResponse>,
 }
@@ -361,13 +370,15 @@ impl Stream for Memberships {
         if let Some(first) = self.first.take() {
             return Poll::Ready(Some(Ok(first)));
         }
-        let next = self.driver.poll_membership(&self.job, self.lease, cx);
+        let stream = (self.lease, self.opened_by);
+        let next = self.driver.poll_membership(&self.job, stream, cx);
         next.map(|next| next.map(|change| Ok(change?.into())))
     }
 }
 
 impl Drop for Memberships {
     fn drop(&mut self) {
-        self.driver.end_lease(std::mem::take(&mut self.job), self.rank, self.lease);
+        let Self { driver, job, rank, lease, opened_by, .. } = self;
+        driver.end_lease(std::mem::take(job), *rank, *lease, *opened_by);
     }
 }

@@ -2,7 +2,7 @@
 //! Most runs have one process at a time.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, VecDeque},
     time::Duration,
 };
 
@@ -53,7 +53,7 @@ struct OpenCall {
     life: u64,
     /// The event if the worker disconnects.
     gone: Option<Event>,
-    /// The lease of which it opens the stream.
+    /// The lease of which it opens the stream, if it succeeds.
     lease: Option<Lease>,
 }
 
@@ -97,6 +97,10 @@ pub(super) struct Registering {
     pub(super) joined: Box<Event>,
 }
 
+fn lease_ended(rank: u32, lease: Lease) -> Event {
+    Event::LeaseEnded { job: JOB.to_owned(), rank, lease }
+}
+
 /// The call of a worker that an event begins.
 fn caller(event: &Event) -> Option<Caller> {
     match event {
@@ -115,6 +119,7 @@ impl World {
         if self.coordinators[index].runs() || self.pair.is_stopped(index) {
             return;
         }
+        self.end_other_leadership(index);
         let life = self.coordinators.iter().map(|of| of.life).max().unwrap_or(0) + 1;
         let leadership = self.leadership(life);
         let mut cluster = Cluster::starting();
@@ -175,7 +180,12 @@ impl World {
             Event::Attach { attach, .. } => Some(attach.lease),
             _ => None,
         };
-        let call = OpenCall { rank, life, gone: event.gone(), lease };
+        let gone = match &event {
+            // The lease of a Join ends with the call. An Attach that is not answered has no stream.
+            Event::Join { join, .. } => Some(lease_ended(rank, join.lease)),
+            event => event.gone(),
+        };
+        let call = OpenCall { rank, life, gone, lease };
         self.coordinators[index].calls.insert(caller, call);
         let life = self.coordinators[index].life;
         self.later(Happening::Event { life, stream: None, event: Box::new(event) });
@@ -202,14 +212,9 @@ impl World {
         let members = members.extract_if(.., |_, of| is_its(of)).map(|(lease, _)| lease);
         let members: Vec<Lease> = members.collect();
         let called = calls.iter().map(|(caller, _)| *caller).collect();
-        let leases: BTreeSet<Lease> = members
-            .iter()
-            .copied()
-            .chain(calls.iter().filter_map(|(_, call)| call.lease))
-            .collect();
         let gone = calls.into_iter().filter_map(|(_, call)| call.gone);
-        let ended = |lease| Event::LeaseEnded { job: JOB.to_owned(), rank, lease };
-        let events = gone.chain(leases.into_iter().map(ended)).collect();
+        let ended = members.iter().map(|&lease| lease_ended(rank, lease));
+        let events = gone.chain(ended).collect();
         HungUp { calls: called, members, events }
     }
 
@@ -269,7 +274,10 @@ impl World {
         let is_open = |stream: u64| streams.values().any(|(open, _)| *open == stream);
         let is_gone = caller(&event).is_some_and(|c| !calls.contains_key(&c));
         let is_closed = stream.is_some_and(|stream| !is_open(stream));
-        if !is_closed && !is_gone {
+        // The worker has opened another stream of the lease before the end of this one was noticed.
+        let is_replaced = matches!(&event, Event::LeaseEnded { lease, .. }
+            if self.coordinators[index].members.contains_key(lease));
+        if !is_closed && !is_gone && !is_replaced {
             self.handle(index, event);
         }
     }
@@ -360,7 +368,7 @@ impl World {
                 let (rank, worker) = self.coordinators[index].members.remove(&lease)?;
                 let told = Told::StreamEnded(error);
                 self.send(Connection::Member(lease), Happening::Told { rank, life: worker, told });
-                let event = Box::new(Event::LeaseEnded { job: JOB.to_owned(), rank, lease });
+                let event = Box::new(lease_ended(rank, lease));
                 self.later(Happening::Event { life, stream: None, event });
             }
             Action::Dismiss(link) => self.dismiss(index, link),
@@ -371,7 +379,7 @@ impl World {
             }
             Action::Aborted { .. }
             | Action::Interrupted { .. }
-            | Action::Attached(_)
+            | Action::Attached(..)
             | Action::Tick(_)
             | Action::Forgotten { .. }
             | Action::EndClaims { .. }

@@ -160,6 +160,14 @@ impl World {
         self.after(wait, Happening::CoordinatorStarts { index: 1 - leads });
     }
 
+    /// A coordinator is elected when the lease of the other one has ended, which decides nothing
+    /// any more even if it has not learned of the election.
+    pub(super) fn end_other_leadership(&mut self, elected: usize) {
+        if self.pair.is_elected && self.coordinators.len() > 1 {
+            self.kill_coordinator(1 - elected);
+        }
+    }
+
     /// Changes who reaches whom.
     fn change_network(&mut self) {
         let (kind, side) = (self.rng.u32(..7), self.rng.usize(..2));

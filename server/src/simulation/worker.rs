@@ -156,6 +156,12 @@ impl Worker {
         Attempt::first(self.epoch, self.step)
     }
 
+    /// The latest attempt that it knows, for a new coordinator, which may not know the epoch that
+    /// an error has named.
+    fn latest_attempt(&self) -> Attempt {
+        Attempt::first(self.epoch.max(self.known_epoch), self.step)
+    }
+
     /// Learns of a membership.
     fn learn(&mut self, change: Change) {
         if !self.has_joined {
@@ -334,7 +340,7 @@ impl World {
         self.begin_call(rank, Call::Attach, move |caller, worker| {
             let job = JobRef { name: name(), id: worker.job };
             let lease = worker.lease.expect("it has joined");
-            let attempt = worker.attempt();
+            let attempt = worker.latest_attempt();
             let version = worker.sent_data;
             let user_data = (version > 0).then(|| (version, user_data(rank, version)));
             let attach = Attach { job, rank, address: None, lease, attempt, user_data };

@@ -189,7 +189,7 @@ impl Script {
             Action::Decided { .. }
             | Action::Aborted { .. }
             | Action::Interrupted { .. }
-            | Action::Attached(_)
+            | Action::Attached(..)
             | Action::Tick(_)
             | Action::Forgotten { .. }
             | Action::EndClaims { .. }

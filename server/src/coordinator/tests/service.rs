@@ -1,6 +1,6 @@
 //! The service over real connections, with a shard server that implements only the control stream.
 
-use std::{net::SocketAddr, time::Instant};
+use std::{net::SocketAddr, sync::Arc, task, time::Instant};
 
 use prost::Message;
 use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
@@ -384,11 +384,37 @@ async fn a_creation_whose_caller_disconnects_closes_the_job_on_its_servers() {
     fixture.stop().await;
 }
 
-#[tokio::test]
-async fn a_server_that_does_not_read_its_commands_is_dismissed() {
+/// A driver without a service.
+fn driver() -> Arc<Driver> {
     let (metrics, failure) = (Metrics::new(), Failure::default());
     let host = Host { metrics, failure, name: "host:1".to_owned() };
-    let driver = Driver::new(Cluster::default(), host, Leadership::alone().unwrap());
+    Driver::new(Cluster::default(), host, Leadership::alone().unwrap())
+}
+
+/// A worker continues a lease while the coordinator has not noticed yet that its connection has
+/// broken, if the coordinator has learned the job from its servers again meanwhile.
+#[tokio::test]
+async fn the_end_of_an_earlier_stream_of_a_lease_does_not_end_the_lease() {
+    let driver = driver();
+    let ends = |of: Caller| driver.end_lease("job".to_owned(), 0, Lease(1), of);
+    let waits = |of: Caller| {
+        let mut context = task::Context::from_waker(task::Waker::noop());
+        driver.poll_membership("job", (Lease(1), of), &mut context).is_pending()
+    };
+    let [first, second] = [driver.next_caller(), driver.next_caller()];
+    driver.add_lease(Lease(1), first);
+    assert!(waits(first));
+    driver.act(&mut driver.lock(), vec![Action::Attached(Lease(1), second)]);
+    assert!(!waits(first), "its stream has ended");
+    ends(first);
+    assert!(waits(second));
+    ends(second);
+    assert!(!waits(second));
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_read_its_commands_is_dismissed() {
+    let driver = driver();
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let (about, held) = (About::default(), Vec::new());
     let registration = Registration { server, about, term: 0, held };
