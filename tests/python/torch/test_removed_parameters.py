@@ -1,6 +1,6 @@
 """The last gradient of a parameter that a script removes from its optimizer: ``zero_grad`` of the
-optimizer no longer drops it, and further backward passes add to it. With ZeroShard it is torch's, or
-reading it is an error if the values are on the servers no longer."""
+optimizer no longer drops it, and further backward passes add to it. With ZeroShard it is torch's,
+or reading it is an error if the values are on the servers no longer."""
 
 from __future__ import annotations
 
