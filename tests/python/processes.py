@@ -1,4 +1,4 @@
-"""Runs a function in several processes at once, with a timeout."""
+"""Runs functions in several processes at once, with a timeout."""
 
 from __future__ import annotations
 
@@ -65,6 +65,52 @@ def run_all(
         return _collect(processes, timeout)
 
 
+class Team:
+    """Processes that call one function after the other, so that each does not start its own.
+
+    A function must leave nothing behind that changes the next one. After an error or a timeout all
+    processes are killed, and the next call starts new ones.
+    """
+
+    def __init__(
+        self,
+        context: multiprocessing.context.ForkServerContext,
+        begin: Callable[..., Any],
+        arguments: Callable[[], Sequence[tuple[Any, ...]]],
+    ) -> None:
+        """``begin`` is the first function of each process, with its part of ``arguments``."""
+        self._context, self._begin, self._arguments = context, begin, arguments
+        self._processes: dict[Any, tuple[int, Any]] = {}
+
+    def call(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout: float
+    ) -> list[Any]:
+        """Calls ``function`` in each process with its arguments. Returns the results, and raises
+        errors, as :func:`run_all`."""
+        if not self._processes:
+            for rank, args in enumerate(self._arguments()):
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(target=_member, args=(theirs, self._begin, args))
+                process.start()
+                theirs.close()
+                self._processes[ours] = rank, process
+        try:
+            for connection, (rank, _) in self._processes.items():
+                connection.send_bytes(pickle.dumps((function, arguments[rank])))
+            return _collect(self._processes, timeout)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Ends the processes."""
+        processes, self._processes = self._processes, {}
+        for connection in processes:
+            connection.close()
+        for _, process in processes.values():
+            _end(process)
+
+
 def _end(process: Any) -> None:
     """Ends a process that may have ended already."""
     process.join(0.5)
@@ -114,10 +160,23 @@ def _cause(process: Any) -> str:
 def _process(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The main function of a process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        message = pickle.dumps(function(*args))
-    except BaseException:
-        message = pickle.dumps(Failure(traceback.format_exc()))
     with contextlib.suppress(OSError):
-        connection.send_bytes(message)
+        connection.send_bytes(_outcome(function, args))
     connection.close()
+
+
+def _member(connection: Connection, begin: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """The main function of a process of a team."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begin(*args)
+    with contextlib.suppress(OSError, EOFError):
+        while True:
+            connection.send_bytes(_outcome(*pickle.loads(connection.recv_bytes())))
+
+
+def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The result of a function, or its failure, as a message."""
+    try:
+        return pickle.dumps(function(*args))
+    except BaseException:
+        return pickle.dumps(Failure(traceback.format_exc()))

@@ -104,8 +104,8 @@ def on_a_rank(rank: int) -> dict[str, list[Any]]:
     }
 
 
-def test_on_two_ranks_it_is_the_mean(processes: dict[str, str]) -> None:
-    for found in ranks.run(2, on_a_rank, env=processes):
+def test_on_two_ranks_it_is_the_mean(pair: ranks.Team, processes: dict[str, str]) -> None:
+    for found in pair.run(on_a_rank, env=processes):
         for name, values in found.items():
             level, script = name.split(maxsplit=1)
             assert_as_torch(values, script, level)
