@@ -10,13 +10,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import processes
 from processes import LOOPBACK, TIMEOUT, RankFailed, free_port, run_all
 
-__all__ = ["RankFailed", "run"]
+__all__ = ["RankFailed", "Team", "run"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["paddle", "paddle.distributed", "pytest"])
@@ -30,7 +32,7 @@ def run(
     init: bool = True,
     timeout: float = TIMEOUT,
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` in ``world`` processes. Returns the results by rank.
+    """Calls ``function(rank, *args)`` in ``world`` new processes. Returns the results by rank.
 
     The processes have the environment that ``paddle.distributed.launch`` sets. With ``init``, the
     parallel environment is initialised before the call. ``env`` is added to the environment. For
@@ -67,6 +69,18 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
+    _begin(rank, world, environment, init, timeout)
+    import paddle.distributed as dist
+
+    result = function(rank, *args)
+    if dist.is_initialized():
+        # Rank 0 may host the cluster and the store that the others still use.
+        dist.barrier()
+    return result
+
+
+def _begin(rank: int, world: int, environment: dict[str, str], init: bool, timeout: float) -> None:
+    """Begins a rank."""
     for name in list(os.environ):
         if name.startswith(("PADDLE_", "ZEROSHARD_")):
             del os.environ[name]
@@ -80,10 +94,57 @@ def _rank(
         if rank > 0:
             _await(environment["PADDLE_MASTER"], timeout)
         dist.init_parallel_env()
-    result = function(rank, *args)
-    if dist.is_initialized():
-        # Rank 0 may host the cluster and the store that the others still use.
-        dist.barrier()
+
+
+class Team:
+    """Ranks with a parallel environment that call one function after the other: most tests need no
+    processes of their own, and starting two takes half a second. Each function has a session of its
+    own. For what it must not leave behind see :class:`processes.Team`."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._team = processes.Team(_context, _begin, self._arguments)
+
+    def _arguments(self) -> Sequence[tuple[Any, ...]]:
+        return [
+            (rank, self._world, environment, True, TIMEOUT)
+            for rank, environment in enumerate(environments(self._world))
+        ]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> list[Any]:
+        """As :func:`run`."""
+        arguments = [(rank, dict(env or {}), function, args) for rank in range(self._world)]
+        return self._team.call(_turn, arguments, timeout)
+
+    def end(self) -> None:
+        """Ends the ranks."""
+        self._team.end()
+
+
+def _turn(
+    rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """Calls a function of a test on a rank of a team."""
+    import paddle
+    import paddle.distributed as dist
+
+    paddle.seed(1000 + rank)
+    os.environ.update(environment)
+    # As in a new process, in which names are counted from 0.
+    with paddle.utils.unique_name.guard():
+        result = function(rank, *args)
+    # Rank 0 may host the cluster that the others still use.
+    dist.barrier()
+    if "zeroshard" in sys.modules:
+        sys.modules["zeroshard"].shutdown()
+    for name in environment:
+        del os.environ[name]
     return result
 
 
