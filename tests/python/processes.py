@@ -9,7 +9,8 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -65,45 +66,55 @@ def run_all(
         return _collect(processes, timeout)
 
 
-class Team:
-    """Processes that call one function after the other, so that each does not start its own.
+class Team(ABC):
+    """Ranks that call one function after the other: most tests need no processes of their own, and
+    starting two takes half a second. Each function has a session of its own.
 
     A function must leave nothing behind that changes the next one. After an error or a timeout all
-    processes are killed, and the next call starts new ones.
+    ranks are killed, and the next call starts new ones.
     """
 
-    def __init__(
-        self,
-        context: multiprocessing.context.ForkServerContext,
-        begin: Callable[..., Any],
-        arguments: Callable[[], Sequence[tuple[Any, ...]]],
-    ) -> None:
-        """``begin`` is the first function of each process, with its part of ``arguments``."""
-        self._context, self._begin, self._arguments = context, begin, arguments
+    def __init__(self, context: multiprocessing.context.ForkServerContext) -> None:
+        self._context = context
         self._processes: dict[Any, tuple[int, Any]] = {}
 
-    def call(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout: float
+    @abstractmethod
+    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """Returns the first function of each rank, and its arguments."""
+
+    @property
+    @abstractmethod
+    def turn(self) -> Callable[..., Any]:
+        """The function that calls one of a test. Its arguments are the rank, additions to the
+        environment, the function of the test, and the arguments of that after the rank."""
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT,
     ) -> list[Any]:
-        """Calls ``function`` in each process with its arguments. Returns the results, and raises
-        errors, as :func:`run_all`."""
+        """Calls ``function(rank, *args)`` on each rank. Returns the results by rank. For timeouts
+        and errors see :func:`run_all`."""
         if not self._processes:
-            for rank, args in enumerate(self._arguments()):
+            for rank, beginning in enumerate(self.beginnings()):
                 ours, theirs = self._context.Pipe()
-                process = self._context.Process(target=_member, args=(theirs, self._begin, args))
+                process = self._context.Process(target=_member, args=(theirs, *beginning))
                 process.start()
                 theirs.close()
                 self._processes[ours] = rank, process
         try:
             for connection, (rank, _) in self._processes.items():
-                connection.send_bytes(pickle.dumps((function, arguments[rank])))
+                call = self.turn, (rank, dict(env or {}), function, args)
+                connection.send_bytes(pickle.dumps(call))
             return _collect(self._processes, timeout)
         except BaseException:
             self.end()
             raise
 
     def end(self) -> None:
-        """Ends the processes."""
+        """Ends the ranks."""
         processes, self._processes = self._processes, {}
         for connection in processes:
             connection.close()
@@ -166,7 +177,7 @@ def _process(connection: Connection, function: Callable[..., Any], args: tuple[A
 
 
 def _member(connection: Connection, begin: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The main function of a process of a team."""
+    """The main function of a rank of a team."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begin(*args)
     with contextlib.suppress(OSError, EOFError):

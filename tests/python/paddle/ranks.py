@@ -96,35 +96,22 @@ def _begin(rank: int, world: int, environment: dict[str, str], init: bool, timeo
         dist.init_parallel_env()
 
 
-class Team:
-    """Ranks with a parallel environment that call one function after the other: most tests need no
-    processes of their own, and starting two takes half a second. Each function has a session of its
-    own. For what it must not leave behind see :class:`processes.Team`."""
+class Team(processes.Team):
+    """Ranks with a parallel environment."""
 
     def __init__(self, world: int) -> None:
+        super().__init__(_context)
         self._world = world
-        self._team = processes.Team(_context, _begin, self._arguments)
 
-    def _arguments(self) -> Sequence[tuple[Any, ...]]:
+    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
         return [
-            (rank, self._world, environment, True, TIMEOUT)
+            (_begin, (rank, self._world, environment, True, TIMEOUT))
             for rank, environment in enumerate(environments(self._world))
         ]
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        env: Mapping[str, str] | None = None,
-        timeout: float = TIMEOUT,
-    ) -> list[Any]:
-        """As :func:`run`."""
-        arguments = [(rank, dict(env or {}), function, args) for rank in range(self._world)]
-        return self._team.call(_turn, arguments, timeout)
-
-    def end(self) -> None:
-        """Ends the ranks."""
-        self._team.end()
+    @property
+    def turn(self) -> Callable[..., Any]:
+        return _turn
 
 
 def _turn(

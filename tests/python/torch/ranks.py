@@ -106,37 +106,22 @@ def _begin(rank: int, world: int, port: int, environment: dict[str, str], timeou
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
-class Team:
-    """Ranks with a process group that call one function after the other: most tests need no
-    processes of their own, and starting two takes half a second. Each function has a session of its
-    own. For what it must not leave behind see :class:`processes.Team`."""
+class Team(processes.Team):
+    """Ranks with a process group."""
 
     def __init__(self, world: int) -> None:
+        super().__init__(_context)
         self._world = world
         self._store: Any = None
-        self._team = processes.Team(_context, _begin, self._arguments)
 
-    def _arguments(self) -> Sequence[tuple[Any, ...]]:
+    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
         self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        environment = {"GLOO_SOCKET_IFNAME": "lo"}
-        return [
-            (rank, self._world, self._store.port, environment, LONG) for rank in range(self._world)
-        ]
+        options = self._world, self._store.port, {"GLOO_SOCKET_IFNAME": "lo"}, LONG
+        return [(_begin, (rank, *options)) for rank in range(self._world)]
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        env: Mapping[str, str] | None = None,
-        timeout: float = TIMEOUT,
-    ) -> list[Any]:
-        """As :func:`run`."""
-        arguments = [(rank, dict(env or {}), function, args) for rank in range(self._world)]
-        return self._team.call(_turn, arguments, timeout)
-
-    def end(self) -> None:
-        """Ends the ranks."""
-        self._team.end()
+    @property
+    def turn(self) -> Callable[..., Any]:
+        return _turn
 
 
 def _turn(
