@@ -28,3 +28,19 @@ def pair() -> Iterator[ranks.Team]:
     team = ranks.Team(2)
     yield team
     team.end()
+
+
+#: The files that take longest, some of them because their tests wait for the loss of a server.
+LONGEST = (
+    "test_resumed_steps.py",
+    "test_examples.py",
+    "test_checkpoints.py",
+    "test_restart.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the longest files, so that two processes that share the files end at about the
+    same time."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
