@@ -7,9 +7,11 @@ importing Paddle takes.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +96,7 @@ def _begin(rank: int, world: int, environment: dict[str, str], init: bool, timeo
         if rank > 0:
             _await(environment["PADDLE_MASTER"], timeout)
         dist.init_parallel_env()
+        _send_at_once()
 
 
 class Team(processes.Team):
@@ -133,6 +136,18 @@ def _turn(
     for name in environment:
         del os.environ[name]
     return result
+
+
+def _send_at_once() -> None:
+    """Turns off Nagle's algorithm for the connections of this process. Paddle's store writes a
+    request in parts, each of which would wait 40 ms until the other end acknowledges the part
+    before. A comparison of two ranks has five."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of listdir
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{number}").st_mode):
+                with socket.socket(fileno=os.dup(int(number))) as connection:
+                    if connection.family == socket.AF_INET:
+                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _await(master: str, timeout: float) -> None:
