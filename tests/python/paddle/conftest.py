@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # What the tests of all frameworks share.
@@ -17,6 +18,16 @@ for name in list(os.environ):
     if name.startswith(("PADDLE_", "ZEROSHARD_")) and not name.startswith("ZEROSHARD_TEST"):
         del os.environ[name]
 
+import pytest
+import ranks
 from fixtures import cluster, processes
 
-__all__ = ["cluster", "processes"]
+__all__ = ["cluster", "pair", "processes"]
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[ranks.Team]:
+    """Two ranks that all tests share whose functions leave nothing behind."""
+    team = ranks.Team(2)
+    yield team
+    team.end()

@@ -7,16 +7,20 @@ importing Paddle takes.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
+import stat
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import processes
 from processes import LOOPBACK, TIMEOUT, RankFailed, free_port, run_all
 
-__all__ = ["RankFailed", "run"]
+__all__ = ["RankFailed", "Team", "run"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["paddle", "paddle.distributed", "pytest"])
@@ -30,7 +34,7 @@ def run(
     init: bool = True,
     timeout: float = TIMEOUT,
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` in ``world`` processes. Returns the results by rank.
+    """Calls ``function(rank, *args)`` in ``world`` new processes. Returns the results by rank.
 
     The processes have the environment that ``paddle.distributed.launch`` sets. With ``init``, the
     parallel environment is initialised before the call. ``env`` is added to the environment. For
@@ -67,6 +71,18 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
+    _begin(rank, world, environment, init, timeout)
+    import paddle.distributed as dist
+
+    result = function(rank, *args)
+    if dist.is_initialized():
+        # Rank 0 may host the cluster and the store that the others still use.
+        dist.barrier()
+    return result
+
+
+def _begin(rank: int, world: int, environment: dict[str, str], init: bool, timeout: float) -> None:
+    """Begins a rank."""
     for name in list(os.environ):
         if name.startswith(("PADDLE_", "ZEROSHARD_")):
             del os.environ[name]
@@ -80,11 +96,58 @@ def _rank(
         if rank > 0:
             _await(environment["PADDLE_MASTER"], timeout)
         dist.init_parallel_env()
-    result = function(rank, *args)
-    if dist.is_initialized():
-        # Rank 0 may host the cluster and the store that the others still use.
-        dist.barrier()
+        _send_at_once()
+
+
+class Team(processes.Team):
+    """Ranks with a parallel environment."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(_context)
+        self._world = world
+
+    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        return [
+            (_begin, (rank, self._world, environment, True, TIMEOUT))
+            for rank, environment in enumerate(environments(self._world))
+        ]
+
+    @property
+    def turn(self) -> Callable[..., Any]:
+        return _turn
+
+
+def _turn(
+    rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """Calls a function of a test on a rank of a team."""
+    import paddle
+    import paddle.distributed as dist
+
+    paddle.seed(1000 + rank)
+    os.environ.update(environment)
+    # As in a new process, in which names are counted from 0.
+    with paddle.utils.unique_name.guard():
+        result = function(rank, *args)
+    # Rank 0 may host the cluster that the others still use.
+    dist.barrier()
+    if "zeroshard" in sys.modules:
+        sys.modules["zeroshard"].shutdown()
+    for name in environment:
+        del os.environ[name]
     return result
+
+
+def _send_at_once() -> None:
+    """Turns off Nagle's algorithm for the connections of this process. Paddle's store writes a
+    request in parts, each of which would wait 40 ms until the other end acknowledges the part
+    before. A comparison of two ranks has five."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of listdir
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{number}").st_mode):
+                with socket.socket(fileno=os.dup(int(number))) as connection:
+                    if connection.family == socket.AF_INET:
+                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _await(master: str, timeout: float) -> None:

@@ -72,9 +72,9 @@ def train(rank: int) -> dict[str, list[Any]]:
 
 
 def test_ranks_share_the_buffers_of_rank_0_also_in_passes_without_backward(
-    processes: dict[str, str],
+    pair: ranks.Team, processes: dict[str, str]
 ) -> None:
-    first, second = ranks.run(2, train, env=processes)
+    first, second = pair.run(train, env=processes)
     assert first == second
     assert first["os"] == first["os_g"] == first["p_g_os"]
     after_step, after_epoch, _ = first["os"]

@@ -290,7 +290,7 @@ def misuse(rank: int, directory: str) -> None:
 
 def save_schedule(rank: int, directory: str) -> None:
     """Saves a scheduler whose learning rate is a number of NumPy, and continues with another."""
-    with zs.init(name="schedule"):
+    with zs.init(name="numpy"):
         _, optimizer, checkpoints = shard(directory)
         optimizer._learning_rate = paddle.optimizer.lr.LambdaDecay(0.1, lambda _: numpy.float32(1))
         with pytest.raises(zs.InvalidArgumentError, match="'last_lr'.* LambdaDecay"):

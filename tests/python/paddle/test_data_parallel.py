@@ -205,8 +205,8 @@ def different_models(rank: int) -> str:
     return "none"
 
 
-def test_different_models_are_refused() -> None:
-    assert ranks.run(2, different_models) == ["DisagreementError"] * 2
+def test_different_models_are_refused(pair: ranks.Team) -> None:
+    assert pair.run(different_models) == ["DisagreementError"] * 2
 
 
 # Gradients
@@ -221,8 +221,8 @@ def mean_gradient(rank: int) -> float | None:
     return value(wrapped.weight.grad)
 
 
-def test_gradients_are_the_mean_over_the_ranks() -> None:
-    assert ranks.run(2, mean_gradient) == [4.5, 4.5]
+def test_gradients_are_the_mean_over_the_ranks(pair: ranks.Team) -> None:
+    assert pair.run(mean_gradient) == [4.5, 4.5]
 
 
 def gradients_like(rank: int, kind: str) -> tuple[Any, Any]:
@@ -257,8 +257,8 @@ def gradients_like(rank: int, kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "bfloat16"])
-def test_gradients_of_any_layout_and_dtype_are_averaged(kind: str) -> None:
-    for gradient, mean in ranks.run(2, gradients_like, kind):
+def test_gradients_of_any_layout_and_dtype_are_averaged(kind: str, pair: ranks.Team) -> None:
+    for gradient, mean in pair.run(gradients_like, kind):
         np.testing.assert_allclose(gradient, mean, rtol=1e-6)
 
 
@@ -293,8 +293,8 @@ def without_sync(rank: int) -> list[float | None]:
     return found
 
 
-def test_no_sync_applies_to_the_forward() -> None:
-    assert ranks.run(2, without_sync) == [[1.0, 1.0, 1.5, 1.5], [2.0, 2.0, 1.5, 1.5]]
+def test_no_sync_applies_to_the_forward(pair: ranks.Team) -> None:
+    assert pair.run(without_sync) == [[1.0, 1.0, 1.5, 1.5], [2.0, 2.0, 1.5, 1.5]]
 
 
 def accumulated(rank: int) -> float | None:
@@ -306,8 +306,8 @@ def accumulated(rank: int) -> float | None:
     return value(wrapped.weight.grad)
 
 
-def test_accumulated_gradients_are_part_of_the_next_averaging() -> None:
-    assert ranks.run(2, accumulated) == [16.5, 16.5]
+def test_accumulated_gradients_are_part_of_the_next_averaging(pair: ranks.Team) -> None:
+    assert pair.run(accumulated) == [16.5, 16.5]
 
 
 class Tanh(paddle.autograd.PyLayer):
@@ -370,12 +370,16 @@ def unused(rank: int, find: bool) -> list[Any]:
     return found
 
 
-def test_a_parameter_used_on_some_ranks_gets_the_average_with_find_unused_parameters() -> None:
-    assert ranks.run(2, unused, True) == [[0.5, 0.5, None, 1.0]] * 2
+def test_a_parameter_used_on_some_ranks_gets_the_average_with_find_unused_parameters(
+    pair: ranks.Team,
+) -> None:
+    assert pair.run(unused, True) == [[0.5, 0.5, None, 1.0]] * 2
 
 
-def test_a_parameter_unused_on_one_rank_is_an_error_on_every_rank_by_default() -> None:
-    for first, second, *others in ranks.run(2, unused, False):
+def test_a_parameter_unused_on_one_rank_is_an_error_on_every_rank_by_default(
+    pair: ranks.Team,
+) -> None:
+    for first, second, *others in pair.run(unused, False):
         assert "'sometimes'" in first and "rank 1" in first
         assert "'sometimes'" in second and "rank 0" in second
         assert others == [None, 1.0]
@@ -407,8 +411,8 @@ def ready_twice(rank: int) -> tuple[str, float]:
     return str(error.value), float(wrapped.layer.bias.grad[0])
 
 
-def test_a_parameter_ready_twice_in_one_backward_is_an_error() -> None:
-    for message, gradient in ranks.run(2, ready_twice):
+def test_a_parameter_ready_twice_in_one_backward_is_an_error(pair: ranks.Team) -> None:
+    for message, gradient in pair.run(ready_twice):
         assert "'layer." in message and "twice" in message
         assert gradient == 1.0
 
@@ -426,8 +430,8 @@ def frozen_and_unfrozen(rank: int) -> list[float | None]:
     return found
 
 
-def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed() -> None:
-    assert ranks.run(2, frozen_and_unfrozen) == [[None, 1.5, None]] * 2
+def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed(pair: ranks.Team) -> None:
+    assert pair.run(frozen_and_unfrozen) == [[None, 1.5, None]] * 2
 
 
 # State

@@ -201,8 +201,8 @@ def programs(rank: int) -> Any:
     return model.dist_main_program(), model.serial_main_program(), sent
 
 
-def test_a_worker_pushes_the_bytes_in_its_program() -> None:
-    for rank, (dist, serial, sent) in enumerate(ranks.run(2, programs)):
+def test_a_worker_pushes_the_bytes_in_its_program(pair: ranks.Team) -> None:
+    for rank, (dist, serial, sent) in enumerate(pair.run(programs)):
         pushed = {operation.subject: operation for operation in dist.find("push")}
         assert str(pushed["0.weight"].box) == f"[0:8, {6 * rank}:{6 * rank + 6}]"
         assert str(pushed["2.weight"].box) == f"[{6 * rank}:{6 * rank + 6}, 0:4]"
@@ -244,10 +244,10 @@ def saved(rank: int, folder: str) -> Any:
 
 
 def test_the_state_of_a_model_on_a_mesh_is_whole_and_can_be_loaded(
-    processes: dict[str, str], tmp_path: Path
+    pair: ranks.Team, processes: dict[str, str], tmp_path: Path
 ) -> None:
     losses, _ = dense(4)
-    for ours, went_on, again in ranks.run(2, saved, str(tmp_path), env=processes):
+    for ours, went_on, again in pair.run(saved, str(tmp_path), env=processes):
         np.testing.assert_allclose(ours, losses, rtol=1e-4)
         assert again == went_on
     plain = network()
@@ -275,8 +275,10 @@ def staged(rank: int, stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_stages_of_shard_optimizer_are_levels(processes: dict[str, str], stage: int) -> None:
-    first, second = ranks.run(2, staged, stage, env=processes)
+def test_stages_of_shard_optimizer_are_levels(
+    pair: ranks.Team, processes: dict[str, str], stage: int
+) -> None:
+    first, second = pair.run(staged, stage, env=processes)
     assert first[1:] == second[1:] and first[1] == LEVELS[stage - 1]
     mean = [(a + b) / 2 for a, b in zip(first[0], second[0])]
     np.testing.assert_allclose(mean, dense(10)[0], rtol=1e-4)
@@ -382,9 +384,9 @@ def loaded_in_part(rank: int) -> Any:
     return found
 
 
-def test_elements_of_a_batch_may_stay_plain_tensors() -> None:
+def test_elements_of_a_batch_may_stay_plain_tensors(pair: ranks.Team) -> None:
     kinds = [(True, [4]), (False, [2]), (True, [4]), (False, [2])]
-    for rank, found in enumerate(ranks.run(2, loaded_in_part)):
+    for rank, found in enumerate(pair.run(loaded_in_part)):
         own = [[2.0 * rank, 2.0 * rank + 1]] * 2
         assert found == [kinds, own] * 2
 
@@ -406,8 +408,10 @@ def loaded(rank: int, dims: Any) -> Any:
 
 
 @pytest.mark.parametrize("dims", [None, "x", 0])
-def test_a_sharded_loader_distributes_the_batches_of_the_first_rank(dims: Any) -> None:
-    for found in ranks.run(2, loaded, dims):
+def test_a_sharded_loader_distributes_the_batches_of_the_first_rank(
+    dims: Any, pair: ranks.Team
+) -> None:
+    for found in pair.run(loaded, dims):
         for number, parts in enumerate(found):
             for placed, values in parts:
                 assert placed == ("[Replicate()]" if dims is None else "[Shard(dim=0)]")

@@ -108,8 +108,10 @@ def all_trained(rank: int) -> dict[str, Any]:
     }
 
 
-def test_gradients_that_a_program_reads_and_changes_are_means(processes: dict[str, str]) -> None:
-    found = ranks.run(2, all_trained, env=processes)
+def test_gradients_that_a_program_reads_and_changes_are_means(
+    pair: ranks.Team, processes: dict[str, str]
+) -> None:
+    found = pair.run(all_trained, env=processes)
     for name, (plain, *ours) in found[0].items():
         for level, outcome, other in zip(LEVELS, ours, found[1][name][1:], strict=True):
             assert_close(outcome, plain, rtol=1e-4, atol=1e-5)
@@ -178,6 +180,6 @@ def look_late(rank: int) -> None:
 
 
 def test_gradients_that_a_program_reads_late_are_means_or_errors(
-    processes: dict[str, str],
+    pair: ranks.Team, processes: dict[str, str]
 ) -> None:
-    ranks.run(2, look_late, env=processes, timeout=60)
+    pair.run(look_late, env=processes, timeout=60)

@@ -64,11 +64,11 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_two_ranks_train_as_one_process_does_at_every_level(
-    processes: dict[str, str], name: str
+    pair: ranks.Team, processes: dict[str, str], name: str
 ) -> None:
     training = LONG[name]
     plain = train(training, "plain")
-    found = ranks.run(2, train_all, 2, training, LEVELS, env=processes)
+    found = pair.run(train_all, 2, training, LEVELS, env=processes)
     for rank in found:
         for level, outcome in rank.items():
             # Batch norm sees half of the batch on each rank.

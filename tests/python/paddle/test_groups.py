@@ -51,9 +51,9 @@ def the_same(outcomes: list[Outcome]) -> Outcome:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_one_group_has_the_bits_of_ranks_that_push_alone(shards: int) -> None:
+def test_one_group_has_the_bits_of_ranks_that_push_alone(shards: int, pair: ranks.Team) -> None:
     names = list(TRAININGS) if shards == 3 else ["mlp"]
-    results = ranks.run(2, train_in_groups, 2, shards, [1, 2], names)
+    results = pair.run(train_in_groups, 2, shards, [1, 2], names)
     for name in names:
         alone, grouped = (
             the_same([one for result in results for one in result[name, size]]) for size in (1, 2)
@@ -119,8 +119,8 @@ def refuse(rank: int) -> None:
     group_sharded_parallel(model, optimizer, "os", group_size="host", segment_size=SEGMENT)
 
 
-def test_sizes_that_do_not_fit_are_refused(processes: dict[str, str]) -> None:
-    ranks.run(2, refuse, env=processes)
+def test_sizes_that_do_not_fit_are_refused(pair: ranks.Team, processes: dict[str, str]) -> None:
+    pair.run(refuse, env=processes)
 
 
 def train_without_process_group(rank: int, size: int) -> str:

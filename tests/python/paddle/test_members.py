@@ -20,6 +20,7 @@ from paddle import nn
 from zeroshard.paddle import DataParallel, group_sharded_parallel
 
 from comparison import assert_close
+from member_uses import Use, forward_replaced, hooked, text, then_step
 from training import LEVELS
 
 WRAPPERS = (*LEVELS, "DataParallel")
@@ -77,42 +78,7 @@ class Script:
         return [loss.item(), self.loss().item()]
 
 
-Use = Callable[[Script], Any]
-
-
 # ---- uses of a member, which return what a script sees
-
-
-def text(values: Any) -> Any:
-    """Types instead of layers, and names."""
-    return [
-        (value[0], type(value[1]).__name__) if isinstance(value, tuple) else type(value).__name__
-        for value in values
-    ]
-
-
-def then_step(change: Callable[[Any], Any]) -> Use:
-    """Changes the model, and makes steps."""
-
-    def use(script: Script) -> Any:
-        result = change(script.model)
-        is_self = result is script.model
-        return is_self, script.step(), script.step(), list(script.model.state_dict())
-
-    return use
-
-
-def hooked(register: str) -> Use:
-    """Registers a hook, makes a step, removes the hook, and makes another one."""
-
-    def use(script: Script) -> Any:
-        calls: list[int] = []
-        handle = getattr(script.model, register)(lambda *args: calls.append(len(args)))
-        result = script.step()
-        handle.remove()
-        return calls, result, script.step(), calls
-
-    return use
 
 
 def hooked_state(script: Script) -> Any:
@@ -221,12 +187,6 @@ def copied(script: Script) -> Any:
     script.step()
     state = copy.deepcopy(script.model).state_dict()
     return {name: value.numpy() for name, value in state.items()}
-
-
-def forward_replaced(script: Script) -> Any:
-    forward = script.model.forward
-    script.model.forward = lambda x: forward(x) * 2
-    return script.step()
 
 
 def cast(name: str, *args: Any) -> Use:

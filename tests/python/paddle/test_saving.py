@@ -161,8 +161,10 @@ def _save_and_load(rank: int, folder: str) -> Any:
     )
 
 
-def test_ranks_load_what_rank_0_saved(processes: dict[str, str], tmp_path: Path) -> None:
-    first, second = ranks.run(2, _save_and_load, str(tmp_path / "saved"), env=processes)
+def test_ranks_load_what_rank_0_saved(
+    pair: ranks.Team, processes: dict[str, str], tmp_path: Path
+) -> None:
+    first, second = pair.run(_save_and_load, str(tmp_path / "saved"), env=processes)
     assert first[0] == second[0] and first[1] == second[1]
     assert_same(second[2], first[2])
     assert_same(

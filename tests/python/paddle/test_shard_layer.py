@@ -73,8 +73,10 @@ def layers(rank: int) -> Any:
     )
 
 
-def test_shard_fn_sees_every_sublayer_and_remaining_parameters_are_replicated_from_rank_0() -> None:
-    first, second = ranks.run(2, layers)
+def test_shard_fn_sees_every_sublayer_and_remaining_parameters_are_replicated_from_rank_0(
+    pair: ranks.Team,
+) -> None:
+    first, second = pair.run(layers)
     for called, placed, _, after in (first, second):
         assert called == ["", "fc1", "fc2", "again", "norm"]
         assert placed["fc1.weight"] == "[Shard(dim=1)]" and placed["fc2.weight"] == "[Shard(dim=0)]"
@@ -127,8 +129,8 @@ def hooks(rank: int) -> Any:
     return seen, output.is_dist(), output.numpy()
 
 
-def test_input_and_output_functions_are_called_around_the_forward() -> None:
-    first, second = ranks.run(2, hooks)
+def test_input_and_output_functions_are_called_around_the_forward(pair: ranks.Team) -> None:
+    first, second = pair.run(hooks)
     assert first[0] == second[0] == [[False], "[Shard(dim=0)]"]
     assert not first[1] and first[2].shape == (6, 4)
     np.testing.assert_array_equal(first[2], second[2])
@@ -160,7 +162,7 @@ def bad(rank: int) -> list[str]:
     return said
 
 
-def test_invalid_arguments_raise_errors_that_name_valid_ones() -> None:
+def test_invalid_arguments_raise_errors_that_name_valid_ones(pair: ranks.Team) -> None:
     words = [
         "process_mesh is None; it must be a ProcessMesh",
         "process_mesh is a str; it must be a ProcessMesh",
@@ -174,7 +176,7 @@ def test_invalid_arguments_raise_errors_that_name_valid_ones() -> None:
         "disagree about the tensor",
         "disagree about the placements",
     ]
-    for said in ranks.run(2, bad):
+    for said in pair.run(bad):
         for message, word in zip(said, words, strict=True):
             assert word in message
 
@@ -199,9 +201,9 @@ def resharded(rank: int) -> list[Any]:
     return found
 
 
-def test_a_tensor_keeps_its_values_through_every_change_of_placement() -> None:
+def test_a_tensor_keeps_its_values_through_every_change_of_placement(pair: ranks.Team) -> None:
     expected = np.arange(20, dtype=np.float32).reshape(5, 4)
-    for rank, found in enumerate(ranks.run(2, resharded)):
+    for rank, found in enumerate(pair.run(resharded)):
         for number, (shape, values) in enumerate(found):
             np.testing.assert_array_equal(values, expected)
             if number < 9:

@@ -387,9 +387,9 @@ def _overflow(rank: int, level: str) -> Any:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_inf_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
-    processes: dict[str, str], level: str
+    pair: ranks.Team, processes: dict[str, str], level: str
 ) -> None:
-    for found in ranks.run(2, _overflow, level, env=processes):
+    for found in pair.run(_overflow, level, env=processes):
         assert found == (True, True, [1024.0, 512.0, 512.0], True)
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import processes
+from environment import LONG
 from processes import LOOPBACK, TIMEOUT, RankFailed, free_port, run_all
 
-__all__ = ["LOOPBACK", "TIMEOUT", "RankFailed", "free_port", "run"]
+__all__ = ["LOOPBACK", "TIMEOUT", "RankFailed", "Team", "free_port", "run"]
 
 #: What a rank does not inherit, whatever the process that runs the tests has.
 FORGOTTEN = (
@@ -50,7 +53,7 @@ def run(
     init: str | None = "gloo",
     timeout: float = TIMEOUT,
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` in ``world`` processes. Returns the results by rank.
+    """Calls ``function(rank, *args)`` in ``world`` new processes. Returns the results by rank.
 
     ``init``: with ``"gloo"`` a process group is initialised before the call; with ``"env"`` the
     processes have ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; with ``None``
@@ -84,6 +87,16 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
+    _begin(rank, world, port, environment, timeout)
+    result = function(rank, *args)
+    if dist.is_initialized():
+        # Rank 0 may host the cluster that the others still use.
+        dist.barrier()
+    return result
+
+
+def _begin(rank: int, world: int, port: int, environment: dict[str, str], timeout: float) -> None:
+    """Begins a rank. With ``port``, that of a store, a process group is initialised."""
     for name in FORGOTTEN:
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -91,8 +104,37 @@ def _rank(
     if port:
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+class Team(processes.Team):
+    """Ranks with a process group."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(_context)
+        self._world = world
+        self._store: Any = None
+
+    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        options = self._world, self._store.port, {"GLOO_SOCKET_IFNAME": "lo"}, LONG
+        return [(_begin, (rank, *options)) for rank in range(self._world)]
+
+    @property
+    def turn(self) -> Callable[..., Any]:
+        return _turn
+
+
+def _turn(
+    rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """Calls a function of a test on a rank of a team."""
+    torch.manual_seed(0)
+    os.environ.update(environment)
     result = function(rank, *args)
-    if dist.is_initialized():
-        # Rank 0 may host the cluster that the others still use.
-        dist.barrier()
+    # Rank 0 may host the cluster that the others still use.
+    dist.barrier()
+    if "zeroshard" in sys.modules:
+        sys.modules["zeroshard"].shutdown()
+    for name in environment:
+        del os.environ[name]
     return result

@@ -218,8 +218,8 @@ def different_models(rank: int) -> str:
     return "none"
 
 
-def test_different_models_are_refused() -> None:
-    assert ranks.run(2, different_models) == ["DisagreementError"] * 2
+def test_different_models_are_refused(pair: ranks.Team) -> None:
+    assert pair.run(different_models) == ["DisagreementError"] * 2
 
 
 # Gradients
@@ -271,8 +271,8 @@ def gradients_like(rank: int, kind: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "channels last", "bf16", "f16"])
-def test_gradients_of_any_layout_and_dtype_are_averaged(kind: str) -> None:
-    for gradient, mean in ranks.run(2, gradients_like, kind):
+def test_gradients_of_any_layout_and_dtype_are_averaged(kind: str, pair: ranks.Team) -> None:
+    for gradient, mean in pair.run(gradients_like, kind):
         torch.testing.assert_close(gradient, mean, rtol=1e-6, atol=0)
 
 
@@ -302,9 +302,9 @@ def without_sync(rank: int, forward_inside: bool, backward_inside: bool) -> floa
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_no_sync_applies_to_the_forward(backward_inside: bool) -> None:
-    assert ranks.run(2, without_sync, True, backward_inside) == [1.0, 2.0]
-    assert ranks.run(2, without_sync, False, backward_inside) == [1.5, 1.5]
+def test_no_sync_applies_to_the_forward(backward_inside: bool, pair: ranks.Team) -> None:
+    assert pair.run(without_sync, True, backward_inside) == [1.0, 2.0]
+    assert pair.run(without_sync, False, backward_inside) == [1.5, 1.5]
 
 
 def accumulated(rank: int) -> float:
@@ -316,8 +316,8 @@ def accumulated(rank: int) -> float:
     return wrapped.weight.grad.item()
 
 
-def test_accumulated_gradients_are_part_of_the_next_averaging() -> None:
-    assert ranks.run(2, accumulated) == [16.5, 16.5]
+def test_accumulated_gradients_are_part_of_the_next_averaging(pair: ranks.Team) -> None:
+    assert pair.run(accumulated) == [16.5, 16.5]
 
 
 def accumulated_and_unused(rank: int) -> float:
@@ -328,8 +328,8 @@ def accumulated_and_unused(rank: int) -> float:
     return wrapped.sometimes.grad.item()
 
 
-def test_gradients_accumulated_under_no_sync_are_averaged_if_unused_later() -> None:
-    assert ranks.run(2, accumulated_and_unused) == [2.5, 2.5]
+def test_gradients_accumulated_under_no_sync_are_averaged_if_unused_later(pair: ranks.Team) -> None:
+    assert pair.run(accumulated_and_unused) == [2.5, 2.5]
 
 
 # Unused parameters
@@ -350,25 +350,27 @@ def unused(rank: int, find: bool, used_on: tuple[int, ...]) -> float | None | st
     return result
 
 
-def test_a_parameter_used_on_another_rank_gets_the_average() -> None:
-    assert ranks.run(2, unused, True, (0,)) == [0.5, 0.5]
-    assert ranks.run(2, unused, True, (1,)) == [0.5, 0.5]
+def test_a_parameter_used_on_another_rank_gets_the_average(pair: ranks.Team) -> None:
+    assert pair.run(unused, True, (0,)) == [0.5, 0.5]
+    assert pair.run(unused, True, (1,)) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("find", [True, False])
-def test_a_parameter_unused_on_all_ranks_has_no_gradient(find: bool) -> None:
-    assert ranks.run(2, unused, find, ()) == [None, None]
+def test_a_parameter_unused_on_all_ranks_has_no_gradient(find: bool, pair: ranks.Team) -> None:
+    assert pair.run(unused, find, ()) == [None, None]
 
 
 @pytest.mark.parametrize("used_on", [0, 1])
-def test_a_parameter_unused_on_one_rank_is_an_error_on_every_rank_by_default(used_on: int) -> None:
-    for message in ranks.run(2, unused, False, (used_on,)):
+def test_a_parameter_unused_on_one_rank_is_an_error_on_every_rank_by_default(
+    used_on: int, pair: ranks.Team
+) -> None:
+    for message in pair.run(unused, False, (used_on,)):
         assert "'sometimes'" in message and f"rank {1 - used_on}" in message
 
 
 @pytest.mark.parametrize("find", [True, False])
-def test_a_parameter_used_everywhere_gets_the_average(find: bool) -> None:
-    assert ranks.run(2, unused, find, (0, 1)) == [1.0, 1.0]
+def test_a_parameter_used_everywhere_gets_the_average(find: bool, pair: ranks.Team) -> None:
+    assert pair.run(unused, find, (0, 1)) == [1.0, 1.0]
 
 
 # One backward pass, in unusual ways
@@ -396,8 +398,8 @@ def ready_twice(rank: int) -> tuple[str, float]:
     return str(error.value), wrapped.layer.bias.grad[0].item()
 
 
-def test_a_parameter_ready_twice_in_one_backward_is_an_error() -> None:
-    for message, gradient in ranks.run(2, ready_twice):
+def test_a_parameter_ready_twice_in_one_backward_is_an_error(pair: ranks.Team) -> None:
+    for message, gradient in pair.run(ready_twice):
         assert "'layer." in message and "twice" in message
         assert gradient == 1.0
 
@@ -413,8 +415,8 @@ def several_passes(rank: int) -> tuple[float, float]:
     return one_loss, wrapped.weight.grad.item()
 
 
-def test_several_forward_passes_may_come_before_backward() -> None:
-    assert ranks.run(2, several_passes) == [(12.0, 12.0)] * 2
+def test_several_forward_passes_may_come_before_backward(pair: ranks.Team) -> None:
+    assert pair.run(several_passes) == [(12.0, 12.0)] * 2
 
 
 def failed_backward(rank: int) -> float:
@@ -435,8 +437,8 @@ def failed_backward(rank: int) -> float:
     return wrapped.module[1].weight.grad.item()
 
 
-def test_a_failed_backward_pass_does_not_affect_the_next_one() -> None:
-    assert ranks.run(2, failed_backward) == [1.5, 1.5]
+def test_a_failed_backward_pass_does_not_affect_the_next_one(pair: ranks.Team) -> None:
+    assert pair.run(failed_backward) == [1.5, 1.5]
 
 
 def thawed(rank: int) -> tuple[list[float | None], int]:
@@ -452,8 +454,8 @@ def thawed(rank: int) -> tuple[list[float | None], int]:
     return gradients, len(wrapped._reducer._retired)
 
 
-def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed() -> None:
-    assert ranks.run(2, thawed) == [([None, 1.5, None], 0)] * 2
+def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed(pair: ranks.Team) -> None:
+    assert pair.run(thawed) == [([None, 1.5, None], 0)] * 2
 
 
 def all_frozen_for_a_while(rank: int) -> tuple[float, int]:
@@ -467,8 +469,8 @@ def all_frozen_for_a_while(rank: int) -> tuple[float, int]:
     return wrapped.weight.grad.item(), len(zs.status().jobs)
 
 
-def test_a_temporarily_frozen_module_keeps_its_job() -> None:
-    assert ranks.run(2, all_frozen_for_a_while) == [(1.5, 1)] * 2
+def test_a_temporarily_frozen_module_keeps_its_job(pair: ranks.Team) -> None:
+    assert pair.run(all_frozen_for_a_while) == [(1.5, 1)] * 2
 
 
 def compiled(rank: int, inside: bool) -> float:

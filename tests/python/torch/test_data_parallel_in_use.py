@@ -116,8 +116,10 @@ def page_example(rank: int) -> tuple[Tensor, Tensor, int]:
     return model.linear.weight.detach(), alone.linear.weight.detach(), len(zs.status().jobs)
 
 
-def test_the_second_example_of_paddles_documentation_trains_as_a_single_process() -> None:
-    for weight, alone, jobs in ranks.run(2, page_example):
+def test_the_second_example_of_paddles_documentation_trains_as_a_single_process(
+    pair: ranks.Team,
+) -> None:
+    for weight, alone, jobs in pair.run(page_example):
         torch.testing.assert_close(weight, alone)
         assert jobs == 2, "one of the model, and one for all ten steps"
 
@@ -135,8 +137,8 @@ def fused(rank: int) -> list[float | None]:
     return [None if p.grad is None else p.grad.item() for p in parameters]
 
 
-def test_fused_allreduce_averages_any_parameters() -> None:
-    assert ranks.run(2, fused) == [[1.5, 1.5, None, 0.0], [1.5, 1.5, None, 1.0]]
+def test_fused_allreduce_averages_any_parameters(pair: ranks.Team) -> None:
+    assert pair.run(fused) == [[1.5, 1.5, None, 0.0], [1.5, 1.5, None, 1.0]]
 
 
 def test_fused_allreduce_in_one_process_changes_nothing() -> None:
@@ -179,14 +181,14 @@ def losses(rank: int, name: str, steps: int) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     "name", [name for name in models.MODELS if name not in ("unfrozen", "reentrant checkpoint")]
 )
-def test_losses_are_those_of_distributed_data_parallel(name: str) -> None:
-    for found in ranks.run(2, losses, name, 40):
+def test_losses_are_those_of_distributed_data_parallel(name: str, pair: ranks.Team) -> None:
+    for found in pair.run(losses, name, 40):
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)
 
 
-def test_server_processes_average_gradients(processes: dict[str, str]) -> None:
-    for found in ranks.run(2, losses, "gpt", 10, env=processes):
+def test_server_processes_average_gradients(pair: ranks.Team, processes: dict[str, str]) -> None:
+    for found in pair.run(losses, "gpt", 10, env=processes):
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)
 
@@ -238,9 +240,9 @@ def fail_in_backward(model: Any, compute_loss: Callable[[], Tensor]) -> None:
     model.zero_grad()
 
 
-def test_losses_of_methods_are_averaged() -> None:
+def test_losses_of_methods_are_averaged(pair: ranks.Team) -> None:
     """The forward of the wrapper is not called, or only for gradients that are accumulated."""
-    states = ranks.run(2, by_methods)
+    states = pair.run(by_methods)
     for how, *found in zip(METHODS, *states, strict=True):
         model = models.build("mlp")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -183,5 +183,5 @@ def train_on_two_ranks(rank: int) -> None:
             assert_as_torch((expected[0], *found[1:]), expected)
 
 
-def test_ranks_and_groups_keep_the_state_of_frozen_parameters() -> None:
-    ranks.run(2, train_on_two_ranks)
+def test_ranks_and_groups_keep_the_state_of_frozen_parameters(pair: ranks.Team) -> None:
+    pair.run(train_on_two_ranks)

@@ -189,9 +189,9 @@ def test_a_gradient_with_a_graph_stays_until_the_step(level: str, cluster: zs.Se
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_gradient_has_no_memory_and_ends_with_its_step(
-    level: str, processes: dict[str, str]
+    level: str, pair: ranks.Team, processes: dict[str, str]
 ) -> None:
-    for text in ranks.run(2, outside_of_its_time, level, env=processes):
+    for text in pair.run(outside_of_its_time, level, env=processes):
         assert text == ""
 
 

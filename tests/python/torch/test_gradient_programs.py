@@ -248,7 +248,9 @@ def look_on_rank_0(rank: int) -> list[tuple[Seen, dict[str, Tensor]]]:
     return outcomes
 
 
-def test_one_rank_may_look_at_gradients_that_are_never_zeroed(processes: dict[str, str]) -> None:
-    for (seen, state), (ours, our_state) in ranks.run(2, look_on_rank_0, env=processes):
+def test_one_rank_may_look_at_gradients_that_are_never_zeroed(
+    pair: ranks.Team, processes: dict[str, str]
+) -> None:
+    for (seen, state), (ours, our_state) in pair.run(look_on_rank_0, env=processes):
         torch.testing.assert_close(ours, seen, rtol=1e-5, atol=1e-8)
         assert_close(our_state, state, rtol=1e-5, atol=1e-6)

@@ -175,9 +175,9 @@ def test_one_rank_does_the_same_with_gradients_as_plain_torch(
 
 
 def test_two_ranks_do_the_same_with_gradients_as_data_parallel_ranks(
-    processes: dict[str, str],
+    pair: ranks.Team, processes: dict[str, str]
 ) -> None:
-    first, second = ranks.run(2, outcomes, 2, ("ddp", *LEVELS), env=processes)
+    first, second = pair.run(outcomes, 2, ("ddp", *LEVELS), env=processes)
     for action in ACTIONS:
         check(first[action], "ddp")
         check(second[action], "ddp")
@@ -236,8 +236,10 @@ def refusals(rank: int) -> list[list[str]]:
     return found
 
 
-def test_ranks_that_change_gradients_differently_are_named(processes: dict[str, str]) -> None:
-    errors = zip(*ranks.run(2, refusals, env=processes), strict=True)
+def test_ranks_that_change_gradients_differently_are_named(
+    pair: ranks.Team, processes: dict[str, str]
+) -> None:
+    errors = zip(*pair.run(refusals, env=processes), strict=True)
     for [first], [second], (change, wanted) in zip(
         *zip(*errors, strict=True), DIFFERENCES * len(LEVELS), strict=True
     ):

@@ -14,17 +14,21 @@ import torch
 
 import ranks
 import zeroshard as zs
+from environment import IS_LONG, LONG
 from training import LEVELS, Outcome, Training, assert_close, assert_same, train, train_all, worst
 from zeroshard._connection import Connection
 
 #: The largest relative difference of a loss from torch's.
 TOLERANCE = 1e-4
 
-LONG = {
-    "mlp": Training("mlp", steps=200),
-    "cnn": Training("cnn", steps=200, options={"sync_buffers": True}),
-    "gpt": Training("gpt", steps=200),
-    "lstm": Training("lstm", steps=200),
+#: Enough for the rounding errors of a level to show, and in long tests for them to add up.
+STEPS = 200 if IS_LONG else 40
+
+TRAININGS = {
+    "mlp": Training("mlp", steps=STEPS),
+    "cnn": Training("cnn", steps=STEPS, options={"sync_buffers": True}),
+    "gpt": Training("gpt", steps=STEPS),
+    "lstm": Training("lstm", steps=STEPS),
 }
 
 SHORT = {
@@ -65,10 +69,10 @@ SHORT = {
 
 
 def check(
-    training: Training, env: dict[str, str], systems: tuple[str, ...]
+    training: Training, pair: ranks.Team, env: dict[str, str], systems: tuple[str, ...]
 ) -> list[dict[str, Outcome]]:
     """Trains on two ranks, and compares the levels with each other and with torch."""
-    outcomes = ranks.run(2, train_all, 2, training, systems, env=env)
+    outcomes = pair.run(train_all, 2, training, systems, env=env, timeout=LONG)
     first = outcomes[0]["os"]
     for outcome in outcomes:
         for level in LEVELS:
@@ -90,19 +94,19 @@ def check(
     return outcomes
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_200_losses_are_those_of_torch(name: str, processes: dict[str, str]) -> None:
-    outcomes = check(LONG[name], processes, ("ddp", *LEVELS))
+@pytest.mark.parametrize("name", TRAININGS)
+def test_losses_are_those_of_torch(name: str, pair: ranks.Team, processes: dict[str, str]) -> None:
+    outcomes = check(TRAININGS[name], pair, processes, ("ddp", *LEVELS))
     assert outcomes[0]["os"].losses[-1] < outcomes[0]["os"].losses[0]
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_scenario_agrees_with_torch(name: str, processes: dict[str, str]) -> None:
+def test_scenario_agrees_with_torch(name: str, pair: ranks.Team, processes: dict[str, str]) -> None:
     training = SHORT[name]
-    check(training, processes, ("ddp", *LEVELS) if training.autocast else LEVELS)
+    check(training, pair, processes, ("ddp", *LEVELS) if training.autocast else LEVELS)
 
 
-def test_options_change_no_bits(processes: dict[str, str]) -> None:
+def test_options_change_no_bits(pair: ranks.Team, processes: dict[str, str]) -> None:
     plain = Training(steps=10)
     variants = [
         dataclasses.replace(plain, options=options)
@@ -114,7 +118,7 @@ def test_options_change_no_bits(processes: dict[str, str]) -> None:
             {"sync_comm": True},
         )
     ]
-    hashes = ranks.run(2, hashes_of, variants, env=processes)
+    hashes = pair.run(hashes_of, variants, env=processes)
     assert len({*hashes[0], *hashes[1]}) == 1
 
 

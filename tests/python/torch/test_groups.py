@@ -59,9 +59,9 @@ def the_same(outcomes: list[Outcome]) -> tuple[list[float], list[float], str]:
 
 
 @pytest.mark.parametrize("shards", [1, 3, 7])
-def test_one_group_has_the_bits_of_ranks_that_push_alone(shards: int) -> None:
+def test_one_group_has_the_bits_of_ranks_that_push_alone(shards: int, pair: ranks.Team) -> None:
     names = list(TRAININGS) if shards == 3 else ["mlp"]
-    results = ranks.run(2, train_in_groups, 2, shards, [1, 2], names)
+    results = pair.run(train_in_groups, 2, shards, [1, 2], names)
     for name in names:
         alone = the_same([one for result in results for one in result[name, 1]])
         assert the_same([one for result in results for one in result[name, 2]]) == alone
@@ -240,9 +240,11 @@ def interrupt(rank: int, size: int) -> list[str]:
     return hashes
 
 
-def test_gradients_that_the_ranks_have_zeroed_are_not_added(processes: Any) -> None:
-    [alone, same] = ranks.run(2, interrupt, 1, env=processes)
-    assert ranks.run(2, interrupt, 2, env=processes) == [alone, same] and same == alone
+def test_gradients_that_the_ranks_have_zeroed_are_not_added(
+    pair: ranks.Team, processes: Any
+) -> None:
+    [alone, same] = pair.run(interrupt, 1, env=processes)
+    assert pair.run(interrupt, 2, env=processes) == [alone, same] and same == alone
 
 
 # ---- what programs do on one rank only
@@ -277,9 +279,11 @@ def evaluate(rank: int, size: int) -> tuple[str, float]:
     return optimizer.state_hash(), total
 
 
-def test_rank_0_may_evaluate_and_save_a_model_while_its_group_waits(processes: Any) -> None:
-    alone = ranks.run(2, evaluate, 1, env=processes)
-    assert ranks.run(2, evaluate, 2, env=processes) == alone
+def test_rank_0_may_evaluate_and_save_a_model_while_its_group_waits(
+    pair: ranks.Team, processes: Any
+) -> None:
+    alone = pair.run(evaluate, 1, env=processes)
+    assert pair.run(evaluate, 2, env=processes) == alone
 
 
 # ---- refusals
@@ -305,8 +309,8 @@ def refuse(rank: int) -> None:
             pass
 
 
-def test_sizes_and_programs_that_do_not_fit_are_refused(processes: Any) -> None:
-    ranks.run(2, refuse, env=processes)
+def test_sizes_and_programs_that_do_not_fit_are_refused(pair: ranks.Team, processes: Any) -> None:
+    pair.run(refuse, env=processes)
 
 
 def refuse_without_process_group(rank: int) -> None:

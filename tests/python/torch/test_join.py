@@ -194,8 +194,8 @@ def train_all(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_result_is_that_of_ddp_and_the_same_at_every_level(name: str) -> None:
-    ranks.run(2, train_all, name)
+def test_the_result_is_that_of_ddp_and_the_same_at_every_level(name: str, pair: ranks.Team) -> None:
+    pair.run(train_all, name)
 
 
 def ends(rank: int, system: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from member_uses import Use, forward_replaced, hooked, text, then_step
 from training import LEVELS, SEGMENT
 from zeroshard.torch import DataParallel, group_sharded_parallel
 
@@ -82,42 +83,7 @@ class Script:
         return [loss.item(), self.outputs().pow(2).mean().item()]
 
 
-Use = Callable[[Script], Any]
-
-
 # ---- uses of a member, which return what a script sees
-
-
-def text(values: Any) -> Any:
-    """Types instead of modules, and names."""
-    return [
-        (value[0], type(value[1]).__name__) if isinstance(value, tuple) else type(value).__name__
-        for value in values
-    ]
-
-
-def then_step(change: Callable[[Any], Any]) -> Use:
-    """Changes the model, and makes a step."""
-
-    def use(script: Script) -> Any:
-        result = change(script.model)
-        is_self = result is script.model
-        return is_self, script.step(), script.step(), list(script.model.state_dict())
-
-    return use
-
-
-def hooked(register: str) -> Use:
-    """Registers a hook, makes a step, removes the hook, and makes another one."""
-
-    def use(script: Script) -> Any:
-        calls: list[int] = []
-        handle = getattr(script.model, register)(lambda *_: calls.append(len(_)))
-        result = script.step()
-        handle.remove()
-        return calls, result, script.step(), calls
-
-    return use
 
 
 def hooked_state(register: str) -> Use:
@@ -261,12 +227,6 @@ def replaced(model: Any) -> None:
     torch.manual_seed(1)
     model.set_submodule("head", nn.Linear(16, 4))
     model.set_submodule("body.0", nn.Linear(8, 16))
-
-
-def forward_replaced(script: Script) -> Any:
-    forward = script.model.forward
-    script.model.forward = lambda x: forward(x) * 2
-    return script.step()
 
 
 #: A member that does the same on a wrapped model.

@@ -237,8 +237,8 @@ def test_steps_after_a_late_edit_are_clipped_and_unscaled(cluster: zs.Session) -
     assert_steps_are_those_of_torch((0, 1))
 
 
-def test_ranks_write_to_optimizer_state() -> None:
-    ranks.run(2, train_on_two_ranks)
+def test_ranks_write_to_optimizer_state(pair: ranks.Team) -> None:
+    pair.run(train_on_two_ranks)
 
 
 def test_writes_that_come_too_late_are_errors(cluster: zs.Session) -> None:

@@ -76,10 +76,10 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_those_of_torch(name: str, processes: dict[str, str]) -> None:
+def test_steps_are_those_of_torch(name: str, pair: ranks.Team, processes: dict[str, str]) -> None:
     optimizer, settings = OPTIMIZERS[name]
     training = Training(optimizer=optimizer, settings=settings, steps=20)
-    outcomes = ranks.run(2, train_all, 2, training, LEVELS, env=processes)
+    outcomes = pair.run(train_all, 2, training, LEVELS, env=processes)
     first = outcomes[0]["os"]
     for outcome in outcomes:
         for level in LEVELS:
@@ -239,9 +239,9 @@ def test_adafactor_refuses_what_it_cannot_do_as_torch(cluster: zs.Session) -> No
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_inf_on_one_rank_changes_nothing_and_halves_the_scale(
-    level: str, processes: dict[str, str]
+    level: str, pair: ranks.Team, processes: dict[str, str]
 ) -> None:
-    for states, scales, applied in ranks.run(2, overflow, level, env=processes):
+    for states, scales, applied in pair.run(overflow, level, env=processes):
         assert_same(states[1], states[0])
         assert scales == [1024.0, 512.0, 512.0] and applied == [True, False, True]
         assert any(not torch.equal(states[2][name], tensor) for name, tensor in states[1].items())

@@ -52,10 +52,10 @@ def saved(
 @pytest.mark.parametrize("name", ["unfrozen", "gpt", "cnn"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_saved_model_loads_into_plain_torch(
-    level: str, name: str, tmp_path: Path, processes: dict[str, str]
+    level: str, name: str, pair: ranks.Team, tmp_path: Path, processes: dict[str, str]
 ) -> None:
     output = tmp_path / "made" / "by us"
-    (state, optimizer_state), other = ranks.run(2, saved, level, name, str(output), env=processes)
+    (state, optimizer_state), other = pair.run(saved, level, name, str(output), env=processes)
     assert_same(state, other[0])
     plain = models.build(name)
     plain.load_state_dict(torch.load(output / "model.pt", weights_only=True))

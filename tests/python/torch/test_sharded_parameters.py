@@ -275,11 +275,11 @@ def test_compiled_model_trains(level: str, cluster: zs.Session) -> None:
     assert worst([step(compiled, optimizer, index) for index in range(4)], expected) <= 1e-5
 
 
-def test_buffers_follow_rank_0(processes: dict[str, str]) -> None:
+def test_buffers_follow_rank_0(pair: ranks.Team, processes: dict[str, str]) -> None:
     for level in LEVELS:
-        first, second = ranks.run(2, running_means, level, True, env=processes)
+        first, second = pair.run(running_means, level, True, env=processes)
         assert_same(first, second)
-        first, second = ranks.run(2, running_means, level, False, env=processes)
+        first, second = pair.run(running_means, level, False, env=processes)
         assert not torch.equal(first["layers.1.running_mean"], second["layers.1.running_mean"])
 
 
@@ -301,12 +301,12 @@ def different_tensors(rank: int) -> None:
         group_sharded_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "os")
 
 
-def test_ranks_with_different_models_are_both_named() -> None:
-    ranks.run(2, different_tensors)
+def test_ranks_with_different_models_are_both_named(pair: ranks.Team) -> None:
+    pair.run(different_tensors)
 
 
-def test_parameters_begin_as_those_of_rank_0(processes: dict[str, str]) -> None:
-    first, second = ranks.run(2, differently_begun, env=processes)
+def test_parameters_begin_as_those_of_rank_0(pair: ranks.Team, processes: dict[str, str]) -> None:
+    first, second = pair.run(differently_begun, env=processes)
     for ours, others in zip(first, second):
         assert_same(ours, others)
     assert_same(first[0], first[1])
@@ -321,8 +321,10 @@ def differently_begun(rank: int) -> list[dict[str, Tensor]]:
     return states
 
 
-def test_parameter_used_by_one_rank_counts_zero_from_the_other(processes: dict[str, str]) -> None:
-    for first, second in zip(*ranks.run(2, used_on_rank_0, env=processes)):
+def test_parameter_used_by_one_rank_counts_zero_from_the_other(
+    pair: ranks.Team, processes: dict[str, str]
+) -> None:
+    for first, second in zip(*pair.run(used_on_rank_0, env=processes)):
         assert_same(first, second)
         # SGD with a learning rate of 1: rank 0's gradient is 1, halved by the mean.
         assert torch.equal(first["extra"], torch.full((200,), -0.5))

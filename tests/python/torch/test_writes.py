@@ -226,8 +226,8 @@ def write_on_two_ranks(rank: int) -> None:
     check("clamp", "before", "ddp", rank, 2)
 
 
-def test_writes_on_two_ranks_have_the_effect_of_data_parallelism() -> None:
-    ranks.run(2, write_on_two_ranks)
+def test_writes_on_two_ranks_have_the_effect_of_data_parallelism(pair: ranks.Team) -> None:
+    pair.run(write_on_two_ranks)
 
 
 class Clipped(nn.Module):
@@ -306,8 +306,8 @@ def write_differently(rank: int) -> None:
         optimizer.step()
 
 
-def test_ranks_that_write_different_values_are_both_named() -> None:
-    ranks.run(2, write_differently)
+def test_ranks_that_write_different_values_are_both_named(pair: ranks.Team) -> None:
+    pair.run(write_differently)
 
 
 def load_on_one_rank(rank: int) -> list[dict[str, Tensor]]:
@@ -322,8 +322,8 @@ def load_on_one_rank(rank: int) -> list[dict[str, Tensor]]:
     return states
 
 
-def test_all_ranks_load_the_state_of_rank_0() -> None:
-    first, second = ranks.run(2, load_on_one_rank)
+def test_all_ranks_load_the_state_of_rank_0(pair: ranks.Team) -> None:
+    first, second = pair.run(load_on_one_rank)
     for ours, theirs in zip(first, second, strict=True):
         assert float(ours["layers.0.weight"][0, 0]) == pytest.approx(0.01)
         assert_close(ours, theirs, rtol=0, atol=0)
@@ -423,5 +423,5 @@ def write_before_other_changes(rank: int) -> None:
             model(*models.share(models.batch("mlp", 1, 8), rank, 2))
 
 
-def test_differences_between_ranks_that_change_their_models_are_errors() -> None:
-    ranks.run(2, write_before_other_changes)
+def test_differences_between_ranks_that_change_their_models_are_errors(pair: ranks.Team) -> None:
+    pair.run(write_before_other_changes)

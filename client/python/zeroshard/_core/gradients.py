@@ -94,10 +94,18 @@ class Gradients(Generic[T]):
             mean.entry = entry
             if entry.trained:
                 self._means[entry.index] = mean
-            else:  # the program has removed it from the optimizer
-                framework.set_gradient(entry.tensor, mean.own)
+            else:
+                self._keep_removed(mean)
         self._passes.clear()
         self._most.clear()
+
+    def _keep_removed(self, mean: MeanGradient[T]) -> None:
+        """A parameter that the script has removed from the optimizer keeps its gradient, which
+        ``zero_grad`` of the optimizer no longer drops. If this worker has no values of it any more,
+        reading it is an error."""
+        if not mean.is_gone:
+            self._job.framework.set_gradient(mean.entry.tensor, mean.remaining())
+            self.outside.show_removed(mean.entry)
 
     def unwatch(self) -> None:
         """Removes the hooks."""
@@ -551,11 +559,17 @@ class Gradients(Generic[T]):
         gradients of which this rank has no values, because the program sets them next."""
         framework = self._job.framework
         self.events += 1
+        groups = self._job.optimizer.parameters() if self._means else ()
+        stepped = {id(parameter) for group in groups for parameter in group}
         for mean in self._means.values():
             tensor = mean.entry.tensor
             is_shown = framework.shown_mean(tensor) is mean
-            if is_shown and (mean.is_absent or mean.own is None and not keep):
+            if not is_shown or not mean.is_absent and (mean.own is not None or keep):
+                pass
+            elif mean.is_absent or id(tensor) in stepped:
                 framework.set_gradient(tensor, None)
+            else:
+                self._keep_removed(mean)
             mean.is_zeroed = False
         if self._unscaled:
             self.loss_scale = 1.0

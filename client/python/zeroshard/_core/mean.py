@@ -90,6 +90,17 @@ class MeanGradient(ABC, Generic[T]):
         """Whether the program has written to the values."""
         return self._fetched is not None and self._fetched.is_edited
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether there was a gradient, of which this worker has no values any more. Reading it is
+        an error, as is a step."""
+        return self.own is None and self._fetched is None and not self.is_absent
+
+    def remaining(self) -> T | None:
+        """Returns what stays the gradient of a parameter that leaves the optimizer: the values that
+        the script has looked at, or this rank's gradient. None if it has none."""
+        return self.own if self._fetched is None else self._read(self._fetched)
+
     def clip(self, factor: float) -> None:
         """The step will multiply the gradient by ``factor`` to clip it."""
         if self._fetched is not None:

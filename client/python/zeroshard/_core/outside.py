@@ -69,6 +69,12 @@ class OutsideGradients(Generic[T]):
                 self._shown.add(id(entry.tensor))
                 self._job.framework.show_outside(self, entry)
 
+    def show_removed(self, entry: Entry[T]) -> None:
+        """Called when the job no longer trains a parameter that has a gradient."""
+        if any(entry is each for each in self.entries):
+            self._shown.add(id(entry.tensor))
+            self._job.framework.show_outside(self, entry)
+
     def average(self, looked_at: T) -> None:
         """Replaces the gradients that the program sees by their means, when it looks at that of a
         parameter. Every rank must call it."""

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import paddle
+from paddle.base.framework import default_main_program
 from paddle.optimizer import optimizer as _base
+from paddle.optimizer.lr import LRScheduler
 from paddle.regularizer import L2Decay
 
 from .. import _native
@@ -97,7 +99,7 @@ def groups(optimizer: Any, name: str) -> list[tuple[list[Any], dict[str, float]]
     Raises:
         UnsupportedOptimizerError: the servers do not implement one of the settings.
     """
-    lr = float(optimizer.get_lr())
+    lr = _learning_rate(optimizer)
     found: dict[tuple[Any, ...], tuple[list[Any], dict[str, float]]] = {}
     for number, group in enumerate(param_groups(optimizer)):
         values = _values(optimizer, name, group)
@@ -123,19 +125,62 @@ def _has_groups(optimizer: Any) -> bool:
     return bool(given) and isinstance(given[0], dict)
 
 
+def powers(optimizer: Any) -> dict[str, dict[str, float]]:
+    """Returns the betas whose powers Paddle accumulates, by the name of the parameter. Empty for
+    optimizers without such accumulators."""
+    name = optimizer_name(optimizer)
+    if name not in _POWERS:
+        return {}
+    found: dict[str, dict[str, float]] = {}
+    for group in param_groups(optimizer):
+        values = _values(optimizer, name, group)
+        betas = {beta: float(values[beta]) for beta in _POWERS[name][0]}
+        found |= {parameter.name: betas for parameter in group["params"]}
+    return found
+
+
+def _learning_rate(optimizer: Any) -> float:
+    """Returns the learning rate of the next step, without the factors of parameters."""
+    own = optimizer._learning_rate
+    in_use = optimizer._global_learning_rate()
+    if in_use is None or isinstance(own, LRScheduler):
+        return float(optimizer.get_lr())
+    # After its first step, Paddle uses this tensor, which `set_lr` changes too. A number that is
+    # assigned to the attribute has no effect.
+    used = float(in_use)
+    return own if isinstance(own, float) and float(np.float32(own)) == used else used
+
+
+def use_learning_rate(optimizer: Any) -> None:
+    """Stores the learning rate that a step uses, as Paddle's steps do, where ``set_lr`` finds
+    it."""
+    rate, in_use = _learning_rate(optimizer), optimizer._global_learning_rate()
+    if in_use is None:
+        program = default_main_program()
+        optimizer._learning_rate_map[program] = paddle.full([], rate, "float32")
+    elif isinstance(optimizer._learning_rate, LRScheduler):
+        in_use.fill_(rate)
+
+
+def _setting(optimizer: Any, group: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Returns a setting of a parameter group from where Paddle reads it: the group, the attribute
+    of the optimizer, or its defaults."""
+    if name in group:
+        return group[name]
+    own = getattr(optimizer, f"_{name}", None)
+    # After a step with several groups, the attributes have the values of the last one.
+    if not _has_groups(optimizer) and own is not None:
+        return own
+    known = optimizer._default_dict
+    return known[name] if name in known else default if own is None else own
+
+
 def _values(optimizer: Any, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters that are the same for all parameters of a group, by the servers'
     names."""
 
-    def get(setting: str, default: Any = None) -> Any:
-        if setting in group:
-            return group[setting]
-        own = getattr(optimizer, f"_{setting}", None)
-        # After a step with several groups, the attributes have the values of the last one.
-        known = optimizer._default_dict
-        if own is not None and not _has_groups(optimizer):
-            return own
-        return known[setting] if setting in known else default if own is None else own
+    def get(name: str, default: Any = None) -> Any:
+        return _setting(optimizer, group, name, default)
 
     values: dict[str, Any] = {"maximize": False}
     if name == "sgd":
@@ -190,6 +235,12 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
             f"beside the weight decay of {name}; the servers support only the latter, so set the "
             "parameter's regularizer to None"
         )
+    if name in ("adamw", "lamb") and optimizer.regularization is not None:
+        raise UnsupportedOptimizerError(
+            "the script has set the attribute regularization of the optimizer, which Paddle adds "
+            f"to gradients beside the weight decay of {name}; the servers support only the latter, "
+            "so set the attribute to None"
+        )
     if name == "adamw":
         if optimizer._lr_ratio is not None:
             raise UnsupportedOptimizerError(
@@ -197,19 +248,11 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
                 "parameter.optimize_attr['learning_rate'] to the factor of each parameter"
             )
         decays = optimizer._apply_decay_param_fun
-        default = optimizer._weight_decay
-        if _has_groups(optimizer):
-            default = optimizer._default_dict.get("weight_decay", default)
-        return (
-            0.0
-            if decays is not None and not decays(parameter.name)
-            else float(group.get("weight_decay", default))
-        )
+        skips = decays is not None and not decays(parameter.name)
+        return 0.0 if skips else float(_setting(optimizer, group, "weight_decay"))
     if name == "lamb":
-        excludes = group.get(
-            "exclude_from_weight_decay_fn", optimizer._default_dict["exclude_from_weight_decay_fn"]
-        )
-        decay = group.get("lamb_weight_decay", optimizer._default_dict["lamb_weight_decay"])
+        excludes = _setting(optimizer, group, "exclude_from_weight_decay_fn")
+        decay = _setting(optimizer, group, "lamb_weight_decay")
         decay = 0.0 if excludes is not None and excludes(parameter) else float(decay)
         if decay == 0 and not optimizer.always_adapt:
             raise UnsupportedOptimizerError(
@@ -218,19 +261,16 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
             )
         return decay
     regularizer = own if own is not None else optimizer.regularization
-    if regularizer is None:
-        # Momentum stores its weight decay under this name.
-        return float(
-            group.get(
-                "regularization_coeff", optimizer._default_dict.get("regularization_coeff", 0.0)
-            )
-        )
-    if not isinstance(regularizer, L2Decay):
+    if regularizer is not None and not isinstance(regularizer, L2Decay):
         raise UnsupportedOptimizerError(
             f"the regularizer of parameter {parameter.name!r} is {type(regularizer).__name__}; "
             "the servers support L2Decay only"
         )
-    return float(regularizer._coeff)
+    decay = 0.0 if regularizer is None else float(regularizer._coeff)
+    # Momentum applies its own weight decay beside that of the base class.
+    if own is None and _setting(optimizer, group, "regularization_method") == "l2_decay":
+        decay += float(_setting(optimizer, group, "regularization_coeff"))
+    return decay
 
 
 def to_paddle(
@@ -318,6 +358,18 @@ def from_paddle(
         by_momentum = _exponent(0.96, power)
         # Below the smallest normal number, a power no longer determines its exponent.
         applied = max(applied, by_momentum) if power < 1e-38 else by_momentum
+    for each, name in accumulators.items():
+        # A power near the smallest number is no correction any more, whatever the beta was. The
+        # relative error of the others grows by 6e-8 with each step.
+        power, own = _number(name, get), values[each]
+        if power < 1e-37 or not 0 < own < 1:
+            continue
+        if abs(math.log(power) / math.log(own) - (applied + is_next)) > 0.1 + 1e-3 * applied:
+            raise InvalidArgumentError(
+                f"the optimizer state was saved with another {each} than {own:g}, and the servers "
+                "cannot continue its bias correction; create the optimizer with the betas of the "
+                "saved run"
+            )
     if applied <= 0:
         return 0, (), {}
     return applied, [_number("mu_product", get)] if optimizer == "nadam" else (), tensors

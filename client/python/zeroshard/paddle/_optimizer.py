@@ -27,18 +27,28 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
 
     # Not in `__dict__`, which is shared with the original optimizer: that must not keep the job
     # alive.
-    __slots__ = ("_given", "_sharding")
+    __slots__ = ("_accumulators_at_first", "_given", "_powers", "_sharding")
+    #: The accumulators of the original optimizer, which stay empty.
+    _accumulators_at_first: Any
     _given: Any
+    #: The betas of which the state has powers, by the name of the parameter.
+    _powers: dict[str, dict[str, float]]
     _sharding: Sharding[Any]
 
     # Not `__init__`, which would reset the settings.
     @classmethod
     def sharing(cls, optimizer: Any, sharding: Sharding[Any]) -> ShardedOptimizer:
-        """Makes an optimizer that shares the settings of ``optimizer``."""
+        """Makes an optimizer that shares the settings of ``optimizer``, whose state is on the
+        servers now."""
         shared = cls.__new__(cls)
         object.__setattr__(shared, "__dict__", optimizer.__dict__)
         shared._sharding = sharding
         shared._given = optimizer
+        has_state = _has_values(optimizer)
+        shared._powers = _conversion.powers(optimizer) if has_state else {}
+        optimizer._accumulators.clear()
+        optimizer._accumulators_holder = {}
+        shared._accumulators_at_first = optimizer._accumulators
         return shared
 
     @property
@@ -60,9 +70,30 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
     def step_if_finite(self) -> None:
         """As :meth:`step`, but a step with a gradient that contains inf or NaN is skipped without
         an error."""
+        self._check_state()
+        _conversion.use_learning_rate(self)
         self.sharding.set_clipping(*clipping(self))
         with paddle.no_grad():
             self.sharding.step()
+
+    def _check_state(self) -> None:
+        """Raises :class:`~zeroshard.InvalidArgumentError` if the script has changed what Paddle
+        derives the state from, and the servers do not."""
+        if _has_values(self) or self._accumulators is not self._accumulators_at_first:
+            raise InvalidArgumentError(
+                "the script has assigned accumulators of the optimizer, whose state is on the "
+                "servers; load the values with optimizer.set_state_dict"
+            )
+        # Paddle corrects the bias with the product of the betas of all steps, the servers with a
+        # power of the last one.
+        for name, betas in _conversion.powers(self._given).items():
+            known = self._powers.setdefault(name, betas)
+            if betas != known:
+                raise InvalidArgumentError(
+                    f"the script has changed {known} of parameter {name!r} to {betas} after its "
+                    "first step, and the servers cannot correct the bias of its moments as Paddle "
+                    "does; set the betas before the first step"
+                )
 
     def minimize(
         self,
@@ -144,12 +175,18 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         """
         find = from_state_dict(self._given, state_dict)
         self.sharding.reopen(states_of(self._given, find))
+        self._powers = _conversion.powers(self._given)
         # After what may be refused.
         scheduler = state_dict.get("LR_Scheduler")
         if scheduler and isinstance(self._learning_rate, LRScheduler):
             self._learning_rate.set_state_dict(scheduler)
 
     load_state_dict = set_state_dict
+
+
+def _has_values(optimizer: Any) -> bool:
+    """Returns whether an optimizer has state on this worker, from steps or from a loaded state."""
+    return bool(optimizer._accumulators_holder) or any(optimizer._accumulators.values())
 
 
 def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[int, State[Any]]:

@@ -120,9 +120,6 @@ def group_sharded_parallel(
         clip_sets=clip_sets,
         checkpoints=checkpoints,
     )
-    # The state is now on the servers.
-    optimizer._accumulators.clear()
-    optimizer._accumulators_holder = {}
     sharded = ShardedOptimizer.sharing(optimizer, sharding)
     return (
         GroupSharded(model, sharding),

@@ -88,6 +88,11 @@ class MeanGradient(mean.MeanGradient[Tensor]):
         self._fetched = None
         self.own = added(own, gradient, self.name)
 
+    def remaining(self) -> Tensor | None:
+        if self._fetched is None and self.own is not None:
+            return self._scaled_own(self.own)
+        return super().remaining()
+
     def end_step(self, factor: float) -> None:
         """The step, which has multiplied the gradient by ``factor``, has ended."""
         self.factor *= factor
@@ -215,6 +220,6 @@ class MeanGradient(mean.MeanGradient[Tensor]):
         return InvalidArgumentError(
             f"the values of this gradient of parameter {self.name!r} are no longer available; they "
             "are kept until optimizer.step() or zero_grad(), or until the program sets "
-            "parameter.grad; call optimizer.zero_grad() after each step, and use "
-            "parameter.grad.clone() to keep values"
+            "parameter.grad; call optimizer.zero_grad() after each step, before you remove a "
+            "parameter from the optimizer, and use parameter.grad.clone() to keep values"
         )
