@@ -8,19 +8,23 @@ importing Paddle takes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import processes
 from processes import LOOPBACK, TIMEOUT, RankFailed, free_port, run_all
 
-__all__ = ["RankFailed", "Team", "run"]
+__all__ = ["RankFailed", "Team", "at_once", "run"]
+
+#: Whether a connection sends at once.
+AT_ONCE = socket.IPPROTO_TCP, socket.TCP_NODELAY
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["paddle", "paddle.distributed", "pytest"])
@@ -96,7 +100,6 @@ def _begin(rank: int, world: int, environment: dict[str, str], init: bool, timeo
         if rank > 0:
             _await(environment["PADDLE_MASTER"], timeout)
         dist.init_parallel_env()
-        _send_at_once()
 
 
 class Team(processes.Team):
@@ -126,9 +129,12 @@ def _turn(
 
     paddle.seed(1000 + rank)
     os.environ.update(environment)
+    before = dict(os.environ)
     # As in a new process, in which names are counted from 0.
     with paddle.utils.unique_name.guard():
         result = function(rank, *args)
+    left = dict(os.environ) != before
+    assert not left, f"{function.__name__} leaves something behind; use ranks.run"
     # Rank 0 may host the cluster that the others still use.
     dist.barrier()
     if "zeroshard" in sys.modules:
@@ -138,16 +144,42 @@ def _turn(
     return result
 
 
-def _send_at_once() -> None:
-    """Turns off Nagle's algorithm for the connections of this process. Paddle's store writes a
-    request in parts, each of which would wait 40 ms until the other end acknowledges the part
-    before. A comparison of two ranks has five."""
+def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function of a rank whose requests to Paddle's store are sent at once.
+
+    The store writes a request in parts, each of which waits 40 ms until the other end acknowledges
+    the part before (Nagle's algorithm). A comparison of two ranks takes three of these waits. The
+    function must not create process groups with Paddle: they write the addresses of their ranks
+    under the same names, and without the waits a group finds those of an earlier one.
+    """
+
+    @functools.wraps(function)
+    def decorated(*args: Any) -> Any:
+        delayed = [
+            connection for connection in _connections() if not connection.getsockopt(*AT_ONCE)
+        ]
+        for connection in delayed:
+            connection.setsockopt(*AT_ONCE, 1)
+        try:
+            return function(*args)
+        finally:
+            for connection in delayed:
+                connection.setsockopt(*AT_ONCE, 0)
+                connection.close()
+
+    return decorated
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Yields a copy of each TCP socket of this process."""
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of listdir
             if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{number}").st_mode):
-                with socket.socket(fileno=os.dup(int(number))) as connection:
-                    if connection.family == socket.AF_INET:
-                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                found = socket.socket(fileno=os.dup(int(number)))
+                if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM:
+                    yield found
+                else:
+                    found.close()
 
 
 def _await(master: str, timeout: float) -> None:

@@ -31,6 +31,7 @@ class Counting(nn.Layer):
         return self.norm(self.body(x)).square().mean()
 
 
+@ranks.at_once
 def train(rank: int) -> dict[str, list[Any]]:
     """The buffers after each part of the training, by level."""
     found: dict[str, list[Any]] = {}

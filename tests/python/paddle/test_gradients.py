@@ -99,6 +99,7 @@ def trained(rank: int, level: str, look: Callable[[list[Any]], float], scaled: b
     return found, [value.numpy() for value in layer.state_dict().values()]
 
 
+@ranks.at_once
 def all_trained(rank: int) -> dict[str, Any]:
     return {
         f"{look.__name__}, scaled: {scaled}": [
@@ -118,6 +119,7 @@ def test_gradients_that_a_program_reads_and_changes_are_means(
             assert_close(other, outcome, 0, 0), (name, level)
 
 
+@ranks.at_once
 def look_late(rank: int) -> None:
     """After a step, and at parameters that the optimizer does not have: gradients are means, as in
     Paddle, or errors where their values are gone."""

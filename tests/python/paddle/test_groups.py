@@ -25,6 +25,7 @@ TRAININGS = {
 }
 
 
+@ranks.at_once
 def train_in_groups(
     rank: int, world: int, shards: int, sizes: list[int], names: list[str]
 ) -> dict[tuple[str, int], list[Outcome]]:
@@ -119,8 +120,8 @@ def refuse(rank: int) -> None:
     group_sharded_parallel(model, optimizer, "os", group_size="host", segment_size=SEGMENT)
 
 
-def test_sizes_that_do_not_fit_are_refused(pair: ranks.Team, processes: dict[str, str]) -> None:
-    pair.run(refuse, env=processes)
+def test_sizes_that_do_not_fit_are_refused(processes: dict[str, str]) -> None:
+    ranks.run(2, refuse, env=processes)
 
 
 def train_without_process_group(rank: int, size: int) -> str:

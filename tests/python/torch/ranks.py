@@ -130,7 +130,10 @@ def _turn(
     """Calls a function of a test on a rank of a team."""
     torch.manual_seed(0)
     os.environ.update(environment)
+    before = dict(os.environ), dist.distributed_c10d._get_default_store()
     result = function(rank, *args)
+    after = dict(os.environ), dist.distributed_c10d._get_default_store()
+    assert after == before, f"{function.__name__} leaves something behind; use ranks.run"
     # Rank 0 may host the cluster that the others still use.
     dist.barrier()
     if "zeroshard" in sys.modules:

@@ -56,10 +56,8 @@ def texts(rank: int) -> dict[str, str]:
     return found
 
 
-def test_ranks_with_different_models_or_optimizers_both_learn_of_the_difference(
-    pair: ranks.Team,
-) -> None:
-    for found in pair.run(texts):
+def test_ranks_with_different_models_or_optimizers_both_learn_of_the_difference() -> None:
+    for found in ranks.run(2, texts):
         assert list(found) == list(DIFFERENCES)
         for what, text in found.items():
             name, first, second = DIFFERENCES[what]
@@ -97,7 +95,7 @@ def stored(rank: int) -> tuple[list[int], int]:
     return keys, sum(sizes)
 
 
-def test_ranks_that_agree_leave_little_in_the_store(pair: ranks.Team) -> None:
-    for keys, size in pair.run(stored):
+def test_ranks_that_agree_leave_little_in_the_store() -> None:
+    for keys, size in ranks.run(2, stored):
         assert len(set(keys[2:])) == 1
         assert 500 < size < 8000  # 200 tensors for each of 8 jobs

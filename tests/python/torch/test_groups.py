@@ -309,8 +309,8 @@ def refuse(rank: int) -> None:
             pass
 
 
-def test_sizes_and_programs_that_do_not_fit_are_refused(pair: ranks.Team, processes: Any) -> None:
-    pair.run(refuse, env=processes)
+def test_sizes_and_programs_that_do_not_fit_are_refused(processes: Any) -> None:
+    ranks.run(2, refuse, env=processes)
 
 
 def refuse_without_process_group(rank: int) -> None:
