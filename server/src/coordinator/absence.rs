@@ -109,8 +109,8 @@ impl Cluster {
             } else if of.incarnation != incarnation {
                 Some((of.id, "it was restarted".to_owned()))
             } else if !held.contains(&job.id) {
-                let why = known.failed.get(&job.id);
-                Some((of.id, why.map_or("it has dropped the job".to_owned(), String::clone)))
+                let why = known.failed.get(&job.id).map(|failed| failed.reason.clone());
+                Some((of.id, why.unwrap_or("it has dropped the job".to_owned())))
             } else {
                 None
             }

@@ -19,7 +19,7 @@ use zeroshard_proto::{
 use super::{
     decisions::{Decision, Figures, Replicated, Report, Update},
     driver::{Control, Driver},
-    events::{About, Command, Event, JobRef, Lease, Link, OpenJob, Said},
+    events::{About, Command, Event, FailedThere, JobRef, Lease, Link, OpenJob, Said},
     held::{Held, Ranks},
     jobs::Plan,
     reduce::{Absent, Overflow, Reduced},
@@ -113,7 +113,7 @@ async fn read_registration(
             _ => return Err(unexpected("message after Hello", "another message", "HeldJob").into()),
         }
     }
-    let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.reason));
+    let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.into()));
     let about = About {
         name,
         zone,
@@ -123,6 +123,12 @@ async fn read_registration(
         cordoned: hello.cordoned,
     };
     Ok(Registration { server, about, term: hello.term, held })
+}
+
+impl From<pb::JobFailed> for FailedThere {
+    fn from(pb::JobFailed { reason, transient, .. }: pb::JobFailed) -> Self {
+        Self { reason, transient }
+    }
 }
 
 fn unexpected(what: &str, found: &str, expected: &str) -> Error {

@@ -307,8 +307,8 @@ impl Driver {
         Ok(Control { link, heard, commands, dismissal })
     }
 
-    /// Takes a term above the one that a server has seen. The other servers register again, and
-    /// learn it.
+    /// Takes a term above the one that a server has seen. The other servers count as lost until they
+    /// register again and learn it: with the earlier term they may follow another coordinator.
     ///
     /// # Errors
     /// [`Error::StaleTerm`] if the coordinator has been replaced.
@@ -321,9 +321,12 @@ impl Driver {
             return Err(Error::StaleTerm { term, current: seen });
         }
         inner.cluster.set_term(self.term());
-        let known = std::mem::take(&mut inner.servers).into_values();
-        known
-            .for_each(|server| server.dismissal.dismiss("the coordinator has taken a higher term"));
+        let cause = "the coordinator has taken a higher term";
+        for (server, ServerStream { stream, dismissal, .. }) in std::mem::take(&mut inner.servers) {
+            dismissal.dismiss(cause);
+            let from = Link { server, stream };
+            self.handle(inner, Event::ServerLost { from, cause: cause.to_owned() });
+        }
         Ok(())
     }
 
@@ -338,14 +341,15 @@ impl Driver {
     }
 
     /// The stream of a worker that this call has opened has ended, and with it the lease, unless
-    /// the worker has opened another stream since.
+    /// the worker has opened another stream since, or the state has ended this one.
     pub(crate) fn end_lease(&self, job: String, rank: u32, lease: Lease, opened_by: Caller) {
         let mut inner = self.lock();
-        if inner.members.get(&lease).is_some_and(|stream| stream.opened_by != opened_by) {
-            return;
-        }
+        let is_open = |stream: &&MemberStream| stream.opened_by == opened_by;
+        let Some(stream) = inner.members.get(&lease).filter(is_open) else { return };
+        // The state has ended this stream. It may have learned the lease again since.
+        let is_known = stream.ended.is_some();
         inner.members.remove(&lease);
-        if self.check_running(&mut inner).is_ok() {
+        if !is_known && self.check_running(&mut inner).is_ok() {
             self.handle(&mut inner, Event::LeaseEnded { job, rank, lease });
         }
     }

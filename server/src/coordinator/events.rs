@@ -177,6 +177,14 @@ impl Event {
     }
 }
 
+/// Why a job has failed on a server.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct FailedThere {
+    pub(crate) reason: String,
+    /// Whether the server may be able to open the job later.
+    pub(crate) transient: bool,
+}
+
 /// The properties that a shard server reports when it registers.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct About {
@@ -186,8 +194,8 @@ pub(crate) struct About {
     pub(crate) zone: String,
     /// The memory for the arrays of slices; `None` without a known limit.
     pub(crate) capacity: Option<Capacity>,
-    /// The reasons for which jobs have failed on the server, by job id.
-    pub(crate) failed: BTreeMap<u64, String>,
+    /// Why jobs have failed on the server, by job id.
+    pub(crate) failed: BTreeMap<u64, FailedThere>,
     /// The version of the server; empty if it is unknown.
     pub(crate) version: String,
     /// Whether the server is cordoned.

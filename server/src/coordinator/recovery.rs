@@ -24,7 +24,9 @@ use zeroshard_proto::{Error, Server};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Attach, Command, JobRef, Lease, Link, Now, Said, ServerId},
+    events::{
+        Action, Attach, Command, FailedThere, JobRef, Lease, Link, Now, Said, ServerId, Waiter,
+    },
     held::{Held, Ranks},
     jobs::Plan,
     leases::MAX_AHEAD,
@@ -188,7 +190,7 @@ impl Cluster {
         for held in held {
             let job = JobRef { name: held.spec.name.clone(), id: held.id };
             if is_new {
-                self.make_way_for(&job, &held, out);
+                self.make_way_for(&job, &held, server, now, out);
             }
             match self.jobs.get_mut(&job.name) {
                 None if is_new => {
@@ -243,9 +245,16 @@ impl Cluster {
     }
 
     /// A worker may have asked for the job before a server has described it. It asks again.
-    /// And a server that was away may have described an earlier job of the name, or this job in an
-    /// earlier placement, without steps that were made since.
-    fn make_way_for(&mut self, job: &JobRef, held: &Held, out: &mut Vec<Action>) {
+    /// And a server that was away may have described an earlier job of the name, or this job without
+    /// steps and epochs that another coordinator has made since.
+    fn make_way_for(
+        &mut self,
+        job: &JobRef,
+        held: &Held,
+        server: ServerId,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         let Some(found) = self.jobs.get(&job.name) else { return };
         let is_earlier = found.learned.is_some_and(|learned| learned < held.age());
         let error = match &found.phase {
@@ -254,14 +263,33 @@ impl Cluster {
             }
             _ if found.id != job.id && is_earlier => Error::JobReplaced { job: job.name.clone() },
             Phase::Open(open)
-                if is_earlier && open.rolled_back.is_none() && open.step() < held.attempt.step =>
+                if is_earlier
+                    && open.rolled_back.is_none()
+                    && (open.step() < held.attempt.step || found.epoch < held.attempt.epoch) =>
             {
-                unknown_yet(&job.name)
+                return self.learn_again(&job.name, server, now, out);
             }
             _ => return,
         };
         if let Some(Job { id, phase, .. }) = self.jobs.remove(&job.name) {
             self.dissolve(&job.name, id, phase, &error, out);
+        }
+    }
+
+    /// Another coordinator has had an open job meanwhile. Its servers keep it, and those other than
+    /// `server` describe it again. Its ranks keep their leases, and open new streams.
+    fn learn_again(&mut self, name: &str, server: ServerId, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { phase, .. }) = self.jobs.remove(name) else { return };
+        let connected = |of: &Server| Some((of.id, self.servers.get(&of.id)?.stream));
+        let placed = phase.placement().into_iter().flat_map(|placement| placement.servers());
+        let connected: Vec<(ServerId, u64)> = placed.filter_map(connected).collect();
+        let (waiters, leases) = phase.into_waiting();
+        let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(unknown_yet(name)));
+        out.extend(waiters.into_iter().map(answer));
+        out.extend(leases.into_iter().map(|lease| Action::End(lease, Some(unknown_yet(name)))));
+        let cause = format!("another coordinator has had job {name:?} meanwhile");
+        for (server, stream) in connected.into_iter().filter(|(other, _)| *other != server) {
+            self.server_lost(Link { server, stream }, &cause, now, out);
         }
     }
 
@@ -302,7 +330,7 @@ impl Cluster {
                     lost.insert(server.id, "it was restarted".to_owned());
                 }
                 Some(known) if has_replicas && !recovery.held.contains_key(&server.id) => {
-                    let why = known.failed.get(id).cloned();
+                    let why = known.failed.get(id).map(|failed| failed.reason.clone());
                     lost.insert(server.id, why.unwrap_or("it has dropped the job".to_owned()));
                 }
                 Some(known) if known.incarnation != server.incarnation => {
@@ -367,13 +395,19 @@ impl Cluster {
         &mut self,
         name: &str,
         server: ServerId,
-        failed: Option<String>,
+        failed: Option<FailedThere>,
         now: Now,
         out: &mut Vec<Action>,
     ) {
         let server = self.name(server);
         match failed {
-            Some(reason) => self.fail(name, &format!("{server}: {reason}"), now, out),
+            // It could not read the checkpoint to which the last coordinator returned the job.
+            Some(FailedThere { reason, transient: true }) => {
+                self.interrupt_or_fail(name, &format!("{server}: {reason}"), now, out);
+            }
+            Some(FailedThere { reason, .. }) => {
+                self.fail(name, &format!("{server}: {reason}"), now, out);
+            }
             None if self.interrupt(name, &format!("{server} does not hold it"), now, out) => {}
             None => self.remove(name, "it was closed", out),
         }

@@ -13,7 +13,7 @@ use super::{
     commit::Round,
     compare::Comparison,
     decisions::Decided,
-    events::{Action, Checkpoint, Command, Lease, Now, ServerId, Turn, Waiter},
+    events::{Action, Checkpoint, Command, FailedThere, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
     figures::Lateness,
     held::Age,
@@ -43,7 +43,7 @@ pub(crate) struct ServerState {
     /// Its last report.
     pub(crate) stats: Option<Stats>,
     /// Why jobs had failed on it when it connected, by the id of the job.
-    pub(crate) failed: BTreeMap<u64, String>,
+    pub(crate) failed: BTreeMap<u64, FailedThere>,
     /// The version of the server; empty if it is unknown.
     pub(crate) version: String,
     /// Whether the server is cordoned: it receives no new slices.

@@ -263,8 +263,14 @@ impl World {
             return false;
         }
         cluster.set_term(leadership.term());
-        let streams: Vec<usize> = coordinator.streams.keys().copied().collect();
-        streams.into_iter().for_each(|server| self.break_stream_of(index, server));
+        let streams = coordinator.streams.iter();
+        let streams: Vec<(usize, u64)> = streams.map(|(&server, of)| (server, of.0)).collect();
+        for (server, stream) in streams {
+            self.break_stream_of(index, server);
+            let from = Link { server: server as u64 + 1, stream };
+            let cause = "the coordinator has taken a higher term".to_owned();
+            self.handle(index, Event::ServerLost { from, cause });
+        }
         true
     }
 
@@ -368,8 +374,6 @@ impl World {
                 let (rank, worker) = self.coordinators[index].members.remove(&lease)?;
                 let told = Told::StreamEnded(error);
                 self.send(Connection::Member(lease), Happening::Told { rank, life: worker, told });
-                let event = Box::new(lease_ended(rank, lease));
-                self.later(Happening::Event { life, stream: None, event });
             }
             Action::Dismiss(link) => self.dismiss(index, link),
             Action::Probe(server) => self.later(Happening::Probe { life, server }),

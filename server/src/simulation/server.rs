@@ -307,7 +307,7 @@ impl World {
         let held = held.chain(of.restoring.values().cloned());
         let described = |held| Held::try_from(held).expect("a valid description");
         let held = held.map(described).map(|held| Held { term, ..held });
-        let failed = of.events.failed().into_iter().map(|of| (of.job_id, of.reason));
+        let failed = of.events.failed().into_iter().map(|of| (of.job_id, of.into()));
         let joined = Event::ServerJoined {
             stream,
             server: of.server(),

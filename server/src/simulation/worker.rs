@@ -405,7 +405,8 @@ impl World {
                 }
                 worker.learn(*change);
             }
-            Told::StreamBroken => {
+            // The coordinator learns the job again, in which the worker keeps its lease.
+            Told::StreamBroken | Told::StreamEnded(Some(Error::Unavailable { .. })) => {
                 worker.has_stream = false;
                 worker.awaits_membership = false;
                 // The answer of a process that has ended may still be under way.

@@ -2,9 +2,16 @@
 
 use std::sync::Arc;
 
-use super::{recovery::Before, *};
-use crate::coordinator::held::{Held, Ranks};
-use crate::coordinator::recovery::{RECOVERY, SETTLING};
+use super::{
+    recovery::Before,
+    saves::{found, policy},
+    *,
+};
+use crate::coordinator::{
+    events::FailedThere,
+    held::{Held, Ranks},
+    recovery::{LEARNING, RECOVERY, SETTLING},
+};
 
 #[test]
 fn descriptions_that_differ_fail_the_job_and_name_both_servers() {
@@ -67,6 +74,25 @@ fn a_job_that_failed_without_a_coordinator_keeps_its_reason() {
         assert_eq!(script.failure(), Some("shard server host:2: out of memory"));
         assert_eq!(script.closed(), [1, 2]);
     }
+}
+
+#[test]
+fn a_job_returns_to_its_checkpoint_again_if_a_server_could_not_read_it_without_a_coordinator() {
+    let spec = Arc::new(JobSpec { min_servers: 2, ..policy(2, 2) });
+    let before = Before { spec, ..Before::new() };
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    script.found = found(2);
+    script.returns(1, 1, vec![before.held()]);
+    let server = Server { id: 2, incarnation: 1, address: "host:2".into() };
+    let stream = script.next();
+    script.links.insert(2, Link { server: 2, stream });
+    let failure = FailedThere { reason: "cannot read the store".into(), transient: true };
+    let about = About { failed: BTreeMap::from([(JOB, failure)]), ..About::default() };
+    script.event(Event::ServerJoined { stream, server, about, held: vec![], is_new: true });
+    assert_eq!(script.failure(), None);
+    script.after(LEARNING);
+    script.open_all();
+    assert_eq!((script.version(), script.failure()), (Some(2), None));
 }
 
 #[test]
@@ -198,4 +224,27 @@ fn a_job_without_one_of_its_servers_fails_or_was_closed() {
     script.returns(2, 1, vec![before.held()]);
     script.returns(1, 1, vec![before.held()]);
     assert_eq!(script.version(), Some(4));
+}
+
+#[test]
+fn a_job_that_another_coordinator_has_had_meanwhile_is_learned_again() {
+    let before = Before::new();
+    let [step, epoch] = [(3, 5), (4, 4)].map(|(epoch, step)| Attempt::first(epoch, step));
+    for attempt in [step, epoch] {
+        let mut script = before.recover([before.held(), before.held()]);
+        script.attach(0, before.leases[0]).unwrap();
+        script.lose_link(script.links[&1]);
+        script.dismissed.clear();
+        let later = Held { term: 9, attempt, ..before.held() };
+        script.returns(1, 1, vec![later.clone()]);
+        assert!(matches!(script.cluster.describe("job"), Err(Error::Unavailable { .. })));
+        assert_eq!(script.dismissed, [2], "it describes the job again");
+        let (lease, error) = script.ended.last().expect("the rank opens a new stream");
+        assert_eq!(*lease, before.leases[1]);
+        assert!(matches!(error, Some(Error::Unavailable { .. })), "{error:?}");
+        script.returns(2, 1, vec![later]);
+        assert_eq!((script.version(), script.epoch()), (Some(attempt.step), attempt.epoch));
+        assert!(script.closed().is_empty(), "its servers keep it");
+        script.attach(0, before.leases[0]).unwrap();
+    }
 }

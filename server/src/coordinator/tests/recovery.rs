@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, sync::Arc};
 use super::*;
 use crate::coordinator::{
     decisions::Figures,
-    events::Attach,
+    events::{Attach, FailedThere},
     held::{Held, Ranks},
     recovery::RECOVERY,
     resting::{Begins, Rested},
@@ -105,7 +105,8 @@ impl Script {
         let server = Server { id, incarnation, address: format!("host:{id}") };
         let stream = self.next();
         self.links.insert(id, Link { server: id, stream });
-        let failed = failed.iter().map(|&(id, reason)| (id, reason.to_owned())).collect();
+        let why = |reason: &str| FailedThere { reason: reason.to_owned(), transient: false };
+        let failed = failed.iter().map(|&(id, reason)| (id, why(reason))).collect();
         self.event(Event::ServerJoined {
             stream,
             server,
