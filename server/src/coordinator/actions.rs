@@ -139,6 +139,7 @@ impl Driver {
         }
         let name = job.name.clone();
         let task = self.completions.spawn(storage::end_claims(job, urls));
+        inner.ending.retain(|_, earlier| !earlier.is_finished());
         inner.ending.insert(name, task);
     }
 
