@@ -20,19 +20,19 @@ def counts(printed: str) -> bool:
 
 
 def test_accelerate() -> None:
-    printed = run(*TORCHRUN, str(EXAMPLES / "accelerate_loop.py"))
+    printed = run(EXAMPLES / "accelerate_loop.py", launcher=TORCHRUN)
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 6 and losses[-1] < losses[0] / 2
     assert counts(printed)
 
 
 def test_transformers(tmp_path: Path) -> None:
-    command = [str(EXAMPLES / "transformers_trainer.py"), "--output", str(tmp_path)]
-    printed = run(*TORCHRUN, *command)
+    script = EXAMPLES / "transformers_trainer.py"
+    printed = run(script, "--output", str(tmp_path), launcher=TORCHRUN)
     assert float(re.findall(r"evaluated (\d+\.\d+)", printed)[0]) < 2.0
     assert counts(printed)
 
 
 def test_lightning() -> None:
-    printed = run(str(EXAMPLES / "lightning_strategy.py"), "--devices", "2")
+    printed = run(EXAMPLES / "lightning_strategy.py", "--devices", "2")
     assert float(re.findall(r"accuracy (\d\.\d+)", printed)[0]) > 0.8

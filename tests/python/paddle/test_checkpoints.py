@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import tempfile
 import time
@@ -290,13 +291,13 @@ def misuse(rank: int, directory: str) -> None:
 
 def save_schedule(rank: int, directory: str) -> None:
     """Saves a scheduler whose learning rate is a number of NumPy, and continues with another."""
-    with zs.init(name="numpy"):
-        _, optimizer, checkpoints = shard(directory)
+    with zs.init(name="schedule"):
+        _, optimizer, checkpoints = shard(f"{directory}/numpy")
         optimizer._learning_rate = paddle.optimizer.lr.LambdaDecay(0.1, lambda _: numpy.float32(1))
         with pytest.raises(zs.InvalidArgumentError, match="'last_lr'.* LambdaDecay"):
             next(zs.steps(1, checkpoints))
     with zs.init(name="schedule"):
-        model, optimizer, checkpoints = shard(directory)
+        model, optimizer, checkpoints = shard(f"{directory}/saved")
         optimizer._learning_rate = paddle.optimizer.lr.StepDecay(0.1, step_size=3)
         for step in zs.steps(1, checkpoints):
             with step:
@@ -309,8 +310,10 @@ def save_schedule(rank: int, directory: str) -> None:
         (lr.CosineAnnealingDecay(0.1, T_max=3), "CosineAnnealingDecay"),
         (0.1, "a number"),
     ):
+        # Copies: a run waits until one that has ended without a checkpoint is taken for over.
+        copy = shutil.copytree(f"{directory}/saved", f"{directory}/{name}")
         with zs.init(name="schedule"):
-            _, optimizer, checkpoints = shard(directory)
+            _, optimizer, checkpoints = shard(copy)
             optimizer._learning_rate = other
             with pytest.raises(zs.InvalidArgumentError, match=f"is {name}, .* it is StepDecay"):
                 next(zs.steps(2, checkpoints))
