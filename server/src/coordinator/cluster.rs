@@ -10,6 +10,7 @@ use super::{
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
     jobs::Failed,
+    leadership::RANDOM,
     missing::Missing,
     placement::Zones,
     recovery::{LEARNING, RECOVERY, SETTLING, unknown_yet},
@@ -36,6 +37,8 @@ pub(crate) struct Cluster {
     epoch: u64,
     /// The number of the last save.
     pub(super) saves: u64,
+    /// The part of this coordinator's term that another coordinator does not have.
+    pub(super) lane: u64,
     /// The saves whose manifests are being written, with the names of their jobs.
     pub(super) completing: BTreeMap<u64, String>,
     /// Until then, servers may still describe jobs of an earlier coordinator, and no new job is
@@ -67,6 +70,7 @@ impl Default for Cluster {
             jobs: BTreeMap::new(),
             epoch: 0,
             saves: 0,
+            lane: 0,
             completing: BTreeMap::new(),
             learns_until: None,
             members_wait_until: None,
@@ -105,9 +109,10 @@ impl Cluster {
         Self { job_timeout: jobs.timeout, max_jobs: jobs.number, ..self }
     }
 
-    /// Numbers saves differently from coordinators of other terms.
+    /// Numbers saves, and the epochs of restorations, differently from coordinators of other terms.
     pub(crate) fn set_term(&mut self, term: u64) {
         self.saves = term << 20;
+        self.lane = term & ((1 << RANDOM) - 1);
     }
 
     /// Applies `event`, and returns the resulting actions.

@@ -25,7 +25,7 @@ const ELECTED: u64 = 1 << 48;
 
 /// The low bits of the term of a coordinator without an election are random: two of them that have
 /// met different servers never have the same term.
-const RANDOM: u32 = 24;
+pub(super) const RANDOM: u32 = 24;
 
 /// A term, and the time until which its coordinator may decide. Clones share them.
 #[derive(Debug, Clone)]

@@ -143,7 +143,6 @@ fn of_two_coordinators_at_most_one_decides_about_a_step() {
     };
     let runs = check(seeds, pair, "SIMULATION_PAIR_SEED");
     let Runs { ended, with_two_deciders, .. } = runs;
-    eprintln!("{ended} runs; in {with_two_deciders} of them two coordinators have decided");
     // Runs in which only one coordinator ever decides show nothing.
     assert!(ended < 100 || with_two_deciders >= ended / 10, "{with_two_deciders} of {ended}");
 }
@@ -154,6 +153,8 @@ fn of_two_coordinators_at_most_one_decides_about_a_step() {
 /// If runs fail. The message has their seeds, and everything that has happened in one of them.
 fn check(seeds: Range<u64>, world: fn(u64) -> World, variable: &str) -> Runs {
     let runs = run(seeds, world);
+    let Runs { ended, with_two_deciders, .. } = runs;
+    eprintln!("{ended} runs have ended; in {with_two_deciders} of them two coordinators decided");
     let Some((first, _)) = runs.failures.first_key_value() else { return runs };
     let log = world(*first).logged().run().expect_err("the same run fails again");
     let list = runs.failures.iter().map(|(seed, failure)| format!("{variable}={seed}: {failure}"));
