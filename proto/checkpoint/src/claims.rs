@@ -13,8 +13,8 @@
 //! The coordinator of a job writes another number to `.alive` every [`BEAT`]. A job whose file does
 //! not change while another job watches it for [`PATIENCE`] is over, and so is one with the file
 //! `.ended`. If a job was taken for over and its file changes later, its successors do not remove
-//! its checkpoints. Its coordinator may need some minutes to come back, so they keep its checkpoints
-//! for [`GRACE`] in any case. Only times of files are compared, which one clock has written.
+//! its checkpoints. Its coordinator may need some minutes to come back, so they keep them for
+//! [`GRACE`] in any case. Only times of files are compared, which one clock has written.
 
 use std::time::Duration;
 

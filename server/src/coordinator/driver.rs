@@ -307,8 +307,8 @@ impl Driver {
         Ok(Control { link, heard, commands, dismissal })
     }
 
-    /// Takes a term above the one that a server has seen. The other servers count as lost until they
-    /// register again and learn it: with the earlier term they may follow another coordinator.
+    /// Takes a term above the one that a server has seen. The other servers count as lost until
+    /// they register again and learn it: with the earlier term they may follow another coordinator.
     ///
     /// # Errors
     /// [`Error::StaleTerm`] if the coordinator has been replaced.

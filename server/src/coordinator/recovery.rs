@@ -245,8 +245,8 @@ impl Cluster {
     }
 
     /// A worker may have asked for the job before a server has described it. It asks again.
-    /// And a server that was away may have described an earlier job of the name, or this job without
-    /// steps and epochs that another coordinator has made since.
+    /// And a server that was away may have described an earlier job of the name, or this job
+    /// without steps and epochs that another coordinator has made since.
     fn make_way_for(
         &mut self,
         job: &JobRef,

@@ -199,7 +199,7 @@ fn a_finished_run_continues_only_with_the_same_mesh() {
 #[test]
 fn a_rank_reports_a_missing_peer() {
     let (text, cluster) = (text(), Cluster::start(1));
-    let flags = format!("--data {} --tensor-parallel 2 --timeout 1", text.path().display());
+    let flags = format!("--data {} --job a --tensor-parallel 2 --timeout 1", text.path().display());
     let output = run_ranks(&cluster, &[flags]).remove(0);
     assert!(!output.status.success() && stderr(&output).contains("rank 1"), "{}", stderr(&output));
 }
