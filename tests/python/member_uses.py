@@ -18,7 +18,7 @@ def text(values: Any) -> Any:
 
 
 def then_step(change: Callable[[Any], Any]) -> Use:
-    """Changes the model, and makes steps."""
+    """Changes the model, and then makes two steps."""
 
     def use(script: Any) -> Any:
         result = change(script.model)

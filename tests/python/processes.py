@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.context
+import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 #: What a function may take, in seconds, unless it says otherwise.
 TIMEOUT = 120.0
@@ -74,19 +76,19 @@ class Team(ABC):
     ranks are killed, and the next call starts new ones.
     """
 
-    def __init__(self, context: multiprocessing.context.ForkServerContext) -> None:
-        self._context = context
+    #: Starts the processes.
+    context: ClassVar[multiprocessing.context.ForkServerContext]
+    #: Calls a function of a test on a rank. Its arguments are the rank, additions to the
+    #: environment, the function, and the function's arguments after the rank.
+    turn: ClassVar[Callable[..., Any]]
+
+    def __init__(self, world: int) -> None:
+        self.world = world
         self._processes: dict[Any, tuple[int, Any]] = {}
 
     @abstractmethod
     def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
         """Returns the first function of each rank, and its arguments."""
-
-    @property
-    @abstractmethod
-    def turn(self) -> Callable[..., Any]:
-        """The function that calls one of a test. Its arguments are the rank, additions to the
-        environment, the function of the test, and the arguments of that after the rank."""
 
     def run(
         self,
@@ -99,8 +101,8 @@ class Team(ABC):
         and errors see :func:`run_all`."""
         if not self._processes:
             for rank, beginning in enumerate(self.beginnings()):
-                ours, theirs = self._context.Pipe()
-                process = self._context.Process(target=_member, args=(theirs, *beginning))
+                ours, theirs = self.context.Pipe()
+                process = self.context.Process(target=_member, args=(theirs, *beginning))
                 process.start()
                 theirs.close()
                 self._processes[ours] = rank, process
@@ -120,6 +122,28 @@ class Team(ABC):
             connection.close()
         for _, process in processes.values():
             _end(process)
+
+
+@contextlib.contextmanager
+def turn(
+    function: Callable[..., Any],
+    environment: Mapping[str, str],
+    barrier: Callable[[], Any],
+    state: Callable[[], Any] = lambda: None,
+) -> Iterator[None]:
+    """A context in which a rank of a team calls a function of a test. The function must change
+    neither the process's environment nor what ``state`` returns."""
+    os.environ.update(environment)
+    before = dict(os.environ), state()
+    yield
+    after = dict(os.environ), state()
+    assert after == before, f"{function.__name__} leaves something behind; use ranks.run"
+    # Rank 0 may host the cluster that the others still use.
+    barrier()
+    if "zeroshard" in sys.modules:
+        sys.modules["zeroshard"].shutdown()
+    for name in environment:
+        del os.environ[name]
 
 
 def _end(process: Any) -> None:

@@ -72,9 +72,10 @@ impl Attempts {
         self.named_epoch.fetch_max(epoch, Ordering::AcqRel);
     }
 
-    /// The latest epoch that this rank knows, if the last membership is in `epoch`; the latest step
-    /// with an attempt in it; and the number of the latest attempt there that may be open. This
-    /// rank waits for an epoch that an error has named, and a new coordinator may not know it.
+    /// Returns the latest epoch that this rank knows, the latest step with an attempt in it, and
+    /// the number of the latest attempt there that may be open. `epoch` is that of the last
+    /// membership. An error may have named a later epoch: this rank waits for it, and a new
+    /// coordinator may not know it.
     pub(super) fn latest(&self, epoch: u64) -> (u64, u64, u32) {
         let epoch = epoch.max(self.named_epoch.load(Ordering::Acquire));
         let attempts = self.lock();

@@ -295,7 +295,7 @@ async fn remove(job: &str, version: u64, place: &Place, json: bool) -> Result<()
     let storage = existing(&place.url)?;
     storage.remove(job, version).await?;
     if storage.versions(job).await?.is_empty() {
-        end_claim(&storage, job).await?;
+        release_claim(&storage, job).await?;
     }
     let event = json!({"event": "removed", "job": job, "version": version});
     print(json, &event, &format!("the checkpoint of version {version} of job {job:?} is removed"));
@@ -304,7 +304,7 @@ async fn remove(job: &str, version: u64, place: &Place, json: bool) -> Result<()
 
 async fn release(job: &str, place: &Place, json: bool) -> Result<()> {
     let storage = Storage::open(&place.url)?;
-    let Some(owner) = end_claim(&storage, job).await? else {
+    let Some(owner) = release_claim(&storage, job).await? else {
         let (url, job) = (place.url.clone(), job.to_owned());
         return Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() });
     };
@@ -317,10 +317,10 @@ async fn release(job: &str, place: &Place, json: bool) -> Result<()> {
     Ok(())
 }
 
-/// States that the owner of the checkpoints of a name is over. Returns its id, if there is one.
-async fn end_claim(storage: &Storage, job: &str) -> Result<Option<u64>> {
+/// Allows other jobs to claim the checkpoints of a name. Returns the owner's id, if there is one.
+async fn release_claim(storage: &Storage, job: &str) -> Result<Option<u64>> {
     let Some(owner) = storage.owner(job).await? else { return Ok(None) };
-    storage.end_claim(job, owner.job_id()).await?;
+    storage.release_claim(job, owner.job_id()).await?;
     Ok(Some(owner.job_id()))
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <url>/<job>/claims/<number, 20 digits>.json
-//!                    <id of a job, hexadecimal>.alive, .ended
+//!                    <id of a job, hexadecimal>.alive, .ended, .released
 //! ```
 //!
 //! A name can be used again: by a job that continues from a checkpoint, or by a job of another
@@ -10,11 +10,14 @@
 //! job of the last claim is the owner. A claim lists the ancestors of its job, each with the
 //! version up to which its checkpoints are those of the new job as well.
 //!
-//! The coordinator of a job writes another number to `.alive` every [`BEAT`]. A job whose file does
-//! not change while another job watches it for [`PATIENCE`] is over, and so is one with the file
-//! `.ended`. If a job was taken for over and its file changes later, its successors do not remove
-//! its checkpoints. Its coordinator may need some minutes to come back, so they keep them for
-//! [`GRACE`] in any case. Only times of files are compared, which one clock has written.
+//! The coordinator of a job writes another number to `.alive` every [`BEAT`], and `.ended` when the
+//! job is over. Another job may become the owner if the owner is over, if an operator has released
+//! its claim (`.released`), or if `.alive` does not change while the other job watches it for
+//! [`PATIENCE`].
+//!
+//! A job removes its ancestors' old checkpoints with its own. If an ancestor has not said that it
+//! is over, its coordinator may still come back. Then the job keeps them for [`GRACE`], and for
+//! ever if the ancestor shows a sign of life. Only file times of the same storage are compared.
 
 use std::time::Duration;
 
@@ -26,15 +29,17 @@ use crate::{Manifest, Storage};
 
 /// The directory of the claims.
 const CLAIMS: &str = "claims";
-/// The end of the name of the file that states that a job is over.
+/// The end of the name of the file in which the coordinator of a job states that the job is over.
 const ENDED: &str = ".ended";
+/// The end of the name of the file in which an operator allows other jobs to follow a job.
+const RELEASED: &str = ".released";
 /// The end of the name of the file that changes while a job lives.
 const ALIVE: &str = ".alive";
 /// How often that file changes.
 pub const BEAT: Duration = Duration::from_secs(3);
-/// How long a job that is taken for over has not changed it.
+/// How long the owner has not changed it before another job becomes the owner.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a job keeps the checkpoints of the job from which it has started.
+/// How long after its claim a job keeps the checkpoints of ancestors that may not be over.
 const GRACE: Duration = Duration::from_secs(600);
 /// The pause between two looks at it.
 const LOOK: Duration = Duration::from_secs(1);
@@ -87,8 +92,8 @@ struct Ancestor {
 struct Claims {
     /// The numbers, ascending.
     numbers: Vec<u64>,
-    /// The jobs that are over.
-    ended: Vec<u64>,
+    /// The jobs that are over or released.
+    free: Vec<u64>,
 }
 
 impl Claim {
@@ -101,11 +106,6 @@ impl Claim {
     pub fn admits(&self, checkpoint: &Manifest) -> bool {
         let (id, version) = (checkpoint.job_id(), checkpoint.version());
         id == self.job_id || self.ancestors.iter().any(|of| of.job_id == id && version <= of.until)
-    }
-
-    /// The ancestor with this id.
-    fn ancestor(&self, job_id: u64) -> Option<&Ancestor> {
-        self.ancestors.iter().find(|of| of.job_id == job_id)
     }
 
     /// A claim that only admits the checkpoints of the job itself.
@@ -131,8 +131,8 @@ impl Storage {
             if owner.job_id == job_id {
                 return Ok(());
             }
-            let is_over = claims.ended.contains(&owner.job_id);
-            if !is_over && self.is_alive(job, owner.job_id).await? {
+            let is_free = claims.free.contains(&owner.job_id);
+            if !is_free && self.is_alive(job, owner.job_id).await? {
                 return Err(self.owned_by(job, owner));
             }
         }
@@ -206,18 +206,30 @@ impl Storage {
         Ok(None)
     }
 
-    /// States that a job is over, if it owns the checkpoints of its name: another job may claim
-    /// them, and its successors may remove them.
+    /// States that a job is over, for its coordinator: other jobs may claim the checkpoints of its
+    /// name, and its successors may remove them.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
     pub async fn end_claim(&self, job: &str, job_id: u64) -> Result<()> {
-        let claims = self.claims(job).await?;
+        self.free_claim(job, job_id, ENDED).await
+    }
+
+    /// Allows other jobs to claim the checkpoints of a name from its owner, which may still live.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn release_claim(&self, job: &str, job_id: u64) -> Result<()> {
+        self.free_claim(job, job_id, RELEASED).await
+    }
+
+    /// Writes a file about a job, if the job has a claim and the file does not exist.
+    async fn free_claim(&self, job: &str, job_id: u64, suffix: &str) -> Result<()> {
+        let path = self.path_of(job, job_id, suffix);
         let is_claimed = !self.claim_of(job, job_id).await?.by.is_empty();
-        if !is_claimed || claims.ended.contains(&job_id) {
+        if !is_claimed || self.described(&path).await?.is_some() {
             return Ok(());
         }
-        let path = self.claims_directory(job).join(format!("{job_id:016x}{ENDED}"));
         match self.store().put(&path, Vec::new().into()).await {
             Ok(_) => Ok(()),
             Err(error) => Err(self.failed("write", &path, &error)),
@@ -237,28 +249,31 @@ impl Storage {
                 Err(error) => return Err(error),
             }
         }
-        let mut removable = Vec::new();
-        for manifest in own.into_iter().skip(keep) {
-            let is_free = match claim.ancestor(manifest.job_id()) {
-                None => true,
-                Some(ancestor) => self.is_long_over(job, job_id, ancestor).await?,
-            };
-            if is_free {
-                removable.push(manifest.version());
+        let mut removable = own.split_off(keep.min(own.len()));
+        for ancestor in &claim.ancestors {
+            let is_its = |of: &Manifest| of.job_id() == ancestor.job_id;
+            if removable.iter().any(is_its) && !self.is_over(job, job_id, ancestor).await? {
+                removable.retain(|of| !is_its(of));
             }
         }
-        removable.reverse();
-        Ok(removable)
+        Ok(removable.iter().rev().map(Manifest::version).collect())
     }
 
-    /// Whether an ancestor of a job has shown no life since [`GRACE`] before the job's own last
-    /// sign.
-    async fn is_long_over(&self, job: &str, job_id: u64, ancestor: &Ancestor) -> Result<bool> {
+    /// Whether an ancestor is over: its coordinator has said so, or it has shown no life since the
+    /// job's claim, and the job has lived for longer than [`GRACE`] since then.
+    async fn is_over(&self, job: &str, job_id: u64, ancestor: &Ancestor) -> Result<bool> {
+        let alive = self.described(&self.path_of(job, ancestor.job_id, ALIVE)).await?;
+        let ended = self.described(&self.path_of(job, ancestor.job_id, ENDED)).await?;
+        if let Some(ended) = ended
+            && alive.is_none_or(|alive| alive.last_modified <= ended.last_modified)
+        {
+            return Ok(true);
+        }
         if self.last_sign(job, ancestor.job_id).await? != ancestor.alive {
             return Ok(false);
         }
         let claimed = self.described(&self.claim_path(job, ancestor.successor)).await?;
-        let now = self.described(&self.alive_path(job, job_id)).await?;
+        let now = self.described(&self.path_of(job, job_id, ALIVE)).await?;
         let (Some(claimed), Some(now)) = (claimed, now) else { return Ok(false) };
         let age = now.last_modified.signed_duration_since(claimed.last_modified);
         // It is negative if the clock was set back.
@@ -295,7 +310,7 @@ impl Storage {
     /// # Errors
     /// [`Error::Storage`].
     pub async fn beat(&self, job: &str, job_id: u64, sign: u64) -> Result<()> {
-        let path = self.alive_path(job, job_id);
+        let path = self.path_of(job, job_id, ALIVE);
         match self.store().put(&path, format!("{sign:016x}").into()).await {
             Ok(_) => Ok(()),
             Err(error) => Err(self.failed("write", &path, &error)),
@@ -317,7 +332,7 @@ impl Storage {
 
     /// The last sign of life of a job; empty: none.
     async fn last_sign(&self, job: &str, job_id: u64) -> Result<String> {
-        let path = self.alive_path(job, job_id);
+        let path = self.path_of(job, job_id, ALIVE);
         let read = match self.store().get(&path).await {
             Ok(found) => found.bytes().await,
             Err(object_store::Error::NotFound { .. }) => return Ok(String::new()),
@@ -327,8 +342,9 @@ impl Storage {
         Ok(String::from_utf8_lossy(&sign).into_owned())
     }
 
-    fn alive_path(&self, job: &str, job_id: u64) -> Path {
-        self.claims_directory(job).join(format!("{job_id:016x}{ALIVE}"))
+    /// The file about a job with this end of its name.
+    fn path_of(&self, job: &str, job_id: u64, suffix: &str) -> Path {
+        self.claims_directory(job).join(format!("{job_id:016x}{suffix}"))
     }
 
     async fn claims(&self, job: &str) -> Result<Claims> {
@@ -340,9 +356,10 @@ impl Storage {
         for name in names {
             if let Some(number) = name.strip_suffix(".json").and_then(|name| name.parse().ok()) {
                 claims.numbers.push(number);
-            } else if let Some(id) = name.strip_suffix(ENDED) {
-                claims.ended.extend(u64::from_str_radix(id, 16));
+                continue;
             }
+            let id = name.strip_suffix(ENDED).or_else(|| name.strip_suffix(RELEASED));
+            claims.free.extend(id.and_then(|id| u64::from_str_radix(id, 16).ok()));
         }
         claims.numbers.sort_unstable();
         Ok(claims)

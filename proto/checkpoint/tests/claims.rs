@@ -92,15 +92,7 @@ async fn a_fork_reads_its_ancestors_up_to_its_own_start_and_a_living_one_keeps_i
     assert!(storage.latest(JOB, &stranger).await.unwrap().is_none());
     storage.beat(JOB, OTHER, 5).await.unwrap();
     assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor may come back");
-    let claim_of_fork =
-        saved.paths().into_iter().find(|path| path.ends_with("claims/00000000000000000002.json"));
-    let earlier = SystemTime::now() - Duration::from_secs(700);
-    File::options()
-        .write(true)
-        .open(claim_of_fork.unwrap())
-        .unwrap()
-        .set_modified(earlier)
-        .unwrap();
+    set_age(&saved, "00000000000000000002.json", Duration::from_secs(700));
     storage.beat(JOB, JOB_ID, 2).await.unwrap();
     assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor is alive");
     storage.beat(JOB, JOB_ID, 1).await.unwrap();
@@ -112,4 +104,35 @@ async fn a_fork_reads_its_ancestors_up_to_its_own_start_and_a_living_one_keeps_i
     claim(storage, OTHER + 1, "a:1", Start::From(OTHER, 1)).await.unwrap();
     let third = storage.claim_of(JOB, OTHER + 1).await.unwrap();
     assert!(storage.latest(JOB, &third).await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn a_job_removes_an_ancestors_checkpoints_at_once_only_if_its_coordinator_has_ended_it() {
+    let saved = Saved::new("sgd");
+    let storage = &saved.storage;
+    claim(storage, JOB_ID, "a:1", Start::Anew).await.unwrap();
+    storage.beat(JOB, JOB_ID, 1).await.unwrap();
+    for version in [1, 2] {
+        saved.save(version, version).await;
+    }
+    // An operator cannot know that the job is over.
+    storage.release_claim(JOB, JOB_ID).await.unwrap();
+    claim(storage, OTHER, "b:1", Start::From(JOB_ID, 2)).await.unwrap();
+    storage.beat(JOB, OTHER, 1).await.unwrap();
+    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0]);
+    // Another coordinator has it: its sign of life is younger than the end.
+    let [alive, ended] = ["alive", "ended"].map(|of| format!("{JOB_ID:016x}.{of}"));
+    storage.end_claim(JOB, JOB_ID).await.unwrap();
+    set_age(&saved, &ended, Duration::from_secs(5));
+    storage.beat(JOB, JOB_ID, 2).await.unwrap();
+    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0]);
+    set_age(&saved, &alive, Duration::from_secs(10));
+    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [1]);
+}
+
+/// Makes a file of claims look as if it had been written earlier.
+fn set_age(saved: &Saved, name: &str, age: Duration) {
+    let path = saved.paths().into_iter().find(|path| path.ends_with(format!("claims/{name}")));
+    let file = File::options().write(true).open(path.unwrap()).unwrap();
+    file.set_modified(SystemTime::now() - age).unwrap();
 }

@@ -3,22 +3,25 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use futures_util::{StreamExt, TryFutureExt, stream::FuturesUnordered};
+use futures_util::{StreamExt, TryFutureExt, future::select_all, stream::FuturesUnordered};
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use tokio::{net::TcpStream, time::sleep};
+use tokio::{
+    net::TcpStream,
+    time::{sleep, timeout},
+};
 use tonic::{Status, transport::Endpoint};
 use tower::Service;
 
 use super::{
-    Connection, Credentials, endpoint,
+    CONNECT_TIMEOUT, Connection, Credentials, endpoint,
     network::{self, Stream},
     silence::Watched,
     tls::Tls,
 };
 use crate::{Error, Result};
 
-/// The pause between two searches for another address that answers.
+/// The pause before another address is dialled again.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// One or more addresses, of which one answers at a time. Each time a connection is opened, all of
@@ -126,14 +129,18 @@ fn watched(
     Box::new(Watched::new(stream, move || {
         let (others, tls) = (others.clone(), tls.clone());
         Box::pin(async move {
-            loop {
-                if let Ok((address, _)) = first_that_answers(&others, tls.as_ref()).await {
-                    return address;
-                }
-                sleep(PAUSE).await;
-            }
+            let searches = others.iter().map(|other| Box::pin(answered(other, tls.as_ref())));
+            select_all(searches).await.0.to_owned()
         })
     }))
+}
+
+/// Dials an address until it answers. Returns it.
+async fn answered<'a>(address: &'a str, tls: Option<&Tls>) -> &'a str {
+    while !matches!(timeout(CONNECT_TIMEOUT, dial(address, tls)).await, Ok(Ok(_))) {
+        sleep(PAUSE).await;
+    }
+    address
 }
 
 /// Dials all addresses at the same time. Returns the one that answers first, and the connection.
@@ -247,6 +254,27 @@ mod tests {
         };
         let ended = tokio::select! { read = stream.read_u8() => read, () = answers => panic!() };
         assert!(ended.unwrap_err().to_string().contains(&dialled[1]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_refuses_at_first_is_dialled_again_while_another_one_stays_silent() {
+        let (first, second, silent) = (listener().await, listener().await, listener().await);
+        let dialled = [first.1, second.1, silent.1];
+        let stream = TcpStream::connect(&dialled[0]).await.unwrap();
+        let mut stream = watched(&dialled, &dialled[0], None, Box::new(stream));
+        drop(second.0);
+        let still = tokio::time::timeout(Duration::from_secs(60), stream.read_u8()).await;
+        assert!(still.is_err(), "no other address answers");
+        let second = TcpListener::bind(&dialled[1]).await.unwrap();
+        let answers = async {
+            loop {
+                let (mut stream, _) = second.accept().await.unwrap();
+                let _ = stream.write_all(b"hello").await;
+            }
+        };
+        let reads = tokio::time::timeout(Duration::from_secs(60), stream.read_u8());
+        let ended = tokio::select! { read = reads => read, () = answers => panic!() };
+        assert!(ended.expect("it ends").unwrap_err().to_string().contains(&dialled[1]));
     }
 
     #[tokio::test]

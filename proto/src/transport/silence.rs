@@ -16,14 +16,14 @@ use tokio::{
 
 use super::network::Stream;
 
-/// Longer than a server's interval between its probes of a connection.
+/// A server probes a connection more often than this, unless `--keepalive-seconds` is above 13.
 const SILENCE: Duration = Duration::from_secs(4);
 
 /// A search for another address that answers. Returns that address.
 type Search = Pin<Box<dyn Future<Output = String> + Send>>;
 
 /// A stream that fails when nothing arrives for [`SILENCE`] and another address answers. A machine
-/// that is lost closes no connection, and the probes of HTTP/2 need half a minute to notice it.
+/// that loses power closes no connections, and HTTP/2's keepalive takes half a minute to notice.
 pub(super) struct Watched<S> {
     stream: Box<dyn Stream>,
     /// Begins a search.
@@ -38,6 +38,12 @@ impl<S: Fn() -> Search> Watched<S> {
         Self { stream, search, silence: Box::pin(sleep(SILENCE)), searching: None }
     }
 
+    /// The stream is not silent: it is silent again after [`SILENCE`].
+    fn restart(&mut self) {
+        self.searching = None;
+        self.silence.as_mut().reset(Instant::now() + SILENCE);
+    }
+
     /// Completes when another address has answered during a silence.
     fn poll_other(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         let searching = match &mut self.searching {
@@ -49,8 +55,7 @@ impl<S: Fn() -> Search> Watched<S> {
         };
         let other = ready!(searching.as_mut().poll(cx));
         // The transport may read again after the error.
-        self.searching = None;
-        self.silence.as_mut().reset(Instant::now() + SILENCE);
+        self.restart();
         let cause = format!("nothing came for {SILENCE:?}, and {other} answers instead");
         Poll::Ready(io::Error::new(io::ErrorKind::TimedOut, cause))
     }
@@ -64,8 +69,7 @@ impl<S: Fn() -> Search + Unpin> AsyncRead for Watched<S> {
     ) -> Poll<io::Result<()>> {
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
         if read.is_ready() {
-            self.searching = None;
-            self.silence.as_mut().reset(Instant::now() + SILENCE);
+            self.restart();
             return read;
         }
         self.poll_other(cx).map(Err)

@@ -329,7 +329,7 @@ impl All {
 }
 
 impl Shard {
-    /// Checks the name of the server, which tables and messages show.
+    /// Checks the name of the server. Tables and messages show it.
     pub(super) fn check_id(&self) -> Result<(), Error> {
         let Some(id) = &self.id else { return Ok(()) };
         match check_name("id", id, MAX_SERVER_NAME) {

@@ -109,8 +109,7 @@ impl Cluster {
             } else if of.incarnation != incarnation {
                 Some((of.id, "it was restarted".to_owned()))
             } else if !held.contains(&job.id) {
-                let why = known.failed.get(&job.id).map(|failed| failed.reason.clone());
-                Some((of.id, why.unwrap_or("it has dropped the job".to_owned())))
+                Some((of.id, known.lacks(job.id)))
             } else {
                 None
             }
@@ -173,8 +172,9 @@ impl Cluster {
         }
         let Some(job) = self.jobs.get(name) else { return };
         let Some(placement) = job.phase.placement() else { return };
-        let address = placement.servers().iter().find(|of| of.id == server).map(|of| &of.address);
-        let mut reason = format!("shard server {} was lost (", address.map_or("", |of| of));
+        let found = placement.servers().iter().find(|of| of.id == server);
+        let address = found.map_or("", |of| &of.address);
+        let mut reason = format!("{} was lost (", self.name_at(server, address));
         if let Phase::Open(open) = &job.phase
             && let Some(away) = open.away.get(&server).filter(|away| away.cause != why)
         {

@@ -37,7 +37,7 @@ pub(crate) struct Cluster {
     epoch: u64,
     /// The number of the last save.
     pub(super) saves: u64,
-    /// The part of this coordinator's term that another coordinator does not have.
+    /// The low bits of the term, in which two coordinators differ.
     pub(super) lane: u64,
     /// The saves whose manifests are being written, with the names of their jobs.
     pub(super) completing: BTreeMap<u64, String>,

@@ -84,7 +84,8 @@ impl Cluster {
             return out.push(Action::Answer(caller, Err(error)));
         }
         self.missing.remove(&server.id);
-        out.push(Action::Note(format!("shard server {} is not missed any more", server.address)));
+        let name = self.name_at(server.id, &server.address);
+        out.push(Action::Note(format!("{name} is not missed any more")));
         let drained = Drained { server, stays: Vec::new(), degraded: 0 };
         out.push(Action::Answer(caller, Ok(Reply::Drained(drained))));
     }
@@ -109,7 +110,7 @@ impl Cluster {
                 return stays(&job, format!("it is not open: it waits for {waits_for}"), true);
             }
         };
-        let gone = format!("shard server {} is being drained", server.address);
+        let gone = format!("{} is being drained", self.name(server.id));
         if found.spec.replicas > 1 {
             if !open.replicas.leaving.contains(&server.id)
                 && let Some((reason, transient)) = self.keeps(found, open, server.id)

@@ -8,7 +8,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -64,6 +67,7 @@ pub(crate) struct Driver {
     pub(super) name: String,
     /// The manifests that are being written, and the old checkpoints that are being removed.
     pub(super) completions: TaskTracker,
+    last_caller: AtomicU64,
     inner: Mutex<Inner>,
     /// Wakes the timer for an earlier deadline.
     wake: Notify,
@@ -84,7 +88,6 @@ pub(super) struct Inner {
     pub(super) journal: Journal,
     /// The tasks that state that the last job of a name is over.
     pub(super) ending: HashMap<String, JoinHandle<()>>,
-    last_caller: u64,
     last_stream: u64,
     /// The time at which the timer is set to fire.
     armed: Now,
@@ -180,13 +183,13 @@ impl Driver {
             histories: BTreeMap::new(),
             journal: Journal::default(),
             ending: HashMap::new(),
-            last_caller: 0,
             last_stream: 0,
             armed: Now::MAX,
             stopped: false,
         };
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
+            last_caller: AtomicU64::new(0),
             started: Instant::now(),
             leadership,
             metrics,
@@ -253,9 +256,7 @@ impl Driver {
 
     /// A number for a call.
     pub(crate) fn next_caller(&self) -> Caller {
-        let mut inner = self.lock();
-        inner.last_caller += 1;
-        Caller(inner.last_caller)
+        Caller(self.last_caller.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
     /// The same as [`Self::call`], with a number from [`Self::next_caller`].
@@ -340,13 +341,13 @@ impl Driver {
         self.lock().members.insert(lease, MemberStream::opened_by(opened_by));
     }
 
-    /// The stream of a worker that this call has opened has ended, and with it the lease, unless
-    /// the worker has opened another stream since, or the state has ended this one.
+    /// A worker's stream has ended, which the call `opened_by` had opened. The lease ends with it,
+    /// unless the worker has opened another stream since, or the state has ended this one.
     pub(crate) fn end_lease(&self, job: String, rank: u32, lease: Lease, opened_by: Caller) {
         let mut inner = self.lock();
         let is_open = |stream: &&MemberStream| stream.opened_by == opened_by;
         let Some(stream) = inner.members.get(&lease).filter(is_open) else { return };
-        // The state has ended this stream. It may have learned the lease again since.
+        // Then the state knows of the end, and may have learned the lease again since.
         let is_known = stream.ended.is_some();
         inner.members.remove(&lease);
         if !is_known && self.check_running(&mut inner).is_ok() {

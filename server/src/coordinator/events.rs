@@ -528,7 +528,7 @@ pub(crate) enum Action {
     Place(Placing),
     /// Notify a member that it has a membership to read.
     Wake(Lease),
-    /// Register the stream of a lease that continues, which this call opens.
+    /// Register the new stream of a lease that continues. The call opens it.
     Attached(Lease, Caller),
     /// End a worker's stream, in order or with an error.
     End(Lease, Option<Error>),

@@ -17,6 +17,7 @@ use super::{
     recovery::unknown_yet,
     state::{Job, Open, Phase},
 };
+use crate::attempt::Attempt;
 
 /// The maximum number of epochs by which a worker may be ahead of its servers.
 pub(super) const MAX_AHEAD: u64 = 1 << 32;
@@ -152,13 +153,9 @@ impl Cluster {
         let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
             return;
         };
-        let (current, theirs) = (open.attempt(*epoch), attach.attempt);
-        // A worker may open an attempt at a later step before the open one is decided.
-        let is_ahead =
-            theirs.epoch > current.epoch || theirs > current && theirs.step == current.step;
-        if is_ahead {
+        if is_ahead(attach.attempt, open.attempt(*epoch)) {
             let world = spec.world;
-            self.see_epoch(theirs.epoch);
+            self.see_epoch(attach.attempt.epoch);
             self.new_epoch(name, world, Cause::Recovered, out);
         }
     }
@@ -174,6 +171,15 @@ impl Cluster {
         if attempt.epoch > limit {
             let what = format!("epoch that rank {rank} of job {:?} knows", job.name);
             return Err(Error::invalid(what, attempt.epoch, format!("at most {limit}")));
+        }
+        if is_ahead(*attempt, open.attempt(*epoch)) && !open.away.is_empty() {
+            // Another coordinator may have decided about steps since, with these servers.
+            let peer = format!("job {:?}", job.name);
+            let cause = format!(
+                "rank {rank} knows a later attempt, and shard servers that may know it as well are \
+                 not connected"
+            );
+            return Err(Error::Unavailable { peer, cause });
         }
         let Some(member) = open.members.of(*lease) else { return Ok(()) };
         if member.detached.take().is_none() {
@@ -459,6 +465,12 @@ impl Cluster {
             self.end_lease(name, rank, Cause::Lost, now, out);
         }
     }
+}
+
+/// Whether a worker knows a later attempt than the servers. It may open an attempt at a later step
+/// before the open one is decided.
+fn is_ahead(theirs: Attempt, current: Attempt) -> bool {
+    theirs.epoch > current.epoch || theirs > current && theirs.step == current.step
 }
 
 /// Checks the range of a rank.

@@ -185,16 +185,18 @@ impl Cluster {
             // The rank does not know the current placement yet.
             return Ok(());
         };
+        let (who, address) = (spec.describe_rank(turn.rank), found.address.clone());
         let cause: String = cause.chars().take(CAUSE_CHARS).collect();
-        let who = spec.describe_rank(turn.rank);
-        let text = format!("{who} of job {name:?} cannot reach shard server {}", found.address);
         let (key, lease, until) = ((server, turn.rank), turn.lease, now + REPORT_LIFE);
         let before = open.links.broken.get(&key).map(|link| link.since);
-        if before.is_none() {
-            out.push(Action::Alarm(Severity::Warning, format!("{text}: {cause}")));
-        }
         let since = before.unwrap_or(now);
-        open.links.broken.insert(key, Broken { lease, since, until, cause });
+        let link = Broken { lease, since, until, cause: cause.clone() };
+        open.links.broken.insert(key, link);
+        if before.is_none() {
+            let server = self.name_at(server, &address);
+            let text = format!("{who} of job {name:?} cannot reach {server}: {cause}");
+            out.push(Action::Alarm(Severity::Warning, text));
+        }
         Ok(())
     }
 

@@ -39,7 +39,7 @@ impl Cluster {
             known.cordoned = cordoned;
             out.push(Action::Command(server.id, Command::Cordon { cordoned }));
             let what = if cordoned { "cordoned" } else { "no longer cordoned" };
-            out.push(Action::Note(format!("shard server {} is {what}", server.address)));
+            out.push(Action::Note(format!("{} is {what}", self.name(server.id))));
         }
         if !cordoned {
             self.cancel_drain(server.id);

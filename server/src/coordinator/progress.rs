@@ -1,7 +1,7 @@
 //! The progress of each job for operators: the input that it waits for, the duration of the wait,
 //! and the last error.
 
-use zeroshard_proto::Error;
+use zeroshard_proto::{Error, Server};
 
 use super::{
     cluster::Cluster,
@@ -77,7 +77,7 @@ impl Cluster {
             Phase::Waiting { placing, .. } => servers(self.creators_wait_for(name), !placing),
             Phase::Opening { .. } => servers(self.creators_wait_for(name), false),
             Phase::Recovering(recovery) => {
-                let missing = recovery.missing().map(|of| format!("shard server {}", of.address));
+                let missing = recovery.missing().map(|of| self.name_at(of.id, &of.address));
                 let missing: Vec<String> = missing.collect();
                 match missing.is_empty() {
                     true => servers("its workers to continue".to_owned(), false),
@@ -97,16 +97,13 @@ impl Cluster {
             return None;
         }
         let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
-        let away = away.map(|of| format!("shard server {}, which is not connected", of.address));
+        let name = |of: &Server| self.name_at(of.id, &of.address);
+        let away = away.map(|of| format!("{}, which is not connected", name(of)));
         let mut parts: Vec<String> = away.collect();
         parts.extend(open.broken_links().into_iter().map(|(server, ranks, cause)| {
             let ranks: Vec<_> =
                 ranks.into_iter().map(|rank| job.spec.describe_rank(rank)).collect();
-            let address = &server.address;
-            format!(
-                "shard server {address}, which cannot be reached by {}: {cause}",
-                some_of(ranks)
-            )
+            format!("{}, which cannot be reached by {}: {cause}", name(server), some_of(ranks))
         }));
         let lacks_servers = !parts.is_empty();
         // At the end of training, ranks leave in order, and none has committed the open step.

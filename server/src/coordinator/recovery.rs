@@ -330,8 +330,7 @@ impl Cluster {
                     lost.insert(server.id, "it was restarted".to_owned());
                 }
                 Some(known) if has_replicas && !recovery.held.contains_key(&server.id) => {
-                    let why = known.failed.get(id).map(|failed| failed.reason.clone());
-                    lost.insert(server.id, why.unwrap_or("it has dropped the job".to_owned()));
+                    lost.insert(server.id, known.lacks(*id));
                 }
                 Some(known) if known.incarnation != server.incarnation => {
                     let server = server.id;
@@ -545,7 +544,8 @@ impl Cluster {
             lost.extend(late);
             return self.recover(name, now, out);
         }
-        let late: Vec<_> = late.map(|server| format!("shard server {}", server.address)).collect();
+        let late: Vec<Server> = late.cloned().collect();
+        let late = late.iter().map(|of| self.name_at(of.id, &of.address));
         let reason = format!("{} {why}", some_of(late));
         self.interrupt_or_fail(name, &reason, now, out);
     }

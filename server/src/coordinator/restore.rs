@@ -284,9 +284,9 @@ impl Cluster {
         }
     }
 
-    /// A restoration begins in an epoch that no worker knows, if servers know this one. Two
-    /// coordinators that return the job to a checkpoint at the same time, on different servers, do
-    /// not do it in the same epoch: the descriptions by these servers would seem to fit together.
+    /// A restoration begins in an epoch that no worker knows, if servers know this one. If two
+    /// coordinators restore the job at the same time, on different servers, they use different
+    /// epochs. Otherwise the descriptions by these servers would seem to fit together.
     pub(super) fn skip_epochs(&mut self, known: u64) {
         self.see_epoch(known.saturating_add(SKIPPED_EPOCHS + self.lane));
     }

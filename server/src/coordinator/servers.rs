@@ -137,15 +137,20 @@ impl Cluster {
         servers
     }
 
-    /// `shard server 127.0.0.1:7401`.
+    /// `shard server 127.0.0.1:7401`, or `shard server NAME (127.0.0.1:7401)`.
     pub(super) fn name(&self, server: ServerId) -> String {
         let missing = self.missing.get(&server).map(|missing| &missing.server.address);
         match self.servers.get(&server).map(|known| &known.address).or(missing) {
-            Some(address) => match self.names.get(&server) {
-                Some(name) => format!("shard server {name} ({address})"),
-                None => format!("shard server {address}"),
-            },
+            Some(address) => self.name_at(server, address),
             None => format!("shard server {server:016x} (not connected)"),
+        }
+    }
+
+    /// The same for a server at this address, which may not be connected.
+    pub(super) fn name_at(&self, server: ServerId, address: &str) -> String {
+        match self.names.get(&server) {
+            Some(name) => format!("shard server {name} ({address})"),
+            None => format!("shard server {address}"),
         }
     }
 

@@ -50,6 +50,14 @@ pub(crate) struct ServerState {
     pub(crate) cordoned: bool,
 }
 
+impl ServerState {
+    /// Why the server does not have a job that it has had.
+    pub(super) fn lacks(&self, job_id: u64) -> String {
+        let failed = self.failed.get(&job_id).map(|failed| failed.reason.clone());
+        failed.unwrap_or_else(|| "it has dropped the job".to_owned())
+    }
+}
+
 /// A job in any phase.
 #[derive(Debug)]
 pub(crate) struct Job {

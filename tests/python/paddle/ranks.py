@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -102,46 +101,30 @@ def _begin(rank: int, world: int, environment: dict[str, str], init: bool, timeo
         dist.init_parallel_env()
 
 
-class Team(processes.Team):
-    """Ranks with a parallel environment."""
-
-    def __init__(self, world: int) -> None:
-        super().__init__(_context)
-        self._world = world
-
-    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
-        return [
-            (_begin, (rank, self._world, environment, True, TIMEOUT))
-            for rank, environment in enumerate(environments(self._world))
-        ]
-
-    @property
-    def turn(self) -> Callable[..., Any]:
-        return _turn
-
-
 def _turn(
     rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """Calls a function of a test on a rank of a team."""
     import paddle
     import paddle.distributed as dist
 
     paddle.seed(1000 + rank)
-    os.environ.update(environment)
-    before = dict(os.environ)
     # As in a new process, in which names are counted from 0.
-    with paddle.utils.unique_name.guard():
-        result = function(rank, *args)
-    left = dict(os.environ) != before
-    assert not left, f"{function.__name__} leaves something behind; use ranks.run"
-    # Rank 0 may host the cluster that the others still use.
-    dist.barrier()
-    if "zeroshard" in sys.modules:
-        sys.modules["zeroshard"].shutdown()
-    for name in environment:
-        del os.environ[name]
-    return result
+    names = paddle.utils.unique_name.guard()
+    with processes.turn(function, environment, dist.barrier), names:
+        return function(rank, *args)
+
+
+class Team(processes.Team):
+    """Ranks with a parallel environment."""
+
+    context = _context
+    turn = staticmethod(_turn)
+
+    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        return [
+            (_begin, (rank, self.world, environment, True, TIMEOUT))
+            for rank, environment in enumerate(environments(self.world))
+        ]
 
 
 def at_once(function: Callable[..., Any]) -> Callable[..., Any]:

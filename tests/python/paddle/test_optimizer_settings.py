@@ -145,7 +145,7 @@ def test_betas_change_before_the_first_step_and_not_after_it(
 
     plain = trained(made(name, False, sharded=False), betas, before=0)
     assert_close(trained(made(name, False, sharded=True), betas, before=0), plain, rtol=1e-3)
-    # An optimizer that has made steps before it is wrapped, or has loaded a state.
+    # The same holds if the optimizer has made steps before it is wrapped, or has loaded a state.
     layer, optimizer = made(name, False, sharded=False)
     trained((layer, optimizer), None)
     state = {key: value.clone() for key, value in optimizer.state_dict().items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -106,38 +105,24 @@ def _begin(rank: int, world: int, port: int, environment: dict[str, str], timeou
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
-class Team(processes.Team):
-    """Ranks with a process group."""
-
-    def __init__(self, world: int) -> None:
-        super().__init__(_context)
-        self._world = world
-        self._store: Any = None
-
-    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
-        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        options = self._world, self._store.port, {"GLOO_SOCKET_IFNAME": "lo"}, LONG
-        return [(_begin, (rank, *options)) for rank in range(self._world)]
-
-    @property
-    def turn(self) -> Callable[..., Any]:
-        return _turn
-
-
 def _turn(
     rank: int, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """Calls a function of a test on a rank of a team."""
     torch.manual_seed(0)
-    os.environ.update(environment)
-    before = dict(os.environ), dist.distributed_c10d._get_default_store()
-    result = function(rank, *args)
-    after = dict(os.environ), dist.distributed_c10d._get_default_store()
-    assert after == before, f"{function.__name__} leaves something behind; use ranks.run"
-    # Rank 0 may host the cluster that the others still use.
-    dist.barrier()
-    if "zeroshard" in sys.modules:
-        sys.modules["zeroshard"].shutdown()
-    for name in environment:
-        del os.environ[name]
-    return result
+    store = dist.distributed_c10d._get_default_store
+    with processes.turn(function, environment, dist.barrier, store):
+        return function(rank, *args)
+
+
+class Team(processes.Team):
+    """Ranks with a process group."""
+
+    context = _context
+    turn = staticmethod(_turn)
+    #: The ranks use it as long as they live.
+    _store: Any = None
+
+    def beginnings(self) -> Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        options = self.world, self._store.port, {"GLOO_SOCKET_IFNAME": "lo"}, LONG
+        return [(_begin, (rank, *options)) for rank in range(self.world)]

@@ -430,7 +430,7 @@ impl Train {
 
     /// The name of the job. A cluster that this program starts has no other job. In one that runs
     /// already, a default would make two people's runs one job.
-    pub(super) fn job(&self) -> Result<String> {
+    fn job(&self) -> Result<String> {
         match (&self.job, &self.address) {
             (Some(job), _) => Ok(job.clone()),
             (None, None) => Ok("train".to_owned()),

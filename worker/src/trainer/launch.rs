@@ -50,7 +50,7 @@ pub fn run(flags: &Train) -> Result<()> {
         .build()
         .map_err(|cause| Error::System { doing: "start the runtime", cause })?;
     let result = if flags.makes_processes() {
-        runtime.block_on(processes::run(flags, plan.parallelism.workers(), &plan.token))
+        runtime.block_on(processes::run(flags, &plan))
     } else {
         run_in_process(flags, plan, corpus, &runtime)
     };

@@ -16,16 +16,18 @@ use zeroshard_proto::token::{TOKEN_FILE_VARIABLE, TOKEN_VARIABLE};
 
 use super::cli::Train;
 use super::error::{Error, Result};
+use super::plan::Plan;
 
 /// The time to wait for a server to shut down.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Starts the servers and `count` workers, waits for the workers, and stops the servers. Processes
-/// that still run when the future completes or is dropped are killed.
+/// Starts the servers and the workers of `plan`, waits for the workers, and stops the servers.
+/// Processes that still run when the future completes or is dropped are killed.
 ///
 /// # Errors
 /// [`Error::NoProgram`], and [`Error::Process`] for a program that does not start or fails.
-pub async fn run(flags: &Train, count: u32, token: &Token) -> Result<()> {
+pub async fn run(flags: &Train, plan: &Plan) -> Result<()> {
+    let token = &plan.token;
     let program = std::env::current_exe()
         .map_err(|cause| Error::System { doing: "find this program", cause })?;
     let server =
@@ -47,8 +49,11 @@ pub async fn run(flags: &Train, count: u32, token: &Token) -> Result<()> {
         servers.push(Server::start(&server, &shard, token).await?);
     }
     let mut workers = JoinSet::new();
-    for rank in 0..count {
-        let mut worker = worker(flags, &program, &coordinator.address, rank)?;
+    for rank in 0..plan.parallelism.workers() {
+        let mut worker = worker(flags, &program, &coordinator.address, rank);
+        if flags.job.is_none() {
+            worker.args(["--job", &plan.job]);
+        }
         if flags.credentials.token()?.reveal().is_none() {
             worker.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
         }
@@ -125,13 +130,10 @@ impl Server {
 }
 
 /// This program as the worker of one rank, with the same flags.
-fn worker(flags: &Train, program: &PathBuf, address: &str, rank: u32) -> Result<Command> {
+fn worker(flags: &Train, program: &PathBuf, address: &str, rank: u32) -> Command {
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1).filter(|argument| argument != "--processes"));
     command.args(["--address", address, "--rank", &rank.to_string()]);
-    if flags.job.is_none() {
-        command.args(["--job", &flags.job()?]);
-    }
     command.stdin(Stdio::null()).kill_on_drop(true);
     if rank != 0 {
         command.stdout(Stdio::null());
@@ -140,7 +142,7 @@ fn worker(flags: &Train, program: &PathBuf, address: &str, rank: u32) -> Result<
             command.arg("--quiet");
         }
     }
-    Ok(command)
+    command
 }
 
 fn spawn(mut worker: Command, rank: u32) -> Result<Child> {

@@ -302,6 +302,21 @@ fn a_worker_that_knows_a_later_attempt_than_the_servers_moves_to_a_new_epoch_at_
     assert!(matches!(absurd, Error::Invalid { .. }), "{absurd}");
 }
 
+/// Another coordinator may have made steps with that server.
+#[test]
+fn a_worker_that_knows_a_later_attempt_waits_for_a_server_that_is_not_connected() {
+    let before = Before::new();
+    let mut script = before.recover([before.held(), before.held()]);
+    script.lose_link(script.links[&2]);
+    let later = Attempt { epoch: 8, step: 6, number: 0 };
+    let refused = script.attach_at(1, before.leases[1], later).unwrap_err();
+    assert!(matches!(refused, Error::Unavailable { .. }), "{refused}");
+    script.attach_at(0, before.leases[0], Attempt::first(3, 4)).unwrap();
+    script.returns(2, 1, vec![before.held()]);
+    script.attach_at(1, before.leases[1], later).unwrap();
+    assert_eq!(script.epoch(), 9);
+}
+
 #[test]
 fn an_attempt_and_a_version_that_only_some_servers_know_are_announced_to_the_others() {
     let before = Before::new();

@@ -26,6 +26,7 @@ use crate::{
         requests::Waits,
     },
     failure::Failure,
+    identity,
     metrics::Metrics,
     serve::{Context, serve},
     shutdown::Shutdown,
@@ -476,6 +477,13 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
             field(Error::from_status(&refused, "")),
             format!("{what} of shard server host:1")
         );
+    }
+    // Its id is not that of the name, or the name changes how the text around it is shown.
+    for name in ["another", "shard\u{202e}1"] {
+        let server_id = identity::of_server("shard\u{202e}1");
+        let hello = pb::Hello { server_id, name: name.to_owned(), ..hello("host:1") };
+        let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
+        assert_eq!(field(Error::from_status(&refused, "")), "name of shard server host:1");
     }
     let hello = pb::Hello { held_jobs: u32::MAX, ..hello("host:1") };
     let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
