@@ -1,6 +1,6 @@
 """Builds the CUDA kernels, and checks what the server embeds.
 
-    python tests/kernels.py build    # writes server/src/backend/cuda/kernels.ptx
+    python tests/kernels.py build    # writes server/kernels/src/cuda/kernels.ptx
     python tests/kernels.py check    # compares it, and examines the instructions
 
 It needs the packages of tests/python/requirements-cuda.txt, and no GPU.
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-CUDA = Path(__file__).parents[1] / "server" / "src" / "backend" / "cuda"
+CUDA = Path(__file__).parents[1] / "server" / "kernels" / "src" / "cuda"
 SOURCES = CUDA / "kernels"
 PTX = CUDA / "kernels.ptx"
 #: The oldest GPUs that are supported; the driver compiles the PTX for later ones.

@@ -1,6 +1,6 @@
 //! Buckets of gradients, and the order in which they are sent.
 
-use zeroshard_proto::{DType, Error, Result};
+use zeroshard_model::{DType, Error, Result};
 
 /// Gradients in buckets. The gradients of a bucket have one dtype and are in forward order, and a
 /// bucket closes when it reaches a number of bytes. A bucket is sent when it is complete and all

@@ -8,7 +8,9 @@ use http_body_util::BodyExt;
 use prost::Message;
 use tonic::{Status, body::Body};
 use tower::{Service, ServiceExt};
-use zeroshard_proto::{Error, Result, frame::decode_message, transport::Connection};
+use zeroshard_model::{Error, Result};
+use zeroshard_net::transport::Connection;
+use zeroshard_proto::{frame::decode_message, status::from_status};
 
 /// Calls `path` of `peer` with `body`, and returns the body of the response.
 ///
@@ -73,7 +75,7 @@ where
 /// The error of the status.
 pub(crate) fn check(headers: &HeaderMap, peer: &str) -> Result<()> {
     match Status::from_header_map(headers) {
-        Some(status) if status.code() != tonic::Code::Ok => Err(Error::from_status(&status, peer)),
+        Some(status) if status.code() != tonic::Code::Ok => Err(from_status(&status, peer)),
         _ => Ok(()),
     }
 }

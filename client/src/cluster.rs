@@ -9,10 +9,14 @@ use std::{
 };
 
 use tokio::time::sleep;
-use zeroshard_proto::{
-    Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
-    pb::{self, coordinator_service_client::CoordinatorServiceClient},
+use zeroshard_model::{Error, JobSpec, JobVersion, Placement, Restore, Result};
+use zeroshard_net::{
+    Deadline,
     transport::{Addresses, CONNECT_TIMEOUT, Connection, Credentials, MAX_CONTROL_MESSAGE},
+};
+use zeroshard_proto::{
+    pb::{self, coordinator_service_client::CoordinatorServiceClient},
+    status::from_status,
 };
 
 use crate::{
@@ -65,7 +69,7 @@ pub struct CreateJob {
     /// What the job is.
     pub spec: JobSpec,
     /// The version of another job from which the job continues: see
-    /// [`zeroshard_proto::Succession`]. For each copied tensor, every uploading rank either uploads
+    /// [`zeroshard_model::Succession`]. For each copied tensor, every uploading rank either uploads
     /// its part or calls [`Job::keep`].
     pub from: Option<JobVersion>,
     /// With `from`: optimizer state and numbers of applied steps begin as in a new run.
@@ -334,7 +338,7 @@ impl Cluster {
             let answer = tries.limit(|| format!("{what} from {peer}"), call).await?;
             let error = match answer {
                 Ok(answer) => return Ok(answer.into_inner()),
-                Err(status) => Error::from_status(&status, peer),
+                Err(status) => from_status(&status, peer),
             };
             if let Next::Refresh(error) = tries.next(error).await? {
                 return Err(error);

@@ -6,10 +6,12 @@ use std::{
 };
 
 use tokio::time::sleep;
-use zeroshard_proto::{
-    Deadline, Error, Result, pb,
+use zeroshard_model::{
+    Error, Result,
     version::{self, VERSION},
 };
+use zeroshard_net::Deadline;
+use zeroshard_proto::{pb, status::from_status};
 
 use crate::{Cluster, retry::Tries};
 
@@ -66,7 +68,7 @@ async fn answer(cluster: &Cluster, tries: &mut Tries) -> Result<()> {
                 // A coordinator that does not state its version accepts every client.
                 return version::check("this client", VERSION, &status.get_ref().version);
             }
-            Err(status) => match Error::from_status(&status, &cluster.peer) {
+            Err(status) => match from_status(&status, &cluster.peer) {
                 // A retry would use the same certificates and fail again.
                 error @ Error::Tls { .. } => return Err(error),
                 error => tries.next(error).await?,

@@ -3,8 +3,9 @@
 use std::{env, ffi::OsStr, path::PathBuf};
 
 use clap::Args;
-use zeroshard_proto::{
-    Result, Token,
+use zeroshard_model::Result;
+use zeroshard_net::{
+    Token,
     token::{TOKEN_FILE_VARIABLE, TOKEN_VARIABLE},
     transport::tls::{Tls, TlsFiles},
 };
@@ -49,7 +50,7 @@ impl CredentialFlags {
     /// A flag takes precedence over both environment variables.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for a file that cannot be read, or a token and a file.
+    /// [`zeroshard_model::Error::Invalid`] for a file that cannot be read, or a token and a file.
     pub fn token(&self) -> Result<Token> {
         let (token, file) = (&self.token, self.token_file.as_deref());
         let is_flag =
@@ -66,7 +67,7 @@ impl CredentialFlags {
     /// The TLS files; `None` without encryption.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if only some of the required files are set.
+    /// [`zeroshard_model::Error::Invalid`] if only some of the required files are set.
     pub fn tls_files(&self) -> Result<Option<TlsFiles>> {
         let Self { tls_ca, tls_cert, tls_key, tls_crl, .. } = self;
         let [ca, cert, key, crl] = [tls_ca, tls_cert, tls_key, tls_crl].map(Option::as_deref);
@@ -76,7 +77,7 @@ impl CredentialFlags {
     /// The TLS configuration; `None` without encryption.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for missing or invalid files.
+    /// [`zeroshard_model::Error::Invalid`] for missing or invalid files.
     pub fn tls(&self) -> Result<Option<Tls>> {
         self.tls_files()?.map(Tls::open).transpose()
     }

@@ -8,15 +8,15 @@
 //! [`Exchange::pack_part`] copies what another rank needs of those that this rank has pulled, and
 //! [`Exchange::split`] finds their places.
 //!
-//! [`JobSpec::group_size`]: zeroshard_proto::JobSpec::group_size
+//! [`JobSpec::group_size`]: zeroshard_model::JobSpec::group_size
 
 use std::ops::Range;
 
-use zeroshard_proto::{
+use zeroshard_model::{
     DType, Error, JobSpec, Result, TensorId,
-    geometry::{GroupShare, LocalTensor},
-    pb,
+    local::{GroupShare, LocalTensor},
 };
+use zeroshard_proto::pb;
 
 use crate::{
     local::{check_owner, local},

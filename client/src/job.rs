@@ -8,10 +8,12 @@ use std::{
 
 use bytes::Bytes;
 use tokio::{sync::watch, task::JoinHandle};
-use zeroshard_proto::{
-    AppliedSteps, DType, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
-    checkpoint::MAX_USER_DATA, geometry::LocalTensor, pb, trace,
+use zeroshard_model::{
+    AppliedSteps, DType, Error, JobSpec, JobVersion, Placement, Result, TensorId,
+    checkpoint::MAX_USER_DATA, local::LocalTensor,
 };
+use zeroshard_net::{Deadline, trace};
+use zeroshard_proto::pb;
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, retry::drops_job, state};
 use attempt::Attempts;
@@ -361,7 +363,7 @@ impl Job {
     }
 
     /// Ends the lease like [`Self::leave`], for a rank that has no more data. In a job with
-    /// [`zeroshard_proto::Departure::Absent`] the other ranks continue, and the gradients of this
+    /// [`zeroshard_model::Departure::Absent`] the other ranks continue, and the gradients of this
     /// rank count as zeros.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! The client SDK: the only code that dials a cluster's servers on behalf of a training program.
 //!
 //! ```no_run
-//! # async fn example() -> zeroshard_proto::Result<()> {
+//! # async fn example() -> zeroshard_model::Result<()> {
 //! use zeroshard_client::{Cluster, Commit, Options, Target, TensorData};
 //! use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 //!
@@ -72,9 +72,11 @@ pub use status::{
 };
 pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};
-pub use zeroshard_proto::{Error, Result, TensorId, trace};
+pub use zeroshard_model::{Error, Result, TensorId};
+pub use zeroshard_net::trace;
 
-use zeroshard_proto::{DType, Token, transport::tls::Tls};
+use zeroshard_model::DType;
+use zeroshard_net::{Token, transport::tls::Tls};
 
 /// The options of a connection to a cluster.
 #[derive(Debug, Clone)]

@@ -1,6 +1,6 @@
 //! Checks of the tensors in a call.
 
-use zeroshard_proto::{Error, Manifest, Result, StridedBox, TensorId, geometry::LocalTensor};
+use zeroshard_model::{Error, Manifest, Result, StridedBox, TensorId, local::LocalTensor};
 
 /// The part of a tensor that the rank holds.
 ///

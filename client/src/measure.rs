@@ -2,9 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use zeroshard_model::{Result, Server};
+use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    Deadline, Error, Result, Server,
     pb::{self, shard_service_client::ShardServiceClient},
+    status::from_status,
 };
 
 use crate::Cluster;
@@ -37,12 +39,12 @@ impl Cluster {
         let waiting_for = || format!("the measurement of {}", shard.peer);
         let measured = receive(client, bytes);
         let measured = deadline.limit(waiting_for, measured).await?;
-        measured.map_err(|status| Error::from_status(&status, &shard.peer))
+        measured.map_err(|status| from_status(&status, &shard.peer))
     }
 }
 
 async fn receive(
-    mut client: ShardServiceClient<zeroshard_proto::transport::Connection>,
+    mut client: ShardServiceClient<zeroshard_net::transport::Connection>,
     bytes: u64,
 ) -> Result<Measured, tonic::Status> {
     let began = Instant::now();

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
+use zeroshard_model::{Error, Manifest, Result};
+use zeroshard_net::{Deadline, transport::MAX_CONTROL_MESSAGE};
 use zeroshard_proto::{
-    Deadline, Error, Manifest, Result,
     pb::{self, shard_service_client::ShardServiceClient},
-    transport::MAX_CONTROL_MESSAGE,
+    status::from_status,
 };
 
 use crate::{Cluster, Description};
@@ -41,7 +42,7 @@ impl Cluster {
             let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
             let request = pb::NormsRequest { job: job.clone(), job_id: of.id, version };
             let answer = client.norms(request).await;
-            answer.map_err(|status| Error::from_status(&status, &shard.peer))
+            answer.map_err(|status| from_status(&status, &shard.peer))
         });
         let waiting_for = || format!("the norms of version {version} of job {job:?}");
         let answers = Deadline::after(wait).limit(waiting_for, try_join_all(answers)).await??;

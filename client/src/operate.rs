@@ -1,7 +1,8 @@
 //! Calls for operators: they cordon and drain servers, and evict ranks. The caller needs the role
 //! `admin`.
 
-use zeroshard_proto::{Error, Result, Server, pb};
+use zeroshard_model::{Error, Result, Server};
+use zeroshard_proto::pb;
 
 use crate::Cluster;
 

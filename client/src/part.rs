@@ -13,8 +13,8 @@ pub enum StatePart<'a> {
     Parameters,
     /// The f32 master weights; of a tensor that is not trained, its parameters.
     MasterWeights,
-    /// The optimizer state tensor with this name, one of [`zeroshard_proto::Optimizer::state`].
-    /// Only trained tensors have it, and [`zeroshard_proto::Optimizer::state_shapes`] says which.
+    /// The optimizer state tensor with this name, one of [`zeroshard_model::Optimizer::state`].
+    /// Only trained tensors have it, and [`zeroshard_model::Optimizer::state_shapes`] says which.
     /// It has the tensor's shape here; a value for a whole row or column is repeated.
     OptimizerState(&'a str),
     /// The sum over the ranks of the gradients of the step that follows the version, as f32. Only

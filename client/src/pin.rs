@@ -8,11 +8,13 @@ use std::{
 
 use futures_util::future::try_join_all;
 use tokio::task::JoinHandle;
+use zeroshard_model::{
+    Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId, local::LocalTensor,
+};
+use zeroshard_net::{Deadline, trace::Trace};
 use zeroshard_proto::{
-    Deadline, Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId,
-    geometry::LocalTensor,
     pb::{self, shard_service_client::ShardServiceClient},
-    trace::Trace,
+    status::from_status,
 };
 
 use crate::{
@@ -165,7 +167,7 @@ impl Cluster {
         wait: Duration,
     ) -> Result<(u64, ServerPin)> {
         let shard = self.shards.get(&server)?;
-        let failed = |status: tonic::Status| Error::from_status(&status, &shard.peer);
+        let failed = |status: tonic::Status| from_status(&status, &shard.peer);
         // The call lasts as long as the pin, so only its first message has a time limit.
         let held = async {
             let mut client = ShardServiceClient::new(shard.pull.clone());

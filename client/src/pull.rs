@@ -7,12 +7,15 @@ use std::{
 };
 
 use http_body_util::Full;
-use zeroshard_proto::{
+use zeroshard_model::{
     DType, Error, Manifest, Placement, Result, Server, StridedBox, TensorBox, TensorId,
+    local::LocalTensor,
+};
+use zeroshard_net::trace::{Span, SpanKind, Trace};
+use zeroshard_proto::{
+    convert::box_message,
     frame::{Event, Extent, Reader, encode_message},
-    geometry::LocalTensor,
     pb,
-    trace::{Span, SpanKind, Trace},
 };
 
 use crate::{
@@ -143,7 +146,7 @@ pub(crate) fn plan_pieces<'a>(
         let data = slots.split_off(piece.elements.len());
         let pull = &mut pulls[placement.primary(piece.slice as usize)];
         if !locals[tensor].of.is_whole() {
-            pull.boxes.insert(tensor as u32, locals[tensor].of.bounds().to_wire(tensor));
+            pull.boxes.insert(tensor as u32, box_message(locals[tensor].of.bounds(), tensor));
         }
         pull.rest.push_back(SliceSlots { slice: piece.slice, offset: piece.offset, data });
     }
@@ -177,7 +180,7 @@ fn add<'a>(
         }
         let pull = &mut pulls[placement.primary(slice)];
         if !of.is_whole() {
-            pull.boxes.insert(tensor as u32, of.bounds().to_wire(tensor));
+            pull.boxes.insert(tensor as u32, box_message(of.bounds(), tensor));
         }
         pull.rest.push_back(SliceSlots { slice: slice as u32, offset: 0, data });
     }
@@ -322,7 +325,7 @@ fn unexpected(shard: &Shard, found: String) -> Error {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use zeroshard_proto::{JobSpec, TensorSpec};
+    use zeroshard_model::{JobSpec, TensorSpec};
 
     use super::*;
 

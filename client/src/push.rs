@@ -7,12 +7,16 @@ use bytes::Bytes;
 use futures_util::{Stream, stream};
 use http_body::Frame;
 use http_body_util::StreamBody;
-use zeroshard_proto::{
-    DType, Deadline, Error, Manifest, Placement, Result, Server, TensorId,
-    frame::{Extent, Writer},
-    geometry::LocalTensor,
-    pb::{self, push_begin::Contents as Wire},
+use zeroshard_model::{
+    DType, Error, Manifest, Placement, Result, Server, TensorId, local::LocalTensor,
+};
+use zeroshard_net::{
+    Deadline,
     trace::{Span, SpanKind, Trace},
+};
+use zeroshard_proto::{
+    frame::{Extent, Writer},
+    pb::{self, push_begin::Contents as Wire},
 };
 
 use crate::{
@@ -406,7 +410,7 @@ impl Frames {
 
 #[cfg(test)]
 mod tests {
-    use zeroshard_proto::{JobSpec, TensorSpec};
+    use zeroshard_model::{JobSpec, TensorSpec};
 
     use super::*;
 

@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
-use zeroshard_proto::{Deadline, Error, Result, deadline::MARGIN, error::Remedy};
+use zeroshard_model::{Error, Result, error::Remedy};
+use zeroshard_net::{Deadline, deadline::MARGIN};
 
 /// The minimum of the first pause before a retry. The minimum doubles with each further pause up to
 /// [`MAX_PAUSE`]. Each pause is random, and at most twice its minimum.

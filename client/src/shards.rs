@@ -8,10 +8,8 @@ use std::{
     },
 };
 
-use zeroshard_proto::{
-    Placement, Result, Server,
-    transport::{Connection, Credentials},
-};
+use zeroshard_model::{Placement, Result, Server};
+use zeroshard_net::transport::{Connection, Credentials};
 
 /// The number of payload bytes that have been transferred.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -52,7 +50,7 @@ impl Shards {
     /// The connections to a server.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if the server advertises an invalid address.
+    /// [`zeroshard_model::Error::Invalid`] if the server advertises an invalid address.
     pub(crate) fn get(&self, server: &Server) -> Result<Shard> {
         let mut known = self.known.lock().expect("no holder of the lock panics");
         if let Some(shard) = known.get(&key(server)) {
@@ -70,7 +68,7 @@ impl Shards {
     /// A connection to a server that no other call uses.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if the server advertises an invalid address.
+    /// [`zeroshard_model::Error::Invalid`] if the server advertises an invalid address.
     pub(crate) fn separate(&self, server: &Server) -> Result<Connection> {
         Connection::lazy(&server.address, &self.credentials)
     }

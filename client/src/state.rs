@@ -2,11 +2,9 @@
 //! applied to each tensor.
 
 use futures_util::future::try_join_all;
-use zeroshard_proto::{
-    AppliedSteps, Error, Result, Server,
-    pb::{self, shard_service_client::ShardServiceClient},
-    transport::{Connection, MAX_CONTROL_MESSAGE},
-};
+use zeroshard_model::{AppliedSteps, Error, Result, Server};
+use zeroshard_net::transport::{Connection, MAX_CONTROL_MESSAGE};
+use zeroshard_proto::pb::{self, shard_service_client::ShardServiceClient};
 
 use crate::{Cluster, Description};
 

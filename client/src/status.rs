@@ -2,7 +2,8 @@
 
 use std::{fmt, time::Duration};
 
-use zeroshard_proto::{Error, Result, Server, pb};
+use zeroshard_model::{Error, Result, Server};
+use zeroshard_proto::pb;
 
 /// The servers and jobs of a cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -2,8 +2,9 @@
 
 use bytes::Bytes;
 #[cfg(doc)]
-use zeroshard_proto::checkpoint::MAX_USER_DATA;
-use zeroshard_proto::{Manifest, Optimizer, TensorId, pb};
+use zeroshard_model::checkpoint::MAX_USER_DATA;
+use zeroshard_model::{Manifest, Optimizer, TensorId};
+use zeroshard_proto::pb;
 
 #[cfg(doc)]
 use crate::Job;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
-use zeroshard_proto::{DType, Error, Result};
+use zeroshard_model::{DType, Error, Result};
 
 #[cfg(target_endian = "big")]
 compile_error!("arrays go over the wire as they lie in memory, and the wire is little endian");

@@ -13,8 +13,9 @@ use tonic::{
     codec::{self, BufferSettings, DecodeBuf, EncodeBuf},
 };
 use tonic_prost::ProstCodec;
+use zeroshard_model::Error;
 
-use crate::{Error, job::encoded::check_encoded, pb::CreateJobRequest};
+use crate::{convert::encoded::check_encoded, pb::CreateJobRequest, status::to_status};
 
 /// The size of messages from which on the other tasks of the thread are moved, in bytes: about a
 /// millisecond.
@@ -90,12 +91,16 @@ where
             // Smaller messages are decoded within a few milliseconds.
             let is_large = buffer.remaining() >= LARGE;
             if is_large && TypeId::of::<U>() == TypeId::of::<CreateJobRequest>() {
-                check_encoded(buffer.chunk())?;
+                check_encoded(buffer.chunk()).map_err(to_status)?;
             }
             // prost reports this error with the code of a bug, and without details.
             self.0.decode(buffer).map_err(|status| {
                 let found = format!("invalid ({})", status.message());
-                Error::invalid("message", found, "an encoded message of this call's type").into()
+                to_status(Error::invalid(
+                    "message",
+                    found,
+                    "an encoded message of this call's type",
+                ))
             })
         })
     }

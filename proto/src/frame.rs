@@ -15,7 +15,7 @@ pub use encode::Writer;
 pub use prefix::{decode_message, encode_message};
 pub use read::Reader;
 
-use crate::DType;
+use zeroshard_model::DType;
 
 /// Field numbers of data.proto.
 mod field {

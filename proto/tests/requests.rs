@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use zeroshard_proto::{Error, JobSpec, Manifest, Optimizer, Placement, TensorSpec, pb};
+use zeroshard_model::{Error, JobSpec, Manifest, Optimizer, Placement, TensorSpec};
+use zeroshard_proto::pb;
 
 /// Generates names, many of which are meaningful.
 fn name() -> impl Strategy<Value = String> {

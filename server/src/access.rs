@@ -9,13 +9,12 @@ use std::{
 };
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
-use zeroshard_proto::{
-    Credential, Error, Result, Role, Tokens, reloaded::Reloaded, token::Bearer,
-    transport::tls::Security,
+use zeroshard_model::{Error, Result};
+use zeroshard_net::{
+    Credential, Role, Tokens, reloaded::Reloaded, token::Bearer, transport::tls::Security,
 };
 
 use crate::config::Common;
-
 use crate::quota::{Holder, Rate};
 
 /// The maximum size of the file of tokens.
@@ -249,7 +248,7 @@ fn read(file: &Path) -> Result<Tokens> {
 
 #[cfg(test)]
 mod tests {
-    use zeroshard_proto::Token;
+    use zeroshard_net::Token;
 
     use super::*;
 

@@ -14,7 +14,9 @@ use std::{
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
 use tonic::{Request, Status};
-use zeroshard_proto::{Error, transport::tls::Security};
+use zeroshard_model::Error;
+use zeroshard_net::transport::tls::Security;
+use zeroshard_proto::status::from_status;
 
 use crate::{access::Caller, connection::Peer};
 
@@ -79,7 +81,7 @@ impl Record {
     /// Logs the outcome if the handler has named the request. `error` is the error of the answer.
     pub(crate) fn end(self, error: Option<&Status>) {
         let Some(status) = error else { return self.log("ok", None) };
-        let refused = matches!(Error::from_status(status, "caller"), Error::Forbidden { .. });
+        let refused = matches!(from_status(status, "caller"), Error::Forbidden { .. });
         self.log(if refused { "refused" } else { "failed" }, Some(status.message()));
     }
 

@@ -7,26 +7,23 @@
 mod sections;
 mod values;
 
-use std::{cmp::Ordering, ffi::OsString, path::PathBuf, time::Duration};
+use std::{cmp::Ordering, path::PathBuf, time::Duration};
 
-use clap::{
-    ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource,
-};
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, parser::ValueSource};
 use figment::{
     Figment,
     providers::{Format, Serialized, Toml},
     value::{Dict, Value},
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use zeroshard_proto::{
+use zeroshard_net::{
     Token,
     token::Bearer,
     trace,
     transport::{FRAME_BYTES, WINDOW_BYTES, tls::TlsFiles},
 };
 
-pub use crate::{dev_certs::DevCerts, probe::Probe};
-pub use sections::{All, Coordinator, Shard};
+pub use sections::{All, Coordinator, JobLimits, Shard};
 pub use values::{
     Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size, StateTier,
 };
@@ -224,7 +221,7 @@ impl Common {
     fn read_token(&mut self) -> Result<(), Error> {
         let read = Token::of(&self.token, self.token_file.as_deref());
         self.token = read.map_err(|error| match error {
-            zeroshard_proto::Error::Invalid { what, found, expected } => {
+            zeroshard_model::Error::Invalid { what, found, expected } => {
                 Error::value("common", "token_file", format!("{found} ({what})"), &expected)
             }
             other => Error::value("common", "token_file", other, "a file with the token"),
@@ -235,8 +232,8 @@ impl Common {
     /// The TLS files; `None` without encryption.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if only some of the required files are set.
-    pub fn tls_files(&self) -> zeroshard_proto::Result<Option<TlsFiles>> {
+    /// [`zeroshard_model::Error::Invalid`] if only some of the required files are set.
+    pub fn tls_files(&self) -> zeroshard_model::Result<Option<TlsFiles>> {
         let Self { tls_ca, tls_cert, tls_key, tls_crl, .. } = self;
         let [ca, cert, key, crl] = [tls_ca, tls_cert, tls_key, tls_crl].map(Option::as_deref);
         TlsFiles::of(ca, cert, key, crl)
@@ -301,7 +298,7 @@ impl Common {
         if self.drain_seconds > 3600 {
             return wrong("drain_seconds", self.drain_seconds, "0 to 3600");
         }
-        if let Err(zeroshard_proto::Error::Invalid { found, expected, .. }) =
+        if let Err(zeroshard_model::Error::Invalid { found, expected, .. }) =
             Bearer::new(&self.token)
         {
             return Err(Error::value("common", "token", found, &expected));
@@ -309,7 +306,7 @@ impl Common {
         if !(0.0..=1.0).contains(&self.trace_ratio) {
             return Err(Error::value("common", "trace_ratio", self.trace_ratio, "0 to 1"));
         }
-        if let Some(Err(zeroshard_proto::Error::Invalid { found, expected, .. })) =
+        if let Some(Err(zeroshard_model::Error::Invalid { found, expected, .. })) =
             self.collector().map(|endpoint| trace::check(endpoint, self.trace_ratio))
         {
             return Err(Error::value("common", "otlp_endpoint", found, &expected));
@@ -337,48 +334,15 @@ struct Process {
     json: bool,
 }
 
+/// The flags of a server with a role.
 #[derive(Debug, Args)]
-struct Flags<R: Args> {
+pub(crate) struct Flags<R: Args> {
     #[command(flatten)]
     role: R,
     #[command(flatten)]
     process: Process,
     #[command(flatten)]
     common: Common,
-}
-
-/// ZeroShard server: holds optimizer state, gradients and parameters for training jobs
-///
-/// A cluster is one coordinator and any number of shard servers, started in any order:
-///
-///   zeroshard-server coordinator --listen 127.0.0.1:7400
-///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7401
-///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7402 --admin-listen off
-///
-/// With --election etcd://HOST:PORT several coordinators can run, and one of them is the leader.
-///
-/// Workers connect to the coordinator. SIGTERM or SIGINT shuts a server down gracefully.
-#[derive(Debug, Parser)]
-#[command(name = "zeroshard-server", version, verbatim_doc_comment)]
-struct Cli {
-    #[command(subcommand)]
-    role: Roles,
-}
-
-#[derive(Debug, Subcommand)]
-enum Roles {
-    /// Run the coordinator, which decides about membership, placement and steps
-    Coordinator(Flags<Coordinator>),
-    /// Run a shard server, which holds slices of jobs and serves them to workers
-    Shard(Flags<Shard>),
-    /// Run a coordinator and one shard server in one process
-    All(Flags<All>),
-    /// Ask a server whether it is ready, for health checks. Succeeds if it is
-    Probe(Probe),
-    /// Make certificates for servers, operators and jobs to try out TLS, signed by a new
-    /// certificate authority. They are valid for localhost and the names in --host. The key of the
-    /// authority is discarded. In production, use the authority of your organisation
-    DevCerts(DevCerts),
 }
 
 /// The sections that the file may have.
@@ -406,35 +370,12 @@ pub struct Config {
     pub json: bool,
 }
 
-/// The task of a process.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Command {
-    /// To run a server.
-    Serve(Box<Config>),
-    /// To ask another process whether it is ready.
-    Probe(Probe),
-    /// To make certificates.
-    DevCerts(DevCerts),
-}
-
-/// Reads the configuration of a process that was started with `arguments` (the first is its name).
+/// The configuration of a server with the role `section`, from its flags and everything below
+/// them.
 ///
 /// # Errors
-/// [`Error`]; [`Error::CommandLine`] also for `--help` and `--version`.
-pub fn load(
-    arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
-) -> Result<Command, Error> {
-    let mut command = Cli::command();
-    let matches = command.try_get_matches_from_mut(arguments)?;
-    match matches.subcommand().expect("clap requires a subcommand") {
-        ("probe", matches) => Ok(Command::Probe(Probe::from_arg_matches(matches)?)),
-        ("dev-certs", matches) => Ok(Command::DevCerts(DevCerts::from_arg_matches(matches)?)),
-        (section, matches) => Ok(Command::Serve(Box::new(serve(section, matches)?))),
-    }
-}
-
-/// The configuration of a server with the role `section`.
-fn serve(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
+/// [`Error`] for an invalid value or file.
+pub(crate) fn load(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
     let process = Process::from_arg_matches(matches)?;
     let file = process.config.map(File::read).transpose()?;
     let mut common: Common = layered("common", matches, file.as_ref())?;

@@ -18,8 +18,7 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
-
-use zeroshard_proto::transport::tls::{PeerSecurity, Security};
+use zeroshard_net::transport::tls::{PeerSecurity, Security};
 
 use crate::budget::{Budget, Space};
 

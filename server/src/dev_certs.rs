@@ -15,7 +15,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
     KeyPair, KeyUsagePurpose, SanType,
 };
-use zeroshard_proto::Role;
+use zeroshard_net::Role;
 
 /// The names by which a machine reaches itself.
 const LOCAL: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
@@ -53,7 +53,7 @@ pub enum Error {
     Certificate(#[from] rcgen::Error),
     /// A role is invalid.
     #[error(transparent)]
-    Role(#[from] zeroshard_proto::Error),
+    Role(#[from] zeroshard_model::Error),
     /// A file cannot be written.
     #[error("cannot write {}: {cause}; choose a new directory", file.display())]
     File {
@@ -167,7 +167,7 @@ pub fn print(directory: &Path, files: &[PathBuf]) -> io::Result<()> {
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use zeroshard_proto::transport::tls::{Tls, TlsFiles};
+    use zeroshard_net::transport::tls::{Tls, TlsFiles};
 
     use super::*;
 

@@ -11,16 +11,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use pb::{LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest, lease_client::LeaseClient};
 use tokio::time::{sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    Error, Result,
-    transport::{Addresses, Connection, Credentials},
-};
+use votes::{CampaignRequest, election_client::ElectionClient};
+use zeroshard_model::{Error, Result};
+use zeroshard_net::transport::{Addresses, Connection, Credentials};
+use zeroshard_proto::status::from_status;
 
 use crate::{config::Etcd, coordinator::leadership::Leadership, identity};
-use pb::{LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest, lease_client::LeaseClient};
-use votes::{CampaignRequest, election_client::ElectionClient};
 
 /// The lease service of etcd.
 #[allow(missing_docs, unreachable_pub, reason = "generated code")]
@@ -182,7 +181,7 @@ impl Candidate {
     }
 
     fn failed(&self, status: &tonic::Status) -> Error {
-        match Error::from_status(status, &self.peer()) {
+        match from_status(status, &self.peer()) {
             // It says what to do about the certificates.
             error @ Error::Tls { .. } => error,
             _ => Error::Unavailable { peer: self.peer(), cause: status.message().to_owned() },

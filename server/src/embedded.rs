@@ -6,15 +6,12 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    Token,
-    limits::{MAX_CONNECTIONS, MAX_JOBS},
-    token::Bearer,
-};
+use zeroshard_model::limits::{MAX_CONNECTIONS, MAX_JOBS};
+use zeroshard_net::{Token, token::Bearer};
 
 use crate::{
-    config::{self, Address, Common, Listen, Size},
-    coordinator::{JobLimits, leadership::Leadership},
+    config::{self, Address, Common, JobLimits, Listen, Size},
+    coordinator::leadership::Leadership,
     failure::Failure,
     roles::{self, Site},
     serve::Error,
@@ -49,7 +46,7 @@ impl Options {
 }
 
 /// A running cluster. If one of its tasks panics, the whole cluster has failed: all later calls
-/// receive [`Unavailable`](zeroshard_proto::Error::Unavailable). If it is dropped without
+/// receive [`Unavailable`](zeroshard_model::Error::Unavailable). If it is dropped without
 /// [`Self::shutdown`], it stops without waiting.
 #[derive(Debug)]
 pub struct Cluster {
@@ -72,7 +69,7 @@ impl Cluster {
         if host.is_unspecified() {
             let expected =
                 "an address of this machine that other machines can dial, such as 10.0.0.5";
-            return Err(zeroshard_proto::Error::invalid("host", host, expected).into());
+            return Err(zeroshard_model::Error::invalid("host", host, expected).into());
         }
         if common.token.reveal().is_none() {
             common.token = Token::random()?;
@@ -161,15 +158,18 @@ mod tests {
         time::Duration,
     };
 
-    use tonic::body::Body;
-    use zeroshard_proto::{
-        Error as ClusterError, Token,
-        pb::{
-            self, coordinator_service_client::CoordinatorServiceClient,
-            shard_service_client::ShardServiceClient,
-        },
+    use zeroshard_model::Error as ClusterError;
+    use zeroshard_net::{
+        Token,
         transport::{Connection, Credentials, endpoint},
     };
+    use zeroshard_proto::pb::{
+        self, coordinator_service_client::CoordinatorServiceClient,
+        shard_service_client::ShardServiceClient,
+    };
+
+    use tonic::body::Body;
+    use zeroshard_proto::status::from_status;
 
     use super::*;
     use crate::roles::Parts;
@@ -181,7 +181,7 @@ mod tests {
             CoordinatorServiceClient::new(connection).status(pb::StatusRequest::default()).await;
         answer
             .map(tonic::Response::into_inner)
-            .map_err(|status| ClusterError::from_status(&status, "coordinator"))
+            .map_err(|status| from_status(&status, "coordinator"))
     }
 
     #[tokio::test]
@@ -274,9 +274,7 @@ mod tests {
         assert!(status(&cluster.address(), &token).await.is_ok());
         let channel = endpoint(&address).unwrap().connect().await.unwrap();
         let answer = ShardServiceClient::new(channel).steps(pb::StepsRequest::default()).await;
-        assert_names_the_panic(
-            answer.map_err(|status| ClusterError::from_status(&status, "shard")),
-        );
+        assert_names_the_panic(answer.map_err(|status| from_status(&status, "shard")));
         assert_names_the_panic(status(&cluster.address(), &token).await);
         let ended = cluster.shutdown().await;
         assert!(

@@ -15,7 +15,7 @@ use std::{
 use futures_util::FutureExt;
 use tokio::task::JoinError;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 /// Whether a task of the servers that share this value has panicked. Clones share the state.
 #[derive(Debug, Clone, Default)]

@@ -1,7 +1,7 @@
 //! Identities, which distinguish messages of the current life of their sender from those of an
 //! earlier life.
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 /// A random number other than 0: the id of a job, a lease, or the incarnation of a process.
 ///

@@ -4,10 +4,14 @@ use std::{process::ExitCode, time::Duration};
 
 use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::trace;
+use zeroshard_net::trace;
 use zeroshard_server::{
-    config::{self, Command, Config, DevCerts, Probe},
-    dev_certs, failure, logging, roles,
+    cli::{self, Command},
+    config::{self, Config},
+    dev_certs::{self, DevCerts},
+    failure, logging,
+    probe::Probe,
+    roles,
     shutdown::stop_on_signals,
 };
 
@@ -20,7 +24,7 @@ const LAST_TASKS: Duration = Duration::from_millis(100);
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    let config = match config::load(std::env::args_os()) {
+    let config = match cli::read(std::env::args_os()) {
         Ok(Command::Serve(config)) => config,
         Ok(Command::Probe(probe)) => return end(ask(&probe), |error| eprintln!("{error}")),
         Ok(Command::DevCerts(certs)) => return end(make(&certs), |error| eprintln!("{error}")),

@@ -7,12 +7,13 @@ use clap::{Args, ValueEnum};
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
-use zeroshard_proto::{Error, Result, transport};
+use zeroshard_model::{Error, Result};
+use zeroshard_net::transport;
+use zeroshard_proto::status::from_status;
 
 use crate::{
     config::{Address, Listen},
     health::{LIVENESS, READINESS},
-    roles::dial_self,
 };
 
 /// The address and the question of a probe.
@@ -48,7 +49,7 @@ impl Probe {
     pub async fn ask(&self) -> Result<()> {
         let address = match (&self.address, self.listen) {
             (Some(address), _) => address.to_string(),
-            (None, Some(listen)) => dial_self(listen.0).to_string(),
+            (None, Some(listen)) => Address::dialled_from_here(listen.0).to_string(),
             (None, None) => "127.0.0.1:7400".to_owned(),
         };
         let (service, state) = match self.service {
@@ -62,7 +63,7 @@ impl Probe {
             let channel = transport::endpoint(&address)?.connect_lazy();
             let request = HealthCheckRequest { service: service.to_owned() };
             let answer = HealthClient::new(channel).check(request).await;
-            let answer = answer.map_err(|status| Error::from_status(&status, &peer))?;
+            let answer = answer.map_err(|status| from_status(&status, &peer))?;
             match answer.into_inner().status() {
                 ServingStatus::Serving => Ok(()),
                 _ => unavailable(format!("it answers that it is not {state}")),

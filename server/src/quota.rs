@@ -6,7 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use zeroshard_proto::{Error, Result, Role, quota::Quota};
+use zeroshard_model::{Error, Result};
+use zeroshard_net::{Role, quota::Quota};
 
 /// The burst of calls that may arrive at the same time, as a duration at the permitted rate.
 const BURST: Duration = Duration::from_secs(1);

@@ -13,14 +13,15 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::trace;
+use zeroshard_kernels::Backend;
+use zeroshard_net::trace;
 
 use crate::{
     access::Accepted,
-    admin::{self, Admin},
-    backend::{Backend, devices::Devices},
-    config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
-    coordinator::{Coordinator, JobLimits, Place, leadership::Leadership},
+    admin::{self, Admin, sources::Sources},
+    config::{self, Address, Addresses, AdminListen, Common, Config, JobLimits, Listen, Role},
+    coordinator::{Coordinator, Place, leadership::Leadership},
+    devices::{self, Devices},
     failure::Failure,
     serve::{Context, Error, bind, serve},
     shard::Shard,
@@ -43,6 +44,8 @@ pub(crate) struct Site {
     /// Whether the system has chosen the port, which therefore no other process knows.
     pub(crate) has_new_address: bool,
     pub(crate) context: Context,
+    /// The state that the status page shows.
+    pub(crate) sources: Sources,
 }
 
 impl Site {
@@ -53,7 +56,8 @@ impl Site {
     ) -> Result<Self, Error> {
         let (listener, address) = bind(listen).await?;
         let context = Context::new(common.clone(), max_connections, Failure::default()).await?;
-        Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
+        let (has_new_address, sources) = (listen.0.port() == 0, Sources::default());
+        Ok(Self { listener, address, has_new_address, context, sources })
     }
 
     /// Serves `parts` until `shutdown`. The process becomes unready as soon as it is asked to stop.
@@ -108,9 +112,14 @@ async fn serve_role(
                 return elected::run(config, election, &common, json, asked).await;
             }
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
-            let admin =
-                AdminSite::bind(config.admin_listen, "coordinator", site.address, &site.context)
-                    .await?;
+            let admin = AdminSite::bind(
+                config.admin_listen,
+                "coordinator",
+                site.address,
+                &site.context,
+                &site.sources,
+            )
+            .await?;
             let place = Place { address: site.address, is_new: site.has_new_address };
             start_traces(&common, &place.name())?;
             announce(json, "coordinator", site.address, admin.as_ref());
@@ -121,8 +130,14 @@ async fn serve_role(
         }
         Role::Shard(config) => {
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
-            let admin =
-                AdminSite::bind(config.admin_listen, "shard", site.address, &site.context).await?;
+            let admin = AdminSite::bind(
+                config.admin_listen,
+                "shard",
+                site.address,
+                &site.context,
+                &site.sources,
+            )
+            .await?;
             let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
             start_traces(&common, &advertised(&config, &site).to_string())?;
             let parts = shard(&config, coordinator, &site, &shutdown)?;
@@ -136,17 +151,18 @@ async fn serve_role(
             // One process has one set of metrics, and is ready when its shard server is ready.
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
-            shard_site.context.sources = site.context.sources.clone();
+            shard_site.sources = site.sources.clone();
             let admin = AdminSite::bind(
                 config.admin_listen,
                 "all",
                 shard_site.address,
                 &shard_site.context,
+                &shard_site.sources,
             )
             .await?;
             let leadership = Leadership::alone()?;
             let parts = coordinator(&site, leadership.clone(), config.job_limits(), &shutdown);
-            let dial = dial_self(site.address).into();
+            let dial = Address::dialled_from_here(site.address).into();
             start_traces(&common, &advertised(&config.shard(), &shard_site).to_string())?;
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
@@ -187,6 +203,7 @@ pub(crate) fn coordinator(
 ) -> Parts {
     let place = Place { address: site.address, is_new: site.has_new_address };
     let coordinator = Coordinator::new(site.context.clone(), leadership, place, jobs);
+    site.sources.cluster.set(coordinator.overviews());
     let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
     let background = async move {
         coordinator.run(shutdown).await;
@@ -206,10 +223,10 @@ pub(crate) fn shard(
     site: &Site,
     shutdown: &Shutdown,
 ) -> Result<Parts, Error> {
-    let devices = Devices::open(&config.device).map_err(zeroshard_proto::Error::from)?;
+    let devices = devices::open(&config.device).map_err(zeroshard_model::Error::from)?;
     match devices {
         Devices::Cpu(cpu) => shard_on(vec![cpu], config, coordinator, site, shutdown),
-        Devices::Cuda(gpus) => shard_on(gpus, config, coordinator, site, shutdown),
+        Devices::Gpus(gpus) => shard_on(gpus, config, coordinator, site, shutdown),
     }
 }
 
@@ -222,6 +239,7 @@ fn shard_on<B: Backend>(
 ) -> Result<Parts, Error> {
     let advertised = advertised(config, site);
     let shard = Shard::new(backends, config, site.context.clone())?;
+    site.sources.shard.set(shard.overviews());
     let (routes, shutdown) = (shard.routes(shutdown.stop()), shutdown.clone());
     let background = async move {
         let ended = shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;
@@ -248,18 +266,6 @@ fn start_traces(common: &Common, address: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// The address at which this process dials its own listener on `address`: loopback for a wildcard
-/// address.
-pub(crate) fn dial_self(mut address: SocketAddr) -> Address {
-    if address.ip().is_unspecified() {
-        match &mut address {
-            SocketAddr::V4(v4) => v4.set_ip(std::net::Ipv4Addr::LOCALHOST),
-            SocketAddr::V6(v6) => v6.set_ip(std::net::Ipv6Addr::LOCALHOST),
-        }
-    }
-    address.into()
-}
-
 struct AdminSite {
     listener: TcpListener,
     address: SocketAddr,
@@ -272,10 +278,11 @@ impl AdminSite {
         role: &'static str,
         serves: SocketAddr,
         context: &Context,
+        sources: &Sources,
     ) -> Result<Option<Self>, Error> {
         let AdminListen::On(listen) = listen else { return Ok(None) };
         let (listener, address) = bind(listen).await?;
-        let Context { metrics, health, sources, accepted, acceptor, .. } = context.clone();
+        let Context { metrics, health, accepted, acceptor, .. } = context.clone();
         metrics.show_role(role);
         // Only programs on this machine can connect to a loopback address.
         let accepted = if address.ip().is_loopback() { Accepted::everyone() } else { accepted };
@@ -285,7 +292,7 @@ impl AdminSite {
             started: Instant::now(),
             metrics,
             health,
-            sources,
+            sources: sources.clone(),
             accepted,
             acceptor,
         };

@@ -15,17 +15,14 @@ use tonic::{
         server::{Connected, TcpIncoming},
     },
 };
-use zeroshard_proto::{
-    pb,
-    transport::{
-        Credentials,
-        tls::{Acceptor, Tls},
-    },
+use zeroshard_net::transport::{
+    Credentials,
+    tls::{Acceptor, Tls},
 };
+use zeroshard_proto::pb;
 
 use crate::{
     access::Accepted,
-    admin::sources::Sources,
     config::{Common, Listen},
     connection::Connections,
     failure::Failure,
@@ -61,7 +58,7 @@ pub enum Error {
     /// An invalid setting that only a program can pass, because flags and files are checked
     /// earlier.
     #[error(transparent)]
-    Invalid(#[from] zeroshard_proto::Error),
+    Invalid(#[from] zeroshard_model::Error),
     /// A shard server has no coordinator address.
     #[error("a shard server needs the address of its coordinator; set --coordinator HOST:PORT")]
     NoCoordinator,
@@ -115,8 +112,6 @@ pub struct Context {
     pub health: Health,
     /// Whether a task has panicked, shared by all servers of a process.
     pub failure: Failure,
-    /// The state that the status page shows.
-    pub(crate) sources: Sources,
 }
 
 impl Context {
@@ -140,7 +135,6 @@ impl Context {
             metrics: Metrics::new(),
             health: Health::new().await,
             failure,
-            sources: Sources::default(),
         })
     }
 }

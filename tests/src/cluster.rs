@@ -6,7 +6,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering::Relaxed},
 };
 
-use zeroshard_proto::token::TOKEN_VARIABLE;
+use zeroshard_net::token::TOKEN_VARIABLE;
 
 use crate::{Process, binary, gpu};
 

@@ -38,7 +38,7 @@ fn kernels() -> &'static Path {
     static KERNELS: OnceLock<PathBuf> = OnceLock::new();
     KERNELS.get_or_init(|| {
         let sources =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/src/backend/cuda/kernels");
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/kernels/src/cuda/kernels");
         let (directory, name) = (directory(), "kernels.so");
         let compiled = tempfile::tempdir_in(&directory).expect("the directory is writable");
         compiled::compile(&sources, &compiled.path().join(name))

@@ -3,7 +3,7 @@
 use zeroshard_client::{
     Attempt, Commit, Exchange, Job, Result, Slots, StepReport, TensorData, TensorId, Values,
 };
-use zeroshard_proto::DType;
+use zeroshard_model::DType;
 
 use crate::synthetic;
 
@@ -23,7 +23,7 @@ impl Gradients {
     }
 }
 
-fn exchange(job: &Job, wanted: impl Fn(&zeroshard_proto::TensorSpec) -> bool) -> Result<Exchange> {
+fn exchange(job: &Job, wanted: impl Fn(&zeroshard_model::TensorSpec) -> bool) -> Result<Exchange> {
     let tensors = job.spec().manifest.tensors().iter().enumerate();
     let tensors: Vec<_> =
         tensors.filter(|(_, spec)| wanted(spec)).map(|(t, _)| TensorId::new(t)).collect();
@@ -39,7 +39,7 @@ pub async fn push(group: &[Job], step: u64, gradients: Gradients) -> Result<Vec<
     let Gradients { dtype, of_ranks } = gradients;
     let mut plans = Vec::new();
     for (job, of_rank) in group.iter().zip(of_ranks) {
-        let exchange = exchange(job, zeroshard_proto::TensorSpec::trains)?;
+        let exchange = exchange(job, zeroshard_model::TensorSpec::trains)?;
         let gradient = |tensor: &TensorId| {
             of_rank.iter().find(|data| data.tensor == *tensor).map(|data| data.data.clone())
         };

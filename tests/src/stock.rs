@@ -4,10 +4,11 @@
 use futures_util::Stream;
 use tonic::{IntoRequest, Streaming, transport::Channel};
 use zeroshard_client::Job;
+use zeroshard_model::{DType, Error, Result};
+use zeroshard_net::transport::endpoint;
 use zeroshard_proto::{
-    DType, Error, Result,
     pb::{self, data_service_client::DataServiceClient, push_begin::Contents},
-    transport::endpoint,
+    status::from_status,
 };
 
 /// The peer in error messages.
@@ -39,7 +40,7 @@ pub async fn push_stream(
     messages: impl Stream<Item = pb::PushRequest> + Send + 'static,
 ) -> Result<pb::PushResponse> {
     let answer = client(address).await?.push(messages).await;
-    answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
+    answer.map(tonic::Response::into_inner).map_err(|status| from_status(&status, PEER))
 }
 
 /// The complete response of the shard server at `address` to `request`.
@@ -52,9 +53,7 @@ pub async fn pull(
 ) -> Result<Vec<pb::PullResponse>> {
     let mut stream = open_pull(address, request).await?;
     let mut answer = Vec::new();
-    while let Some(message) =
-        stream.message().await.map_err(|status| Error::from_status(&status, PEER))?
-    {
+    while let Some(message) = stream.message().await.map_err(|status| from_status(&status, PEER))? {
         answer.push(message);
     }
     Ok(answer)
@@ -69,7 +68,7 @@ pub async fn open_pull(
     request: impl IntoRequest<pb::PullRequest>,
 ) -> Result<Streaming<pb::PullResponse>> {
     let answer = client(address).await?.pull(request).await;
-    answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
+    answer.map(tonic::Response::into_inner).map_err(|status| from_status(&status, PEER))
 }
 
 /// The beginning of a push of this worker in the first attempt at `step`; without `step`, of

@@ -1,7 +1,7 @@
 //! A job without a model: parameters and gradients that are the same on every machine.
 
 use zeroshard_client::TensorData;
-use zeroshard_proto::{
+use zeroshard_model::{
     JobSpec, Manifest, Optimizer, Policy, Result, TensorId, TensorSpec, geometry::blocks::SLICE,
 };
 
@@ -48,7 +48,7 @@ pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<TensorData> {
 /// A job with one parameter group and `world` ranks.
 ///
 /// # Errors
-/// [`zeroshard_proto::Error::Invalid`] for an invalid manifest.
+/// [`zeroshard_model::Error::Invalid`] for an invalid manifest.
 pub fn job(
     name: &str,
     world: u32,

@@ -2,7 +2,7 @@
 
 use futures_util::future::try_join_all;
 use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target, TensorId};
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 
 use crate::synthetic;
 

@@ -83,7 +83,7 @@ fn tiers_compares_bytes_with_the_formula_and_steps_with_the_disk_and_with_memory
 fn optimizer_measures_every_optimizer_on_one_and_two_threads() {
     let numbers = ["threads", "gparams_per_s", "gbps", "ratio_memory"];
     let lines = bench(&["optimizer", "--elements", "100000", "--repeat", "1"], &numbers);
-    for optimizer in zeroshard_proto::Optimizer::defaults() {
+    for optimizer in zeroshard_model::Optimizer::defaults() {
         for threads in [1, 2] {
             let is_it =
                 |line: &&Value| line["optimizer"] == optimizer.name() && line["threads"] == threads;
@@ -98,7 +98,7 @@ fn kernels_measures_every_optimizer_and_transfers_on_a_gpu() {
     command.args(["--json", "kernels", "--elements", "4096", "--repeat", "1"]);
     with_fake_driver(&mut command);
     let lines = lines(&command.output().unwrap(), &["gbps"]);
-    for optimizer in zeroshard_proto::Optimizer::defaults() {
+    for optimizer in zeroshard_model::Optimizer::defaults() {
         let is_it = |line: &&Value| line["kernel"] == optimizer.name();
         assert_eq!(lines.iter().filter(is_it).count(), 1, "{optimizer}");
     }

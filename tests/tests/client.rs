@@ -1,7 +1,7 @@
 //! Compile-time properties of the client crate on which programs may rely.
 
 use zeroshard_client::{Cluster, Commit, Job, Options};
-use zeroshard_proto::{JobSpec, Result};
+use zeroshard_model::{JobSpec, Result};
 
 fn is_send<T: Send>(_: &T) {}
 

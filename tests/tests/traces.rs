@@ -228,7 +228,7 @@ async fn saves_and_copies_have_spans_that_name_their_server() {
     let checkpoints = tempfile::tempdir().unwrap();
     let place = format!("file://{}", checkpoints.path().display());
     let spec = synthetic::job("demo", 1, "sgd".parse().unwrap(), synthetic::small()).unwrap();
-    let spec = zeroshard_proto::JobSpec { replicas: 2, min_servers: 2, ..spec };
+    let spec = zeroshard_model::JobSpec { replicas: 2, min_servers: 2, ..spec };
     let options = Options::default().timeout(zeroshard_tests::timeout());
     let client = Client::connect(coordinator.address(), options).await.unwrap();
     client.create_job(&spec).await.unwrap();

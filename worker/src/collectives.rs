@@ -23,7 +23,7 @@ mod tests;
 
 use std::fmt;
 
-use zeroshard_proto::Reduction;
+use zeroshard_model::Reduction;
 
 pub use connections::{Listening, Options};
 pub use error::{Error, Place, Result};

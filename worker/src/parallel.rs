@@ -75,8 +75,7 @@ pub use backend::{Exchange, ParallelBackend};
 pub use data_parallel::{DataParallel, DataParallelOptions, Forward};
 pub use dist_model::{Batch, DistModel, Loss, Outcome, StaticLayer, to_static};
 pub use dist_tensor::{DistTensor, LAST, PARTIAL, Value, shard_tensor};
-pub use embedding::ParallelEmbedding;
-pub(crate) use embedding::lookup;
+pub use embedding::{ParallelEmbedding, lookup};
 pub use error::{Error, Result};
 pub use group_sharded::{GroupSharded, group_sharded_parallel};
 pub use hooks::Hooks;
@@ -85,7 +84,7 @@ pub use layer::{Layer, Parallelize};
 pub use level::{Level, UnknownLevel};
 pub use linear::ParallelLinear;
 pub use norm::ParallelNorm;
-pub(crate) use parameters::accumulate;
+pub use parameters::accumulate;
 pub use plan::parallelize_module;
 pub use prepare::{
     PrepareInput, PrepareOutput, make_input_replicate_1d, make_input_reshard_replicate,
@@ -103,6 +102,6 @@ pub use styles::{
 };
 pub use world::{Call, Mesh, World};
 
-pub use zeroshard_proto::DimPlacement as Placement;
-pub use zeroshard_proto::DimPlacement::{Partial, Replicate, Shard};
-pub use zeroshard_proto::{ProcessMesh, Reduction};
+pub use zeroshard_model::DimPlacement as Placement;
+pub use zeroshard_model::DimPlacement::{Partial, Replicate, Shard};
+pub use zeroshard_model::{ProcessMesh, Reduction};

@@ -5,7 +5,7 @@
 use bytes::Bytes;
 use pyo3::prelude::*;
 use zeroshard_client::{Slots, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{self as proto, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
+use zeroshard_model::{self as model, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
 
 use crate::{
     call::Call,
@@ -22,7 +22,7 @@ pub(crate) struct Array {
     dtype: DType,
     /// The box of the tensor that the memory holds; `None` for the rank's box according to the
     /// tensor's layout.
-    bounds: Option<proto::TensorBox>,
+    bounds: Option<model::TensorBox>,
     /// Keeps the memory alive.
     owner: Py<PyAny>,
     /// Called before the memory is read: returns when a device has copied the values to it.
@@ -149,7 +149,7 @@ fn data_of(tensor: usize, array: &Array, lent: Lent) -> PyResult<TensorData> {
 }
 
 /// The memory that a pull writes to.
-pub(crate) struct Targets(Vec<(usize, Option<proto::TensorBox>, Lent)>);
+pub(crate) struct Targets(Vec<(usize, Option<model::TensorBox>, Lent)>);
 
 impl Targets {
     pub(crate) fn new(py: Python<'_>, arrays: &Arrays<'_>) -> Self {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use pyo3::prelude::*;
-use zeroshard_proto::Error;
+use zeroshard_model::Error;
 
 /// A function of Python that a task calls.
 pub(crate) struct Call(Py<PyAny>);

@@ -2,13 +2,13 @@
 
 use pyo3::{prelude::*, types::PyBytes};
 use zeroshard_checkpoint::Storage;
-use zeroshard_proto::{self as proto, Error, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
+use zeroshard_model::{self as model, Error, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
 
 use crate::{cluster::seconds, error::raise, runtime::wait};
 
 /// When and where a job is saved, and what happens when a server is lost.
 #[pyclass(frozen, module = "zeroshard._native")]
-pub(crate) struct CheckpointPolicy(pub(crate) proto::CheckpointPolicy);
+pub(crate) struct CheckpointPolicy(pub(crate) model::CheckpointPolicy);
 
 #[pymethods]
 impl CheckpointPolicy {
@@ -42,7 +42,7 @@ impl CheckpointPolicy {
             }
         };
         let interval = every_seconds.map(|number| seconds("every_seconds", number)).transpose()?;
-        let policy = proto::CheckpointPolicy {
+        let policy = model::CheckpointPolicy {
             url,
             every_steps: every,
             every: interval,

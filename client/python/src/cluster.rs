@@ -5,10 +5,8 @@ use std::{net::IpAddr, path::PathBuf, sync::Mutex, time::Duration};
 use pyo3::prelude::*;
 use serde_json::json;
 use zeroshard_client as client;
-use zeroshard_proto::{
-    Error, JobSpec, Manifest,
-    transport::tls::{Tls, TlsFiles},
-};
+use zeroshard_model::{Error, JobSpec, Manifest};
+use zeroshard_net::transport::tls::{Tls, TlsFiles};
 use zeroshard_server::embedded;
 
 use crate::{

@@ -4,7 +4,7 @@
 //! `JobFailedError`. The exception is `Invalid`, which is `InvalidArgumentError`.
 
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
-use zeroshard_proto::Error;
+use zeroshard_model::Error;
 
 /// The exception for `error`. Its attributes are the fields of the variant (job, step, ...).
 pub(crate) fn raise(error: Error) -> PyErr {

@@ -7,7 +7,7 @@
 
 use pyo3::prelude::*;
 use zeroshard_client as client;
-use zeroshard_proto::{DType, Error, Result};
+use zeroshard_model::{DType, Error, Result};
 
 use crate::{
     array::{Array, Lent, Targets, tensor_data},

@@ -8,7 +8,7 @@ use tokio::{
     task::JoinSet,
 };
 use zeroshard_client::{self as client, Attempt, Commit, Result, StatePart, TensorData, TensorId};
-use zeroshard_proto::{AppliedSteps, Error, JobVersion, successor_name};
+use zeroshard_model::{AppliedSteps, Error, JobVersion, successor_name};
 
 use crate::{
     array::{Array, Arrays, Lent, Targets, calls_after_pull, pending_data, tensor_data},

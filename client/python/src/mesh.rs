@@ -4,8 +4,8 @@ use std::{fmt, sync::Arc};
 
 use pyo3::{prelude::*, types::PyTuple};
 use zeroshard_client::Result;
-use zeroshard_proto::{
-    self as proto, DimPlacement, Error, ProcessMesh, Reduction, geometry::redistribute,
+use zeroshard_model::{
+    self as model, DimPlacement, Error, ProcessMesh, Reduction, geometry::redistribute,
 };
 
 use crate::error::raise;
@@ -53,18 +53,18 @@ impl fmt::Display for Mesh {
 /// A rectangular part of a tensor.
 #[pyclass(frozen, eq, hash, str, name = "Box", module = "zeroshard._native")]
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub(crate) struct TensorBox(pub(crate) proto::TensorBox);
+pub(crate) struct TensorBox(pub(crate) model::TensorBox);
 
 #[pymethods]
 impl TensorBox {
     #[new]
     fn new(offset: Vec<u64>, size: Vec<u64>) -> Self {
-        Self(proto::TensorBox { offset, size })
+        Self(model::TensorBox { offset, size })
     }
 
     #[staticmethod]
     fn whole(shape: Vec<u64>) -> Self {
-        Self(proto::TensorBox::whole(&shape))
+        Self(model::TensorBox::whole(&shape))
     }
 
     #[getter]
@@ -103,14 +103,14 @@ impl fmt::Display for TensorBox {
 
 /// The distribution of a tensor over a mesh.
 #[pyclass(frozen, module = "zeroshard._native")]
-pub(crate) struct Layout(proto::Layout);
+pub(crate) struct Layout(model::Layout);
 
 #[pymethods]
 impl Layout {
     #[new]
     fn new(mesh: PyRef<'_, Mesh>, placements: Vec<String>) -> PyResult<Self> {
         let layout = self::placements(&placements)
-            .and_then(|placements| proto::Layout::new(Arc::clone(&mesh.0), placements));
+            .and_then(|placements| model::Layout::new(Arc::clone(&mesh.0), placements));
         layout.map(Self).map_err(raise)
     }
 

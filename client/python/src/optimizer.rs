@@ -4,24 +4,25 @@ use std::collections::HashMap;
 
 use pyo3::prelude::*;
 use zeroshard_client::Result;
-use zeroshard_proto::{self as proto, optimizer::StateShape, pb};
+use zeroshard_model::{self as model, optimizer::StateShape};
+use zeroshard_proto::pb;
 
 use crate::error::raise;
 
 /// A parameter group: the optimizer's name, and its hyperparameters.
 pub(crate) type Group = (String, HashMap<String, f64>);
 
-pub(crate) fn optimizer((name, hyperparameters): Group) -> Result<proto::Optimizer> {
-    proto::Optimizer::try_from(pb::Optimizer { name, hyperparameters })
+pub(crate) fn optimizer((name, hyperparameters): Group) -> Result<model::Optimizer> {
+    model::Optimizer::try_from(pb::Optimizer { name, hyperparameters })
 }
 
-pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<proto::Optimizer>> {
+pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<model::Optimizer>> {
     groups.into_iter().map(optimizer).collect::<Result<_>>().map_err(raise)
 }
 
 /// An optimizer with its hyperparameters.
 #[pyclass(frozen, module = "zeroshard._native")]
-pub(crate) struct Optimizer(proto::Optimizer);
+pub(crate) struct Optimizer(model::Optimizer);
 
 #[pymethods]
 impl Optimizer {

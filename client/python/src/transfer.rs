@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use tokio::task::JoinHandle;
 use zeroshard_client::{Rested, Result};
-use zeroshard_proto::Error;
+use zeroshard_model::Error;
 
 use crate::{
     error::raise,

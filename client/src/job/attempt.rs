@@ -11,11 +11,12 @@ use std::{
 
 use futures_util::future::{Either, select};
 use tokio::sync::watch;
-use zeroshard_proto::{
-    DType, Deadline, Error, Result, TensorId,
-    pb::{self, push_begin::Contents as Wire},
+use zeroshard_model::{DType, Error, Result, TensorId};
+use zeroshard_net::{
+    Deadline,
     trace::{Span, SpanKind, Trace},
 };
+use zeroshard_proto::pb::{self, push_begin::Contents as Wire};
 
 use super::{
     Job, Member,
@@ -193,7 +194,7 @@ impl Attempt {
     /// of the group whether it has a gradient of each tensor of the exchange. Tensors of which no
     /// rank of the group has one are declared absent; [`StepReport::absent`] lists no others.
     ///
-    /// [`JobSpec::group_size`]: zeroshard_proto::JobSpec::group_size
+    /// [`JobSpec::group_size`]: zeroshard_model::JobSpec::group_size
     ///
     /// # Errors
     /// Those of [`Self::push`].

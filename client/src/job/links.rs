@@ -8,7 +8,8 @@ use std::{convert::Infallible, time::Duration};
 
 use http_body_util::Full;
 use tokio::time::{sleep, timeout};
-use zeroshard_proto::{Error, Server, frame::encode_message, pb};
+use zeroshard_model::{Error, Server};
+use zeroshard_proto::{frame::encode_message, pb};
 
 use super::{Job, Member, membership::Membership};
 use crate::{Cluster, call::unary};

@@ -8,7 +8,9 @@ use std::{
 
 use bytes::Bytes;
 use tokio::sync::watch;
-use zeroshard_proto::{Deadline, Error, Placement, Result, deadline::MARGIN, pb};
+use zeroshard_model::{Error, Placement, Result};
+use zeroshard_net::{Deadline, deadline::MARGIN};
+use zeroshard_proto::{pb, status::from_status};
 
 use super::{Job, attempt::Attempts};
 use crate::{Cluster, retry::drops_job};
@@ -218,7 +220,7 @@ impl Watcher {
 
     /// Passes on messages until the stream ends. Returns the error of a stream that breaks.
     async fn follow(&mut self, stream: &mut Memberships) -> Result<()> {
-        let failed = |status: tonic::Status| Error::from_status(&status, &self.cluster.peer);
+        let failed = |status: tonic::Status| from_status(&status, &self.cluster.peer);
         while let Some(message) = stream.message().await.map_err(failed)? {
             let mut now = self.told.borrow().clone();
             now.update(message)?;

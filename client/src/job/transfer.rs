@@ -4,11 +4,9 @@
 use std::sync::Arc;
 
 use futures_util::future::try_join_all;
-use zeroshard_proto::{
-    AppliedSteps, DType, Deadline, Error, Result, TensorId,
-    pb::{self, push_begin::Contents as Wire},
-    trace::Trace,
-};
+use zeroshard_model::{AppliedSteps, DType, Error, Result, TensorId};
+use zeroshard_net::{Deadline, trace::Trace};
+use zeroshard_proto::pb::{self, push_begin::Contents as Wire};
 
 use super::{Attempt, Job, Member, membership::Membership};
 use crate::{
@@ -44,7 +42,7 @@ impl Job {
         self.upload(StatePart::Parameters, applied, Contents::Uploaded(parameters)).await
     }
 
-    /// Uploads the optimizer state tensor `name`, one of [`zeroshard_proto::Optimizer::state`], of
+    /// Uploads the optimizer state tensor `name`, one of [`zeroshard_model::Optimizer::state`], of
     /// trained tensors. The same ranks upload the state before the parameters of these tensors.
     /// State that is not uploaded has the initial value of a new run. `applied` are the steps
     /// already applied to these tensors.

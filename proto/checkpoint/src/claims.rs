@@ -23,7 +23,8 @@ use std::time::Duration;
 
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode, path::Path};
 use serde::{Deserialize, Serialize};
-use zeroshard_proto::{Deadline, Error, Result};
+use zeroshard_model::{Error, Result};
+use zeroshard_net::Deadline;
 
 use crate::{Manifest, Storage};
 

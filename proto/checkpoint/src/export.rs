@@ -10,7 +10,7 @@ use std::{
 
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
-use zeroshard_proto::{DType, Error, JobSpec, Result};
+use zeroshard_model::{DType, Error, JobSpec, Result};
 
 use crate::{
     Manifest, Storage,

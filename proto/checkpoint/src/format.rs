@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use serde_json::Value;
-use zeroshard_proto::{DType, JobSpec, Optimizer};
+use zeroshard_model::{DType, JobSpec, Optimizer};
 
 /// The length of the number in front of the header.
 const PREFIX: usize = 8;

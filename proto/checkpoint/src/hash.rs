@@ -1,7 +1,7 @@
 //! BLAKE3 hashes as they appear in manifests.
 
 use blake3::Hash;
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 /// Reads a hash from a message.
 ///

@@ -5,7 +5,8 @@ use std::{collections::BTreeSet, time::SystemTime};
 use blake3::Hash;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use zeroshard_proto::{AppliedSteps, Error, JobSpec, Result, pb};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, Result};
+use zeroshard_proto::pb;
 
 use crate::{format, hash};
 

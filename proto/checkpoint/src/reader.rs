@@ -5,7 +5,7 @@ use std::ops::Range;
 use blake3::{Hash, Hasher};
 use bytes::Bytes;
 use object_store::path::Path;
-use zeroshard_proto::{AppliedSteps, Error, Result};
+use zeroshard_model::{AppliedSteps, Error, Result};
 
 use crate::{
     Manifest, Part, Storage,

@@ -11,7 +11,7 @@ use object_store::{
 };
 use percent_encoding::percent_decode_str;
 use url::Url;
-use zeroshard_proto::{Error, Result, checkpoint::check_url};
+use zeroshard_model::{Error, Result, checkpoint::check_url};
 
 use crate::Manifest;
 

@@ -7,7 +7,7 @@
 use std::{fs, io, path};
 
 use object_store::path::Path;
-use zeroshard_proto::Result;
+use zeroshard_model::Result;
 
 use crate::Storage;
 

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use object_store::{ObjectStoreExt, WriteMultipart, path::Path};
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 use crate::{Storage, file::NewFile};
 

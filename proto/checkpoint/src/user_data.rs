@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use zeroshard_proto::{Error, Result, pb};
+use zeroshard_model::{Error, Result};
+use zeroshard_proto::pb;
 
 use crate::{
     Manifest, Storage,

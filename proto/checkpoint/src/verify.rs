@@ -5,7 +5,7 @@ use std::ops::Range;
 use blake3::Hash;
 use futures_util::{StreamExt, stream};
 use object_store::path::Path;
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 use crate::{Manifest, Storage, format, manifest::File};
 

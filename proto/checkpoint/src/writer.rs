@@ -8,7 +8,8 @@ use std::sync::Arc;
 use blake3::Hash;
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
-use zeroshard_proto::{AppliedSteps, Error, JobSpec, Result, pb};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, Result};
+use zeroshard_proto::pb;
 
 use crate::{
     Part, Storage,
@@ -170,7 +171,7 @@ async fn read(
 
 #[cfg(test)]
 mod tests {
-    use zeroshard_proto::{Manifest, TensorSpec};
+    use zeroshard_model::{Manifest, TensorSpec};
 
     use super::*;
 

@@ -7,11 +7,13 @@ mod common;
 use std::{fs, sync::Arc};
 
 use bytes::Bytes;
-use common::{JOB, JOB_ID, Saved, VERSION};
 use zeroshard_checkpoint::{Manifest, Part, Save, Source, Storage, write};
-use zeroshard_proto::{
-    AppliedSteps, Error, JobSpec, Manifest as Tensors, Policy, Result, TensorSpec, pb,
+use zeroshard_model::{
+    AppliedSteps, Error, JobSpec, Manifest as Tensors, Policy, Result, TensorSpec,
 };
+use zeroshard_proto::pb;
+
+use common::{JOB, JOB_ID, Saved, VERSION};
 
 /// A source whose slices have one element each.
 struct Scalars;

@@ -10,9 +10,10 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use common::{JOB, JOB_ID, Saved, VERSION};
 use zeroshard_checkpoint::{Export, Manifest, Part, SavedSlice, exported_bytes};
-use zeroshard_proto::{Error, Optimizer};
+use zeroshard_model::{Error, Optimizer};
+
+use common::{JOB, JOB_ID, Saved, VERSION};
 
 /// A slice as [`zeroshard_checkpoint::Storage::stream_slice`] passes it on.
 async fn streamed(saved: &Saved, manifest: &Manifest, slice: u32) -> Result<SavedSlice, Error> {

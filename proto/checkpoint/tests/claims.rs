@@ -9,9 +9,10 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use common::{JOB, JOB_ID, Saved};
 use zeroshard_checkpoint::{BEAT, Claimant, Start, Storage};
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
+
+use common::{JOB, JOB_ID, Saved};
 
 const OTHER: u64 = 0xb0b;
 

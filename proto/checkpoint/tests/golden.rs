@@ -12,11 +12,12 @@ use std::{
     sync::Arc,
 };
 
-use common::{Content, save};
 use zeroshard_checkpoint::{Manifest, Storage};
-use zeroshard_proto::{
+use zeroshard_model::{
     DType, JobSpec, Manifest as Tensors, Optimizer, Policy, TensorSpec, optimizer::Adafactor,
 };
+
+use common::{Content, save};
 
 const NAME: &str = "golden";
 const VERSION: u64 = 7;

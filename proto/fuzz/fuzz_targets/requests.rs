@@ -5,7 +5,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
-use zeroshard_proto::{JobSpec, Optimizer, Placement, TensorSpec, pb};
+use zeroshard_model::{JobSpec, Optimizer, Placement, TensorSpec};
+use zeroshard_proto::pb;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&kind, message)) = data.split_first() else { return };

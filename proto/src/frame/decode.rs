@@ -3,13 +3,14 @@
 
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message;
+use zeroshard_model::{Error, Result};
 
 use super::{
     Extent, field,
     prefix::{self, PREFIX},
     wire,
 };
-use crate::{DType, Error, Result, pb};
+use crate::{convert, pb};
 
 /// The maximum number of bytes before a payload: the prefix, small fields, and an opening message.
 const MAX_HEADER: usize = 4 << 10;
@@ -151,7 +152,7 @@ impl Decoder {
             return Ok(());
         };
         let what = |field: &str| format!("{field} of an extent of slice {}", header.slice);
-        let dtype = DType::from_wire(header.dtype)
+        let dtype = convert::dtype(header.dtype)
             .ok_or_else(|| Error::invalid(what("dtype"), header.dtype, "f32, bf16 or f16"))?;
         let element = dtype.size();
         if bytes == 0 || bytes % element != 0 {

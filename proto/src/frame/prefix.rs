@@ -2,8 +2,7 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 use prost::Message;
-
-use crate::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 /// The length of the prefix.
 pub(super) const PREFIX: usize = 5;

@@ -4,9 +4,9 @@ use bytes::Bytes;
 use http::HeaderMap;
 use http_body::Body;
 use http_body_util::BodyExt;
+use zeroshard_model::{Error, Result};
 
 use super::{Decoder, Event};
-use crate::{Error, Result};
 
 /// Reads the events of a call's body, then its trailers.
 #[derive(Debug)]

@@ -4,9 +4,10 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
 use prost::Message;
+use zeroshard_model::{Error, Result};
 
 use super::{prefix::PREFIX, *};
-use crate::{Error, Result, pb};
+use crate::pb;
 
 const MAX: usize = 1 << 20;
 
@@ -56,7 +57,7 @@ fn prefixed(message: &[u8]) -> Vec<u8> {
 }
 
 fn extent() -> impl Strategy<Value = (Extent, Bytes)> {
-    let dtype = prop::sample::select(crate::DType::ALL.to_vec());
+    let dtype = prop::sample::select(zeroshard_model::DType::ALL.to_vec());
     (any::<u32>(), any::<u64>(), dtype, 1usize..20_000).prop_map(
         |(slice, offset, dtype, elements)| {
             let payload = (0..elements * dtype.size()).map(|i| (i * 7) as u8).collect();
@@ -105,7 +106,7 @@ proptest! {
             payload: Bytes::from_static(&[1, 2, 3, 4]),
         };
         let events = read(&prefixed(&message.encode_to_vec()), &[one]).unwrap();
-        let extent = Extent { slice, offset, dtype: crate::DType::F32 };
+        let extent = Extent { slice, offset, dtype: zeroshard_model::DType::F32 };
         prop_assert_eq!(events, vec![
             Event::Begin(begin),
             Event::Extent(extent, 1),

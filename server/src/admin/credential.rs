@@ -16,7 +16,8 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use zeroshard_proto::{Error, transport::tls::Security};
+use zeroshard_model::Error;
+use zeroshard_net::transport::tls::Security;
 
 use super::listener::Origin;
 use crate::access::Accepted;
@@ -98,7 +99,7 @@ fn bearer(value: &HeaderValue) -> Option<HeaderValue> {
 mod tests {
     use std::fs;
 
-    use zeroshard_proto::{Token, Tokens};
+    use zeroshard_net::{Token, Tokens};
 
     use super::*;
     use crate::config::Common;

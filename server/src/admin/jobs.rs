@@ -3,7 +3,7 @@
 
 use std::{fmt::Write as _, time::Duration};
 
-use zeroshard_proto::{Placement, Server};
+use zeroshard_model::{Placement, Server};
 
 use super::{
     charts::{Curve, Row, bar, legend},

@@ -8,7 +8,7 @@ use axum::{
 };
 use tokio::net::TcpListener;
 use tonic::transport::server::Connected as _;
-use zeroshard_proto::transport::tls::{Acceptor, PeerSecurity, ServerStream};
+use zeroshard_net::transport::tls::{Acceptor, PeerSecurity, ServerStream};
 
 pub(super) struct AdminListener {
     pub(super) listener: TcpListener,

@@ -32,7 +32,7 @@ use axum::{
 };
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::transport::tls::Acceptor;
+use zeroshard_net::transport::tls::Acceptor;
 
 use crate::{access::Accepted, health::Health, metrics::Metrics};
 use credential::Access;

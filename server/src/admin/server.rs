@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+use zeroshard_kernels::Usage;
+
 use super::{
     charts::{Row, bar},
     cluster::{kinds, left_out, legend_of_kinds},
@@ -9,10 +11,7 @@ use super::{
     jobs::map,
     table::Table,
 };
-use crate::{
-    backend::Usage,
-    shard::overview::{JobOverview, Limits, Overview},
-};
+use crate::shard::overview::{JobOverview, Limits, Overview};
 
 /// The maximum number of jobs with a map of slices.
 const MAX_MAPS: usize = 12;

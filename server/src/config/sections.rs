@@ -4,17 +4,24 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use zeroshard_proto::{
+use zeroshard_model::{
     limits::{MAX_CONNECTIONS, MAX_JOBS, MAX_SERVER_NAME},
-    manifest::check_name,
-    transport::tls::TlsFiles,
+    name::check_name,
 };
-
-use crate::coordinator::JobLimits;
+use zeroshard_net::transport::tls::TlsFiles;
 
 use super::{
     Address, Addresses, AdminListen, DeviceChoice, Error, Etcd, Listen, Size, StateTier, defaults,
 };
+
+/// The operator's limits on jobs.
+#[derive(Debug, Clone, Copy)]
+pub struct JobLimits {
+    /// The idle timeout of jobs that have none of their own; `None`: they are kept.
+    pub timeout: Option<Duration>,
+    /// The maximum number of jobs.
+    pub number: usize,
+}
 
 /// The configuration of the coordinator.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
@@ -333,7 +340,7 @@ impl Shard {
     pub(super) fn check_id(&self) -> Result<(), Error> {
         let Some(id) = &self.id else { return Ok(()) };
         match check_name("id", id, MAX_SERVER_NAME) {
-            Err(zeroshard_proto::Error::Invalid { found, expected, .. }) => {
+            Err(zeroshard_model::Error::Invalid { found, expected, .. }) => {
                 Err(Error::value("shard", "id", found, &expected))
             }
             _ => Ok(()),

@@ -1,10 +1,11 @@
-use std::io::Write;
+use std::{ffi::OsString, io::Write};
 
 use super::*;
+use crate::cli;
 
 fn load(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Config, Error> {
-    match super::load(arguments)? {
-        Command::Serve(config) => Ok(*config),
+    match cli::read(arguments)? {
+        cli::Command::Serve(config) => Ok(*config),
         other => panic!("{other:?}"),
     }
 }
@@ -203,11 +204,6 @@ fn a_token_that_is_refused_is_not_shown() {
 fn a_wildcard_address_needs_an_advertised_address() {
     assert_eq!(wrong_key(shard(&["--listen", "0.0.0.0:7401"])), "advertise");
     assert!(shard(&["--listen", "[::]:7401", "--advertise", "node-1:0", "--insecure"]).is_ok());
-}
-
-#[test]
-fn the_command_line_is_consistent() {
-    Cli::command().debug_assert();
 }
 
 #[test]

@@ -3,12 +3,12 @@
 use std::{
     collections::HashSet,
     fmt,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     str::FromStr,
 };
 
 use serde::{Deserialize, Serialize};
-use zeroshard_proto::size;
+use zeroshard_model::size;
 
 /// The error for an invalid address or size.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -181,6 +181,18 @@ impl Address {
         Self { host: self.host.clone(), port }
     }
 
+    /// The address at which this process dials its own listener on `address`: loopback for a
+    /// wildcard address.
+    pub(crate) fn dialled_from_here(mut address: SocketAddr) -> Self {
+        if address.ip().is_unspecified() {
+            match &mut address {
+                SocketAddr::V4(v4) => v4.set_ip(Ipv4Addr::LOCALHOST),
+                SocketAddr::V6(v6) => v6.set_ip(Ipv6Addr::LOCALHOST),
+            }
+        }
+        address.into()
+    }
+
     /// The port.
     pub fn port(&self) -> u16 {
         self.port
@@ -209,7 +221,7 @@ impl FromStr for Address {
         let port = port.parse().map_err(|_| malformed())?;
         let bracketed = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
         let good = match bracketed {
-            Some(ip) => ip.parse::<std::net::Ipv6Addr>().is_ok(),
+            Some(ip) => ip.parse::<Ipv6Addr>().is_ok(),
             None => {
                 !host.is_empty()
                     && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))

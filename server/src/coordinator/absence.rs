@@ -8,7 +8,7 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use zeroshard_proto::{JobSpec, Placement, Server};
+use zeroshard_model::{JobSpec, Placement, Server, listing::some_of};
 
 use super::{
     catch_up::{Known, catch_up},
@@ -19,7 +19,6 @@ use super::{
     replicas,
     state::{Job, Open, Phase},
 };
-use crate::listing::some_of;
 
 /// A server of an open job that is not connected.
 #[derive(Debug)]

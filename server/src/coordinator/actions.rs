@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, task::Waker};
 
 use tokio::sync::mpsc::error::TrySendError;
 use zeroshard_checkpoint::{Claimant, Start, Storage};
-use zeroshard_proto::Result;
+use zeroshard_model::Result;
 
 use super::{
     driver::{Driver, Inner, MAX_COMMANDS, MemberStream},

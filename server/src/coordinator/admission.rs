@@ -6,8 +6,9 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_proto::{
+use zeroshard_model::{
     Error, JobSpec, Result, Server,
+    listing::some_of,
     memory::{Capacity, Required},
 };
 
@@ -18,7 +19,7 @@ use super::{
     placement::{Zones, place_within},
     state::{Job, Phase},
 };
-use crate::{listing::some_of, quota::Holder};
+use crate::quota::Holder;
 
 /// The bytes that a job needs of each server.
 pub(crate) type Loads = BTreeMap<ServerId, Required>;

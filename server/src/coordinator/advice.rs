@@ -1,13 +1,15 @@
 //! What an operator should do about the cluster and about each job, for `zsctl why` and the status
 //! page.
 
+use zeroshard_model::listing::some_of;
+
 use super::{
     cluster::Cluster,
     missing::Missing,
     progress::Wait,
     state::{Job, Phase},
 };
-use crate::{listing::some_of, metrics::JobState};
+use crate::metrics::JobState;
 
 /// A recommended action.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Attempts at a step: all ranks discard the gradients of the open attempt, and the next attempt
 //! opens.
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Attempt, Error, Result, listing::some_of};
 
 use super::{
     cluster::Cluster,
@@ -10,7 +10,6 @@ use super::{
     leases::check_rank,
     state::{Job, Phase},
 };
-use crate::{attempt::Attempt, listing::some_of};
 
 /// `turn.rank` has sent `ours` for the attempt, and the other rank, or the same one before,
 /// `theirs`.

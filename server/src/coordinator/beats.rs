@@ -11,7 +11,7 @@ use std::{
 use futures_util::{StreamExt, stream};
 use tokio::task::JoinHandle;
 use zeroshard_checkpoint::{BEAT, Storage};
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 use super::{cluster::Cluster, driver::Driver, events::JobRef};
 use crate::identity;

@@ -4,13 +4,14 @@
 //! A server that is told only a part of what it lacks, because the coordinator dies, still has a
 //! state that the next coordinator understands: see the order of the commands in [`catch_up`].
 
+use zeroshard_model::Attempt;
+
 use super::{
     decisions::Decision,
     events::{Command, JobRef},
     held::Held,
     state::Open,
 };
-use crate::attempt::Attempt;
 
 /// A job as its coordinator knows it.
 #[derive(Debug, Clone, Copy)]

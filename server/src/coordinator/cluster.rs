@@ -3,19 +3,22 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, limits::MAX_JOBS};
+use zeroshard_model::{Error, JobSpec, Placement, Result, limits::MAX_JOBS};
 
 use super::{
-    JobLimits,
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
     jobs::Failed,
-    leadership::RANDOM,
     missing::Missing,
     placement::Zones,
     recovery::{LEARNING, RECOVERY, SETTLING, unknown_yet},
     state::{Job, Open, Phase, ServerState},
 };
+use crate::config::JobLimits;
+
+/// The low bits of the term of a coordinator without an election are random: two of them that have
+/// met different servers never have the same term.
+pub(super) const RANDOM: u32 = 24;
 
 /// The state of the coordinator, initially empty.
 #[derive(Debug)]
@@ -345,7 +348,7 @@ impl Cluster {
 
     /// The job, and the attempt that was decided last.
     #[cfg(test)]
-    pub(crate) fn last_decision(&self, job: &str) -> Option<(u64, crate::attempt::Attempt)> {
+    pub(crate) fn last_decision(&self, job: &str) -> Option<(u64, zeroshard_model::Attempt)> {
         let job = self.jobs.get(job)?;
         let last = job.phase.open("").ok()?.last.as_ref()?;
         Some((job.id, last.decision.attempt))

@@ -7,7 +7,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_proto::{Error, JobSpec, Result};
+use zeroshard_model::{Attempt, Error, JobSpec, Result, listing::some_of};
 
 use super::{
     cluster::Cluster,
@@ -19,7 +19,7 @@ use super::{
     terms::{Difference, Terms},
     user_data::UserData,
 };
-use crate::{attempt::Attempt, listing::some_of, metrics::Waits};
+use crate::metrics::Waits;
 
 /// A rank's commit.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! Servers of a slice compare its content from time to time ([`JobSpec::compare_every`]): each
 //! sends a hash, and the job fails if they differ, since no one knows which server is right.
 //!
-//! [`JobSpec::compare_every`]: zeroshard_proto::JobSpec::compare_every
+//! [`JobSpec::compare_every`]: zeroshard_model::JobSpec::compare_every
 
 use std::collections::{BTreeMap, btree_map::Entry};
 

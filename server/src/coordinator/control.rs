@@ -6,14 +6,18 @@ use futures_util::{Stream, StreamExt};
 use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
-use zeroshard_proto::{
-    Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
-    job::optimizers,
+use zeroshard_model::{
+    Attempt, Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
     limits::MAX_SERVER_NAME,
-    manifest::check_name,
     memory::Capacity,
-    pb::{self, serve_request, serve_response},
+    name::check_name,
     version::{self, VERSION},
+};
+use zeroshard_net::Deadline;
+use zeroshard_proto::{
+    convert::optimizers,
+    pb::{self, serve_request, serve_response},
+    status::to_status,
 };
 
 use super::{
@@ -29,7 +33,7 @@ use super::{
     save::SavePlan,
     succession::SliceCopy,
 };
-use crate::{attempt::Attempt, failure::Failure, identity};
+use crate::{failure::Failure, identity};
 
 /// The commands of a control stream, until the server is dismissed.
 pub(super) fn commands(
@@ -44,7 +48,10 @@ pub(super) fn commands(
                 // The spec and the placement may be large.
                 Command::Open(_) | Command::NewPlacement { .. } => {
                     let convert = move || Ok(command.into());
-                    failure.blocking("convert a job to be opened", convert).await?
+                    failure
+                        .blocking("convert a job to be opened", convert)
+                        .await
+                        .map_err(to_status)?
                 }
                 command => command.into(),
             };
@@ -83,7 +90,7 @@ pub(super) async fn registration(
 ) -> Result<Registration, Status> {
     let deadline = Deadline::after(REGISTRATION_LIMIT);
     let waiting_for = || "Hello and the jobs of a shard server".to_owned();
-    deadline.limit(waiting_for, read_registration(events, failure)).await?
+    deadline.limit(waiting_for, read_registration(events, failure)).await.map_err(to_status)?
 }
 
 async fn read_registration(
@@ -92,14 +99,19 @@ async fn read_registration(
 ) -> Result<Registration, Status> {
     let hello = match events.message().await?.and_then(|message| message.event) {
         Some(serve_request::Event::Hello(hello)) => hello,
-        _ => return Err(unexpected("first message", "another message", "Hello").into()),
+        _ => return Err(to_status(unexpected("first message", "another message", "Hello"))),
     };
-    let (server, name, zone) = (server(&hello)?, name(&hello)?, zone(&hello)?);
-    version::check(&format!("shard server {}", server.address), &hello.version, VERSION)?;
+    let (server, name, zone) = (
+        server(&hello).map_err(to_status)?,
+        name(&hello).map_err(to_status)?,
+        zone(&hello).map_err(to_status)?,
+    );
+    version::check(&format!("shard server {}", server.address), &hello.version, VERSION)
+        .map_err(to_status)?;
     if hello.held_jobs > MAX_HELD_JOBS {
         let what = format!("held_jobs of shard server {}", server.address);
         let expected = format!("at most {MAX_HELD_JOBS}");
-        return Err(Error::invalid(what, hello.held_jobs, expected).into());
+        return Err(to_status(Error::invalid(what, hello.held_jobs, expected)));
     }
     let mut held = Vec::new();
     for _ in 0..hello.held_jobs {
@@ -107,10 +119,16 @@ async fn read_registration(
             // The spec and the placement may be large.
             Some(serve_request::Event::Held(job)) => {
                 let convert = move || Held::try_from(job);
-                let job = failure.blocking("convert a job", convert).await?;
+                let job = failure.blocking("convert a job", convert).await.map_err(to_status)?;
                 held.push(Held { term: hello.term, ..job });
             }
-            _ => return Err(unexpected("message after Hello", "another message", "HeldJob").into()),
+            _ => {
+                return Err(to_status(unexpected(
+                    "message after Hello",
+                    "another message",
+                    "HeldJob",
+                )));
+            }
         }
     }
     let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.into()));
@@ -182,7 +200,7 @@ pub(super) async fn listen(
         heard.send_replace(());
         // A message without a known event comes from a newer server.
         if let Some(event) = message.event {
-            driver.tell(Event::Said { from, said: said(event)? });
+            driver.tell(Event::Said { from, said: said(event).map_err(to_status)? });
         }
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The callers of CreateJob, which wait until their job is open.
 
-use zeroshard_proto::JobVersion;
+use zeroshard_model::JobVersion;
 
 use super::{
     cluster::Cluster,

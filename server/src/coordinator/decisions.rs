@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use zeroshard_proto::{Error, JobSpec, Optimizer, Result};
+use zeroshard_model::{Attempt, Error, JobSpec, Optimizer, Result};
 
 use super::{
     cluster::Cluster,
@@ -12,7 +12,6 @@ use super::{
     state::{Job, Open, Phase},
     terms::Terms,
 };
-use crate::attempt::Attempt;
 
 /// The decision about a step, which the servers carry out.
 #[derive(Debug, Clone, PartialEq)]

@@ -9,7 +9,7 @@
 //! The client repeats its request until no job is left on the server. The move continues without
 //! it, until the server is no longer cordoned.
 
-use zeroshard_proto::{Error, JobSpec, Server};
+use zeroshard_model::{Error, JobSpec, Server, listing::some_of};
 
 use super::{
     cluster::Cluster,
@@ -17,7 +17,6 @@ use super::{
     replicas::Change,
     state::{Job, Open, Phase},
 };
-use crate::listing::some_of;
 
 /// The progress of draining a server.
 #[derive(Debug, Clone, PartialEq)]

@@ -25,7 +25,7 @@ use tokio_util::{
     sync::{CancellationToken, WaitForCancellationFutureOwned},
     task::TaskTracker,
 };
-use zeroshard_proto::{Error, Result, Server};
+use zeroshard_model::{Error, Result, Server};
 
 use super::{
     cluster::{Cluster, IDLE},

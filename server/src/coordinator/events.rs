@@ -10,8 +10,9 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_proto::{
-    Error, JobSpec, Optimizer, Placement, Restore, Result, Server, Succession, memory::Capacity,
+use zeroshard_model::{
+    Attempt, Error, JobSpec, Optimizer, Placement, Restore, Result, Server, Succession,
+    memory::Capacity,
 };
 
 use super::{
@@ -29,7 +30,7 @@ use super::{
     succession::Source,
     user_data::{RankData, UserData},
 };
-use crate::{attempt::Attempt, quota::Holder};
+use crate::quota::Holder;
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{JobSpec, Placement};
+use zeroshard_model::{JobSpec, Placement};
 
 use super::{
     cluster::Cluster,

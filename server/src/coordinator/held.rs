@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{JobSpec, Restore, Succession};
+use zeroshard_model::{Attempt, JobSpec, Restore, Succession};
 
 use super::{
     decisions::Decision,
@@ -13,7 +13,6 @@ use super::{
     jobs::Plan,
     reduce::Reduced,
 };
-use crate::attempt::Attempt;
 
 /// A job as one of its servers describes it.
 #[derive(Debug, Clone)]

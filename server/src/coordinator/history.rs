@@ -6,8 +6,10 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use zeroshard_model::Attempt;
+
 use super::events::Now;
-use crate::{attempt::Attempt, metrics::Waits};
+use crate::metrics::Waits;
 
 /// The maximum number of points of a curve.
 const POINTS: usize = 240;

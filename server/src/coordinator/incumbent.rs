@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use zeroshard_proto::{Error, Result, Server};
+use zeroshard_model::{Error, Result, Server};
 
 use super::driver::Driver;
 

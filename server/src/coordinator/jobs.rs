@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, Server};
+use zeroshard_model::{Error, JobSpec, Placement, Result, Server};
 
 use super::{
     admission::{Loads, Rooms},

@@ -13,8 +13,9 @@ use std::{
 };
 
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::Result;
+use zeroshard_model::Result;
 
+use super::cluster::RANDOM;
 use crate::identity;
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
@@ -22,10 +23,6 @@ use crate::simulation::{Safeguard, is_missing};
 /// Terms of elected coordinators begin here, far above those of a coordinator without an election,
 /// so that servers accept the first elected coordinator after it.
 const ELECTED: u64 = 1 << 48;
-
-/// The low bits of the term of a coordinator without an election are random: two of them that have
-/// met different servers never have the same term.
-pub(super) const RANDOM: u32 = 24;
 
 /// A term, and the time until which its coordinator may decide. Clones share them.
 #[derive(Debug, Clone)]
@@ -54,7 +51,7 @@ impl Leadership {
     /// coordinator.
     ///
     /// # Errors
-    /// [`Error::Internal`](zeroshard_proto::Error::Internal) if the system has no random numbers.
+    /// [`Error::Internal`](zeroshard_model::Error::Internal) if the system has no random numbers.
     pub fn alone() -> Result<Self> {
         Ok(Self::alone_with(identity::random()?))
     }

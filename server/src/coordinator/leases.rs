@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use zeroshard_proto::{Departure, Error, JobSpec, Result};
+use zeroshard_model::{Attempt, Departure, Error, JobSpec, Result};
 
 use super::{
     cluster::Cluster,
@@ -17,7 +17,6 @@ use super::{
     recovery::unknown_yet,
     state::{Job, Open, Phase},
 };
-use crate::attempt::Attempt;
 
 /// The maximum number of epochs by which a worker may be ahead of its servers.
 pub(super) const MAX_AHEAD: u64 = 1 << 32;

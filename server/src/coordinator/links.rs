@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Result, Server};
+use zeroshard_model::{Result, Server, listing::some_of};
 
 use super::{
     cluster::Cluster,
@@ -22,7 +22,6 @@ use super::{
     leases::Cause,
     state::{Job, Open, Phase},
 };
-use crate::listing::some_of;
 
 /// How long a report counts.
 const REPORT_LIFE: Duration = Duration::from_secs(8);

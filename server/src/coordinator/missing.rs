@@ -1,7 +1,7 @@
 //! The servers that the cluster misses: those that were connected, until they connect again or an
 //! operator drains them.
 
-use zeroshard_proto::Server;
+use zeroshard_model::Server;
 
 use super::{
     cluster::Cluster,

@@ -68,29 +68,21 @@ mod traces;
 mod urls;
 pub(crate) mod user_data;
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc};
 
+use tokio_util::task::AbortOnDropHandle;
 use tonic::service::Routes;
 use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 
-use crate::{serve::Context, shutdown::Shutdown};
+use crate::{config::JobLimits, serve::Context, shutdown::Shutdown};
 use cluster::Cluster;
 use driver::{Driver, Host};
 use leadership::Leadership;
+use overview::{Overview, View};
 use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
-use tokio_util::task::AbortOnDropHandle;
 use urls::UrlPrefix;
-
-/// The operator's limits on jobs.
-#[derive(Debug, Clone, Copy)]
-pub struct JobLimits {
-    /// The idle timeout of jobs that have none of their own; `None`: they are kept.
-    pub timeout: Option<Duration>,
-    /// The maximum number of jobs.
-    pub number: usize,
-}
 
 /// Where a coordinator serves.
 #[derive(Debug, Clone, Copy)]
@@ -125,9 +117,13 @@ impl Coordinator {
         let (metrics, failure) = (context.metrics.clone(), context.failure.clone());
         let name = place.name();
         let driver = Driver::new(cluster, Host { metrics, failure, name }, leadership);
-        let shown = Arc::downgrade(&driver);
-        context.sources.cluster.set(move |view| shown.upgrade()?.overview(view));
         Self { context, driver }
+    }
+
+    /// Reads the state of the cluster for the status page; `None` after this coordinator has ended.
+    pub(crate) fn overviews(&self) -> impl Fn(&View) -> Option<Overview> + use<> {
+        let driver = Arc::downgrade(&self.driver);
+        move |view| driver.upgrade()?.overview(view)
     }
 
     /// The services of the coordinator.

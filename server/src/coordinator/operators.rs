@@ -2,7 +2,7 @@
 //!
 //! A cordoned server receives no new slices. Its process keeps this state for later coordinators.
 
-use zeroshard_proto::{Error, Result, Server};
+use zeroshard_model::{Error, Result, Server};
 
 use super::{
     cluster::Cluster,

@@ -3,7 +3,8 @@
 
 use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
 
-use zeroshard_proto::{JobSpec, Placement, memory::Capacity, pb};
+use zeroshard_model::{JobSpec, Placement, memory::Capacity};
+use zeroshard_proto::pb;
 
 use super::{
     advice::Advice,

@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use zeroshard_proto::{
+use zeroshard_model::{
     Error, Placement, Result, Server,
     memory::{Capacity, Required},
 };

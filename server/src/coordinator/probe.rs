@@ -7,8 +7,9 @@ use std::{
 };
 
 use tokio::{net::TcpStream, time::timeout};
-use zeroshard_proto::{
-    Deadline, Server,
+use zeroshard_model::Server;
+use zeroshard_net::{
+    Deadline,
     transport::{CONNECT_TIMEOUT, network},
 };
 

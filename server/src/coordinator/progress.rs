@@ -1,14 +1,14 @@
 //! The progress of each job for operators: the input that it waits for, the duration of the wait,
 //! and the last error.
 
-use zeroshard_proto::{Error, Server};
+use zeroshard_model::{Error, Server, listing::some_of};
 
 use super::{
     cluster::Cluster,
     events::Now,
     state::{Job, Open, Phase},
 };
-use crate::{listing::some_of, metrics::JobState};
+use crate::metrics::JobState;
 
 /// The progress of a job.
 #[derive(Debug, Default)]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_proto::JobSpec;
+use zeroshard_model::{Attempt, JobSpec};
 
 use super::{
     catch_up::{Known, catch_up},
@@ -18,7 +18,6 @@ use super::{
     state::Open,
     user_data::UserData,
 };
-use crate::attempt::Attempt;
 
 /// A job that continues.
 #[derive(Debug)]

@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Error, Server};
+use zeroshard_model::{Attempt, Error, Server, listing::some_of};
 
 use super::{
     cluster::Cluster,
@@ -34,7 +34,6 @@ use super::{
     rebuild::Recovered,
     state::{Job, Phase},
 };
-use crate::{attempt::Attempt, listing::some_of};
 
 /// How long a job waits for its servers, and then for its ranks. A server notices that the host of
 /// the coordinator is gone after 30 s at most (`KEEPALIVE_INTERVAL` and `KEEPALIVE_TIMEOUT`), dials

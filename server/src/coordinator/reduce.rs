@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use zeroshard_proto::{JobSpec, Result, TensorSpec};
+use zeroshard_model::{JobSpec, Result, TensorSpec, listing::some_of};
 
 use super::{
     cluster::Cluster,
@@ -12,7 +12,6 @@ use super::{
     leases::check_rank,
     state::{Job, Open, Phase},
 };
-use crate::listing::some_of;
 
 /// The reduced gradient of one server's slices.
 #[derive(Debug, Clone)]

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Restore, Server, Succession};
+use zeroshard_model::{Error, JobSpec, Placement, Restore, Server, Succession};
 
 use super::{
     cluster::Cluster,

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tonic::Request;
-use zeroshard_proto::{
-    Deadline, Error, JobSpec, Restore, Result, Succession,
+use zeroshard_model::{
+    Attempt, Error, JobSpec, Restore, Result, Succession,
     checkpoint::{MAX_USER_DATA, check_url},
-    job::optimizers,
-    pb,
 };
+use zeroshard_net::Deadline;
+use zeroshard_proto::{convert::optimizers, pb};
 
 use super::{
     events::{Commit, Create, Discard, JobRef, Lease, LinkReport, Reduce, Rest, Turn},
@@ -17,7 +17,6 @@ use super::{
     user_data::RankData,
 };
 use crate::{
-    attempt::Attempt,
     config::{Address, MAX_WAIT},
     quota::Holder,
 };

@@ -1,6 +1,7 @@
 //! Converts the answers of the coordinator into messages.
 
-use zeroshard_proto::{JobSpec, Server, pb, version::VERSION};
+use zeroshard_model::{JobSpec, Server, version::VERSION};
+use zeroshard_proto::pb;
 
 use super::{
     advice::Advice,

@@ -7,7 +7,8 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_proto::{Error, JobSpec, Result, pb};
+use zeroshard_model::{Attempt, Error, JobSpec, Result, listing::some_of};
+use zeroshard_proto::pb;
 
 use super::{
     cluster::Cluster,
@@ -16,7 +17,6 @@ use super::{
     leases::check_rank,
     state::{Job, Open, Phase},
 };
-use crate::{attempt::Attempt, listing::some_of};
 
 /// A resting rank.
 #[derive(Debug)]

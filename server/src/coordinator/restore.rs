@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Error, Restore, RestoreVersion};
+use zeroshard_model::{Error, Restore, RestoreVersion};
 
 use super::{
     cluster::Cluster,

@@ -13,7 +13,7 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_checkpoint::Start;
-use zeroshard_proto::{Error, JobSpec, Result};
+use zeroshard_model::{Error, JobSpec, Result};
 
 use super::{
     cluster::Cluster,

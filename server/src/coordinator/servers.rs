@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_proto::Server;
+use zeroshard_model::{Server, listing::some_of};
 
 use super::{
     absence::patience,
@@ -10,7 +10,6 @@ use super::{
     events::{About, Action, Command, Link, Now, ServerId},
     state::{Job, Phase, ServerState},
 };
-use crate::listing::some_of;
 
 impl Cluster {
     /// Registers a server. A known server with the same id or address is removed first, because it

@@ -8,10 +8,13 @@ use std::{
 
 use futures_util::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
-use zeroshard_proto::{
-    Error, Result,
-    pb::{self, coordinator_service_server},
+use zeroshard_model::{
+    Attempt, Error, Result,
     version::{self, VERSION},
+};
+use zeroshard_proto::{
+    pb::{self, coordinator_service_server},
+    status::to_status,
 };
 
 use super::{
@@ -25,7 +28,6 @@ use super::{
 };
 use crate::{
     access::Caller,
-    attempt::Attempt,
     audit::{self, Audited},
     identity,
 };
@@ -46,21 +48,36 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::CreateJobRequest>,
     ) -> Answer<pb::CreateJobResponse> {
-        let (deadline, job_id) = (self.waits.of(&request), identity::random()?);
-        let (caller, audited) = (Caller::of(request.extensions())?, Audited::of(&request));
+        let (deadline, job_id) = (self.waits.of(&request), identity::random().map_err(to_status)?);
+        let (caller, audited) =
+            (Caller::of(request.extensions()).map_err(to_status)?, Audited::of(&request));
         let holder = request.extensions().get().cloned();
         let request = request.into_inner();
         let (spec, from) = (request.spec.as_ref(), request.from.as_ref());
         let name = spec.map_or("", |spec| &spec.name);
         audited.is("create job", name);
-        caller.check_train(name)?;
-        self.urls.check_job(&request)?;
-        from.map_or(Ok(()), |from| caller.check_read(&from.job))?;
-        request.restore.as_ref().map_or(Ok(()), |saved| caller.check_read(&saved.job))?;
+        caller.check_train(name).map_err(to_status)?;
+        self.urls.check_job(&request).map_err(to_status)?;
+        from.map_or(Ok(()), |from| caller.check_read(&from.job)).map_err(to_status)?;
+        request
+            .restore
+            .as_ref()
+            .map_or(Ok(()), |saved| caller.check_read(&saved.job))
+            .map_err(to_status)?;
         let convert = move || Ok(Box::new(create(request, holder)?));
-        let create = self.driver.failure.blocking("convert a job's spec", convert).await?;
+        let create = self
+            .driver
+            .failure
+            .blocking("convert a job's spec", convert)
+            .await
+            .map_err(to_status)?;
         let wait = deadline.left();
-        match self.driver.call(|caller| Event::Create { caller, job_id, create, wait }).await? {
+        match self
+            .driver
+            .call(|caller| Event::Create { caller, job_id, create, wait })
+            .await
+            .map_err(to_status)?
+        {
             Reply::Created { epoch, job_id } => {
                 Ok(Response::new(pb::CreateJobResponse { epoch, job_id }))
             }
@@ -74,11 +91,11 @@ impl coordinator_service_server::CoordinatorService for Service {
     ) -> Answer<pb::DeleteJobResponse> {
         let wait = self.waits.of(&request).left();
         Audited::of(&request).is("delete job", &request.get_ref().job);
-        let caller = Caller::of(request.extensions())?;
+        let caller = Caller::of(request.extensions()).map_err(to_status)?;
         let pb::DeleteJobRequest { job: name, job_id: id } = request.into_inner();
-        caller.check_train(&name)?;
+        caller.check_train(&name).map_err(to_status)?;
         let job = JobRef { name, id };
-        self.driver.call(|caller| Event::Delete { caller, job, wait }).await?;
+        self.driver.call(|caller| Event::Delete { caller, job, wait }).await.map_err(to_status)?;
         Ok(Response::new(pb::DeleteJobResponse {}))
     }
 
@@ -86,35 +103,42 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::DescribeJobRequest>,
     ) -> Answer<pb::DescribeJobResponse> {
-        let caller = Caller::of(request.extensions())?;
+        let caller = Caller::of(request.extensions()).map_err(to_status)?;
         let job = request.into_inner().job;
-        caller.check_read(&job)?;
-        let description = self.driver.read(|cluster| cluster.describe(&job))??;
+        caller.check_read(&job).map_err(to_status)?;
+        let description = self
+            .driver
+            .read(|cluster| cluster.describe(&job))
+            .map_err(to_status)?
+            .map_err(to_status)?;
         Ok(Response::new(
             self.driver
                 .failure
                 .blocking("convert a job's description", move || Ok(description.into()))
-                .await?,
+                .await
+                .map_err(to_status)?,
         ))
     }
 
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let caller = Caller::of(request.extensions())?;
+        let caller = Caller::of(request.extensions()).map_err(to_status)?;
         let mut request = request.into_inner();
-        caller.check_train(&request.job)?;
-        let user_data = attached_data(&mut request)?;
+        caller.check_train(&request.job).map_err(to_status)?;
+        let user_data = attached_data(&mut request).map_err(to_status)?;
         let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id, .. } = request;
         let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
-        let address = address.map(dialled).transpose()?.map(|address| address.to_string());
+        let address =
+            address.map(dialled).transpose().map_err(to_status)?.map(|address| address.to_string());
         if lease != 0 {
             let (job, lease) = (JobRef { name: job, id: job_id }, Lease(lease));
             let pb::JoinRequest { epoch, step, attempt: number, .. } = request;
             let attempt = Attempt { epoch, step, number };
             return self.attach(Attach { job, rank, address, lease, attempt, user_data }).await;
         }
-        let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
+        let (wait, lease) =
+            (self.waits.of_join(wait_ms), Lease(identity::random().map_err(to_status)?));
         let call = self.driver.next_caller();
         self.driver.add_lease(lease, call);
         // From now on the lease ends with the stream, also if the caller disconnects while the call
@@ -129,15 +153,20 @@ impl coordinator_service_server::CoordinatorService for Service {
         };
         let rank_wait = wait.min(self.waits.rank);
         let join = Join { job, rank, address, lease, rank_wait, wait };
-        self.driver.call_as(call, Event::Join { caller: call, join }).await?;
-        stream.begin().await?;
+        self.driver.call_as(call, Event::Join { caller: call, join }).await.map_err(to_status)?;
+        stream.begin().await.map_err(to_status)?;
         Ok(Response::new(stream))
     }
 
     async fn commit(&self, request: Request<pb::CommitRequest>) -> Answer<pb::CommitResponse> {
-        check_turn(&request, |request| &request.turn)?;
-        let commit = Box::new(self.waits.commit(request)?);
-        match self.driver.call(|caller| Event::Commit { caller, commit }).await? {
+        check_turn(&request, |request| &request.turn).map_err(to_status)?;
+        let commit = Box::new(self.waits.commit(request).map_err(to_status)?);
+        match self
+            .driver
+            .call(|caller| Event::Commit { caller, commit })
+            .await
+            .map_err(to_status)?
+        {
             Reply::Report(report, next_epoch) => {
                 Ok(Response::new(pb::CommitResponse { next_epoch, ..report.into() }))
             }
@@ -146,18 +175,28 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceResponse> {
-        check_turn(&request, |request| &request.turn)?;
-        let reduce = Box::new(self.waits.reduce(request)?);
-        match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
+        check_turn(&request, |request| &request.turn).map_err(to_status)?;
+        let reduce = Box::new(self.waits.reduce(request).map_err(to_status)?);
+        match self
+            .driver
+            .call(|caller| Event::Reduce { caller, reduce })
+            .await
+            .map_err(to_status)?
+        {
             Reply::Reduced(norm, resting) => Ok(Response::new(reduced(norm, resting))),
             other => Err(unexpected(&other)),
         }
     }
 
     async fn discard(&self, request: Request<pb::DiscardRequest>) -> Answer<pb::DiscardResponse> {
-        check_turn(&request, |request| &request.turn)?;
-        let discard = self.waits.discard(request)?;
-        match self.driver.call(|caller| Event::Discard { caller, discard }).await? {
+        check_turn(&request, |request| &request.turn).map_err(to_status)?;
+        let discard = self.waits.discard(request).map_err(to_status)?;
+        match self
+            .driver
+            .call(|caller| Event::Discard { caller, discard })
+            .await
+            .map_err(to_status)?
+        {
             Reply::Discarded { attempt } => Ok(Response::new(pb::DiscardResponse { attempt })),
             other => Err(unexpected(&other)),
         }
@@ -168,13 +207,18 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::SaveCheckpointRequest>,
     ) -> Answer<pb::SaveCheckpointResponse> {
         Audited::of(&request).is("save job", &request.get_ref().job);
-        Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
-        self.urls.check(&request.get_ref().url)?;
-        let save = self.waits.save(request)?;
-        if let Some((url, job, start)) = self.driver.read(|cluster| cluster.saved_at(&save))? {
-            self.driver.claim(&url, &job, start).await?;
+        Caller::of(request.extensions())
+            .map_err(to_status)?
+            .check_train(&request.get_ref().job)
+            .map_err(to_status)?;
+        self.urls.check(&request.get_ref().url).map_err(to_status)?;
+        let save = self.waits.save(request).map_err(to_status)?;
+        if let Some((url, job, start)) =
+            self.driver.read(|cluster| cluster.saved_at(&save)).map_err(to_status)?
+        {
+            self.driver.claim(&url, &job, start).await.map_err(to_status)?;
         }
-        match self.driver.call(|caller| Event::Save { caller, save }).await? {
+        match self.driver.call(|caller| Event::Save { caller, save }).await.map_err(to_status)? {
             Reply::Saved(Saved { version, bytes }) => {
                 Ok(Response::new(pb::SaveCheckpointResponse { version, bytes }))
             }
@@ -186,9 +230,12 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::SendUserDataRequest>,
     ) -> Answer<pb::SendUserDataResponse> {
-        Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
-        let data = rank_data(request.into_inner())?;
-        self.driver.call(|caller| Event::UserData { caller, data }).await?;
+        Caller::of(request.extensions())
+            .map_err(to_status)?
+            .check_train(&request.get_ref().job)
+            .map_err(to_status)?;
+        let data = rank_data(request.into_inner()).map_err(to_status)?;
+        self.driver.call(|caller| Event::UserData { caller, data }).await.map_err(to_status)?;
         Ok(Response::new(pb::SendUserDataResponse {}))
     }
 
@@ -196,37 +243,40 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::ReportLinkRequest>,
     ) -> Answer<pb::ReportLinkResponse> {
-        check_turn(&request, |request| &request.turn)?;
-        let report = link(request.into_inner())?;
-        match self.driver.call(|caller| Event::Link { caller, report }).await? {
+        check_turn(&request, |request| &request.turn).map_err(to_status)?;
+        let report = link(request.into_inner()).map_err(to_status)?;
+        match self.driver.call(|caller| Event::Link { caller, report }).await.map_err(to_status)? {
             Reply::LinkNoted => Ok(Response::new(pb::ReportLinkResponse {})),
             other => Err(unexpected(&other)),
         }
     }
 
     async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {
-        check_turn(&request, |request| &request.turn)?;
-        let rest = self.waits.rest(request)?;
-        match self.driver.call(|caller| Event::Rest { caller, rest }).await? {
+        check_turn(&request, |request| &request.turn).map_err(to_status)?;
+        let rest = self.waits.rest(request).map_err(to_status)?;
+        match self.driver.call(|caller| Event::Rest { caller, rest }).await.map_err(to_status)? {
             Reply::Rested(rested) => Ok(Response::new(rested.into())),
             other => Err(unexpected(&other)),
         }
     }
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::LeaveResponse> {
-        Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
+        Caller::of(request.extensions())
+            .map_err(to_status)?
+            .check_train(&request.get_ref().job)
+            .map_err(to_status)?;
         let wait = self.waits.of(&request).left();
         let pb::LeaveRequest { job: name, lease, job_id: id, done } = request.into_inner();
         let leave = Leave { job: JobRef { name, id }, lease: Lease(lease), done };
-        self.driver.call(|caller| Event::Leave { caller, leave, wait }).await?;
+        self.driver.call(|caller| Event::Leave { caller, leave, wait }).await.map_err(to_status)?;
         Ok(Response::new(pb::LeaveResponse {}))
     }
 
     async fn status(&self, request: Request<pb::StatusRequest>) -> Answer<pb::StatusResponse> {
-        let caller = Caller::of(request.extensions())?;
-        version::check("the client", &request.get_ref().version, VERSION)?;
+        let caller = Caller::of(request.extensions()).map_err(to_status)?;
+        version::check("the client", &request.get_ref().version, VERSION).map_err(to_status)?;
         let now = self.driver.now();
-        let mut status = self.driver.read(|cluster| status(cluster, now))?;
+        let mut status = self.driver.read(|cluster| status(cluster, now)).map_err(to_status)?;
         status.jobs.retain(|job| caller.sees(&job.name));
         for stats in status.servers.iter_mut().filter_map(|server| server.stats.as_mut()) {
             stats.jobs.retain(|job| caller.sees(&job.job));
@@ -240,9 +290,17 @@ impl coordinator_service_server::CoordinatorService for Service {
     ) -> Answer<pb::CordonServerResponse> {
         let verb = if request.get_ref().cordoned { "cordon server" } else { "uncordon server" };
         Audited::of(&request).is(verb, &request.get_ref().server);
-        Caller::of(request.extensions())?.check_operate("cordon shard servers")?;
+        Caller::of(request.extensions())
+            .map_err(to_status)?
+            .check_operate("cordon shard servers")
+            .map_err(to_status)?;
         let pb::CordonServerRequest { server, cordoned } = request.into_inner();
-        match self.driver.call(|caller| Event::Cordon { caller, server, cordoned }).await? {
+        match self
+            .driver
+            .call(|caller| Event::Cordon { caller, server, cordoned })
+            .await
+            .map_err(to_status)?
+        {
             Reply::Cordoned(server) => {
                 Ok(Response::new(pb::CordonServerResponse { server: Some(server.into()) }))
             }
@@ -255,9 +313,17 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::DrainServerRequest>,
     ) -> Answer<pb::DrainServerResponse> {
         Audited::of(&request).is("drain server", &request.get_ref().server);
-        Caller::of(request.extensions())?.check_operate("drain shard servers")?;
+        Caller::of(request.extensions())
+            .map_err(to_status)?
+            .check_operate("drain shard servers")
+            .map_err(to_status)?;
         let pb::DrainServerRequest { server, restore } = request.into_inner();
-        match self.driver.call(|caller| Event::Drain { caller, server, restore }).await? {
+        match self
+            .driver
+            .call(|caller| Event::Drain { caller, server, restore })
+            .await
+            .map_err(to_status)?
+        {
             Reply::Drained(drained) => Ok(Response::new(drained.into())),
             other => Err(unexpected(&other)),
         }
@@ -269,9 +335,17 @@ impl coordinator_service_server::CoordinatorService for Service {
     ) -> Answer<pb::EvictRankResponse> {
         let pb::EvictRankRequest { job, rank } = request.get_ref();
         Audited::of(&request).is("evict rank", &format!("rank {rank} of job {job}"));
-        Caller::of(request.extensions())?.check_operate("evict ranks")?;
+        Caller::of(request.extensions())
+            .map_err(to_status)?
+            .check_operate("evict ranks")
+            .map_err(to_status)?;
         let pb::EvictRankRequest { job, rank } = request.into_inner();
-        match self.driver.call(|caller| Event::Evict { caller, job, rank }).await? {
+        match self
+            .driver
+            .call(|caller| Event::Evict { caller, job, rank })
+            .await
+            .map_err(to_status)?
+        {
             Reply::Evicted { epoch } => Ok(Response::new(pb::EvictRankResponse { epoch })),
             other => Err(unexpected(&other)),
         }
@@ -285,13 +359,13 @@ impl coordinator_service_server::CoordinatorService for Service {
     ) -> Answer<Self::ServeStream> {
         let audited = Audited::of(&request);
         audited.is("register server", "");
-        Caller::of(request.extensions())?.check_serve()?;
+        Caller::of(request.extensions()).map_err(to_status)?.check_serve().map_err(to_status)?;
         let mut events = request.into_inner();
         let registration = registration(&mut events, &self.driver.failure).await?;
         let address = registration.server.address.clone();
         audited.is("register server", &address);
-        self.driver.check_incumbent(&registration.server).await?;
-        let control = self.driver.add_server(registration)?;
+        self.driver.check_incumbent(&registration.server).await.map_err(to_status)?;
+        let control = self.driver.add_server(registration).map_err(to_status)?;
         let (driver, from, heard, dismissal) =
             (self.driver.clone(), control.link, control.heard.clone(), control.dismissal.clone());
         tokio::spawn(async move {
@@ -321,9 +395,9 @@ impl Service {
     async fn attach(&self, attach: Attach) -> Answer<Memberships> {
         let (job, rank, lease) = (attach.job.name.clone(), attach.rank, attach.lease);
         let (driver, caller) = (self.driver.clone(), self.driver.next_caller());
-        self.driver.call_as(caller, Event::Attach { caller, attach }).await?;
+        self.driver.call_as(caller, Event::Attach { caller, attach }).await.map_err(to_status)?;
         let mut stream = Memberships { driver, job, rank, lease, opened_by: caller, first: None };
-        stream.begin().await?;
+        stream.begin().await.map_err(to_status)?;
         Ok(Response::new(stream))
     }
 }
@@ -335,7 +409,7 @@ fn check_turn<T>(request: &Request<T>, turn: impl Fn(&T) -> &Option<pb::Turn>) -
 }
 
 fn unexpected(reply: &Reply) -> Status {
-    Error::Internal { cause: format!("{reply:?} answers another call") }.into()
+    to_status(Error::Internal { cause: format!("{reply:?} answers another call") })
 }
 
 /// The stream of a worker's memberships, which lasts as long as its lease.
@@ -372,7 +446,7 @@ impl Stream for Memberships {
         }
         let stream = (self.lease, self.opened_by);
         let next = self.driver.poll_membership(&self.job, stream, cx);
-        next.map(|next| next.map(|change| Ok(change?.into())))
+        next.map(|next| next.map(|change| Ok(change.map_err(to_status)?.into())))
     }
 }
 

@@ -5,7 +5,9 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Restore, Result, Succession, memory::Capacity};
+use zeroshard_model::{
+    Attempt, Error, JobSpec, Placement, Restore, Result, Succession, memory::Capacity,
+};
 
 use super::{
     absence::Away,
@@ -29,7 +31,6 @@ use super::{
     save::Saves,
     user_data::UserData,
 };
-use crate::attempt::Attempt;
 
 /// A connected shard server.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use zeroshard_checkpoint::{Manifest, Start, Storage};
-use zeroshard_proto::{Error, JobSpec, Restore, RestoreVersion, Result};
+use zeroshard_model::{Error, JobSpec, Restore, RestoreVersion, Result};
 
 use super::{
     events::{Checkpoint, JobRef, Placing},

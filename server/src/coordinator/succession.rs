@@ -7,7 +7,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, SliceSpec, Succession};
+use zeroshard_model::{Error, JobSpec, Placement, Result, SliceSpec, Succession};
 
 use super::{
     cluster::Cluster,

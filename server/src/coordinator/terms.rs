@@ -1,6 +1,6 @@
 //! The terms of a step, which must be equal on all ranks.
 
-use zeroshard_proto::{Error, JobSpec, Optimizer, Result};
+use zeroshard_model::{Error, JobSpec, Optimizer, Result};
 
 use super::events::Commit;
 

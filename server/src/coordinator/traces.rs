@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use zeroshard_proto::trace::{Span, SpanKind, Trace};
+use zeroshard_model::Attempt;
+use zeroshard_net::trace::{Span, SpanKind, Trace};
 
 use super::{
     events::{JobRef, Now},
     history::Step,
 };
-use crate::{attempt::Attempt, metrics::Waits};
+use crate::metrics::Waits;
 
 fn trace_of(job: &JobRef, attempt: Attempt) -> Trace {
     Trace::of_step(job.id, attempt.epoch, attempt.step)

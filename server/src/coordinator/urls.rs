@@ -1,6 +1,7 @@
 //! Where jobs may save checkpoints and read them (`--checkpoint-urls`).
 
-use zeroshard_proto::{Error, Result, pb};
+use zeroshard_model::{Error, Result};
+use zeroshard_proto::pb;
 
 /// The prefix of the URLs of checkpoints; `None`: every URL is permitted.
 #[derive(Debug, Clone, Default)]

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 use super::{
     cluster::Cluster,

@@ -14,8 +14,8 @@ use futures_util::FutureExt;
 use http::{HeaderMap, Request, Response};
 use http_body::{Frame, SizeHint};
 use tokio_util::sync::WaitForCancellationFutureOwned;
-use tonic::Status;
 use tower::{Layer, Service};
+use zeroshard_proto::status::to_status;
 
 use crate::failure::Failure;
 
@@ -74,7 +74,7 @@ where
                     Err(panic) => failure.report(&method, &*panic),
                 },
             }
-            let refusal = Status::from(failure.error()).into_http::<Out>();
+            let refusal = to_status(failure.error()).into_http::<Out>();
             Ok(refusal.map(|body| Guarded::new(body, failure, method)))
         })
     }
@@ -116,7 +116,7 @@ impl<B: http_body::Body> http_body::Body for Guarded<B> {
         }
         *body = None;
         let mut trailers = HeaderMap::new();
-        let status = Status::from(failure.error());
+        let status = to_status(failure.error());
         if status.add_header(&mut trailers).is_err() {
             trailers.insert("grpc-status", (status.code() as u16).into());
         }
@@ -139,9 +139,11 @@ mod tests {
     use bytes::Bytes;
     use futures_util::StreamExt;
     use http_body_util::{BodyExt, StreamBody};
-    use tonic::body::Body;
     use tower::{ServiceExt, service_fn};
-    use zeroshard_proto::Error;
+    use zeroshard_model::Error;
+
+    use tonic::{Status, body::Body};
+    use zeroshard_proto::status::from_status;
 
     use super::*;
 
@@ -167,11 +169,11 @@ mod tests {
         let service = PanicLayer(failure.clone()).layer(service_fn(handle));
         let answer = service.oneshot(Request::builder().uri(path).body(()).unwrap()).await.unwrap();
         if let Some(status) = Status::from_header_map(answer.headers()) {
-            return Err(Error::from_status(&status, "server"));
+            return Err(from_status(&status, "server"));
         }
         let body = answer.into_body().collect().await.unwrap();
         match body.trailers().and_then(Status::from_header_map) {
-            Some(status) => Err(Error::from_status(&status, "server")),
+            Some(status) => Err(from_status(&status, "server")),
             None => Ok(body.to_bytes().len()),
         }
     }

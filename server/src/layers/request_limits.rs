@@ -17,10 +17,11 @@ use http_body::{Frame, SizeHint};
 use tokio::time::Sleep;
 use tonic::{Status, body::Body};
 use tower::{Layer, Service};
-use zeroshard_proto::{
+use zeroshard_model::{
     Error,
     limits::{MAX_CALLS, MAX_REQUEST_BYTES},
 };
+use zeroshard_proto::status::to_status;
 
 use super::is_probe;
 use crate::{
@@ -88,7 +89,7 @@ where
             Ok(call) => call,
             Err(error) => {
                 return Box::pin(async move {
-                    let refusal = Status::from(error).into_http::<Out>();
+                    let refusal = to_status(error).into_http::<Out>();
                     Ok(refusal.map(|body| Counted { body: Box::pin(body), _call: None }))
                 });
             }
@@ -191,7 +192,7 @@ impl Metered {
         self.arrived += data.len() as u64;
         if self.arrived > self.largest {
             let expected = format!("at most {} bytes", self.largest);
-            return Err(Error::invalid("size of a probe", "too large", expected).into());
+            return Err(to_status(Error::invalid("size of a probe", "too large", expected)));
         }
         let missing = PREFIX - self.prefix.len();
         self.prefix.extend(data.iter().take(missing));
@@ -210,7 +211,7 @@ impl Metered {
         };
         if !is_counted {
             let limit = self.bytes.limit();
-            return Err(busy("bytes of requests that are being received", limit).into());
+            return Err(to_status(busy("bytes of requests that are being received", limit)));
         }
         self.reserved = needed;
         Ok(())
@@ -249,7 +250,10 @@ impl http_body::Body for Metered {
                 ready!(self.limit.as_mut().poll(cx));
                 let waited_ms = RECEIVE_LIMIT.as_millis() as u64;
                 let waiting_for = "the rest of the request".to_owned();
-                return Poll::Ready(Some(Err(Error::Timeout { waiting_for, waited_ms }.into())));
+                return Poll::Ready(Some(Err(to_status(Error::Timeout {
+                    waiting_for,
+                    waited_ms,
+                }))));
             }
             Poll::Ready(frame) => frame,
         };

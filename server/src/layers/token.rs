@@ -11,17 +11,18 @@ use std::{
     task::{Context, Poll},
 };
 
+use futures_util::{FutureExt, future::Either};
+use http::{Request, Response};
+use tower::{Layer, Service, ServiceExt};
+use zeroshard_net::transport::tls::Security;
+use zeroshard_proto::status::to_status;
+
 use super::is_probe;
 use crate::{
     access::{Accepted, Caller},
     connection::Peer,
     quota::Holder,
 };
-use futures_util::{FutureExt, future::Either};
-use http::{Request, Response};
-use tonic::Status;
-use tower::{Layer, Service, ServiceExt};
-use zeroshard_proto::transport::tls::Security;
 
 /// Creates [`CheckToken`].
 #[derive(Clone, Debug)]
@@ -76,7 +77,7 @@ where
         let (caller, admitted) = match self.accepted.admit(request.headers(), security) {
             Ok(admitted) => admitted,
             Err(error) => {
-                let refusal: Ready<_> = ready(Ok(Status::from(error).into_http()));
+                let refusal: Ready<_> = ready(Ok(to_status(error).into_http()));
                 return Either::Right(Either::Left(refusal));
             }
         };
@@ -103,7 +104,11 @@ mod tests {
     };
 
     use tower::{ServiceExt, service_fn};
-    use zeroshard_proto::{Error, Result, Token};
+    use zeroshard_model::{Error, Result};
+    use zeroshard_net::Token;
+
+    use tonic::Status;
+    use zeroshard_proto::status::from_status;
 
     use super::*;
     use crate::config::Common;
@@ -134,7 +139,7 @@ mod tests {
             Some(status) => {
                 assert!(!*reached.lock().unwrap(), "what is refused goes no further");
                 assert_eq!(status.code(), tonic::Code::Unauthenticated);
-                Err(Error::from_status(&status, "server"))
+                Err(from_status(&status, "server"))
             }
         }
     }

@@ -1,9 +1,9 @@
 //! The metrics of a shard server.
 
 use prometheus::{CounterVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec};
+use zeroshard_kernels::{DeviceName, Usage};
 
 use super::{JobGauges, families::Families};
-use crate::backend::{DeviceName, Usage};
 
 /// The value of the label `role`.
 const ROLE: &str = "shard";

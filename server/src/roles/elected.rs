@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use serde_json::json;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
+use zeroshard_net::{
     Token,
     transport::{Credentials, tls::Tls},
 };
@@ -16,6 +16,7 @@ use super::{
     start_traces,
 };
 use crate::{
+    admin::sources::Sources,
     config::{Common, Coordinator, Etcd},
     coordinator::Place,
     election::{Candidate, Leader},
@@ -39,7 +40,9 @@ pub(super) async fn run(
     let (mut socket, address) = reserve(config.listen.0)?;
     let context = Context::new(common.clone(), config.max_connections, Failure::default()).await?;
     context.metrics.coordinator.stand_by();
-    let admin = AdminSite::bind(config.admin_listen, "coordinator", address, &context).await?;
+    let sources = Sources::default();
+    let admin =
+        AdminSite::bind(config.admin_listen, "coordinator", address, &context, &sources).await?;
     start_traces(common, &Place { address, is_new: false }.name())?;
     announce(json, "coordinator", address, admin.as_ref());
     let tls = config.etcd_files().map(Tls::open).transpose()?;
@@ -57,6 +60,7 @@ pub(super) async fn run(
                 address,
                 has_new_address: false,
                 context: context.clone(),
+                sources: sources.clone(),
             };
             lead(leader, site, &config, &shutdown).await?;
             socket = reserve(address)?.0;

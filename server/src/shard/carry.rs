@@ -12,19 +12,20 @@ use std::{
 use backon::{BackoffBuilder, ConstantBuilder};
 use futures_util::future::try_join_all;
 use rayon::prelude::*;
+use zeroshard_kernels::Backend;
+use zeroshard_model::{
+    AppliedSteps, DType, Error, JobVersion, Result, error::Remedy, optimizer::StateShape,
+};
+use zeroshard_net::transport::{Connection, Credentials, MAX_CONTROL_MESSAGE};
 use zeroshard_proto::{
-    AppliedSteps, DType, Error, JobVersion, Result,
-    error::Remedy,
-    optimizer::StateShape,
     pb::{
         self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
         state_part,
     },
-    transport::{Connection, Credentials, MAX_CONTROL_MESSAGE},
+    status::from_status,
 };
 
 use super::{job::Job, part::Part, store::Store};
-use crate::backend::Backend;
 
 /// The number of extents that one pull requests.
 const PULLED_EXTENTS: usize = 4096;
@@ -260,7 +261,7 @@ impl<B: Backend> Copier<B> {
             part: Some(message.clone()),
             ..Default::default()
         };
-        let failed = |status: tonic::Status| Error::from_status(&status, peer);
+        let failed = |status: tonic::Status| from_status(&status, peer);
         let mut client = DataServiceClient::new(connection.clone());
         let mut answer = client.pull(request).await.map_err(failed)?.into_inner();
         while let Some(pb::PullResponse { slice, offset, payload, .. }) =
@@ -302,7 +303,7 @@ impl<B: Backend> Copier<B> {
         let request = pb::StepsRequest { job: job.clone(), job_id, version };
         let mut client = ShardServiceClient::new(connection.clone())
             .max_decoding_message_size(MAX_CONTROL_MESSAGE);
-        let answer = client.steps(request).await.map_err(|s| Error::from_status(&s, peer))?;
+        let answer = client.steps(request).await.map_err(|s| from_status(&s, peer))?;
         let slices = answer.into_inner().slices.into_iter();
         let steps: HashMap<u32, pb::SliceSteps> = slices.map(|of| (of.slice, of)).collect();
         for copy in copies {

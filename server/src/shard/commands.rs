@@ -8,9 +8,10 @@ use tokio::{
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    Error, JobSpec, Optimizer, Placement, Result, job::optimizers, pb, transport::Credentials,
-};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Attempt, Error, JobSpec, Optimizer, Placement, Result};
+use zeroshard_net::transport::Credentials;
+use zeroshard_proto::{convert::optimizers, pb};
 
 use super::{
     carry::carry_over,
@@ -22,7 +23,6 @@ use super::{
     slice::Apply,
     store::Store,
 };
-use crate::{attempt::Attempt, backend::Backend};
 
 /// How long a job that does not fit waits for the memory of jobs that were closed before.
 const RELEASE_LIMIT: Duration = Duration::from_secs(5);
@@ -72,7 +72,7 @@ impl Command {
     /// Converts a decision.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for an unknown optimizer.
+    /// [`zeroshard_model::Error::Invalid`] for an unknown optimizer.
     pub(crate) fn decide(decision: pb::Decision) -> Result<Self> {
         let pb::Decision { epoch, step, attempt: number, .. } = decision;
         let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
@@ -91,7 +91,7 @@ impl Command {
     /// Converts a placement.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for one that is invalid.
+    /// [`zeroshard_model::Error::Invalid`] for one that is invalid.
     pub(crate) fn new_placement(next: pb::NewPlacement) -> Result<Self> {
         let placement = Placement::try_from(next.placement.unwrap_or_default())?;
         Ok(Self::NewPlacement { epoch: next.epoch, placement })

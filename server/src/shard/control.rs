@@ -15,15 +15,17 @@ use prost::Message;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
+use zeroshard_model::{Error, Result, memory::Capacity, version::VERSION};
+use zeroshard_net::{
+    Deadline,
+    transport::{Addresses, Credentials, MAX_CONTROL_MESSAGE},
+};
 use zeroshard_proto::{
-    Deadline, Error, Result,
-    memory::Capacity,
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event,
         serve_response::Command as Wire,
     },
-    transport::{Addresses, Credentials, MAX_CONTROL_MESSAGE},
-    version::VERSION,
+    status::from_status,
 };
 
 use super::{
@@ -35,7 +37,9 @@ use super::{
 };
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-use crate::{attempt::Attempt, backend::Backend, health::Health, shutdown::Shutdown};
+use crate::{health::Health, shutdown::Shutdown};
+use zeroshard_kernels::Backend;
+use zeroshard_model::Attempt;
 
 /// The bytes that a message of the control stream needs beside its event, at most.
 const EVENT_BYTES: usize = 16;
@@ -222,7 +226,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let first = std::iter::once(Event::Hello(hello)).chain(held.into_iter().map(Event::Held));
         let outgoing = tokio_stream::iter(first.collect::<Vec<_>>()).chain(events);
         let outgoing = StreamExt::map(outgoing, |event| pb::ServeRequest { event: Some(event) });
-        let failed = |status: tonic::Status| Error::from_status(&status, &peer);
+        let failed = |status: tonic::Status| from_status(&status, &peer);
         let mut commands = client.serve(outgoing).await.map_err(failed)?.into_inner();
         let session = Self { contact, peer: peer.clone(), store, tasks };
         match commands.message().await.map_err(failed)? {
@@ -273,7 +277,7 @@ impl<'a, B: Backend> Session<'a, B> {
                     }
                 }
                 Ok(None) => return hung_up,
-                Err(status) => return Error::from_status(&status, &self.peer),
+                Err(status) => return from_status(&status, &self.peer),
             }
         }
     }

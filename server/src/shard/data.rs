@@ -16,14 +16,17 @@ use http_body_util::{BodyExt, StreamBody};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, body::Body, server::NamedService};
 use tower::Service;
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Error, Result};
+use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    Deadline, Error, Result,
     frame::{decode_message, encode_message},
     pb,
+    status::{from_status, to_status},
 };
 
 use super::{pull, push, store::Store};
-use crate::{access::Caller, backend::Backend, connection::Peer, quota::Holder};
+use crate::{access::Caller, connection::Peer, quota::Holder};
 
 /// The maximum size of a `PullRequest` with its prefix, in bytes: about 100,000 extents.
 const MAX_PULL_REQUEST: usize = 4 << 20;
@@ -74,7 +77,7 @@ impl<B: Backend> Service<Request<Body>> for Data<B> {
                     return Ok(Status::unimplemented(format!("unknown method {path}")).into_http());
                 }
             };
-            Ok(answer.unwrap_or_else(|error| Status::from(error).into_http()))
+            Ok(answer.unwrap_or_else(|error| to_status(error).into_http()))
         })
     }
 }
@@ -161,7 +164,7 @@ fn grpc(body: Body) -> Response<Body> {
 }
 
 fn trailers(result: Result<()>) -> HeaderMap {
-    let status = result.map_or_else(Status::from, |()| Status::ok(""));
+    let status = result.map_or_else(to_status, |()| Status::ok(""));
     let mut trailers = HeaderMap::new();
     if let Err(unfit) = status.add_header(&mut trailers) {
         trailers.insert("grpc-status", HeaderValue::from(unfit.code() as u16));
@@ -175,7 +178,7 @@ async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
         .collect()
         .await
         .map_err(|cause| match cause.downcast::<Status>() {
-            Ok(status) => Error::from_status(&status, "caller"),
+            Ok(status) => from_status(&status, "caller"),
             Err(cause) => Error::invalid(
                 "body of a pull",
                 format!("invalid ({cause})"),

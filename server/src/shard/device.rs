@@ -3,13 +3,11 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{Error, JobSpec, Result};
+use zeroshard_kernels::{Backend, DeviceName};
+use zeroshard_model::{Error, JobSpec, Result};
 
 use super::budget::{Budget, Space};
-use crate::{
-    backend::{Backend, DeviceName},
-    tier::{Places, Sizes, Tiers},
-};
+use crate::tier::{Places, Sizes, Tiers};
 
 /// A device.
 pub(crate) struct Device<B: Backend> {

@@ -1,10 +1,11 @@
 //! The slices of a job on the devices of a server.
 
-use zeroshard_proto::{Manifest, TensorSpec};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{Manifest, TensorSpec};
 
 use super::*;
 use crate::{
-    backend::{Cpu, instrumented::Instrumented},
+    shard::instrumented::Instrumented,
     tier::{Limits, Tier},
 };
 

@@ -7,13 +7,10 @@ use std::{
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    Error,
-    pb::{self, serve_request::Event},
-};
+use zeroshard_model::{Attempt, Error};
+use zeroshard_proto::pb::{self, serve_request::Event};
 
 use super::{job::Ready, round::Absent, slice::Reduced};
-use crate::attempt::Attempt;
 
 /// The maximum number of events that wait to be sent: a few for each step of each job.
 const MAX_EVENTS: usize = 1 << 14;

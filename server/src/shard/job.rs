@@ -13,10 +13,9 @@ use tokio::{
     sync::{Notify, watch},
 };
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    AppliedSteps, Error, JobSpec, Placement, Result, pb,
-    trace::{SpanKind, Trace},
-};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, Placement, Result};
+use zeroshard_net::trace::{SpanKind, Trace};
+use zeroshard_proto::pb;
 
 use super::{
     budget::{Budget, Space},
@@ -30,8 +29,6 @@ use super::{
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
 use crate::{
-    attempt::Attempt,
-    backend::Backend,
     fair::Shares,
     metrics::{self, HeldJob},
 };
@@ -40,6 +37,8 @@ pub(crate) use held::being_restored;
 use progress::Progress;
 pub(crate) use progress::Ready;
 use ranks::Ranks;
+use zeroshard_kernels::Backend;
+use zeroshard_model::Attempt;
 
 mod allocation;
 mod held;

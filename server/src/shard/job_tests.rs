@@ -6,14 +6,12 @@ use std::sync::{
 };
 
 use tokio::sync::mpsc::Receiver;
-use zeroshard_proto::{
-    Manifest, Server, TensorSpec,
-    pb::{self, serve_request::Event},
-};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{Manifest, Server, TensorSpec};
+use zeroshard_proto::pb::{self, serve_request::Event};
 
 use super::*;
 use crate::{
-    backend::Cpu,
     fair::Resources,
     shard::slice::Apply,
     tier::{
@@ -34,7 +32,7 @@ struct Subject {
 
 fn chunk(rank: u32, value: f32) -> Chunk {
     let bytes = [value, value].iter().flat_map(|value| value.to_le_bytes()).collect();
-    Chunk { rank, offset: 0, dtype: zeroshard_proto::DType::F32, bytes }
+    Chunk { rank, offset: 0, dtype: zeroshard_model::DType::F32, bytes }
 }
 
 #[test]

@@ -6,7 +6,8 @@ use bytes::Bytes;
 use futures_util::{Stream, StreamExt, stream};
 use tokio::{sync::Semaphore, time::sleep};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, Result, pb, version::VERSION};
+use zeroshard_model::{Error, Result, version::VERSION};
+use zeroshard_proto::pb;
 
 use crate::clock::unix_ms;
 

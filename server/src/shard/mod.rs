@@ -11,6 +11,8 @@ pub(crate) mod control;
 mod data;
 pub(crate) mod device;
 pub(crate) mod events;
+#[cfg(test)]
+pub(crate) mod instrumented;
 pub(crate) mod job;
 mod measure;
 pub(crate) mod overview;
@@ -40,16 +42,12 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::{
-    Error, Result,
-    memory::Capacity,
-    pb::shard_service_server::ShardServiceServer,
-    transport::{Credentials, MAX_CONTROL_MESSAGE},
-};
+use zeroshard_model::{Error, Result, memory::Capacity};
+use zeroshard_net::transport::{Credentials, MAX_CONTROL_MESSAGE};
+use zeroshard_proto::pb::shard_service_server::ShardServiceServer;
 
 pub(crate) use crate::budget;
 use crate::{
-    backend::{Backend, DeviceName},
     config::{self, Size},
     health::Health,
     memory::{self, Budgets},
@@ -58,7 +56,9 @@ use crate::{
     tier::{self, Tiers},
 };
 use device::Device;
+use overview::Overview;
 use store::{Limits, Store};
+use zeroshard_kernels::{Backend, DeviceName};
 
 /// The interval at which a lost coordinator is dialled again.
 const RECONNECT: Duration = Duration::from_millis(500);
@@ -82,10 +82,10 @@ impl<B: Backend> Shard<B> {
     /// Creates a server without jobs.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers;
-    /// [`zeroshard_proto::Error::Storage`] if the scratch file cannot be created.
+    /// [`zeroshard_model::Error::Internal`] if the system has no random numbers;
+    /// [`zeroshard_model::Error::Storage`] if the scratch file cannot be created.
     pub fn new(backends: Vec<B>, config: &config::Shard, context: Context) -> Result<Self> {
-        let Context { common, credentials, metrics, health, failure, sources, .. } = context;
+        let Context { common, credentials, metrics, health, failure, .. } = context;
         let budgets = Budgets::new(config, memory::available());
         let limits = Limits { wait: common.wait(), max_message: common.max_message_bytes, budgets };
         let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
@@ -101,8 +101,6 @@ impl<B: Backend> Shard<B> {
         let tiers = tiers.into_iter().map(Some).chain(std::iter::repeat(None));
         let devices = backends.into_iter().zip(tiers).map(|(on, tiers)| Device::new(on, tiers));
         let store = Arc::new(Store::new(devices.collect(), limits, metrics, failure));
-        let shown = Arc::downgrade(&store);
-        sources.shard.set(move |()| Some(shown.upgrade()?.overview()));
         Ok(Self {
             store,
             health,
@@ -112,6 +110,12 @@ impl<B: Backend> Shard<B> {
             capacity,
             incarnation: crate::identity::random()?,
         })
+    }
+
+    /// Reads the state of the server for the status page; `None` after it has ended.
+    pub(crate) fn overviews(&self) -> impl Fn(&()) -> Option<Overview> + use<B> {
+        let store = Arc::downgrade(&self.store);
+        move |()| Some(store.upgrade()?.overview())
     }
 
     /// The gRPC services. Streams end when `shutdown` is cancelled.
@@ -128,7 +132,7 @@ impl<B: Backend> Shard<B> {
     /// to stop, the server keeps its jobs until the coordinator has saved them.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::ServerIdTaken`] if another server has the id of this one.
+    /// [`zeroshard_model::Error::ServerIdTaken`] if another server has the id of this one.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: Shutdown) -> Result<()> {
         // After `shutdown`, the drain time of the server limits all calls.
         tokio::select! {

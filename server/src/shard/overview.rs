@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use prometheus::Histogram;
+use zeroshard_kernels::{Backend, Usage};
 use zeroshard_proto::pb;
 
 use super::{job::Job, slice::Role, store::Store};
-use crate::backend::{Backend, Usage};
 
 /// The maximum number of jobs in the overview.
 const MAX_JOBS: usize = 100;

@@ -1,10 +1,7 @@
 //! The part of a slice's state that a transfer reads or writes.
 
-use zeroshard_proto::{
-    Error, Optimizer, Result,
-    optimizer::StateShape,
-    pb::{self, state_part},
-};
+use zeroshard_model::{Error, Optimizer, Result, optimizer::StateShape};
+use zeroshard_proto::pb::{self, state_part};
 
 /// A part of a slice's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,10 @@ use std::{
 
 use futures_util::{Stream, StreamExt, stream};
 use tonic::Status;
-use zeroshard_proto::{Deadline, Error, Result, pb};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Error, Result};
+use zeroshard_net::Deadline;
+use zeroshard_proto::{pb, status::to_status};
 
 use super::{
     budget::{Budget, Space},
@@ -16,7 +19,7 @@ use super::{
     part::Part,
     pull::{Content, bytes_of},
 };
-use crate::{backend::Backend, config::MAX_WAIT, identity, tier::Array};
+use crate::{config::MAX_WAIT, identity, tier::Array};
 
 /// The time limit of a pin for which the caller does not set one.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -72,7 +75,7 @@ impl<B: Backend> HeldPin<B> {
         let released = stream::once(async move {
             tokio::select! {
                 () = tokio::time::sleep(self.limit) => None,
-                () = self.job.closed().cancelled() => Some(Err(self.job.closed_error().into())),
+                () = self.job.closed().cancelled() => Some(Err(to_status(self.job.closed_error()))),
             }
         });
         held.chain(released.filter_map(std::future::ready))

@@ -10,15 +10,20 @@ use std::{
 use bytes::Bytes;
 use futures_util::{Stream, stream};
 use http::HeaderMap;
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Attempt, DType, Elements, Error, JobSpec, Result, StridedBox, TensorBox};
+use zeroshard_net::{
+    Deadline,
+    trace::{Span, SpanKind, Trace},
+};
 use zeroshard_proto::{
-    DType, Deadline, Elements, Error, JobSpec, Result, StridedBox, TensorBox,
+    convert,
     frame::{Extent, Writer},
     pb::{self, state_part},
-    trace::{Span, SpanKind, Trace},
 };
 
 use super::{budget::Space, job::Job, part::Part, pin::Pin, slice::Slice, store::Store};
-use crate::{attempt::Attempt, backend::Backend, fair::end_after_others, tier::Array};
+use crate::{fair::end_after_others, tier::Array};
 
 /// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -114,7 +119,7 @@ pub(super) fn pull<B: Backend>(
     // A backup may know an epoch first.
     let epoch = Some(request.epoch).filter(|&epoch| epoch != 0 && content.attempt.is_none());
     epoch.map_or(Ok(()), |epoch| job.check_epoch(epoch))?;
-    let dtype = DType::from_wire(request.dtype)
+    let dtype = convert::dtype(request.dtype)
         .ok_or_else(|| Error::invalid("dtype of a pull", request.dtype, "f32, bf16 or f16"))?;
     let bytes = match request.chunk_bytes as usize {
         0 => CHUNK_BYTES,
@@ -174,7 +179,7 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
             let expected = format!("less than the job's number of tensors, {}", tensors.len());
             return Err(Error::invalid("tensor of a box", index, expected));
         };
-        let bounds = TensorBox::from_wire(message);
+        let bounds = TensorBox::from(message);
         bounds.check(&tensor.shape, &tensor.name)?;
         // Tied tensors have one storage, and the same shape.
         let owner = spec.manifest.owner(index);

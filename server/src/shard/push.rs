@@ -5,11 +5,15 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::Body;
+use zeroshard_kernels::Backend;
+use zeroshard_model::{AppliedSteps, Attempt, DType, Error, JobSpec, Result, listing::some_of};
+use zeroshard_net::{
+    Deadline,
+    trace::{Span, SpanKind, Trace},
+};
 use zeroshard_proto::{
-    AppliedSteps, DType, Deadline, Error, JobSpec, Result,
     frame::{Event, Extent, Reader},
     pb::{self, push_begin::Contents},
-    trace::{Span, SpanKind, Trace},
 };
 
 use super::{
@@ -20,9 +24,7 @@ use super::{
     slice::Upload,
     store::Store,
 };
-use crate::{
-    access::Caller, attempt::Attempt, backend::Backend, fair::end_after_others, listing::some_of,
-};
+use crate::{access::Caller, fair::end_after_others};
 
 /// The time for which a push waits when there is no space for gradients whose turn has not come.
 /// Then it is refused, so that the caller can send data that other ranks wait for: a stream that

@@ -10,11 +10,15 @@ use std::{
 
 use futures_util::future::join_all;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    DType, Error, JobVersion, Result, Server,
-    pb::{self, data_service_client::DataServiceClient, state_part},
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Attempt, DType, Error, JobVersion, Result, Server};
+use zeroshard_net::{
     trace::SpanKind,
     transport::{Connection, Credentials},
+};
+use zeroshard_proto::{
+    pb::{self, data_service_client::DataServiceClient, state_part},
+    status::from_status,
 };
 
 use super::{
@@ -23,7 +27,6 @@ use super::{
     job::Job,
     store::Store,
 };
-use crate::{attempt::Attempt, backend::Backend};
 
 /// The pause before another try to reach a primary. If it has died, the coordinator replaces it.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -242,7 +245,7 @@ async fn pull<B: Backend>(
         part: Some(pb::StatePart { part: Some(state_part::Part::GradientSum(sum)) }),
         ..Default::default()
     };
-    let failed = |status: tonic::Status| Error::from_status(&status, peer);
+    let failed = |status: tonic::Status| from_status(&status, peer);
     let mut client = DataServiceClient::new(primary.connection.clone());
     let mut answer = client.pull(request).await.map_err(failed)?.into_inner();
     while let Some(pb::PullResponse { slice, offset, payload, .. }) =

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use zeroshard_checkpoint::{Manifest, Storage};
-use zeroshard_proto::{Error, Restore, RestoreVersion, Result, pb};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Error, Restore, RestoreVersion, Result};
+use zeroshard_proto::pb;
 
 use super::{job::Job, store::Store};
-use crate::backend::Backend;
 
 /// The number of slices that are read at the same time. Each has a thread, since its bytes are also
 /// hashed and stored; more of them than cores hide the time for which the disk is waited for.

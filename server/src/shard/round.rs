@@ -6,10 +6,10 @@
 use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Error, Result, geometry::SliceContributors};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{DType, Error, Result, geometry::SliceContributors};
 
 use super::budget::Budget;
-use crate::backend::Backend;
 use total::{Figures, Total};
 use turns::{MAX_RANGES, Turns};
 

@@ -1,13 +1,14 @@
 //! The order of arrival, the chunks and repetitions do not change a bit of the sum.
 
 use proptest::prelude::*;
-use zeroshard_proto::Error;
+use zeroshard_kernels::Cpu;
+use zeroshard_model::Error;
 
 use super::{
     turns::{MAX_RANGES, PARKED_OVERHEAD},
     *,
 };
-use crate::{backend::Cpu, shard::test_jobs::whole};
+use crate::shard::test_jobs::whole;
 
 const NUMEL: usize = 40;
 

@@ -16,7 +16,10 @@ use bytes::Bytes;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use zeroshard_checkpoint::{Part, Save, Source, Storage, write};
-use zeroshard_proto::{AppliedSteps, Error, OnMemoryShortage, Result, pb, trace::SpanKind};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{AppliedSteps, Error, OnMemoryShortage, Result};
+use zeroshard_net::trace::SpanKind;
+use zeroshard_proto::pb;
 
 use super::{
     background,
@@ -26,7 +29,6 @@ use super::{
     slice::{HeldSlice, Holds},
     store::Store,
 };
-use crate::backend::Backend;
 
 /// How long a step waits for slices of which there is no second copy. The save is given up
 /// afterwards: workers wait for the step, by default for 60 s.

@@ -1,12 +1,12 @@
 //! Saves on a server without room for second copies.
 
 use futures_util::FutureExt;
-use zeroshard_proto::{
-    CheckpointPolicy, JobSpec, Manifest, OnLoss, TensorSpec, pb::serve_request::Event as Said,
-};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{CheckpointPolicy, JobSpec, Manifest, OnLoss, TensorSpec};
+use zeroshard_proto::pb::serve_request::Event as Said;
 
 use super::*;
-use crate::{backend::Cpu, shard::transfer_tests::Subject};
+use crate::shard::transfer_tests::Subject;
 
 /// A job with two slices of two elements at version 0.
 async fn training(on_memory_shortage: OnMemoryShortage) -> (Subject, Arc<Job<Cpu>>) {

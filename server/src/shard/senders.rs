@@ -1,8 +1,8 @@
 //! The ranks that may send data of a slice.
 
-use zeroshard_proto::{DimPlacement, Error, JobSpec, Result, geometry::SliceContributors};
-
-use crate::listing::some_of;
+use zeroshard_model::{
+    DimPlacement, Error, JobSpec, Result, geometry::SliceContributors, listing::some_of,
+};
 
 /// Data of a slice that a rank sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! The error for a rank that may not send data names the reason and the ranks that may.
 
-use zeroshard_proto::{
+use zeroshard_model::{
     DimPlacement::{self, Partial, Replicate, Shard},
     Manifest, ProcessMesh, Reduction, SliceSpec, TensorSpec,
 };

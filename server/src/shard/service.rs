@@ -6,9 +6,12 @@ use futures_util::{StreamExt, stream::BoxStream};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
+use zeroshard_kernels::Backend;
+use zeroshard_model::Result;
+use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    Deadline, Result,
     pb::{self, shard_service_server},
+    status::to_status,
 };
 
 use super::{
@@ -17,7 +20,7 @@ use super::{
     pin,
     store::Store,
 };
-use crate::{access::Caller, backend::Backend};
+use crate::access::Caller;
 
 type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
@@ -55,7 +58,7 @@ impl<B: Backend> Service<B> {
         work: impl Future<Output = Result<T>>,
     ) -> Result<Response<T>, Status> {
         tokio::select! {
-            answer = work => Ok(Response::new(answer?)),
+            answer = work => Ok(Response::new(answer.map_err(to_status)?)),
             () = self.shutdown.cancelled() => {
                 Err(Status::unavailable("this shard server is shutting down"))
             }
@@ -100,7 +103,7 @@ impl<B: Backend> Service<B> {
     /// calls, and takes turns with other calls. Returns what it has found.
     ///
     /// # Errors
-    /// [`Error::Timeout`](zeroshard_proto::Error::Timeout), and those of `read`.
+    /// [`Error::Timeout`](zeroshard_model::Error::Timeout), and those of `read`.
     async fn read_slices<T: Send + 'static>(
         &self,
         turns: &Arc<Semaphore>,
@@ -193,7 +196,7 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
         &self,
         request: Request<pb::MeasureRequest>,
     ) -> Result<Response<MeasureStream>, Status> {
-        let messages = measure(&self.measurements, request.get_ref().bytes)?;
+        let messages = measure(&self.measurements, request.get_ref().bytes).map_err(to_status)?;
         let shutdown = self.shutdown.clone().cancelled_owned();
         Ok(Response::new(messages.map(Ok).take_until(shutdown).boxed()))
     }

@@ -9,8 +9,9 @@ use std::sync::{
     atomic::{AtomicU8, AtomicU64, Ordering},
 };
 
-use zeroshard_proto::{
-    AppliedSteps, DType, Error, JobSpec, Result, SliceSpec,
+use zeroshard_kernels::Backend;
+use zeroshard_model::{
+    AppliedSteps, Attempt, DType, Error, JobSpec, Result, SliceSpec,
     geometry::{Contributions, SliceContributors},
     optimizer::StateShape,
 };
@@ -20,11 +21,7 @@ use super::{
     device::{Device, Home},
     round::{Absent, Chunk, Round},
 };
-use crate::{
-    attempt::Attempt,
-    backend::Backend,
-    tier::{Array, Kind, Tiers},
-};
+use crate::tier::{Array, Kind, Tiers};
 use carried::Carried;
 use hold::Hold;
 use received::Received;
@@ -278,7 +275,7 @@ impl<B: Backend> Slice<B> {
     /// checks, under the slice's lock, that `attempt` is the job's open attempt.
     ///
     /// # Errors
-    /// Those of `current` and of [`Round::contribute`]; [`zeroshard_proto::Error::OutOfMemory`] if
+    /// Those of `current` and of [`Round::contribute`]; [`zeroshard_model::Error::OutOfMemory`] if
     /// the gradient is complete but the step could not be applied.
     pub(crate) fn contribute(
         &self,
@@ -475,7 +472,7 @@ impl<B: Backend> Inner<B> {
     /// Begins `attempt` without contributions.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if ranks are absent, a reader holds the last sum,
+    /// [`zeroshard_model::Error::OutOfMemory`] if ranks are absent, a reader holds the last sum,
     /// and there is no memory for another one.
     fn restart(&mut self, backend: &B, attempt: Attempt, role: Role) -> Result<()> {
         self.attempt = attempt;

@@ -2,10 +2,11 @@
 
 use std::cell::Cell;
 
-use zeroshard_proto::{Error, Manifest, Optimizer, TensorSpec};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{Error, Manifest, Optimizer, TensorSpec};
 
 use super::*;
-use crate::{backend::Cpu, shard::part::Part, tier::Places};
+use crate::{shard::part::Part, tier::Places};
 
 const NUMEL: usize = 5;
 

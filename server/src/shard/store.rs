@@ -6,13 +6,14 @@ use std::{
 };
 
 use dashmap::{DashMap, Entry};
-
-use zeroshard_proto::{Deadline, Error, Result, pb};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Error, Result};
+use zeroshard_net::Deadline;
+use zeroshard_proto::pb;
 
 use super::{budget::Budget, device::Device, job::Job, stall::Readers};
 use crate::{
-    backend::Backend, config::MAX_WAIT, failure::Failure, fair::Resources, memory::Budgets,
-    metrics::Metrics,
+    config::MAX_WAIT, failure::Failure, fair::Resources, memory::Budgets, metrics::Metrics,
 };
 
 /// The limits on the resources of a caller.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use zeroshard_proto::{
+use zeroshard_model::{
     DimPlacement, JobSpec, Manifest, ProcessMesh, Reduction, SliceSpec, TensorBox, TensorLayout,
     TensorSpec,
     geometry::{Contributions, SliceContributors},

@@ -8,11 +8,15 @@ use http::HeaderMap;
 use http_body_util::Full;
 use tokio::sync::mpsc::Receiver;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    DType,
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{
+    Attempt, DType,
     DimPlacement::{Partial, Shard},
     Error, JobSpec, Manifest, Placement, ProcessMesh, Reduction, Result, Server, TensorBox,
     TensorSpec,
+};
+use zeroshard_proto::{
+    convert::box_message,
     frame::{Event, Extent, Reader, Writer},
     pb::{self, push_begin::Contents, serve_request::Event as Said},
 };
@@ -27,10 +31,7 @@ use super::{
     store::{Limits, Store},
     test_jobs::job,
 };
-use crate::{
-    access::Caller, attempt::Attempt, backend::Cpu, failure::Failure, fair::Resources,
-    memory::Budgets, metrics::Metrics,
-};
+use crate::{access::Caller, failure::Failure, fair::Resources, memory::Budgets, metrics::Metrics};
 
 const EPOCH: u64 = 1;
 const JOB_ID: u64 = 77;
@@ -180,7 +181,7 @@ fn begin(rank: u32, step: Option<u64>) -> pb::PushBegin {
 }
 
 fn boxed(tensor: usize, offset: &[u64], size: &[u64]) -> pb::Box {
-    TensorBox { offset: offset.into(), size: size.into() }.to_wire(tensor)
+    box_message(&TensorBox { offset: offset.into(), size: size.into() }, tensor)
 }
 
 fn extent(offset: u64, length: u64) -> pb::Extent {

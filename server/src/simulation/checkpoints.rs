@@ -8,14 +8,14 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_checkpoint::Part;
-use zeroshard_proto::{AppliedSteps, Error, RestoreVersion, Result};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{AppliedSteps, Error, RestoreVersion, Result};
 
 use super::{
     data::whole,
     world::{Happening, JOB, World, spec},
 };
 use crate::{
-    backend::Cpu,
     coordinator::{
         events::{Checkpoint, Event, Placed, Placing},
         jobs::Plan,

@@ -6,7 +6,8 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Server, pb::serve_request};
+use zeroshard_model::Server;
+use zeroshard_proto::pb::serve_request;
 
 use super::{
     worker::{Told, Worker},

@@ -4,22 +4,19 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_proto::{AppliedSteps, DType, Error, Result};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{AppliedSteps, Attempt, DType, Error, Result};
 
 use super::{
     server::Copy,
     world::{Happening, World},
 };
-use crate::{
-    attempt::Attempt,
-    backend::Cpu,
-    shard::{
-        job::Job,
-        part::Part,
-        pull::Content,
-        round::Chunk,
-        slice::{Slice, Upload},
-    },
+use crate::shard::{
+    job::Job,
+    part::Part,
+    pull::Content,
+    round::Chunk,
+    slice::{Slice, Upload},
 };
 
 /// The interval at which a request that has to wait is tried again.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::attempt::Attempt;
+use zeroshard_model::Attempt;
 
 /// The decisions of all coordinators of a run. A job is known by its id, and a coordinator by its
 /// life.

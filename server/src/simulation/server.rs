@@ -12,10 +12,9 @@ use std::{
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    JobSpec, Placement, Result, Server,
-    pb::{self, serve_request, serve_response},
-};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{Attempt, JobSpec, Placement, Result, Server};
+use zeroshard_proto::pb::{self, serve_request, serve_response};
 
 use super::{
     checkpoints::{Slices, fill, snapshot},
@@ -24,8 +23,6 @@ use super::{
     world::{Connection, Happening, JOB, World},
 };
 use crate::{
-    attempt::Attempt,
-    backend::Cpu,
     coordinator::{
         events::{About, Event, Now},
         held::Held,

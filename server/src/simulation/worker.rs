@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_proto::{Error, Placement, Restore, RestoreVersion};
+use zeroshard_model::{Attempt, Error, Placement, Restore, RestoreVersion};
 
 use super::{
     checkpoints::{URL, user_data},
@@ -12,15 +12,12 @@ use super::{
     server::REPEAT,
     world::{Happening, JOB, World, spec},
 };
-use crate::{
-    attempt::Attempt,
-    coordinator::{
-        decisions::Report,
-        events::{Attach, Caller, Commit, Create, Event, JobRef, Join, Lease, Now, Reply, Turn},
-        feed::Change,
-        save::Save,
-        user_data::RankData,
-    },
+use crate::coordinator::{
+    decisions::Report,
+    events::{Attach, Caller, Commit, Create, Event, JobRef, Join, Lease, Now, Reply, Turn},
+    feed::Change,
+    save::Save,
+    user_data::RankData,
 };
 
 mod transfers;

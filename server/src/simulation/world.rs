@@ -7,10 +7,10 @@ use std::{
 };
 
 use fastrand::Rng;
-use zeroshard_proto::{
+use zeroshard_model::{
     CheckpointPolicy, JobSpec, Manifest, OnLoss, OnMemoryShortage, Server, TensorSpec,
-    pb::{serve_request, serve_response},
 };
+use zeroshard_proto::pb::{serve_request, serve_response};
 
 use super::{
     checkpoints::{Slices, Store, URL},

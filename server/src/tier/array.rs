@@ -7,10 +7,10 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_checkpoint::direct::Pages;
-use zeroshard_proto::{DType, Elements, Result};
+use zeroshard_kernels::{Backend, Failure};
+use zeroshard_model::{DType, Elements, Result};
 
 use super::paged::{Cell, Paged};
-use crate::backend::{Backend, Failure};
 
 /// A version of an array. Clones are references, which readers hold.
 pub(crate) enum Array<B: Backend> {

@@ -6,8 +6,9 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
+use zeroshard_kernels::Memory;
+
 use super::scratch::Disk;
-use crate::backend::Memory;
 
 /// Host memory by position. The memory of each array is separate, so that it is returned to the
 /// system when the array is dropped.

@@ -23,10 +23,9 @@ use std::{
 };
 
 use tokio::runtime::{Handle, RuntimeFlavor};
-use zeroshard_proto::{Error, JobSpec, Result, memory::Capacity};
+use zeroshard_model::{Error, JobSpec, Result, memory::Capacity};
 
 use crate::{
-    backend::Backend,
     budget::{Budget, Space},
     config::{self, StateTier},
     metrics::Traffic,
@@ -39,6 +38,7 @@ use scratch::Scratch;
 use steps::Steps;
 pub(crate) use steps::{Arrays, Next};
 use working::Working;
+use zeroshard_kernels::Backend;
 
 /// The memory of working buffers, in bytes: 16 arrays of the largest slices.
 const WORKING_BYTES: usize = 256 << 20;

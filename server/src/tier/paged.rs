@@ -13,15 +13,12 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_checkpoint::direct::{PAGE, Pages};
-use zeroshard_proto::{DType, Elements, Error, Result};
+use zeroshard_kernels::{Backend, Failure, fill};
+use zeroshard_model::{DType, Elements, Error, Result};
 
 use super::{
     Tiers, blocking,
     scratch::{Extent, Scratch},
-};
-use crate::{
-    backend::{Backend, Failure},
-    optim,
 };
 
 /// The bytes that are read or written with one request.
@@ -141,7 +138,7 @@ impl<B: Backend> Paged<B> {
             let target = Arc::get_mut(&mut buffer).expect("nobody holds a free buffer");
             let filled = match cell.content {
                 Content::Undefined => Ok(()),
-                Content::Filled(value) => optim::fill(backend, target, value).map_err(Into::into),
+                Content::Filled(value) => fill(backend, target, value).map_err(Into::into),
                 Content::Written => self.shared.read_into(backend, target),
             };
             if let Err(error) = filled {

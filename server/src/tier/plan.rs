@@ -6,7 +6,7 @@
 //! the others are read and written in each step.
 
 use zeroshard_checkpoint::direct::PAGE;
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 
 use super::steps::MAX_STATE;
 
@@ -185,7 +185,7 @@ fn room(tier: Tier, bytes: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use zeroshard_proto::{DType, Manifest, TensorSpec};
+    use zeroshard_model::{DType, Manifest, TensorSpec};
 
     use super::*;
 

@@ -14,10 +14,10 @@ use std::{
 };
 
 use zeroshard_checkpoint::direct::{PAGE, Pages};
-use zeroshard_proto::{DType, Error, Result};
+use zeroshard_kernels::{Backend, Update};
+use zeroshard_model::{DType, Error, Result};
 
 use super::{array::Array, paged::REQUEST};
-use crate::backend::{self, Backend, Update};
 
 /// The threads, and therefore the number of requests in flight.
 pub(super) const THREADS: usize = 8;
@@ -82,7 +82,7 @@ impl<B: Backend> Steps<B> {
             cause: format!("cannot start the threads for slices outside of memory: {error}"),
         })?;
         let workspace = |_| Workspace::new(backend);
-        let free = (0..THREADS).map(workspace).collect::<backend::Result<_>>();
+        let free = (0..THREADS).map(workspace).collect::<zeroshard_kernels::Result<_>>();
         let free = free
             .map_err(|failure| failure.of("the buffers of steps with slices outside of memory"))?;
         Ok(Self { threads, free: Mutex::new(free), returned: Condvar::new() })
@@ -160,14 +160,14 @@ impl<B: Backend> Steps<B> {
 }
 
 impl<B: Backend> Workspace<B> {
-    fn new(backend: &B) -> backend::Result<Self> {
+    fn new(backend: &B) -> zeroshard_kernels::Result<Self> {
         let arrays = |numel| {
             let array = || {
                 let mut buffer = backend.allocate(DType::F32, numel)?;
                 backend.populate(&mut buffer, 0..numel);
                 Ok(Arc::new(buffer))
             };
-            (0..ARRAYS).map(|_| array()).collect::<backend::Result<Vec<_>>>()
+            (0..ARRAYS).map(|_| array()).collect::<zeroshard_kernels::Result<Vec<_>>>()
         };
         let [small, large] = PIECES;
         Ok(Self { arrays: [arrays(small)?, arrays(large)?], pages: Pages::new(REQUEST) })

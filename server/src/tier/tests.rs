@@ -5,7 +5,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use zeroshard_proto::{Manifest, TensorSpec};
+use zeroshard_model::{Manifest, TensorSpec};
 
 pub(crate) use super::scratch::tests::Fault;
 use super::{
@@ -16,7 +16,7 @@ use super::{
     },
     *,
 };
-use crate::backend::Cpu;
+use zeroshard_kernels::Cpu;
 
 /// Tiers without memory, and with room for everything on a disk that fails after `left` further
 /// operations, and with `working` bytes of working buffers.

@@ -11,10 +11,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, Weak},
 };
 
-use zeroshard_proto::{DType, Result};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{DType, Result};
 
 use super::paged::Shared;
-use crate::backend::Backend;
 
 /// The working buffers of a server.
 pub(crate) struct Working<B: Backend> {

@@ -10,7 +10,7 @@ use std::{io, path::PathBuf, time::Instant};
 use clap::Args;
 use tempfile::TempDir;
 use zeroshard_client::{CreateJob, Target, TensorId};
-use zeroshard_proto::{Restore, RestoreVersion, geometry::blocks::SLICE};
+use zeroshard_model::{Restore, RestoreVersion, geometry::blocks::SLICE};
 use zeroshard_tests::{Cluster, synthetic};
 
 use self::{

@@ -11,10 +11,11 @@ use std::time::Instant;
 
 use clap::Args;
 use serde_json::json;
-use zeroshard_proto::dtype::DType;
-use zeroshard_proto::optimizer::{Adam, AppliedSteps, Optimizer, RmsProp, Sgd};
-use zeroshard_server::backend::{self, Backend, Failure, Update};
-use zeroshard_server::optim::initial_state;
+use zeroshard_kernels::{Backend, Failure, Update, gpu, initial_state};
+use zeroshard_model::{
+    dtype::DType,
+    optimizer::{Adam, AppliedSteps, Optimizer, RmsProp, Sgd},
+};
 
 use crate::{Error, sample::median, table::Table};
 
@@ -81,7 +82,7 @@ fn subjects() -> Vec<(&'static str, Optimizer, usize)> {
 
 /// Runs the benchmark and prints its lines.
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
-    let gpu = backend::gpu(options.device)?;
+    let gpu = gpu(options.device)?;
     let fields =
         ["kernel", "bytes_a_parameter", "gparams_per_s", "gbps", "copy_gbps", "ratio_copy"];
     let mut table = Table::new(json, &fields);

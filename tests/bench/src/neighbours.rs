@@ -17,7 +17,7 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use zeroshard_proto::{Role, Token, Tokens, quota::Quota};
+use zeroshard_net::{Role, Token, Tokens, quota::Quota};
 use zeroshard_tests::{Cluster, binary};
 
 use crate::{

@@ -12,13 +12,17 @@ use std::time::Instant;
 use clap::Args;
 use comfy_table::Table;
 use serde::Serialize;
-use zeroshard_proto::dtype::DType;
-use zeroshard_proto::geometry::blocks::SLICE;
-use zeroshard_proto::optimizer::{Adafactor, AppliedSteps, Optimizer, Sgd};
-use zeroshard_server::backend::cpu::Buffer;
-use zeroshard_server::backend::kernels::{Level, stream};
-use zeroshard_server::backend::{Backend, Cpu, Failure, Update};
-use zeroshard_server::optim::initial_state;
+use zeroshard_kernels::{
+    Backend, Cpu, Failure, Update,
+    cpu::Buffer,
+    initial_state,
+    loops::{Level, stream},
+};
+use zeroshard_model::{
+    dtype::DType,
+    geometry::blocks::SLICE,
+    optimizer::{Adafactor, AppliedSteps, Optimizer, Sgd},
+};
 
 /// The numbers of threads that are measured.
 const THREADS: [usize; 2] = [1, 2];

@@ -11,7 +11,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
-use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
+use zeroshard_model::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, binary};
 
 use crate::{Error, sample::median, table::Table};

@@ -2,10 +2,8 @@
 
 use futures_util::future::join_all;
 use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData, TensorId};
-use zeroshard_proto::{
-    AppliedSteps, JobSpec, TensorSpec,
-    pb::{self, push_begin::Contents},
-};
+use zeroshard_model::{AppliedSteps, JobSpec, TensorSpec};
+use zeroshard_proto::pb::{self, push_begin::Contents};
 use zeroshard_tests::{
     Cluster, stock,
     synthetic::{self, tensor_ids},

@@ -1,7 +1,7 @@
 //! A job that does not fit is refused before anything is allocated, and the others go on.
 
 use zeroshard_client::Error;
-use zeroshard_proto::{JobSpec, TensorSpec};
+use zeroshard_model::{JobSpec, TensorSpec};
 use zeroshard_tests::{Bystander, Cluster, synthetic, training};
 
 use crate::{adamw, connect, job, sgd, start, tiers::find_metric, until};

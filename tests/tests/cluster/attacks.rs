@@ -11,11 +11,12 @@ use prost::Message;
 use tokio::{io::AsyncWriteExt, net::TcpStream};
 use tonic::{Request, client::Grpc, transport::Channel};
 use zeroshard_client::{Error, Options, TensorData, TensorId};
+use zeroshard_model::{JobSpec, TensorSpec};
+use zeroshard_net::transport::endpoint;
 use zeroshard_proto::{
-    JobSpec, TensorSpec,
     codec::Codec,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
-    transport::endpoint,
+    status::from_status,
 };
 use zeroshard_tests::{Bystander, Cluster, stock, synthetic, training};
 
@@ -46,7 +47,7 @@ async fn refused(cluster: &Cluster, what: &str, spec: pb::JobSpec) -> Error {
     eprintln!("{what} ({size} bytes): refused after {took:?}");
     bystander.finish(what);
     assert!(took < GENEROUS);
-    Error::from_status(&status, "coordinator")
+    from_status(&status, "coordinator")
 }
 
 fn spec(name: &str) -> pb::JobSpec {
@@ -134,7 +135,7 @@ async fn errors_quote_little_of_the_input() {
     let mut client = raw(cluster.address()).await;
     let request = pb::DescribeJobRequest { job: long.clone() };
     let status = client.describe_job(request).await.unwrap_err();
-    match Error::from_status(&status, "coordinator") {
+    match from_status(&status, "coordinator") {
         Error::UnknownJob { job } => assert_eq!(job.len(), 203),
         other => panic!("{other:?}"),
     }

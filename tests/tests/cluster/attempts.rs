@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use zeroshard_client::{Commit, Error, Job, TensorData, TensorId};
-use zeroshard_proto::{JobSpec, TensorSpec, pb};
+use zeroshard_model::{JobSpec, TensorSpec};
+use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
 
 use crate::{adamw, connect, job, sgd, start, until};

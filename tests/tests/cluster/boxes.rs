@@ -1,15 +1,15 @@
 //! Tensors on meshes: each rank transfers only its box, and the result equals that of whole
 //! gradients.
 
+use DimPlacement::{Partial, Replicate, Shard};
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Job, Target, TensorData, TensorId};
-use zeroshard_proto::{
+use zeroshard_model::{
     DimPlacement, Error, JobSpec, ProcessMesh, Reduction, StridedBox, TensorLayout, TensorSpec,
 };
 use zeroshard_tests::{Cluster, synthetic};
 
 use crate::{adamw, connect, hasty, job, until};
-use DimPlacement::{Partial, Replicate, Shard};
 
 const AVG: DimPlacement = Partial(Reduction::Avg);
 /// More than one slice; the rows and columns are not divisible by slices, blocks or ranks.

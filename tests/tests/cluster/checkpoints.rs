@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, path::Path};
 use futures_util::future::join_all;
 use tempfile::TempDir;
 use zeroshard_client::{CreateJob, Error, Job};
-use zeroshard_proto::{
+use zeroshard_model::{
     CheckpointPolicy, JobSpec, OnLoss, OnMemoryShortage, Optimizer, Restore, RestoreVersion,
     optimizer::AdamW,
 };

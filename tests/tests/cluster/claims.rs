@@ -2,7 +2,7 @@
 //! that lead the same servers.
 
 use zeroshard_client::{CreateJob, Error};
-use zeroshard_proto::{JobSpec, Restore, RestoreVersion};
+use zeroshard_model::{JobSpec, Restore, RestoreVersion};
 use zeroshard_tests::{Cluster, FaultProxy, Process, synthetic, training};
 
 use crate::{

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use zeroshard_client::{Error, Job};
-use zeroshard_proto::{Departure, JobSpec};
+use zeroshard_model::{Departure, JobSpec};
 use zeroshard_tests::{Cluster, FaultProxy, Training, synthetic, training};
 
 use crate::{connect, job, sgd, start, until, until_calls_wait};

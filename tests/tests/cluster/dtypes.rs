@@ -2,7 +2,7 @@
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Overflow, Slots, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{DType, Optimizer, optimizer::Average};
+use zeroshard_model::{DType, Optimizer, optimizer::Average};
 use zeroshard_tests::{
     Cluster,
     synthetic::{self, tensor_ids},
@@ -64,8 +64,8 @@ async fn values_and_targets_of_any_dtype_work_with_any_wire_dtype() {
     }
 }
 
-fn synthetic_tensor(numel: usize) -> zeroshard_proto::TensorSpec {
-    zeroshard_proto::TensorSpec::new("w", [numel as u64])
+fn synthetic_tensor(numel: usize) -> zeroshard_model::TensorSpec {
+    zeroshard_model::TensorSpec::new("w", [numel as u64])
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use std::{
 };
 
 use zeroshard_client::Job;
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, Etcd, Process, Training, binary, synthetic, training};
 
 use crate::{adamw, job, start, tls::Certificates, until};

@@ -1,7 +1,7 @@
 //! A contribution counts once, even if it is retried, duplicated or reordered.
 
 use zeroshard_client::{Cluster as Client, Commit, Job};
-use zeroshard_proto::{JobSpec, TensorSpec};
+use zeroshard_model::{JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, FaultProxy, Training, stock, synthetic, training};
 
 use crate::{adamw, connect, job, options, start};

@@ -3,7 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use zeroshard_client::{Commit, Error, Job, Result, StepReport};
-use zeroshard_proto::{JobSpec, pb};
+use zeroshard_model::JobSpec;
+use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, FaultProxy, Process, Training, stock, synthetic, training};
 
 use crate::{adamw, connect, job, sgd, start, until, until_commits_wait};

@@ -5,7 +5,7 @@ use std::{path::Path, process::Command, sync::atomic::AtomicU64};
 
 use futures_util::future::join;
 use zeroshard_client::{Commit, Error};
-use zeroshard_proto::{DType, JobSpec, Optimizer, TensorSpec};
+use zeroshard_model::{DType, JobSpec, Optimizer, TensorSpec};
 use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
 
 use crate::{adamw, connect, job, options, replicas::train, start, tiers, until};

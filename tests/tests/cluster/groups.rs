@@ -2,7 +2,7 @@
 
 use futures_util::future::{join_all, try_join_all};
 use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options, Target, TensorData};
-use zeroshard_proto::{
+use zeroshard_model::{
     DType, DimPlacement, JobSpec, ProcessMesh, Reduction, StridedBox, TensorId, TensorLayout,
     TensorSpec,
 };

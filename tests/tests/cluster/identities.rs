@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, Process, Training, synthetic};
 
 use crate::{

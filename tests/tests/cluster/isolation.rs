@@ -2,7 +2,8 @@
 
 use futures_util::{StreamExt, stream};
 use zeroshard_client::{Error, TensorData, TensorId};
-use zeroshard_proto::{JobSpec, TensorSpec, pb};
+use zeroshard_model::{JobSpec, TensorSpec};
+use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, Training, stock, synthetic};
 
 use crate::{connect, job, sgd, start, until};

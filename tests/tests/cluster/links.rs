@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, FaultProxy, Process, Training, run, synthetic};
 
 use crate::{adamw, connect, job, replicas::train, start, until};

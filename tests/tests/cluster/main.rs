@@ -51,7 +51,7 @@ mod waits;
 use std::time::Duration;
 
 use zeroshard_client::{Cluster, Job, Options};
-use zeroshard_proto::{JobSpec, Optimizer, TensorSpec, optimizer::Sgd};
+use zeroshard_model::{JobSpec, Optimizer, TensorSpec, optimizer::Sgd};
 use zeroshard_tests::synthetic;
 
 /// Options with a deadline that ends a test that would otherwise hang.

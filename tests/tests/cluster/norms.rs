@@ -4,7 +4,7 @@ use futures_util::future::join_all;
 use zeroshard_client::{
     Cluster as Client, Commit, Error, Job, StatePart, StepReport, Target, TensorData, TensorId,
 };
-use zeroshard_proto::TensorSpec;
+use zeroshard_model::TensorSpec;
 use zeroshard_tests::{Cluster, synthetic, training};
 
 use crate::{adamw, connect, hasty, job, sgd, start, until};

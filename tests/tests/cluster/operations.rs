@@ -6,7 +6,7 @@ use serde_json::Value;
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
-use zeroshard_proto::transport::endpoint;
+use zeroshard_net::transport::endpoint;
 use zeroshard_tests::{Cluster, Process, Training, binary, run, synthetic};
 
 use crate::{adamw, connect, job, sgd, start, until};

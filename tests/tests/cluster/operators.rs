@@ -5,7 +5,7 @@ use std::process::Output;
 
 use serde_json::Value;
 use zeroshard_client::{Error, StatePart, Target, TensorId};
-use zeroshard_proto::{DType, JobSpec};
+use zeroshard_model::{DType, JobSpec};
 use zeroshard_tests::{Cluster, Training, run, synthetic, training};
 
 use crate::{

@@ -9,7 +9,7 @@ use std::{
 
 use futures_util::future::join_all;
 use zeroshard_client::{Attempt, Error, Job};
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{
     Cluster, Training, binary,
     phase::{self, Phase},

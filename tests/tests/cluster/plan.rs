@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 use zeroshard_client::ServerStatus;
-use zeroshard_proto::{DType, JobSpec, Manifest, Optimizer, Policy, TensorSpec};
+use zeroshard_model::{DType, JobSpec, Manifest, Optimizer, Policy, TensorSpec};
 use zeroshard_tests::{Cluster, run, synthetic};
 
 use crate::{connect, start};

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use zeroshard_client::Error;
-use zeroshard_proto::{JobSpec, TensorSpec};
+use zeroshard_model::{JobSpec, TensorSpec};
 use zeroshard_tests::training;
 
 use crate::{

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use zeroshard_client::{Commit, Error, Job, Pin, Pinned, Target, TensorData, TensorId};
-use zeroshard_proto::{DType, Placement, TensorSpec, geometry::blocks::SLICE, pb};
+use zeroshard_model::{DType, Placement, TensorSpec, geometry::blocks::SLICE};
+use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, stock, training};
 
 use crate::{connect, job, sgd, start, until};

@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use tonic::Request;
 use zeroshard_client::{Commit, Error, Job, Target, TensorData, TensorId};
+use zeroshard_model::{JobSpec, Result};
+use zeroshard_net::transport::endpoint;
 use zeroshard_proto::{
-    JobSpec, Result,
     codec::Codec,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
-    transport::endpoint,
+    status::from_status,
 };
 use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
 
@@ -243,15 +244,12 @@ async fn a_commit_that_does_not_fit_is_refused() {
         for (rank, lease) in [(0, 999_999), (1, 0)] {
             let status = stock.commit(request(rank, lease)).await.unwrap_err();
             assert!(
-                matches!(Error::from_status(&status, "coordinator"), Error::LeaseLost { .. }),
+                matches!(from_status(&status, "coordinator"), Error::LeaseLost { .. }),
                 "{status}"
             );
         }
         let status = stock.commit(request(2, 0)).await.unwrap_err();
-        assert!(
-            matches!(Error::from_status(&status, "coordinator"), Error::Invalid { .. }),
-            "{status}"
-        );
+        assert!(matches!(from_status(&status, "coordinator"), Error::Invalid { .. }), "{status}");
     })
     .await;
 }
@@ -281,7 +279,7 @@ async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
     let mut create = async |spec: Option<pb::JobSpec>| {
         let request = pb::CreateJobRequest { spec, ..Default::default() };
         let answer = stock.create_job(request).await.map(tonic::Response::into_inner);
-        answer.map_err(|status| Error::from_status(&status, "coordinator"))
+        answer.map_err(|status| from_status(&status, "coordinator"))
     };
     let good = job("good", 1, adamw(), synthetic::small());
     let pb = || pb::JobSpec::from(&good);
@@ -353,6 +351,6 @@ async fn bytes_that_cannot_be_decoded_are_refused_as_invalid() {
     let path = "/zeroshard.v1.CoordinatorService/CreateJob".parse().unwrap();
     let codec = Codec::<pb::Turn, pb::CreateJobResponse>::default();
     let status = client.unary(Request::new(turn), path, codec).await.unwrap_err();
-    let refused = Error::from_status(&status, "coordinator");
+    let refused = from_status(&status, "coordinator");
     assert!(matches!(refused, Error::Invalid { .. }), "{refused}");
 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use zeroshard_client::{Commit, Error, Job};
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, Process, Training, synthetic, training};
 
 use crate::{adamw, connect, job, start, until, until_calls_wait, until_commits_wait};

@@ -6,7 +6,7 @@ use std::{
 };
 
 use zeroshard_client::{Error, Job};
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
 use crate::{

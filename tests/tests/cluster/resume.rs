@@ -4,11 +4,8 @@ use std::collections::BTreeMap;
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Error, Job, StatePart, Target, TensorData, TensorId};
-use zeroshard_proto::{
-    AppliedSteps, DType, JobSpec, Optimizer, TensorSpec,
-    optimizer::StateShape,
-    pb::{self, push_begin::Contents, state_part::Part},
-};
+use zeroshard_model::{AppliedSteps, DType, JobSpec, Optimizer, TensorSpec, optimizer::StateShape};
+use zeroshard_proto::pb::{self, push_begin::Contents, state_part::Part};
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
 use crate::{adamw, connect, job, sgd, start, until};

@@ -6,13 +6,17 @@ use futures_util::stream;
 use serde_json::Value;
 use tempfile::TempDir;
 use zeroshard_client::{Cluster as Client, CreateJob, Error, Job, Options, Result};
+use zeroshard_model::{JobSpec, JobVersion};
+use zeroshard_net::{
+    Token,
+    transport::{Connection, Credentials},
+};
 use zeroshard_proto::{
-    JobSpec, JobVersion, Token,
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient,
         data_service_client::DataServiceClient,
     },
-    transport::{Connection, Credentials},
+    status::from_status,
 };
 use zeroshard_tests::{Cluster, Process, Training, run, stock, synthetic, training};
 
@@ -167,7 +171,7 @@ async fn a_shard_server_checks_the_token_of_each_pull_and_push() {
         let mut client = client(role);
         let read =
             async { client.pull(stock::read("a", 3, [0])).await?.into_inner().message().await };
-        read.await.map(drop).map_err(|status| Error::from_status(&status, "shard server"))
+        read.await.map(drop).map_err(|status| from_status(&status, "shard server"))
     };
     assert_eq!(pull("job:a:read").await, Ok(()));
     assert_eq!(pull("job:a").await, Ok(()));
@@ -176,7 +180,7 @@ async fn a_shard_server_checks_the_token_of_each_pull_and_push() {
         let contents = Some(stock::gradients(3));
         let begin = pb::PushBegin { job: "a".into(), epoch: 1, contents, ..Default::default() };
         let pushed = client(role).push(stream::iter([stock::open(begin)])).await;
-        pushed.map(drop).map_err(|status| Error::from_status(&status, "shard server"))
+        pushed.map(drop).map_err(|status| from_status(&status, "shard server"))
     };
     forbidden(push("job:b").await);
     forbidden(push("job:a:read").await);

@@ -2,7 +2,7 @@
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Options};
-use zeroshard_proto::{DType, Optimizer};
+use zeroshard_model::{DType, Optimizer};
 use zeroshard_tests::{Cluster, Trained, Training, synthetic, training};
 
 use crate::{adamw, connect, job, options, start};

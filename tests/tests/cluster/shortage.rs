@@ -1,7 +1,7 @@
 //! Saves on servers without room for second copies of the slices that are being saved.
 
 use zeroshard_client::{Commit, CreateJob, Error};
-use zeroshard_proto::{CheckpointPolicy, JobSpec, OnMemoryShortage, Restore, RestoreVersion};
+use zeroshard_model::{CheckpointPolicy, JobSpec, OnMemoryShortage, Restore, RestoreVersion};
 use zeroshard_tests::{Cluster, run, synthetic};
 
 use crate::{

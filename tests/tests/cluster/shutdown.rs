@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use zeroshard_client::{Cluster as Client, Commit, Error, Options};
-use zeroshard_proto::{JobSpec, pb};
+use zeroshard_model::JobSpec;
+use zeroshard_proto::{pb, status::from_status};
 use zeroshard_tests::{Cluster, Process, Training, stock, synthetic, training};
 
 use crate::{
@@ -35,7 +36,7 @@ async fn a_shard_server_stops_while_pulls_wait() {
     let request = stock::read("pull", 9, [0, 1]);
     let mut waiting = stock::open_pull(shard.address(), request).await.unwrap();
     let (answer, took) = stop(shard, waiting.message()).await;
-    let error = Error::from_status(&answer.unwrap_err(), "shard server");
+    let error = from_status(&answer.unwrap_err(), "shard server");
     assert!(matches!(error, Error::Unavailable { .. } | Error::JobFailed { .. }), "{error}");
     assert!(took < Duration::from_secs(5), "{took:?}: nothing was left to wait for");
 }

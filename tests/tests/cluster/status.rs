@@ -7,7 +7,7 @@ use std::{
 };
 
 use serde_json::Value;
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, Process, binary, run, training};
 
 use crate::{

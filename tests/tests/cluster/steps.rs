@@ -2,7 +2,7 @@
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Error, Job, Overflow, StepReport, TensorData, TensorId};
-use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
+use zeroshard_model::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
 use crate::{adamw, job, sgd, start};

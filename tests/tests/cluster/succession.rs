@@ -5,10 +5,8 @@ use std::{collections::BTreeMap, time::Duration};
 
 use futures_util::future::join_all;
 use zeroshard_client::{CreateJob, Error, Job, Status, TensorData, TensorId};
-use zeroshard_proto::{
-    AppliedSteps, JobSpec, JobVersion, Optimizer, TensorSpec, pb,
-    pb::shard_service_client::ShardServiceClient, successor_name,
-};
+use zeroshard_model::{AppliedSteps, JobSpec, JobVersion, Optimizer, TensorSpec, successor_name};
+use zeroshard_proto::pb::{self, shard_service_client::ShardServiceClient};
 use zeroshard_tests::{
     Cluster, FaultProxy, Process,
     synthetic::{self, tensor_ids},
@@ -131,7 +129,7 @@ async fn a_tensor_that_is_cut_otherwise_is_carried_over_too() {
     step(&jobs, 0, 0).await;
     let _second = Cluster::shard(cluster.address(), &[]);
     let mut tensors = spec.manifest.tensors().to_vec();
-    tensors.iter_mut().for_each(|tensor| tensor.policy = zeroshard_proto::Policy::Whole);
+    tensors.iter_mut().for_each(|tensor| tensor.policy = zeroshard_model::Policy::Whole);
     let whole = JobSpec { min_servers: 2, ..job("cut", 1, adamw(), tensors.clone()) };
     let others = join(cluster.address(), after(&jobs[0], 1, whole)).await;
     others[0].keep(AppliedSteps::new(0), &owners(others[0].spec())).await.unwrap();

@@ -4,7 +4,7 @@ use std::{fs, path::Path, sync::atomic::AtomicU64};
 
 use tempfile::TempDir;
 use zeroshard_client::{Commit, CreateJob, Error};
-use zeroshard_proto::{DType, JobSpec, Restore, RestoreVersion, TensorSpec};
+use zeroshard_model::{DType, JobSpec, Restore, RestoreVersion, TensorSpec};
 use zeroshard_tests::{Cluster, Process, Trained, Training, synthetic};
 
 use crate::{

@@ -8,7 +8,7 @@ use rcgen::{
 };
 use tempfile::TempDir;
 use zeroshard_client::{Cluster as Client, Error, Options, Result};
-use zeroshard_proto::{
+use zeroshard_net::{
     Token,
     transport::tls::{Tls, TlsFiles},
 };
@@ -89,7 +89,7 @@ async fn training_over_tls_gives_the_same_bits_as_training_without_tls() {
 async fn replicas_are_copied_over_tls() {
     let certificates = Certificates::new(&[]);
     let cluster = certificates.start(2);
-    let spec = zeroshard_proto::JobSpec {
+    let spec = zeroshard_model::JobSpec {
         replicas: 2,
         min_servers: 2,
         ..job("demo", 1, adamw(), synthetic::small())

@@ -1,9 +1,10 @@
 //! A cluster with a token serves only clients that carry it.
 
 use zeroshard_client::{Cluster as Client, Error, Options, Result};
+use zeroshard_net::transport::{Connection, Credentials};
 use zeroshard_proto::{
     pb::{self, shard_service_client::ShardServiceClient},
-    transport::{Connection, Credentials},
+    status::from_status,
 };
 use zeroshard_tests::{Cluster, Process, Training, binary, run, stock, synthetic};
 
@@ -27,7 +28,7 @@ async fn ask(shard: &Process, token: &str) -> Result<()> {
     let credentials = Credentials::new(&token.to_owned().into(), None)?;
     let mut client = ShardServiceClient::new(Connection::lazy(shard.address(), &credentials)?);
     let answer = client.digest(pb::DigestRequest::default()).await;
-    answer.map(|_| ()).map_err(|status| Error::from_status(&status, "shard server"))
+    answer.map(|_| ()).map_err(|status| from_status(&status, "shard server"))
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use futures_util::future::join_all;
 use zeroshard_client::{
     Attempt, Cluster as Client, Commit, Error, Job, Slots, Target, TensorData, TensorId, Values,
 };
-use zeroshard_proto::{DType, JobSpec, TensorSpec};
+use zeroshard_model::{DType, JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, stock, training};
 
 use crate::{adamw, connect, job, options, sgd, start, until};

@@ -6,7 +6,7 @@ use std::{
 };
 
 use zeroshard_client::{Cluster as Client, Commit, Error, Result};
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, FaultProxy, synthetic, training};
 
 use crate::{connect, hasty, job, sgd, start, until};

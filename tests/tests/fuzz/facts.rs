@@ -7,7 +7,7 @@ use std::{
 
 use fastrand::Rng;
 use zeroshard_client::{Description, Error, Job};
-use zeroshard_proto::Manifest;
+use zeroshard_model::Manifest;
 
 /// A slice of a job.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +53,7 @@ impl Member {
 
 fn slices(manifest: &Manifest, placed: &Description, shards: &[String]) -> Vec<Slice> {
     let placement = &placed.placement;
-    let slice = |(index, slice): (usize, &zeroshard_proto::SliceSpec)| {
+    let slice = |(index, slice): (usize, &zeroshard_model::SliceSpec)| {
         let address = &placement.servers()[placement.primary(index)].address;
         let shard = shards.iter().position(|shard| shard == address)?;
         Some(Slice {

@@ -7,7 +7,8 @@ use fastrand::Rng;
 use prost_reflect::{
     DynamicMessage, FieldDescriptor, Kind, MapKey, MessageDescriptor, OneofDescriptor, Value,
 };
-use zeroshard_proto::{Optimizer, TensorSpec, pb};
+use zeroshard_model::{Optimizer, TensorSpec};
+use zeroshard_proto::pb;
 use zeroshard_tests::synthetic;
 
 use crate::facts::{Facts, Member};
@@ -146,7 +147,7 @@ impl Generator<'_> {
             false => vec![TensorSpec::new("w", [10, 100]), TensorSpec::new("b", [3])],
         };
         if optimizer.needs_whole_tensors() {
-            tensors.iter_mut().for_each(|tensor| tensor.policy = zeroshard_proto::Policy::Whole);
+            tensors.iter_mut().for_each(|tensor| tensor.policy = zeroshard_model::Policy::Whole);
         }
         let name = format!("fuzz/{}", self.random.u32(..8));
         let world = self.random.u32(1..4);

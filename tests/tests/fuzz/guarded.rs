@@ -8,7 +8,7 @@ use std::{
 
 use tempfile::TempDir;
 use zeroshard_client::{Cluster as Client, Options};
-use zeroshard_proto::{Token, Tokens};
+use zeroshard_net::{Token, Tokens};
 use zeroshard_tests::{Cluster, Process};
 
 use crate::input::Identity;

@@ -9,7 +9,7 @@ use futures_util::future::{join_all, try_join_all};
 use tokio::{sync::Mutex, time::sleep};
 use tokio_util::sync::CancellationToken;
 use zeroshard_client::{Cluster as Client, Job, Options, Result};
-use zeroshard_proto::{CheckpointPolicy, JobSpec, OnLoss, OnMemoryShortage, TensorSpec};
+use zeroshard_model::{CheckpointPolicy, JobSpec, OnLoss, OnMemoryShortage, TensorSpec};
 use zeroshard_tests::{Training, synthetic, training};
 
 use crate::{
@@ -121,7 +121,7 @@ pub(crate) fn options() -> Options {
 }
 
 fn bystander() -> JobSpec {
-    let adamw: zeroshard_proto::Optimizer = "adamw".parse().unwrap();
+    let adamw: zeroshard_model::Optimizer = "adamw".parse().unwrap();
     let tensors = synthetic::kinds(&adamw);
     JobSpec { min_servers: 2, ..synthetic::job(BYSTANDER, 2, adamw, tensors).unwrap() }
 }

@@ -4,7 +4,7 @@ use http::HeaderMap;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 use zeroshard_client::Error;
-use zeroshard_proto::error::DOMAIN;
+use zeroshard_proto::status::{DOMAIN, from_status};
 
 use crate::call::Answer;
 
@@ -64,7 +64,7 @@ fn judge_status(path: &str, headers: &HeaderMap) -> Verdict {
         return Verdict::Answered;
     }
     let info = status.get_details_error_info().filter(|info| info.domain == DOMAIN);
-    match (Error::from_status(&status, "server"), info) {
+    match (from_status(&status, "server"), info) {
         (Error::Internal { .. } | Error::Device { .. }, Some(_)) => {
             Verdict::Fault(format!("an error that is a bug: {status:?}"))
         }

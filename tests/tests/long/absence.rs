@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options};
-use zeroshard_proto::{JobSpec, Optimizer};
+use zeroshard_model::{JobSpec, Optimizer};
 use zeroshard_tests::{Cluster, FaultProxy, Training, synthetic, training};
 
 fn options() -> Options {

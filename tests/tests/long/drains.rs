@@ -10,7 +10,7 @@ use std::{
 };
 
 use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options};
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
 use crate::disturbed::seed;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options, StepReport, TensorId};
-use zeroshard_proto::{JobSpec, Optimizer, TensorSpec};
+use zeroshard_model::{JobSpec, Optimizer, TensorSpec};
 use zeroshard_tests::{Cluster, Training, synthetic};
 
 const SLICES: usize = 150_000;

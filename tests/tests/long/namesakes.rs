@@ -13,7 +13,7 @@ use std::{
 use tempfile::TempDir;
 use tokio::task::{JoinHandle, yield_now};
 use zeroshard_client::{Cluster as Client, Commit, CreateJob, Error, Job, Options, StepReport};
-use zeroshard_proto::{
+use zeroshard_model::{
     CheckpointPolicy, JobSpec, OnLoss, OnMemoryShortage, Restore, RestoreVersion,
 };
 use zeroshard_tests::{Cluster, run, synthetic, training};

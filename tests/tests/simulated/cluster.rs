@@ -24,14 +24,13 @@ use turmoil::{
     Builder, Sim,
     net::{TcpListener, TcpStream},
 };
-use zeroshard_proto::{
-    limits::{MAX_CONNECTIONS, MAX_JOBS},
-    transport::network::{self, Connecting, Stream},
-};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::limits::{MAX_CONNECTIONS, MAX_JOBS};
+use zeroshard_net::transport::network::{self, Connecting, Stream};
 use zeroshard_server::{
-    backend::Cpu,
+    config::JobLimits,
     config::{self, Common},
-    coordinator::{Coordinator, JobLimits, Place, leadership::Leadership},
+    coordinator::{Coordinator, Place, leadership::Leadership},
     failure::Failure,
     layers::token::TokenLayer,
     serve::Context,

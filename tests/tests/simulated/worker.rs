@@ -3,7 +3,7 @@
 use std::{sync::Mutex, time::Duration};
 
 use zeroshard_client::{Cluster, Error, Job, Options, Result, StepReport};
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 use zeroshard_tests::{synthetic, training};
 
 use crate::cluster::{COORDINATOR, Log, Seen, Size};

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use zeroshard_proto::Reduction;
+use zeroshard_model::Reduction;
 
 use super::error::Result;
 use super::operation::{Numbers, Operation};

@@ -16,9 +16,18 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::{Server, server::TcpIncoming};
 use tonic::{Request, Status, Streaming};
-use zeroshard_proto::transport::tls::{Acceptor, Tls};
-use zeroshard_proto::transport::{self, Connection, Credentials};
-use zeroshard_proto::{Error as ClusterError, Token, pb};
+use zeroshard_model::Error as ClusterError;
+use zeroshard_net::{
+    Token,
+    transport::{
+        self, Connection, Credentials,
+        tls::{Acceptor, Tls},
+    },
+};
+use zeroshard_proto::{
+    pb,
+    status::{from_status, to_status},
+};
 
 use super::error::{Error, Result};
 use super::gate::Gate;
@@ -141,7 +150,7 @@ impl Listening {
         };
         let check = move |request: Request<()>| match gate.check(&request) {
             Ok(()) => Ok(request),
-            Err(error) => Err(Status::from(error)),
+            Err(error) => Err(to_status(error)),
         };
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let server = Server::builder()
@@ -242,7 +251,7 @@ impl Listening {
             let left = self.options.deadline.saturating_sub(begin.elapsed());
             let error = match tokio::time::timeout(left, attached).await {
                 Ok(Ok(events)) => break (client, events),
-                Ok(Err(status)) => ClusterError::from_status(&status, &name),
+                Ok(Err(status)) => from_status(&status, &name),
                 Err(_) => {
                     let waited_ms = self.options.deadline.as_millis() as u64;
                     ClusterError::Timeout {

@@ -71,7 +71,7 @@ pub enum Error {
     },
     /// Invalid arguments, peers that cannot be reached, and an invalid token.
     #[error(transparent)]
-    Cluster(#[from] zeroshard_proto::Error),
+    Cluster(#[from] zeroshard_model::Error),
 }
 
 impl Error {
@@ -81,7 +81,7 @@ impl Error {
         found: impl fmt::Display,
         expected: impl Into<String>,
     ) -> Self {
-        Self::Cluster(zeroshard_proto::Error::invalid(what, found, expected))
+        Self::Cluster(zeroshard_model::Error::invalid(what, found, expected))
     }
 }
 

@@ -1,9 +1,12 @@
 //! Access control for calls from peers to a worker.
 
 use tonic::Request;
-use zeroshard_proto::token::Bearer;
-use zeroshard_proto::transport::tls::{PeerSecurity, Security};
-use zeroshard_proto::{Error, Result, Role};
+use zeroshard_model::{Error, Result};
+use zeroshard_net::{
+    Role,
+    token::Bearer,
+    transport::tls::{PeerSecurity, Security},
+};
 
 use super::connections::Options;
 

@@ -19,7 +19,7 @@ use cudarc::nccl::{
     result::{self, NcclError, NcclStatus},
     sys,
 };
-use zeroshard_server::backend::{Failure, Lane};
+use zeroshard_kernels::{Failure, Lane};
 
 use super::error::Error;
 

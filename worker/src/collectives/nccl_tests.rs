@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use zeroshard_proto::Reduction;
+use zeroshard_model::Reduction;
 
 use super::testing::{OVER_NCCL, together, together_over_grpc};
 use super::{Collectives, Result};

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use zeroshard_proto::Reduction;
+use zeroshard_model::Reduction;
 
 use super::Collectives;
 use super::algorithms;
@@ -52,7 +52,7 @@ impl Peers {
     /// Waits until the peers have received all messages, then leaves. Operations fail afterwards.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Timeout`] if a peer does not receive its messages.
+    /// [`zeroshard_model::Error::Timeout`] if a peer does not receive its messages.
     pub fn leave(&self) -> Result<()> {
         self.connections.leave()
     }

@@ -10,7 +10,8 @@ use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
-use zeroshard_proto::{Error, pb};
+use zeroshard_model::Error;
+use zeroshard_proto::{pb, status::to_status};
 
 use super::mailbox::{Channel, Key, Mail, Mailbox};
 
@@ -67,15 +68,14 @@ impl Service {
     ) -> Result<(Key, Mail), Status> {
         let no_header =
             || Error::invalid("first part of a message", "without a header", "one with a header");
-        let mut part = parts.message().await?.ok_or_else(no_header)?;
-        let header = part.header.take().ok_or_else(no_header)?;
+        let mut part = parts.message().await?.ok_or_else(no_header).map_err(to_status)?;
+        let header = part.header.take().ok_or_else(no_header).map_err(to_status)?;
         if header.elements > MAX_ELEMENTS {
-            return Err(Error::invalid(
+            return Err(to_status(Error::invalid(
                 "number of elements of a message",
                 header.elements,
                 format!("at most {MAX_ELEMENTS}"),
-            )
-            .into());
+            )));
         }
         let elements = header.elements as usize;
         let expected = if header.over_nccl { 0 } else { 4 * elements };
@@ -92,7 +92,7 @@ impl Service {
         loop {
             let (payload, end) = (&part.payload, at + part.payload.len());
             if end > expected {
-                return Err(wrong(end).into());
+                return Err(to_status(wrong(end)));
             }
             data.resize(end.div_ceil(4), 0.0);
             let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
@@ -104,7 +104,7 @@ impl Service {
             }
         }
         if at != expected {
-            return Err(wrong(at).into());
+            return Err(to_status(wrong(at)));
         }
         let channel =
             Channel { communicator: header.communicator, group: header.group, pair: header.pair };
@@ -124,7 +124,7 @@ impl pb::worker_service_server::WorkerService for Service {
         request: Request<pb::AttachRequest>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         let request = request.into_inner();
-        let identity = self.identity().await?;
+        let identity = self.identity().await.map_err(to_status)?;
         if (request.to, request.world) != (identity.rank, identity.world) {
             let found = format!(
                 "rank {} of {} ranks (requested by rank {})",
@@ -132,7 +132,7 @@ impl pb::worker_service_server::WorkerService for Service {
             );
             let expected =
                 format!("this worker, rank {} of {} ranks", identity.rank, identity.world);
-            return Err(Error::invalid("peer", found, expected).into());
+            return Err(to_status(Error::invalid("peer", found, expected)));
         }
         self.attached.send_modify(|attached| _ = attached.insert(request.from));
         let events = WatchStream::new(self.failure.clone())
@@ -148,12 +148,11 @@ impl pb::worker_service_server::WorkerService for Service {
         let (key, mail) = self.receive(request.into_inner()).await?;
         let from = key.from;
         if !self.mailbox.put(key, mail) {
-            return Err(Error::invalid(
+            return Err(to_status(Error::invalid(
                 format!("message of rank {from}"),
                 "a duplicate",
                 "sent once",
-            )
-            .into());
+            )));
         }
         Ok(Response::new(pb::DeliverResponse {}))
     }

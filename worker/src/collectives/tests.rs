@@ -4,8 +4,8 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zeroshard_proto::Reduction;
-use zeroshard_proto::{Error as ClusterError, Token};
+use zeroshard_model::{Error as ClusterError, Reduction};
+use zeroshard_net::Token;
 
 use super::testing::{connect, runtime, together, with_deadline};
 use super::{Collectives, Error, Listening, Options, Peers};

@@ -15,8 +15,9 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
 use zeroshard_client::{Absent, Buckets, Commit, TensorId};
-use zeroshard_proto::optimizer::Average;
-use zeroshard_proto::{DType, JobSpec, Manifest, Optimizer, TensorBox, TensorSpec};
+use zeroshard_model::{
+    DType, JobSpec, Manifest, Optimizer, TensorBox, TensorSpec, optimizer::Average,
+};
 
 use super::background::Pushes;
 use super::error::{Error, Result};
@@ -185,7 +186,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
     ///
     /// # Errors
     /// [`Error::UnusedParameter`] on every rank, if a rank has no gradient for a parameter; those
-    /// of the collectives and of the cluster. After [`zeroshard_proto::Error::StepAborted`] the
+    /// of the collectives and of the cluster. After [`zeroshard_model::Error::StepAborted`] the
     /// gradients are dropped, and all passes of the step have to be run again.
     pub fn backward<const D: usize>(&mut self, forward: Forward<Tensor<B, D>>) -> Result<()> {
         let gradients = self.mesh.world().backward(&forward.output)?;

@@ -8,8 +8,7 @@
 
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
-use zeroshard_proto::{DimPlacement as Placement, Reduction};
-use zeroshard_proto::{Layout, geometry::list};
+use zeroshard_model::{DimPlacement as Placement, Layout, Reduction, geometry::list};
 
 use super::backend::{Exchange, ParallelBackend};
 use super::error::{Error, Result};
@@ -284,7 +283,10 @@ impl<B: ParallelBackend> DistTensor<B> {
 
     /// Redistributes the tensor to `placements`; the gradient of the result has the placements
     /// `gradient`.
-    pub(crate) fn convert(self, placements: &[Placement], gradient: &[Placement]) -> Result<Self> {
+    ///
+    /// # Errors
+    /// [`super::Error`] of the collectives.
+    pub fn convert(self, placements: &[Placement], gradient: &[Placement]) -> Result<Self> {
         if self.placements == placements && self.gradient == gradient {
             return Ok(self);
         }

@@ -5,7 +5,7 @@ use burn::nn::Embedding;
 use burn::tensor::backend::Backend;
 use burn::tensor::module::embedding;
 use burn::tensor::{Int, Tensor};
-use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_model::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, PARTIAL, Value, primitive};
@@ -59,7 +59,7 @@ impl<B: ParallelBackend> ParallelEmbedding<B> {
 
 /// Looks up tokens in a range of the table's rows, `table`, which begins at row `first`. The result
 /// is zero for tokens outside the range.
-pub(crate) fn lookup<B: Backend>(
+pub fn lookup<B: Backend>(
     table: Tensor<B, 2>,
     tokens: Tensor<B, 2, Int>,
     first: i64,

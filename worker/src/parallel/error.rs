@@ -12,7 +12,7 @@ pub enum Error {
     /// Invalid arguments, such as a mesh with the wrong number of dimensions or a placement along
     /// an unknown dimension, and errors of the cluster.
     #[error(transparent)]
-    Invalid(#[from] zeroshard_proto::Error),
+    Invalid(#[from] zeroshard_model::Error),
     /// A collective failed.
     #[error(transparent)]
     Collective(#[from] collectives::Error),
@@ -65,7 +65,7 @@ pub enum Error {
 
 impl Error {
     pub(crate) fn internal(cause: impl Into<String>) -> Self {
-        Self::Invalid(zeroshard_proto::Error::Internal { cause: cause.into() })
+        Self::Invalid(zeroshard_model::Error::Internal { cause: cause.into() })
     }
 
     pub(crate) fn invalid(
@@ -73,7 +73,7 @@ impl Error {
         found: impl fmt::Display,
         expected: impl Into<String>,
     ) -> Self {
-        Self::Invalid(zeroshard_proto::Error::invalid(what, found, expected))
+        Self::Invalid(zeroshard_model::Error::invalid(what, found, expected))
     }
 }
 

@@ -18,7 +18,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use zeroshard_client::{Attempt, Exchange, Job, Slots, Values};
-use zeroshard_proto::{DType, Error as ClusterError};
+use zeroshard_model::{DType, Error as ClusterError};
 
 use super::error::{Error, Result};
 use super::remote::{Buffer, Gradient, targets, tensor_ids};
@@ -138,7 +138,7 @@ async fn answer<T>(answered: oneshot::Receiver<Result<T>>) -> Result<T> {
     answered.await.unwrap_or_else(|_| Err(ended()))
 }
 
-async fn joined<T>(task: JoinHandle<zeroshard_proto::Result<T>>) -> Result<T> {
+async fn joined<T>(task: JoinHandle<zeroshard_model::Result<T>>) -> Result<T> {
     let ended = |cause| Error::internal(format!("a transfer ended early: {cause}"));
     Ok(task.await.map_err(ended)??)
 }
@@ -149,7 +149,7 @@ impl Group {
         &self,
         attempt: Attempt,
         gradients: Vec<Gradient>,
-    ) -> Result<JoinHandle<zeroshard_proto::Result<()>>> {
+    ) -> Result<JoinHandle<zeroshard_model::Result<()>>> {
         let (tensors, values): (Vec<_>, Vec<_>) = gradients.into_iter().unzip();
         let subject = Subject {
             epoch: attempt.epoch(),
@@ -189,7 +189,7 @@ impl Group {
         &self,
         version: u64,
         exchange: Exchange,
-    ) -> JoinHandle<zeroshard_proto::Result<Vec<f32>>> {
+    ) -> JoinHandle<zeroshard_model::Result<Vec<f32>>> {
         let job = self.job.clone();
         self.runtime.spawn(async move {
             let (wire, numel) = (job.wire(), exchange.part_len());
@@ -204,7 +204,7 @@ impl Group {
     fn gather(
         &self,
         version: u64,
-        part: JoinHandle<zeroshard_proto::Result<Vec<f32>>>,
+        part: JoinHandle<zeroshard_model::Result<Vec<f32>>>,
         exchange: &Exchange,
         mut buffers: Vec<Buffer>,
     ) -> Result<Vec<Buffer>> {
@@ -253,7 +253,7 @@ impl Group {
         exchange: &Exchange,
         messages: &[Vec<f32>],
         buffers: &mut [Buffer],
-    ) -> zeroshard_proto::Result<()> {
+    ) -> zeroshard_model::Result<()> {
         for (&rank, words) in self.ranks.iter().zip(messages) {
             let (message, wire) = (bytemuck::must_cast_slice(words), self.job.wire());
             for piece in exchange.split(rank, message, wire) {

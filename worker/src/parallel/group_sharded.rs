@@ -206,7 +206,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     /// method too: its gradients count as zeros, and the report has no loss.
     ///
     /// # Errors
-    /// Those of the cluster. After [`zeroshard_proto::Error::StepAborted`] all passes of the step
+    /// Those of the cluster. After [`zeroshard_model::Error::StepAborted`] all passes of the step
     /// have to be run again.
     pub fn step(&mut self) -> Result<StepReport> {
         if self.loss.is_none() {

@@ -1,6 +1,6 @@
 //! Redistribution of the inputs and outputs of a module that contains other layers.
 
-use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_model::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, Value};

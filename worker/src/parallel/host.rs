@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, Shape, Tensor, TensorData};
 use zeroshard_client::Values;
-use zeroshard_proto::DType;
+use zeroshard_model::DType;
 
 /// The f32 values of a tensor in host memory, where its backend has put them. A GPU copies them to
 /// pinned memory, from which they are sent; a `Vec` would be a second copy.

@@ -4,7 +4,7 @@
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
-use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_model::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
 use super::embedding::ParallelEmbedding;

@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_model::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, PARTIAL, Value, primitive};

@@ -168,7 +168,7 @@ pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
 }
 
 /// Adds a gradient to a sum in f32. The order of the calls determines the bits.
-pub(crate) fn accumulate(sum: &mut [f32], gradient: &[f32]) {
+pub fn accumulate(sum: &mut [f32], gradient: &[f32]) {
     sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
 }
 

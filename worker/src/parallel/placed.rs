@@ -4,7 +4,7 @@
 use burn::module::Param;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata};
-use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_model::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, Value, primitive, resolve, shard_tensor};

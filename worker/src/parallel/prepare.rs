@@ -5,7 +5,7 @@
 //! mesh is that of the distributed tensor.
 
 use burn::tensor::TensorMetadata;
-use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_model::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, LAST, Value};

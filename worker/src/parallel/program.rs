@@ -3,7 +3,7 @@
 use std::fmt;
 
 use serde::Serialize;
-use zeroshard_proto::TensorBox;
+use zeroshard_model::TensorBox;
 
 use super::world::Call;
 

@@ -12,8 +12,8 @@ use zeroshard_client::{
     Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, TensorId, Traffic,
 };
 #[cfg(doc)]
-use zeroshard_proto::Error;
-use zeroshard_proto::{JobSpec, Result, TensorBox, successor_name};
+use zeroshard_model::Error;
+use zeroshard_model::{JobSpec, Result, TensorBox, successor_name};
 
 use super::error;
 use super::exchanges::Exchanges;

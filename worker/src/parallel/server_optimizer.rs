@@ -8,9 +8,9 @@ use burn::module::{Module, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
 use zeroshard_client::{Commit, StepReport, Traffic};
-use zeroshard_proto::{
+use zeroshard_model::{
     DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox,
-    TensorLayout, TensorSpec, geometry::LocalTensor,
+    TensorLayout, TensorSpec, local::LocalTensor,
 };
 
 use super::backend::ParallelBackend;
@@ -244,7 +244,7 @@ impl ServerOptimizer {
     ///
     /// # Errors
     /// [`Error::Invalid`] naming a tensor that is unknown, missing, repeated or of the wrong shape,
-    /// in which case nothing has changed; [`zeroshard_proto::Error::JobExists`] if a different job
+    /// in which case nothing has changed; [`zeroshard_model::Error::JobExists`] if a different job
     /// has the successor's name; those of the cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         let values = self.in_manifest_order(state)?;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_model::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::Value;

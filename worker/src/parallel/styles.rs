@@ -4,8 +4,7 @@
 
 use std::fmt;
 
-use zeroshard_proto::DimPlacement as Placement;
-use zeroshard_proto::geometry::list;
+use zeroshard_model::{DimPlacement as Placement, geometry::list};
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::LAST;

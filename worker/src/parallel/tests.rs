@@ -18,7 +18,6 @@ use burn::nn::Linear;
 use burn::tensor::activation::relu;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-
 use tokio::runtime::Handle;
 use zeroshard_client::Options;
 use zeroshard_server::embedded;
@@ -71,7 +70,7 @@ fn with_cluster<T: Send>(
     run: impl Fn(World, ServerOptions, &Handle) -> T + Sync,
 ) -> Vec<T> {
     with_job(servers, 2, |world, job, runtime| {
-        let mut sgd: zeroshard_proto::Optimizer = "sgd".parse().unwrap();
+        let mut sgd: zeroshard_model::Optimizer = "sgd".parse().unwrap();
         sgd.set_lr(RATE);
         run(world, ServerOptions { job, optimizer: sgd, max_norm: None }, runtime)
     })

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::geometry::redistribute::{self, Plan, Reduce};
-use zeroshard_proto::{DimPlacement, Layout};
-use zeroshard_proto::{StridedBox, TensorBox};
+use zeroshard_model::{
+    DimPlacement, Layout, StridedBox, TensorBox,
+    geometry::redistribute::{self, Plan, Reduce},
+};
 
 use super::error::Result;
 use super::world::World;

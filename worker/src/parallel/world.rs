@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use zeroshard_proto::{ProcessMesh, Reduction};
+use zeroshard_model::{ProcessMesh, Reduction};
 
 use super::error::{Error, Result};
 use crate::collectives::{self, Collectives};
@@ -166,7 +166,10 @@ impl World {
     }
 
     /// Checks that all ranks of `mesh` pass the same text.
-    pub(crate) fn agree(&self, mesh: &ProcessMesh, about: &str, text: &str) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`super::Error`] if they do not, which names a rank and both texts.
+    pub fn agree(&self, mesh: &ProcessMesh, about: &str, text: &str) -> Result<()> {
         let mut ranks = mesh.ranks().to_vec();
         ranks.sort_unstable();
         Ok(self.0.collectives.agree(&ranks, about, text)?)
@@ -231,7 +234,7 @@ impl Mesh {
         let dims = names
             .iter()
             .map(|name| self.process.dim(name))
-            .collect::<zeroshard_proto::Result<Vec<_>>>()?;
+            .collect::<zeroshard_model::Result<Vec<_>>>()?;
         let process = Arc::new(self.process.sub_mesh(&dims, self.rank())?);
         Ok(Self { process, world: self.world.clone() })
     }

@@ -12,9 +12,10 @@ use std::{
 use bytes::Bytes;
 use tempfile::TempDir;
 use zeroshard_checkpoint::{Manifest, Part, Save, SavedSlice, Source, Storage, write};
-use zeroshard_proto::{
-    AppliedSteps, DType, JobSpec, Manifest as Tensors, Optimizer, Policy, Result, TensorSpec, pb,
+use zeroshard_model::{
+    AppliedSteps, DType, JobSpec, Manifest as Tensors, Optimizer, Policy, Result, TensorSpec,
 };
+use zeroshard_proto::pb;
 
 pub(crate) const JOB: &str = "runs/a %";
 /// The id of the job.

@@ -1,7 +1,7 @@
 //! Backups copy their slices from the primaries, one part of the slices at a time, so that a step
 //! waits for one part at most.
 
-use zeroshard_proto::JobSpec;
+use zeroshard_model::JobSpec;
 
 use super::{Copying, Replicas};
 use crate::coordinator::{

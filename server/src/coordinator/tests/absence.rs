@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use zeroshard_proto::Departure;
+use zeroshard_model::Departure;
 
 use super::*;
 use crate::coordinator::held::{Held, Ranks};

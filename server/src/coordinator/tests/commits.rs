@@ -171,7 +171,7 @@ fn a_lost_lease_and_a_stale_epoch_are_refused() {
 fn ranks_that_disagree_are_told_the_differing_field() {
     let (mut script, leases) = Script::training(2, 1);
     let mut other = spec(1).groups;
-    let zeroshard_proto::Optimizer::AdamW(adamw) = &mut other[0] else { panic!("adamw") };
+    let zeroshard_model::Optimizer::AdamW(adamw) = &mut other[0] else { panic!("adamw") };
     adamw.lr = 0.5;
     let base = commit(leases[1], 1, 1, 0);
     let cases = [

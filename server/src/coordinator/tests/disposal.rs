@@ -1,6 +1,6 @@
 //! Unused jobs.
 
-use zeroshard_proto::Departure;
+use zeroshard_model::Departure;
 
 use super::{saves::policy, *};
 

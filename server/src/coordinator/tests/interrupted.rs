@@ -1,7 +1,7 @@
 //! Jobs that return to a checkpoint: the servers that they wait for, tries that fail, and what ends
 //! meanwhile.
 
-use zeroshard_proto::{Departure, JobVersion, Succession};
+use zeroshard_model::{Departure, JobVersion, Succession};
 
 use super::{
     recovery::Before,

@@ -1,6 +1,6 @@
 //! Workers that take ranks, wait for them, leave, and are lost.
 
-use zeroshard_proto::Departure;
+use zeroshard_model::Departure;
 
 use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use zeroshard_proto::Placement;
+use zeroshard_model::Placement;
 
 use super::*;
 use crate::coordinator::events::LinkReport;

@@ -36,8 +36,9 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_proto::{
-    DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec, memory::Capacity,
+use zeroshard_model::{
+    Attempt, DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec,
+    memory::Capacity,
 };
 
 use super::{
@@ -56,7 +57,6 @@ use super::{
     state::Open,
     user_data::UserData,
 };
-use crate::attempt::Attempt;
 
 /// The id of the job.
 const JOB: u64 = 0x7007;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use zeroshard_proto::Departure;
+use zeroshard_model::Departure;
 
 use super::*;
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{DimPlacement, ProcessMesh, Reduction, TensorLayout, optimizer::Average};
+use zeroshard_model::{DimPlacement, ProcessMesh, Reduction, TensorLayout, optimizer::Average};
 
 use super::*;
 
@@ -111,7 +111,7 @@ fn absences_are_merged_by_tensor_in_manifest_order() {
 
 #[test]
 fn a_tensor_is_absent_everywhere_only_if_all_its_slices_are() {
-    let big = TensorSpec::new("a", [2 * zeroshard_proto::geometry::blocks::SLICE as u64]);
+    let big = TensorSpec::new("a", [2 * zeroshard_model::geometry::blocks::SLICE as u64]);
     let spec = JobSpec { manifest: Manifest::new(vec![big]).unwrap(), ..spec(1) };
     for (second, everywhere) in [(true, true), (false, false)] {
         let (mut script, leases) = Script::training_of(spec.clone(), 1);
@@ -127,7 +127,7 @@ fn a_tensor_is_absent_everywhere_only_if_all_its_slices_are() {
 
 #[test]
 fn an_average_that_is_not_finite_is_applied() {
-    let spec = JobSpec { groups: vec![zeroshard_proto::Optimizer::Average(Average {})], ..spec(2) };
+    let spec = JobSpec { groups: vec![zeroshard_model::Optimizer::Average(Average {})], ..spec(2) };
     let (mut script, leases) = Script::training_of(spec, 1);
     let overflow = Overflow { slice: 0, rank: Some(1) };
     script.ready(1, 0, |report| report.overflow = Some(overflow));

@@ -1,6 +1,6 @@
 //! Jobs with replicas: backups, and servers that are lost.
 
-use zeroshard_proto::{Placement, Restore, RestoreVersion};
+use zeroshard_model::{Placement, Restore, RestoreVersion};
 
 use super::*;
 use crate::coordinator::held::{Held, Ranks};
@@ -103,7 +103,7 @@ fn backups_of_a_lost_server_become_primaries_and_its_slices_are_copied() {
     assert!(matches!(script.error(waiting), Error::StepAborted { step: 1, epoch: 2, .. }));
     let after = script.open().placement.clone();
     assert!(after.servers().iter().all(|server| server.id != 1));
-    let ids = |placement: &zeroshard_proto::Placement, slice: usize| -> Vec<u64> {
+    let ids = |placement: &zeroshard_model::Placement, slice: usize| -> Vec<u64> {
         let owners = placement.owners(slice).iter();
         owners.map(|&owner| placement.servers()[owner as usize].id).collect()
     };

@@ -184,7 +184,7 @@ fn values_that_the_program_writes_while_rank_0_rests_are_an_error() {
 
 #[test]
 fn a_rank_that_rests_does_not_hide_that_another_has_no_gradient() {
-    let big = TensorSpec::new("a", [2 * zeroshard_proto::geometry::blocks::SLICE as u64]);
+    let big = TensorSpec::new("a", [2 * zeroshard_model::geometry::blocks::SLICE as u64]);
     let spec = JobSpec { manifest: Manifest::new(vec![big]).unwrap(), ..spec(3) };
     let (mut script, leases) = Script::training_of(spec, 1);
     script.rest(turn(leases[0], 1, 0, 0), false);

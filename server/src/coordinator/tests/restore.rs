@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{Departure, OnLoss, Restore, RestoreVersion};
+use zeroshard_model::{Departure, OnLoss, Restore, RestoreVersion};
 
 use super::{
     recovery::Before,

@@ -1,6 +1,6 @@
 //! Saves.
 
-use zeroshard_proto::{CheckpointPolicy, OnLoss, OnMemoryShortage};
+use zeroshard_model::{CheckpointPolicy, OnLoss, OnMemoryShortage};
 
 use super::*;
 use crate::coordinator::save::SAVE_LIMIT;

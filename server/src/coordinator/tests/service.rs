@@ -7,19 +7,20 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Status, Streaming, transport::Channel};
+use zeroshard_model::version::VERSION;
 use zeroshard_proto::{
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event as Said,
         serve_response::Command,
     },
-    version::VERSION,
+    status::from_status,
 };
 
 use super::*;
 use crate::{
-    config::{Common, MAX_WAIT},
+    config::{Common, JobLimits, MAX_WAIT},
     coordinator::{
-        Coordinator, JobLimits, Place,
+        Coordinator, Place,
         control::Registration,
         driver::{Driver, Host, MAX_COMMANDS},
         leadership::Leadership,
@@ -181,7 +182,7 @@ fn turn(member: &pb::JoinResponse) -> pb::Turn {
 }
 
 fn error(result: Result<impl std::fmt::Debug, Status>) -> Error {
-    Error::from_status(&result.expect_err("an error"), "coordinator")
+    from_status(&result.expect_err("an error"), "coordinator")
 }
 
 async fn membership(stream: &mut Streaming<pb::JoinResponse>) -> pb::JoinResponse {
@@ -473,24 +474,21 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
     for (server_id, incarnation, what) in [(0, 1, "server_id"), (1, 0, "incarnation")] {
         let hello = pb::Hello { server_id, incarnation, ..hello("host:1") };
         let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
-        assert_eq!(
-            field(Error::from_status(&refused, "")),
-            format!("{what} of shard server host:1")
-        );
+        assert_eq!(field(from_status(&refused, "")), format!("{what} of shard server host:1"));
     }
     // Its id is not that of the name, or the name changes how the text around it is shown.
     for name in ["another", "shard\u{202e}1"] {
         let server_id = identity::of_server("shard\u{202e}1");
         let hello = pb::Hello { server_id, name: name.to_owned(), ..hello("host:1") };
         let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
-        assert_eq!(field(Error::from_status(&refused, "")), "name of shard server host:1");
+        assert_eq!(field(from_status(&refused, "")), "name of shard server host:1");
     }
     let hello = pb::Hello { held_jobs: u32::MAX, ..hello("host:1") };
     let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
-    assert_eq!(field(Error::from_status(&refused, "")), "held_jobs of shard server host:1");
+    assert_eq!(field(from_status(&refused, "")), "held_jobs of shard server host:1");
     for address in ["", "nowhere", "host:0"] {
         let refused = FakeShard::connect(&mut client, address).await.err().expect("refused");
-        assert_eq!(field(Error::from_status(&refused, "")), "address of the server");
+        assert_eq!(field(from_status(&refused, "")), "address of the server");
     }
     for address in ["nowhere", "host:0", "ho st:1", &format!("{}:1", "h".repeat(300))] {
         let join = pb::JoinRequest {
@@ -524,7 +522,7 @@ async fn clients_and_servers_of_another_minor_version_are_refused() {
     }
     let hello = |version: &str| pb::Hello { version: version.to_owned(), ..hello("host:1") };
     let refused = FakeShard::greet(&mut client, hello("0.999.0")).await.err().expect("refused");
-    let refused = Error::from_status(&refused, "");
+    let refused = from_status(&refused, "");
     assert_eq!(refused, mismatch("shard server host:1", "0.999.0"));
     let newer = format!("{minor}.999");
     let _shard = FakeShard::greet(&mut client, hello(&newer)).await.unwrap();

@@ -1,7 +1,7 @@
 //! Jobs that take over from others.
 
 use proptest::prelude::*;
-use zeroshard_proto::{JobVersion, Policy};
+use zeroshard_model::{JobVersion, Policy};
 
 use super::*;
 use crate::coordinator::{

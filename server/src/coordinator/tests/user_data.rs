@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use zeroshard_proto::OnLoss;
+use zeroshard_model::OnLoss;
 
 use super::{
     recovery::Before,

@@ -3,10 +3,8 @@
 use std::sync::Arc;
 
 use prost::Message;
-use zeroshard_proto::{
-    JobVersion, Optimizer, Placement,
-    pb::{self, serve_response::Command as Wire},
-};
+use zeroshard_model::{JobVersion, Optimizer, Placement};
+use zeroshard_proto::pb::{self, serve_response::Command as Wire};
 
 use super::*;
 use crate::coordinator::{control::said, responses::Stats};

@@ -3,12 +3,11 @@
 use std::sync::OnceLock;
 
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions};
+use zeroshard_kernels::{Backend, has_headroom};
+use zeroshard_model::{Attempt, Error, JobSpec, Placement, Result, geometry::Contributions};
 
 use super::closed_error;
 use crate::{
-    attempt::Attempt,
-    backend::{Backend, has_headroom},
     fair::Share,
     shard::{
         budget::Space,

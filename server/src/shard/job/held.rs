@@ -1,13 +1,11 @@
 //! The description of a job for a coordinator that does not know it.
 
+use zeroshard_kernels::Backend;
+use zeroshard_model::Attempt;
 use zeroshard_proto::pb;
 
 use super::{Job, progress::Decided};
-use crate::{
-    attempt::Attempt,
-    backend::Backend,
-    shard::{events::step_ready, slice::Role},
-};
+use crate::shard::{events::step_ready, slice::Role};
 
 /// The description of a job that is being read from a checkpoint while ranks wait. `None` for other
 /// jobs, for which nobody waits.

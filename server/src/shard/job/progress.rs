@@ -5,9 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use zeroshard_model::Attempt;
 use zeroshard_proto::pb;
 
-use crate::{attempt::Attempt, shard::slice::Reduced};
+use crate::shard::slice::Reduced;
 
 /// The number of incomplete slices, and the reduced gradients of the complete ones.
 pub(super) struct Progress {

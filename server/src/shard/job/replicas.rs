@@ -6,19 +6,18 @@ use std::{
 };
 
 use tokio::sync::watch;
-use zeroshard_proto::{Error, Placement, Result, pb};
+use zeroshard_model::{Error, Placement, Result};
+use zeroshard_proto::pb;
 
 use super::{Allocation, Job, Ready, check_placement, progress::Decided};
+use crate::shard::{
+    events::JobEvent,
+    slice::{Role, Slice},
+};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-use crate::{
-    attempt::Attempt,
-    backend::Backend,
-    shard::{
-        events::JobEvent,
-        slice::{Role, Slice},
-    },
-};
+use zeroshard_kernels::Backend;
+use zeroshard_model::Attempt;
 
 /// Slices by the position of their primary in the placement, with a number of elements.
 pub(crate) type ByPrimary = BTreeMap<usize, Vec<(u32, usize)>>;

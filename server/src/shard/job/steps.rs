@@ -11,12 +11,13 @@ use std::{
 };
 
 use rayon::prelude::*;
-use zeroshard_proto::{Error, Result, pb, trace::SpanKind};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Attempt, Error, Result};
+use zeroshard_net::trace::SpanKind;
+use zeroshard_proto::pb;
 
 use super::{Job, of_slice, progress::Progress};
 use crate::{
-    attempt::Attempt,
-    backend::Backend,
     fair::{Share, Turn},
     shard::{
         device::Device,

@@ -2,16 +2,17 @@
 
 use std::time::Duration;
 
-use zeroshard_proto::{Deadline, Result};
+use zeroshard_kernels::Backend;
+use zeroshard_model::Result;
+use zeroshard_net::Deadline;
 
 use super::Job;
-use crate::backend::Backend;
 
 impl<B: Backend> Job<B> {
     /// Waits until `ready` returns a value, and calls it again after every change.
     ///
     /// # Errors
-    /// Those of `ready`; [`zeroshard_proto::Error::Timeout`] with `waiting_for` after `deadline`.
+    /// Those of `ready`; [`zeroshard_model::Error::Timeout`] with `waiting_for` after `deadline`.
     pub(crate) async fn wait_for<T>(
         &self,
         deadline: Deadline,

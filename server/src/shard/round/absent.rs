@@ -7,10 +7,10 @@
 //! gradient is not stepped.
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, geometry::blocks::BLOCK};
+use zeroshard_kernels::{Backend, Result};
+use zeroshard_model::{DType, geometry::blocks::BLOCK};
 
 use super::{Chunk, Round, total::Total, turns::Turns};
-use crate::backend::{Backend, Result};
 
 /// A block of zeros, in the smallest dtype.
 static ZEROS: [u8; 2 * BLOCK] = [0; 2 * BLOCK];

@@ -3,12 +3,10 @@
 use std::{ops::Range, sync::Arc};
 
 use proptest::prelude::*;
+use zeroshard_kernels::Cpu;
 
 use super::*;
-use crate::{
-    backend::{Cpu, instrumented::Instrumented},
-    shard::{budget::Budget, test_jobs::whole},
-};
+use crate::shard::{budget::Budget, instrumented::Instrumented, test_jobs::whole};
 
 const NUMEL: usize = BLOCK + 5;
 

@@ -1,15 +1,16 @@
 //! For any layout, order of arrival and absent ranks, each element has the bits of the definition.
 
 use proptest::prelude::*;
-use zeroshard_proto::{
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{
     JobSpec, SliceSpec,
     geometry::{Contributors, blocks::BLOCK},
 };
 
 use super::*;
-use crate::{
-    backend::{Cpu, instrumented::Instrumented},
-    shard::test_jobs::{elements, jobs},
+use crate::shard::{
+    instrumented::Instrumented,
+    test_jobs::{elements, jobs},
 };
 
 /// The value that a rank sends for element `at` of the slice. The sum depends on the order.
@@ -144,8 +145,10 @@ fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
         let bits: Vec<u8> = expected.iter().flat_map(|value| value.to_le_bytes()).collect();
         assert!(sum == bits, "the sums differ");
     }
-    let squares =
-        crate::backend::kernels::sum::of_squares(crate::backend::kernels::Level::best(), &expected);
+    let squares = zeroshard_kernels::loops::sum::of_squares(
+        zeroshard_kernels::loops::Level::best(),
+        &expected,
+    );
     assert_eq!(round.sum_of_squares().to_bits(), squares.to_bits());
 }
 
@@ -193,10 +196,10 @@ proptest! {
 
 #[test]
 fn a_rank_that_does_not_contribute_is_not_absent() {
-    let mesh = zeroshard_proto::ProcessMesh::dense([2], ["tp"]).unwrap();
-    let shard = [zeroshard_proto::DimPlacement::Shard(0)];
+    let mesh = zeroshard_model::ProcessMesh::dense([2], ["tp"]).unwrap();
+    let shard = [zeroshard_model::DimPlacement::Shard(0)];
     let job =
-        crate::shard::test_jobs::job(zeroshard_proto::TensorSpec::new("w", [4]), mesh, &shard);
+        crate::shard::test_jobs::job(zeroshard_model::TensorSpec::new("w", [4]), mesh, &shard);
     let slice = SliceSpec { tensor: 0, offset: 0, numel: 2 };
     let mut round = Round::new(0, 2, &job.contributions(0).of_slice(&slice));
     let (backend, budget) = (Cpu::new(), Budget::new(0));

@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use zeroshard_proto::{Elements, geometry::blocks::BLOCK};
-
-use crate::backend::{Backend, Result};
+use zeroshard_kernels::{Backend, Result};
+use zeroshard_model::{Elements, geometry::blocks::BLOCK};
 
 /// The properties of the reduced gradient.
 #[derive(Debug)]

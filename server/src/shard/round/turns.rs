@@ -5,23 +5,21 @@
 //! commutative bit for bit, so the first two ranks of the order may come in either order. The
 //! others wait, parked, until the elements of all ranks before them are added.
 //!
-//! [`Ranks::turn`]: zeroshard_proto::geometry::Ranks::turn
+//! [`Ranks::turn`]: zeroshard_model::geometry::Ranks::turn
 
 use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
-use zeroshard_proto::{Error, Result, geometry::SliceContributors};
+use zeroshard_model::{Error, Result, geometry::SliceContributors};
 
 use super::{Chunk, total::Total};
+use crate::shard::{
+    budget::{Budget, Space},
+    ranges::Ranges,
+};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-use crate::{
-    backend::{self, Backend},
-    shard::{
-        budget::{Budget, Space},
-        ranges::Ranges,
-    },
-};
+use zeroshard_kernels::Backend;
 
 /// The maximum number of separate ranges of one contribution, so that memory stays bounded. A
 /// worker that sends in order needs one or two.
@@ -160,7 +158,7 @@ impl Turns {
         turn: usize,
         range: Range<usize>,
         chunk: Option<&Chunk>,
-    ) -> backend::Result<()> {
+    ) -> zeroshard_kernels::Result<()> {
         let parts = match turn {
             0 | 1 => match self.contributions.get(1 - turn) {
                 Some(other) => other.added.split(range.clone()),
@@ -206,7 +204,7 @@ impl Turns {
         &mut self,
         total: &mut Total<'_, B>,
         turn: usize,
-    ) -> backend::Result<()> {
+    ) -> zeroshard_kernels::Result<()> {
         for later in (turn + 1).max(2)..self.contributions.len() {
             if !self.is_reached(later) {
                 return Ok(()); // later turns cannot be added either
@@ -229,7 +227,7 @@ impl Turns {
         total: &mut Total<'_, B>,
         turn: usize,
         chunk: &Chunk,
-    ) -> backend::Result<bool> {
+    ) -> zeroshard_kernels::Result<bool> {
         let waiting = self.contributions[turn].added.split(chunk.range());
         let mut all = true;
         for (range, _) in waiting.into_iter().filter(|(_, added)| !added) {

@@ -3,10 +3,10 @@
 
 use std::sync::atomic::Ordering;
 
-use zeroshard_proto::{DType, Result};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Attempt, DType, Result};
 
 use super::{Reduced, Slice};
-use crate::{attempt::Attempt, backend::Backend};
 
 /// What this server is for a slice. It changes only under the lock of the slice, so that it is the
 /// same during a whole step, and while a gradient arrives.
@@ -61,7 +61,7 @@ impl<B: Backend> Slice<B> {
     /// The content is complete.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if the slice has readers, which a backup has not.
+    /// [`zeroshard_model::Error::OutOfMemory`] if the slice has readers, which a backup has not.
     pub(crate) fn end_copy(&self) -> Result<()> {
         let mut inner = self.lock();
         let inner = &mut *inner;
@@ -91,7 +91,7 @@ impl<B: Backend> Slice<B> {
     /// attempt has ended.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if the step could not be applied.
+    /// [`zeroshard_model::Error::OutOfMemory`] if the step could not be applied.
     pub(crate) fn store_reduced(
         &self,
         attempt: Attempt,

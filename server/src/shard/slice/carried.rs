@@ -1,9 +1,10 @@
 //! The initial content of a slice that is copied from the predecessor of the job.
 
-use zeroshard_proto::{AppliedSteps, DType, Elements, Error, Result};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{AppliedSteps, Attempt, DType, Elements, Error, Result};
 
 use super::{Slice, factors};
-use crate::{attempt::Attempt, backend::Backend, shard::part::Part};
+use crate::shard::part::Part;
 
 /// The copied content besides the master weights, which are always copied.
 #[derive(Debug, Clone, Copy)]

@@ -1,6 +1,6 @@
 //! Slices whose elements have several sets of contributors.
 
-use zeroshard_proto::{
+use zeroshard_model::{
     DimPlacement::{self, Partial, Replicate, Shard},
     Error, JobSpec, ProcessMesh, Reduction, TensorSpec,
 };

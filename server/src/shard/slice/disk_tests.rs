@@ -3,14 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use zeroshard_checkpoint::Part as SavedPart;
-use zeroshard_proto::{Elements, Manifest, TensorSpec};
+use zeroshard_kernels::Cpu;
+use zeroshard_model::{Elements, Manifest, TensorSpec};
 
 use super::{
     tests::{PARAMETERS, bytes},
     *,
 };
 use crate::{
-    backend::Cpu,
     metrics::Traffic,
     shard::part::Part,
     tier::{
@@ -225,8 +225,8 @@ fn elements_of_a_box_are_read_like_those_in_memory() {
         subject
     });
     let shape = [1_000, NUMEL as u64 / 1_000];
-    let bounds = zeroshard_proto::TensorBox { offset: vec![3, 100], size: vec![900, 77] };
-    let bounds = Arc::new(zeroshard_proto::StridedBox::new(&shape, bounds));
+    let bounds = zeroshard_model::TensorBox { offset: vec![3, 100], size: vec![900, 77] };
+    let bounds = Arc::new(zeroshard_model::StridedBox::new(&shape, bounds));
     let whole: Elements = bounds.elements(&SliceSpec { tensor: 0, offset: 0, numel: NUMEL });
     for range in [0..whole.numel(), 1_000..1_077, 500..50_000] {
         let read = |subject: &Subject| {

@@ -2,9 +2,10 @@
 //! shape of their parameter.
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Elements, Result, optimizer::StateShape};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{DType, Elements, Result, optimizer::StateShape};
 
-use crate::{backend::Backend, tier::Array};
+use crate::tier::Array;
 
 /// Reads `elements` of a parameter from a state tensor of `shape`, as little-endian bytes of
 /// `dtype`.

@@ -11,7 +11,7 @@ use std::{
 
 use bytes::Bytes;
 use tokio::sync::watch;
-use zeroshard_proto::{Error, Result};
+use zeroshard_model::{Error, Result};
 
 use crate::budget::{Budget, Space};
 

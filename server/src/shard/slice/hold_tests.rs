@@ -2,10 +2,10 @@
 
 use bytes::Bytes;
 use zeroshard_checkpoint::Part as SavedPart;
-use zeroshard_proto::Error;
+use zeroshard_model::Error;
 
 use super::{reserve_tests::Subject, tests::bytes, *};
-use crate::{backend::instrumented::Instrumented, shard::part::Part};
+use crate::shard::{instrumented::Instrumented, part::Part};
 
 /// The bytes of a second copy: two f32 elements and their AdamW state.
 const COPY: u64 = 24;

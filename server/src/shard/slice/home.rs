@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{DType, Optimizer, Result, optimizer::StateShape};
+use zeroshard_kernels::{Backend, Failure, fill};
+use zeroshard_model::{DType, Optimizer, Result, optimizer::StateShape};
 
 use super::versioned::Versioned;
 use crate::{
-    backend::{Backend, Failure},
-    optim,
     shard::device::Home,
     tier::{Array, Kind, Tier, Tiers},
 };
@@ -61,7 +60,7 @@ impl<B: Backend> Of<'_, B> {
         let of_slice = |failure: Failure| failure.of(format!("slice {slice} of tensor {tensor:?}"));
         let mut buffer = backend.allocate(dtype, numel).map_err(of_slice)?;
         if let Some(value) = filled.filter(|&value| value != 0.0) {
-            optim::fill(backend, &mut buffer, value)?;
+            fill(backend, &mut buffer, value)?;
         }
         Ok(Array::Memory(Arc::new(buffer)))
     }

@@ -3,20 +3,17 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zeroshard_proto::{
-    AppliedSteps, DType, Elements, Error, Result, geometry::blocks::BLOCK, optimizer::StateShape,
+use zeroshard_kernels::{
+    Backend,
+    loops::{Level, sum},
+};
+use zeroshard_model::{
+    AppliedSteps, Attempt, DType, Elements, Error, Result, geometry::blocks::BLOCK,
+    optimizer::StateShape,
 };
 
 use super::{Inner, Slice, factors};
-use crate::{
-    attempt::Attempt,
-    backend::{
-        Backend,
-        kernels::{Level, sum},
-    },
-    shard::part::Part,
-    tier::Array,
-};
+use crate::{shard::part::Part, tier::Array};
 
 /// The elements that are hashed or summed at once: whole blocks.
 const PIECE: usize = 4 * BLOCK;

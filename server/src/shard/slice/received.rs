@@ -1,13 +1,11 @@
 //! Content that the uploading rank of each set of contributors sends: initial values, and the
 //! values that replace them.
 
-use zeroshard_proto::{Result, geometry::SliceContributors, optimizer::StateShape};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Result, geometry::SliceContributors, optimizer::StateShape};
 
 use super::factors;
-use crate::{
-    backend::Backend,
-    shard::{ranges::Ranges, round::Chunk},
-};
+use crate::shard::{ranges::Ranges, round::Chunk};
 
 /// The elements that have arrived.
 #[derive(Debug)]

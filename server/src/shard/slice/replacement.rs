@@ -1,10 +1,11 @@
 //! New values of a tensor that come with a step: the content of a buffer (such as batch-norm
 //! statistics), or a parameter that the program has written to.
 
-use zeroshard_proto::{DType, Result, geometry::SliceContributors, optimizer::StateShape};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Attempt, DType, Result, geometry::SliceContributors, optimizer::StateShape};
 
 use super::{Inner, Slice, received::Received, versioned::Versioned};
-use crate::{attempt::Attempt, backend::Backend, shard::round::Chunk, tier::Array};
+use crate::{shard::round::Chunk, tier::Array};
 
 /// The arrived part of the new values.
 pub(super) struct Replacement<B: Backend> {

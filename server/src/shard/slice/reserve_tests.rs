@@ -3,12 +3,12 @@
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Error, JobSpec, Manifest, TensorSpec};
+use zeroshard_model::{DType, Error, JobSpec, Manifest, TensorSpec};
 
 use super::*;
 use crate::{
-    backend::instrumented::Instrumented,
     shard::{
+        instrumented::Instrumented,
         part::Part,
         slice::tests::{PARAMETERS, bytes, chunk},
     },

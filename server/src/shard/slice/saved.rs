@@ -5,14 +5,15 @@ use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use zeroshard_checkpoint::Part;
-use zeroshard_proto::{AppliedSteps, DType, Error, Result};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{AppliedSteps, Attempt, DType, Error, Result};
 
 use super::{
     Inner, Reduced, Slice,
     hold::{HeldBytes, Hold, Holds},
     versioned::Versioned,
 };
-use crate::{attempt::Attempt, backend::Backend, tier::Array};
+use crate::tier::Array;
 
 /// One version of a slice.
 pub(crate) struct HeldSlice<B: Backend> {

@@ -2,17 +2,14 @@
 
 use std::sync::Weak;
 
-use zeroshard_proto::{Optimizer, Result};
+use zeroshard_kernels::{Backend, Update};
+use zeroshard_model::{Attempt, Optimizer, Result};
 
 use super::{
     Inner, Open, Reduced, Role, Slice,
     versioned::{Versioned, in_memory},
 };
-use crate::{
-    attempt::Attempt,
-    backend::{Backend, Update},
-    tier::Arrays,
-};
+use crate::tier::Arrays;
 
 /// The effect of a step on a slice.
 pub(crate) struct Step<'a> {
@@ -41,9 +38,9 @@ impl<B: Backend> Slice<B> {
     /// gradient if it is complete because all ranks are absent.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and no memory was
+    /// [`zeroshard_model::Error::OutOfMemory`] if a reader holds the old version and no memory was
     /// reserved, which does not happen after the gradient was reported;
-    /// [`zeroshard_proto::Error::Storage`] and [`zeroshard_proto::Error::Device`], after which the
+    /// [`zeroshard_model::Error::Storage`] and [`zeroshard_model::Error::Device`], after which the
     /// slice can no longer be used.
     pub(crate) fn step(&self, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();

@@ -1,14 +1,10 @@
 //! The initial values of a slice: its parameters and, for a resumed run, its optimizer state.
 
-use zeroshard_proto::{AppliedSteps, Error, Result};
+use zeroshard_kernels::{Backend, fill};
+use zeroshard_model::{AppliedSteps, Attempt, Error, Result};
 
 use super::{Inner, Role, Slice, received::Received};
-use crate::{
-    attempt::Attempt,
-    backend::Backend,
-    optim,
-    shard::{part::Part, round::Chunk},
-};
+use crate::shard::{part::Part, round::Chunk};
 
 /// The contents of an upload.
 #[derive(Debug, Clone, Copy)]
@@ -115,7 +111,7 @@ impl<B: Backend> Inner<B> {
         if self.stale_state {
             for (state, uploaded) in self.state.iter_mut().zip(&mut self.uploaded_state) {
                 let mut state = state.write(backend)?;
-                optim::fill(backend, &mut state, value)?;
+                fill(backend, &mut state, value)?;
                 uploaded.clear();
             }
             self.stale_state = false;

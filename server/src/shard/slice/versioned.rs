@@ -2,12 +2,10 @@
 
 use std::{sync::Arc, thread};
 
-use zeroshard_proto::Result;
+use zeroshard_kernels::{Backend, Output};
+use zeroshard_model::Result;
 
-use crate::{
-    backend::{Backend, Output},
-    tier::{Array, Next, Writing},
-};
+use crate::tier::{Array, Next, Writing};
 
 /// The number of elements that are populated before the thread yields.
 const POPULATED: usize = 1 << 18;
@@ -34,8 +32,8 @@ impl<B: Backend> Versioned<B> {
     /// Ensures that [`Self::write`] succeeds, as long as no reader is added without a reservation.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if the version is being read and there is no memory
-    /// for another; [`zeroshard_proto::Error::Storage`].
+    /// [`zeroshard_model::Error::OutOfMemory`] if the version is being read and there is no memory
+    /// for another; [`zeroshard_model::Error::Storage`].
     pub(super) fn reserve(&mut self, backend: &B) -> Result<()> {
         if self.spare.is_none() && self.current.is_read() {
             self.spare = Some(self.current.another(backend)?);
@@ -98,7 +96,7 @@ impl<B: Backend> Versioned<B> {
     /// Writes changes back to the array's tier, if it is outside of memory.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Storage`].
+    /// [`zeroshard_model::Error::Storage`].
     pub(super) fn settle(&self, backend: &B) -> Result<()> {
         self.current.settle(backend)
     }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use futures_util::future::try_join_all;
 use zeroshard_client::Cluster;
-use zeroshard_proto::Result;
+use zeroshard_model::Result;
 
 use crate::step::{JOB, WARM_UP, Worker, WorkerOptions};
 

@@ -5,7 +5,8 @@ use std::sync::atomic::Ordering;
 use futures_util::future::{try_join, try_join_all};
 use tonic::{Request, Streaming};
 use zeroshard_client::{Cluster, Error as ClusterError};
-use zeroshard_proto::{JobSpec, Result, pb};
+use zeroshard_model::{JobSpec, Result};
+use zeroshard_proto::pb;
 use zeroshard_tests::stock;
 
 use super::{

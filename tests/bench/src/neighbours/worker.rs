@@ -12,7 +12,8 @@ use clap::Args;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use zeroshard_client::{Cluster, Commit, Job, Options, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec, Token};
+use zeroshard_model::{JobSpec, Manifest, Result, TensorSpec};
+use zeroshard_net::Token;
 use zeroshard_tests::synthetic;
 
 use super::{Error, Manner, SERVERS, hostile::Hostile, now};

@@ -3,7 +3,7 @@
 //! Payload only; messages and headers are not counted.
 
 use serde_json::{Value, json};
-use zeroshard_proto::{JobSpec, Placement, Server};
+use zeroshard_model::{JobSpec, Placement, Server};
 use zeroshard_server::coordinator::placement::{Zones, place};
 
 use super::{Error, Level, SERVER_BYTES_PER_PARAMETER};

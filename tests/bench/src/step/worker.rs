@@ -6,7 +6,7 @@ use clap::Args;
 use futures_util::{StreamExt, TryStreamExt, future, stream};
 use serde_json::json;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec};
+use zeroshard_model::{JobSpec, Manifest, Result, TensorSpec};
 use zeroshard_tests::synthetic;
 
 use super::{Error, Level};

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde_json::json;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{
+use zeroshard_model::{
     DimPlacement, JobSpec, Manifest, Optimizer, ProcessMesh, TensorLayout, TensorSpec,
     optimizer::Sgd,
 };

@@ -4,11 +4,8 @@ use std::{path::Path, process::Command, time::Instant};
 
 use tokio::task::{JoinHandle, spawn, spawn_blocking};
 use zeroshard_client::{Cluster, Commit, Job, Options, Target, TensorData, TensorId, Values};
-use zeroshard_proto::{
-    JobSpec, Manifest, Optimizer, TensorSpec,
-    optimizer::Sgd,
-    transport::tls::{Tls, TlsFiles},
-};
+use zeroshard_model::{JobSpec, Manifest, Optimizer, TensorSpec, optimizer::Sgd};
+use zeroshard_net::transport::tls::{Tls, TlsFiles};
 use zeroshard_tests::{Process, binary};
 
 use super::{Error, plain, raw};

@@ -9,11 +9,10 @@ use std::{
 
 use clap::Args;
 use rustls::{ClientConnection, ServerConnection, StreamOwned, pki_types::ServerName};
-use zeroshard_proto::transport::tls::{Tls, TlsFiles};
-
-use crate::Error;
+use zeroshard_net::transport::tls::{Tls, TlsFiles};
 
 use super::peers::Transfer;
+use crate::Error;
 
 const PULL: u8 = 0;
 const PUSH: u8 = 1;

@@ -244,7 +244,7 @@ fn a_module_with_an_unknown_instruction_is_refused() {
 
 #[test]
 fn the_kernels_of_the_server_are_known() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../server/src/backend/cuda/kernels.ptx");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../server/kernels/src/cuda/kernels.ptx");
     let module = Module::read(&std::fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!(module.kernels.len(), 31);
 }

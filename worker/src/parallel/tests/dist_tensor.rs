@@ -193,7 +193,7 @@ fn invalid_placements_and_meshes_are_refused() {
         ];
         for error in refusals {
             assert!(
-                matches!(error, Error::Invalid(zeroshard_proto::Error::Invalid { .. })),
+                matches!(error, Error::Invalid(zeroshard_model::Error::Invalid { .. })),
                 "{error}"
             );
         }

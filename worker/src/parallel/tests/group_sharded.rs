@@ -284,7 +284,7 @@ fn training_from_a_loaded_state_repeats_the_same_steps() {
 /// The subject and the value of an [`Error::Invalid`].
 fn refused<T: std::fmt::Debug>(result: Result<T>) -> [String; 2] {
     match result {
-        Err(Error::Invalid(zeroshard_proto::Error::Invalid { what, found, .. })) => [what, found],
+        Err(Error::Invalid(zeroshard_model::Error::Invalid { what, found, .. })) => [what, found],
         other => panic!("{other:?}"),
     }
 }
@@ -334,7 +334,7 @@ fn a_state_is_not_loaded_into_an_existing_job() {
         other.optimizer().leave().unwrap();
         let mut model = at(Level::Os, 1, &world, settings, runtime);
         let refused = model.set_state_dict(state);
-        let Err(Error::Invalid(zeroshard_proto::Error::JobExists { job, difference })) = refused
+        let Err(Error::Invalid(zeroshard_model::Error::JobExists { job, difference })) = refused
         else {
             panic!("{refused:?}")
         };

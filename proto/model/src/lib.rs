@@ -1,0 +1,37 @@
+//! What all parts of ZeroShard agree on: the tensors, optimizer and layout of a job, the placement
+//! of its slices, the memory that they need, and errors. Without networking, tasks or a clock.
+
+pub mod attempt;
+pub mod checkpoint;
+pub mod dtype;
+pub mod error;
+pub mod geometry;
+pub mod job;
+pub mod limits;
+pub mod listing;
+pub mod local;
+pub mod manifest;
+pub mod memory;
+pub mod name;
+pub mod optimizer;
+pub mod placement;
+pub mod size;
+pub mod succession;
+pub mod version;
+
+pub use attempt::Attempt;
+pub use checkpoint::{CheckpointPolicy, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
+pub use dtype::DType;
+pub use error::Error;
+pub use geometry::{
+    DimPlacement, Elements, Layout, ProcessMesh, Reduction, SliceSpec, StridedBox, TensorBox,
+    TensorLayout,
+};
+pub use job::{Departure, JobSpec};
+pub use manifest::{Manifest, Policy, TensorId, TensorSpec};
+pub use optimizer::{AppliedSteps, Optimizer};
+pub use placement::{Placement, Server};
+pub use succession::{JobVersion, Succession, successor_name};
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;

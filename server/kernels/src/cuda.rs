@@ -1,0 +1,359 @@
+//! The kernels for NVIDIA GPUs (`kernels/`), and the backend that launches them.
+//!
+//! The kernels are the loops of [`super::loops`], operation by operation, so that they give the
+//! same bits. `tests/kernels.py` compiles them to `kernels.ptx`, and checks that no instruction can
+//! be contracted or rounds in another way.
+//!
+//! A [`Device`] runs the kernels: [`driver::Gpu`] by the driver of NVIDIA. Tests have a fake
+//! driver, which interprets the PTX (`tests/fake-cuda`), and [`host::Host`], which runs the same
+//! source, compiled by a C compiler.
+
+use std::{ops::Range, sync::Arc};
+
+use bytes::Bytes;
+use zeroshard_model::{Elements, dtype::DType, geometry::blocks::BLOCK};
+
+use super::{
+    Backend, Failure, Output, Result, Update, Usage,
+    failure::DeviceName,
+    loops::{
+        Level,
+        convert::{self, Bf16, F16, F32},
+    },
+};
+use launch::{Address, Array, Launch, Published, dtype_number};
+use step::Step;
+
+pub(crate) mod driver;
+#[cfg(test)]
+mod fake;
+#[cfg(test)]
+mod host;
+pub(crate) mod launch;
+mod step;
+#[cfg(test)]
+mod tests;
+
+/// A device with memory of its own, which runs kernels in the order of their launches.
+///
+/// An operation may return before the device has carried it out. A failure may then be returned by
+/// a later operation.
+pub(crate) trait Device: Send + Sync + 'static {
+    /// The number of the device.
+    fn number(&self) -> usize;
+
+    /// Whether every operation fails from now on.
+    fn is_lost(&self) -> bool;
+
+    /// The largest number of bytes of an upload or a download.
+    fn stage_bytes(&self) -> usize;
+
+    /// Allocates zeroed memory for the kernels.
+    fn allocate(&self, bytes: usize) -> Result<Address>;
+
+    /// Frees memory that was allocated, after the kernels that were launched before.
+    fn free(&self, address: Address);
+
+    /// Runs kernels, one after the other.
+    fn launch(&self, launches: &[Launch]) -> Result<()>;
+
+    /// What the device has done until now.
+    fn usage(&self) -> Usage;
+
+    /// Copies bytes to the device, which `fill` writes. `launches` gets their address, and launches
+    /// the kernels that read them. The memory is only theirs. Does not wait for them.
+    fn upload(
+        &self,
+        bytes: usize,
+        fill: &mut dyn FnMut(&mut [u8]),
+        launches: &mut dyn FnMut(Address) -> Result<()>,
+    ) -> Result<()>;
+
+    /// Copies bytes from the device. `launches` gets the address of memory for them, and launches
+    /// the kernels that fill all of it. Waits for them.
+    fn download(
+        &self,
+        bytes: &mut [u8],
+        launches: &mut dyn FnMut(Address) -> Result<()>,
+    ) -> Result<()>;
+}
+
+/// A backend on a device.
+pub(crate) struct Cuda<D: Device> {
+    device: Arc<D>,
+    /// The instruction set of the host, which checks what is uploaded.
+    level: Level,
+}
+
+/// An array in the memory of a device.
+pub(crate) struct Buffer<D: Device> {
+    memory: Memory<D>,
+    dtype: DType,
+    numel: usize,
+}
+
+/// Memory of a device, freed when it is dropped.
+struct Memory<D: Device> {
+    device: Arc<D>,
+    address: Address,
+}
+
+impl<D: Device> Drop for Memory<D> {
+    fn drop(&mut self) {
+        self.device.free(self.address);
+    }
+}
+
+impl<D: Device> Buffer<D> {
+    /// The address of an element.
+    fn address(&self, element: usize) -> Address {
+        self.memory.address + (element * self.dtype.size()) as Address
+    }
+}
+
+/// The launch that converts consecutive elements of one dtype to another.
+fn conversion(
+    (to, to_dtype): (Address, u32),
+    numel: usize,
+    (from, from_dtype): (Address, u32),
+) -> Launch {
+    let launch = Launch::over_elements("store", numel).with(to).with(to_dtype).with(numel);
+    launch.with(from).with(from_dtype)
+}
+
+/// Splits consecutive elements, and those of a box, at every `stage` elements. Each part has its
+/// runs of elements.
+fn parts(elements: &Elements, stage: usize) -> Vec<Vec<Range<usize>>> {
+    let mut parts = vec![Vec::new()];
+    let mut room = stage;
+    for mut run in elements.runs().filter(|run| !run.is_empty()) {
+        while run.len() > room {
+            let end = run.start + room;
+            parts.last_mut().expect("there is one").push(run.start..end);
+            run.start = end;
+            parts.push(Vec::new());
+            room = stage;
+        }
+        room -= run.len();
+        parts.last_mut().expect("there is one").push(run);
+    }
+    parts.retain(|part| part.iter().any(|run| !run.is_empty()));
+    parts
+}
+
+impl Cuda<driver::Gpu> {
+    /// Opens a GPU.
+    pub(crate) fn open(number: usize) -> Result<Self> {
+        driver::Gpu::open(number, Default::default()).map(Self::new)
+    }
+}
+
+impl<D: Device> Cuda<D> {
+    pub(crate) fn new(device: D) -> Self {
+        Self { device: Arc::new(device), level: Level::best() }
+    }
+
+    fn memory(&self, bytes: usize) -> Result<Memory<D>> {
+        let address = self.device.allocate(bytes)?;
+        Ok(Memory { device: self.device.clone(), address })
+    }
+
+    /// Uploads values, and launches a kernel for each run of consecutive elements. `launch` gets
+    /// the first element, the number of elements, and the address of their values. Returns whether
+    /// all are finite. The host checks this while it copies them to pinned memory, so that it does
+    /// not wait for the device.
+    fn receive(
+        &self,
+        at: &Elements,
+        src: &[u8],
+        dtype: DType,
+        launch: impl Fn(usize, usize, Address) -> Launch,
+    ) -> Result<bool> {
+        assert_eq!(src.len(), at.numel() * dtype.size(), "one value for each element");
+        let (mut rest, mut finite) = (src, true);
+        for part in parts(at, self.device.stage_bytes() / dtype.size()) {
+            let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
+            let (values, later) = rest.split_at(numel * dtype.size());
+            rest = later;
+            let mut fill = |pinned: &mut [u8]| finite &= self.copy_checked(values, dtype, pinned);
+            self.device.upload(values.len(), &mut fill, &mut |mut from| {
+                let launches = part.iter().map(|run| {
+                    let launch = launch(run.start, run.len(), from);
+                    from += (run.len() * dtype.size()) as Address;
+                    launch
+                });
+                self.device.launch(&launches.collect::<Vec<_>>())
+            })?;
+        }
+        Ok(finite)
+    }
+
+    /// Copies values. Returns whether all are finite.
+    fn copy_checked(&self, values: &[u8], dtype: DType, to: &mut [u8]) -> bool {
+        /// Fits into the first-level cache, because the compiler copies first and then checks.
+        const TILE: usize = 16 << 10;
+        let copy = match dtype {
+            DType::F32 => convert::copy::<F32>,
+            DType::Bf16 => convert::copy::<Bf16>,
+            DType::F16 => convert::copy::<F16>,
+        };
+        let tiles = values.chunks(TILE).zip(to.chunks_mut(TILE));
+        tiles.fold(true, |finite, (from, to)| copy(self.level, from, to) & finite)
+    }
+}
+
+impl<D: Device> Backend for Cuda<D> {
+    const SUMS_EARLY: bool = false;
+
+    type Buffer = Buffer<D>;
+
+    fn device(&self) -> DeviceName {
+        DeviceName::Cuda(self.device.number())
+    }
+
+    fn is_lost(&self) -> bool {
+        self.device.is_lost()
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        Some(self.device.usage())
+    }
+
+    /// The memory of a device is provided when it is allocated.
+    fn populate(&self, _: &mut Self::Buffer, _: Range<usize>) {}
+
+    fn numel(&self, buffer: &Self::Buffer) -> usize {
+        buffer.numel
+    }
+
+    fn dtype(&self, buffer: &Self::Buffer) -> DType {
+        buffer.dtype
+    }
+
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer> {
+        let device = self.device();
+        let too_large = || Failure::out_of_memory(device, usize::MAX);
+        let bytes = numel.checked_mul(dtype.size()).ok_or_else(too_large)?;
+        Ok(Buffer { memory: self.memory(bytes)?, dtype, numel })
+    }
+
+    fn store(
+        &self,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements>,
+        src: &[u8],
+        dtype: DType,
+    ) -> Result<bool> {
+        let [to, of] = [dst.dtype, dtype].map(dtype_number);
+        self.receive(&at.into(), src, dtype, |start, numel, values| {
+            conversion((dst.address(start), to), numel, (values, of))
+        })
+    }
+
+    fn accumulate(
+        &self,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements>,
+        src: &[u8],
+        dtype: DType,
+    ) -> Result<bool> {
+        self.receive(&at.into(), src, dtype, |start, numel, values| {
+            Launch::over_elements("accumulate", numel)
+                .with(dst.address(start))
+                .with(numel)
+                .with(values)
+                .with(dtype_number(dtype))
+        })
+    }
+
+    fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>) -> Result<()> {
+        let at = at.into();
+        let launches = at.runs().filter(|run| !run.is_empty()).map(|run| {
+            let launch = Launch::over_elements("canonicalise", run.len());
+            launch.with(dst.address(run.start)).with(run.len())
+        });
+        self.device.launch(&launches.collect::<Vec<_>>())
+    }
+
+    fn read(
+        &self,
+        src: &Arc<Self::Buffer>,
+        from: impl Into<Elements>,
+        dtype: DType,
+    ) -> Result<Bytes> {
+        let from = from.into();
+        let mut bytes = vec![0; from.numel() * dtype.size()];
+        let mut rest = &mut bytes[..];
+        let [of, as_dtype] = [src.dtype, dtype].map(dtype_number);
+        for part in parts(&from, self.device.stage_bytes() / dtype.size()) {
+            let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
+            let values = rest.split_off_mut(..numel * dtype.size()).expect("as long as all parts");
+            self.device.download(values, &mut |mut to| {
+                let launches = part.iter().map(|run| {
+                    let source = (src.address(run.start), of);
+                    let launch = conversion((to, as_dtype), run.len(), source);
+                    to += (run.len() * dtype.size()) as Address;
+                    launch
+                });
+                self.device.launch(&launches.collect::<Vec<_>>())
+            })?;
+        }
+        Ok(bytes.into())
+    }
+
+    fn block_sums(&self, src: &Self::Buffer, range: Range<usize>) -> Result<Vec<f64>> {
+        let blocks = range.len().div_ceil(BLOCK);
+        let mut sums = vec![0.0; blocks];
+        let most = self.device.stage_bytes() / size_of::<f64>();
+        for (sums, first) in sums.chunks_mut(most).zip((range.start..).step_by(most * BLOCK)) {
+            let numel = (range.end - first).min(sums.len() * BLOCK);
+            self.device.download(bytemuck::cast_slice_mut(sums), &mut |to| {
+                let squares = Launch::over_sums("squares", numel);
+                self.device.launch(&[squares.with(src.address(first)).with(numel).with(to)])
+            })?;
+        }
+        Ok(sums)
+    }
+
+    fn apply(
+        &self,
+        update: &Update<'_>,
+        master: Output<'_, Self::Buffer>,
+        state: Vec<Output<'_, Self::Buffer>>,
+        gradient: &Self::Buffer,
+        published: Option<&mut Self::Buffer>,
+    ) -> Result<()> {
+        let array = |of: &Output<'_, Self::Buffer>| Array {
+            from: of.earlier.as_deref().unwrap_or(of.buffer).address(0),
+            to: of.buffer.address(0),
+        };
+        assert_eq!(state.len(), update.optimizer.state().len(), "the state tensors");
+        assert_eq!(gradient.numel, master.buffer.numel, "the gradient is of the master's size");
+        let step = Step {
+            numel: master.buffer.numel,
+            master: array(&master),
+            state: state.iter().map(|of| (array(of), of.buffer.numel)).collect(),
+            gradient: gradient.address(0),
+            published: match &published {
+                None => Published { to: 0, dtype: 0 },
+                Some(of) => Published { to: of.address(0), dtype: dtype_number(of.dtype) },
+            },
+        };
+        let scratch = self.memory(step.scratch_bytes())?;
+        self.device.launch(&step.launches(update, scratch.address))?;
+        // The master in its own dtype is not published by the kernels.
+        match published.filter(|of| of.dtype == DType::F32) {
+            Some(published) => self.copy(master.buffer, published),
+            None => Ok(()),
+        }
+    }
+
+    fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) -> Result<()> {
+        assert_eq!(src.numel, dst.numel, "copies are of equal size");
+        if src.numel == 0 {
+            return Ok(());
+        }
+        let (to, from) = [dst, src].map(|of| (of.address(0), dtype_number(of.dtype))).into();
+        self.device.launch(&[conversion(to, src.numel, from)])
+    }
+}
