@@ -35,7 +35,7 @@ RETIRED_IN = {
     ("area", "worker/src/parallel"): "TensorBox, Elements",
     ("lane", "server/src/shard"): "SliceContributors",
     ("piece", "server/src/shard"): "Chunk",
-    ("Run", "proto/src"): "a range of elements",
+    ("Run", "proto/model"): "a range of elements",
     ("Share", "client/src"): "LocalTensor",
     ("Plan", "client/src"): "ServerPush, ServerPull",
 }

@@ -30,8 +30,8 @@ impl Cluster {
     /// Receives this number of bytes, at most 256 MiB, from a shard server in one stream.
     ///
     /// # Errors
-    /// [`Error::LimitExceeded`] while another client measures the server, [`Error::Unavailable`],
-    /// [`Error::Timeout`].
+    /// [`LimitExceeded`](crate::Error::LimitExceeded) while another client measures the server,
+    /// [`Unavailable`](crate::Error::Unavailable) or [`Timeout`](crate::Error::Timeout).
     pub async fn measure(&self, server: &Server, bytes: u64) -> Result<Measured> {
         let shard = self.shards.get(server)?;
         let deadline = Deadline::after(self.options.timeout);
