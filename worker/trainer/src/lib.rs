@@ -12,8 +12,8 @@
 //! - Execution: [`launch`] and [`processes`] (servers and workers), [`train`] (the loop of one
 //!   rank), [`progress`], [`report`] and [`chart`] (the output).
 //!
-//! Distributed tensors and the connection to the job are in [`zeroshard_worker::parallel`], the communication
-//! among workers is in [`zeroshard_worker::collectives`].
+//! Distributed tensors and the connection to the job are in [`zeroshard_worker::parallel`], the
+//! communication among workers is in [`zeroshard_worker::collectives`].
 
 pub mod batches;
 pub mod chart;

@@ -37,8 +37,8 @@ impl Group {
     /// this function, with the same description of the run in `settings`.
     ///
     /// # Errors
-    /// Those of the collectives; [`zeroshard_worker::collectives::Error::Disagreement`] if another worker has
-    /// a different mesh or description.
+    /// Those of the collectives; [`zeroshard_worker::collectives::Error::Disagreement`] if another
+    /// worker has a different mesh or description.
     pub fn new(
         collectives: Arc<dyn Collectives>,
         mesh: ProcessMesh,
