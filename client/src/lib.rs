@@ -3,7 +3,7 @@
 //! ```no_run
 //! # async fn example() -> zeroshard_model::Result<()> {
 //! use zeroshard_client::{Cluster, Commit, Options, Target, TensorData};
-//! use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
+//! use zeroshard_model::{JobSpec, Manifest, TensorSpec};
 //!
 //! let cluster = Cluster::connect("127.0.0.1:7400", Options::default()).await?;
 //! let manifest = Manifest::new(vec![TensorSpec::new("weight", [1024, 1024])])?;
