@@ -44,7 +44,7 @@ def packages(targets: list[str]) -> list[dict]:
 
 
 def allowed(expression: str, allow: set[str]) -> bool:
-    """Whether an SPDX expression can be met with the allowed licences alone.
+    """Returns whether an SPDX expression can be met with the allowed licences alone.
 
     OR, AND and parentheses; `WITH` belongs to the licence before it; `/` is crates' old way to say
     OR.

@@ -27,8 +27,8 @@ use crate::{
     state,
 };
 
-/// Whether the servers could not answer about a version because the job has moved on, or to other
-/// servers.
+/// Returns whether the servers could not answer about a version because the job has moved on, or to
+/// other servers.
 fn has_changed(error: &Error) -> bool {
     matches!(error, Error::VersionGone { .. } | Error::NotHere { .. } | Error::StaleEpoch { .. })
         || drops_job(error)

@@ -206,8 +206,8 @@ impl Exchange {
         Ok(Sums { values: sums.into(), overflow })
     }
 
-    /// Whether every rank of the group holds the same elements of all tensors, as it does of
-    /// tensors without a layout. Then each rank needs the whole part that another one pulls.
+    /// Returns whether every rank of the group holds the same elements of all tensors, as it does
+    /// of tensors without a layout. Then each rank needs the whole part that another one pulls.
     pub fn is_whole(&self) -> bool {
         self.is_whole
     }

@@ -171,8 +171,8 @@ impl Job {
         self.0.membership.borrow().epoch
     }
 
-    /// Whether this rank uploads its box of a tensor. Of several ranks with the same box, one
-    /// uploads it.
+    /// Returns whether this rank uploads its box of a tensor. Of several ranks with the same box,
+    /// one uploads it.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown tensor.

@@ -24,7 +24,7 @@ pub struct Stays {
     pub job: String,
     /// The reason why its slices were not moved.
     pub reason: String,
-    /// Whether a later call can move them without an action of the operator.
+    /// `true` if a later call can move them without an action of the operator.
     pub transient: bool,
 }
 

@@ -203,7 +203,7 @@ pub(crate) struct PullOf<'a> {
 }
 
 impl<'a> ServerPull<'a> {
-    /// Whether the server is still the primary of all slices that have not arrived.
+    /// Returns whether the server is still the primary of all slices that have not arrived.
     pub(crate) fn is_at_primary(&self, placement: &Placement) -> bool {
         self.rest
             .iter()

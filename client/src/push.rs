@@ -56,7 +56,7 @@ pub(crate) struct ServerPush {
     absent: Vec<u32>,
     /// Slices of which the sum over the group is not finite.
     overflow: Vec<pb::Overflow>,
-    /// Whether the server may still be opening the job, to become a backup.
+    /// `true` if the server may still be opening the job, to become a backup.
     may_be_opening: bool,
 }
 

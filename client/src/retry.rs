@@ -118,8 +118,8 @@ impl Tries {
     }
 }
 
-/// Whether the server that returned `error` has dropped the job, or is about to. The coordinator
-/// then announces another placement, or the end of the job with its reason.
+/// Returns whether the server that returned `error` has dropped the job, or is about to. The
+/// coordinator then announces another placement, or the end of the job with its reason.
 pub(crate) fn drops_job(error: &Error) -> bool {
     matches!(
         error,

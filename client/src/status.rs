@@ -18,8 +18,8 @@ pub struct Status {
     pub unix_ms: u64,
     /// How long this coordinator has been the leader.
     pub leading: Duration,
-    /// Whether servers may still describe jobs of an earlier coordinator, so that servers and jobs
-    /// may be absent here.
+    /// `true` if servers may still describe jobs of an earlier coordinator, so that servers and
+    /// jobs may be absent here.
     pub recovering: bool,
     /// The shard servers that were connected, and were not drained before they left.
     pub missing: Vec<MissingServer>,
@@ -112,7 +112,7 @@ pub struct ServerStatus {
     pub assigned_bytes: u64,
     /// The version of the server; empty if it does not state it.
     pub version: String,
-    /// Whether the server is cordoned: it receives no new slices.
+    /// `true` if the server is cordoned: it receives no new slices.
     pub cordoned: bool,
     /// The jobs that have slices on the server.
     pub jobs: Vec<JobOnServer>,
@@ -255,15 +255,15 @@ pub struct JobWait {
     pub reason: String,
     /// The time since the last step of the job, or since its last change of state.
     pub waited: Duration,
-    /// Whether ranks have no worker.
+    /// `true` if ranks have no worker.
     pub lacks_workers: bool,
-    /// Whether shard servers are missing or not connected.
+    /// `true` if shard servers are missing or not connected.
     pub lacks_servers: bool,
 }
 
 impl JobWait {
-    /// Whether the job cannot continue until missing workers or servers connect. Otherwise it waits
-    /// for connected ranks and servers, as it does in every step.
+    /// Returns whether the job cannot continue until missing workers or servers connect. Otherwise
+    /// it waits for connected ranks and servers, as it does in every step.
     pub fn is_blocked(&self) -> bool {
         self.lacks_workers || self.lacks_servers
     }

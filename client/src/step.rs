@@ -32,7 +32,7 @@ pub struct Commit {
     /// Data of this rank for a checkpoint of the version that the step makes, for example its
     /// random state: at most [`MAX_USER_DATA`] bytes.
     pub user_data: Bytes,
-    /// Whether this rank sends that data after the step, with [`Job::send_user_data`].
+    /// `true` if this rank sends that data after the step, with [`Job::send_user_data`].
     pub user_data_follows: bool,
 }
 
@@ -107,7 +107,7 @@ impl Commit {
 pub struct StepReport {
     /// The version that the step produced.
     pub version: u64,
-    /// Whether the step was applied. A step is skipped if a gradient is inf or NaN (never with
+    /// `true` if the step was applied. A step is skipped if a gradient is inf or NaN (never with
     /// [`Optimizer::Average`]).
     pub applied: bool,
     /// The global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before
@@ -135,7 +135,7 @@ pub struct Absent {
     pub tensor: TensorId,
     /// The lowest rank without a gradient.
     pub rank: u32,
-    /// Whether no rank had any gradient of the tensor, so that it was not stepped.
+    /// `true` if no rank had any gradient of the tensor, so that it was not stepped.
     pub everywhere: bool,
 }
 

@@ -52,7 +52,7 @@ impl Values {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether there are no values.
+    /// Returns whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
@@ -111,7 +111,7 @@ impl<'a> Slots<'a> {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether no value fits.
+    /// Returns whether no value fits.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }

@@ -48,7 +48,7 @@ class Panel:
     height: int = 8
     stacked: bool = False
     red_from: float | None = None
-    #: Whether 0 is red, and everything else is green.
+    #: ``True`` if 0 is red, and everything else is green.
     red_at_zero: bool = False
     #: Words for values, such as ``{1: Word("connected", "green")}``.
     words: Mapping[int, Word] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Row:
 
     title: str
     panels: Sequence[Panel]
-    #: Whether the panels are hidden until the row is opened.
+    #: ``True`` if the panels are hidden until the row is opened.
     collapsed: bool = False
 
 

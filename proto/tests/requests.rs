@@ -141,7 +141,7 @@ fn placement() -> impl Strategy<Value = pb::Placement> {
         .prop_map(|(servers, replicas, owners)| pb::Placement { servers, replicas, owners })
 }
 
-/// Whether the result is an error with a useful text.
+/// Returns whether the result is an error with a useful text.
 fn refused<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
     matches!(result, Err(Error::Invalid { what, expected, .. }) if !what.is_empty() && !expected.is_empty())
 }

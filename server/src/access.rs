@@ -39,7 +39,7 @@ impl Caller {
         extensions.get().cloned().ok_or_else(missing)
     }
 
-    /// Whether the caller may read a job.
+    /// Returns whether the caller may read a job.
     pub(crate) fn sees(&self, job: &str) -> bool {
         match self {
             Self::Trusted => true,
@@ -93,7 +93,7 @@ impl Caller {
 #[derive(Debug, Clone)]
 pub(crate) struct Accepted {
     tokens: AcceptedTokens,
-    /// Whether calls must arrive on encrypted connections.
+    /// `true` if calls must arrive on encrypted connections.
     is_encrypted: bool,
 }
 

@@ -26,7 +26,7 @@ struct State {
     /// INVARIANT: set before `failed` is cancelled.
     cause: OnceLock<String>,
     failed: CancellationToken,
-    /// Whether long work is done in place.
+    /// `true` if long work is done in place.
     is_inline: bool,
 }
 

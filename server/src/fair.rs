@@ -174,7 +174,7 @@ impl State {
         }
     }
 
-    /// Whether only this job has had turns for a while, and no other job has or wants one.
+    /// Returns whether only this job has had turns for a while, and no other job has or wants one.
     fn is_alone(&self, flow: u64) -> bool {
         let is_idle = |other: &Flow| other.taken == 0 && other.waiting.is_empty();
         self.served.0 == flow
@@ -182,7 +182,8 @@ impl State {
             && self.flows.iter().all(|(&number, other)| number == flow || is_idle(other))
     }
 
-    /// Whether a job has received more than one and a half times its share of the recent service.
+    /// Returns whether a job has received more than one and a half times its share of the recent
+    /// service.
     fn is_ahead(&self, flow: u64) -> bool {
         let Some(flow) = self.flows.get(&flow) else { return false };
         let jobs = self.flows.values().filter(|other| other.recent > self.recent / SMALLEST);
@@ -282,7 +283,7 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// Whether another turn waits, so that this one should end after the current piece.
+    /// Returns whether another turn waits, so that this one should end after the current piece.
     pub(crate) fn is_wanted(&self) -> bool {
         self.queue.waiting.load(Ordering::Relaxed) > 0
     }

@@ -55,7 +55,7 @@ impl Health {
         self.ready.send_replace(ready);
     }
 
-    /// Whether calls can be answered now.
+    /// Returns whether calls can be answered now.
     pub fn ready(&self) -> bool {
         *self.ready.borrow()
     }

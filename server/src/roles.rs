@@ -41,7 +41,7 @@ pub struct Parts {
 pub(crate) struct Site {
     pub(crate) listener: TcpListener,
     pub(crate) address: SocketAddr,
-    /// Whether the system has chosen the port, which therefore no other process knows.
+    /// `true` if the system has chosen the port, which therefore no other process knows.
     pub(crate) has_new_address: bool,
     pub(crate) context: Context,
     /// The state that the status page shows.

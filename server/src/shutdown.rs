@@ -50,7 +50,7 @@ impl Shutdown {
         self.asked.cancelled().await;
     }
 
-    /// Whether the process has been asked to stop.
+    /// Returns whether the process has been asked to stop.
     pub(crate) fn is_asked(&self) -> bool {
         self.asked.is_cancelled()
     }

@@ -243,7 +243,7 @@ def fetch(project: Project, service: str, port: str, path: str) -> Any:
 
 
 def series(project: Project) -> bool:
-    """Whether Prometheus has series of ZeroShard from every server."""
+    """Returns whether Prometheus has series of ZeroShard from every server."""
     query = urllib.parse.quote('count by (instance) ({__name__=~"zeroshard_.+"})')
     result = fetch(project, "prometheus", "9090", f"api/v1/query?query={query}")["data"]["result"]
     found = {one["metric"]["instance"].partition(":")[0] for one in result}

@@ -366,7 +366,8 @@ def test_policies_and_budgets_select_the_pods(name: str) -> None:
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a label selector selects these labels. Its expressions have the operator In."""
+    """Returns whether a label selector selects these labels. Its expressions have the operator
+    In."""
     if not selector.get("matchLabels", {}).items() <= labels.items():
         return False
     expressions = selector.get("matchExpressions", [])

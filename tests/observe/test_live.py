@@ -57,7 +57,7 @@ def until(what: str, seconds: float, found: Callable[[], object]) -> None:
 
 
 def has_data(found: Prometheus, expr: str, instance: str) -> bool:
-    """Whether an expression of a panel has a value that is a number."""
+    """Returns whether an expression of a panel has a value that is a number."""
     for variable, value in [
         ("$__rate_interval", "10s"),
         ("$__range", "5m"),

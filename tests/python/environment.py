@@ -19,5 +19,5 @@ for name in (
 
 #: What ranks that train many models may take, in seconds.
 LONG = 600.0
-#: Whether trainings have the number of steps that `tests/run long` has time for.
+#: ``True`` if trainings have the number of steps that `tests/run long` has time for.
 IS_LONG = os.environ.get("ZEROSHARD_TEST_LONG") == "1"

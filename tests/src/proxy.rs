@@ -82,7 +82,7 @@ impl FaultProxy {
         *self.faults.connections.borrow()
     }
 
-    /// Whether to hold back received bytes, as a silent network does.
+    /// Returns whether to hold back received bytes, as a silent network does.
     pub fn stall(&self, stalled: bool) {
         self.faults.stalled.send_replace(stalled);
     }

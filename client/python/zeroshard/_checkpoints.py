@@ -29,11 +29,11 @@ class Loop(Protocol):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step of the loop has begun and not ended."""
+        """Returns whether a step of the loop has begun and not ended."""
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the model has made a step since that one has begun."""
+        """Returns whether the model has made a step since that one has begun."""
 
     def state(self) -> dict[str, Any]:
         """The state of the loop with which the next step is to begin."""
@@ -220,7 +220,7 @@ class Checkpoints:
 
     @property
     def has_state(self) -> bool:
-        """Whether the program saves data of its own."""
+        """Returns whether the program saves data of its own."""
         return self._state is not None
 
     def follow(self, loop: Loop) -> None:

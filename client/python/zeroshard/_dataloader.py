@@ -112,7 +112,7 @@ class ShardDataloaderBase(ABC, Generic[M]):
 
     @abstractmethod
     def _is_tensor(self, value: object) -> bool:
-        """Whether the value is a tensor. Other values are passed on unchanged."""
+        """Returns whether the value is a tensor. Other values are passed on unchanged."""
 
     @abstractmethod
     def _assembled(self, value: Any, mesh: M, placements: Sequence[Any]) -> Any:

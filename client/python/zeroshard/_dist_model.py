@@ -220,7 +220,7 @@ class DistModelBase(ABC, Generic[T]):
         return self._flat(self._model(*inputs))
 
     def _computes_on_mesh(self) -> bool:
-        """Whether the model computes on distributed tensors."""
+        """Returns whether the model computes on distributed tensors."""
         return self._mesh is not None
 
     def _placed(self, value: T, on_mesh: bool) -> T:
@@ -365,15 +365,15 @@ class DistModelBase(ABC, Generic[T]):
 
     @abstractmethod
     def _is_tensor(self, value: object) -> bool:
-        """Whether the value is a tensor."""
+        """Returns whether the value is a tensor."""
 
     @abstractmethod
     def _is_layer(self, value: object) -> bool:
-        """Whether the value is a module that is not sharded yet."""
+        """Returns whether the value is a module that is not sharded yet."""
 
     @abstractmethod
     def _is_optimizer(self, value: object) -> bool:
-        """Whether the value is an optimizer."""
+        """Returns whether the value is an optimizer."""
 
     # ---- tensors on a mesh
 
@@ -423,8 +423,8 @@ class DistModelBase(ABC, Generic[T]):
 
     @abstractmethod
     def _losses_differ(self) -> bool:
-        """Whether each rank computes its own loss: true unless they compute one together, on a mesh
-        of all ranks."""
+        """Returns whether each rank computes its own loss: true unless they compute one together,
+        on a mesh of all ranks."""
 
     @abstractmethod
     def _mean(self, loss: T) -> T:
@@ -511,7 +511,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _takes(signature: inspect.Signature, count: int) -> bool:
-    """Whether the function accepts this number of positional arguments."""
+    """Returns whether the function accepts this number of positional arguments."""
     try:
         signature.bind(*[None] * count)
     except TypeError:

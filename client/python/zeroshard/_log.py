@@ -15,7 +15,7 @@ _LOGGER = logging.getLogger("zeroshard")
 
 
 def is_shown() -> bool:
-    """Whether a message is shown."""
+    """Returns whether a message is shown."""
     if _is_set_up():
         return _LOGGER.isEnabledFor(logging.INFO)
     return not _LOGGER.disabled and _LOGGER.level <= logging.INFO

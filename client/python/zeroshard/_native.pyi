@@ -158,7 +158,7 @@ class Optimizer:
         steps."""
     @property
     def needs_whole_tensors(self) -> bool:
-        """Whether an update depends on the norm of the whole parameter."""
+        """Returns whether an update depends on the norm of the whole parameter."""
 
 @final
 class TensorSpec:
@@ -319,8 +319,8 @@ class Exchange:
         sends them."""
     @property
     def is_whole(self) -> bool:
-        """Whether every rank of the group holds the same elements of each tensor. Then each rank
-        needs the whole parts of the others, which have the same number of words."""
+        """Returns whether every rank of the group holds the same elements of each tensor. Then each
+        rank needs the whole parts of the others, which have the same number of words."""
     @property
     def part_words(self) -> int:
         """The words of the part of the parameters that this rank pulls."""
@@ -372,7 +372,8 @@ class Job:
         """The last time that the job was restored from a checkpoint because a server was lost: the
         first epoch after it, and the version of the checkpoint."""
     def uploads(self, tensor: int) -> bool:
-        """Whether this rank uploads its box of the tensor. Only one of several replicas does."""
+        """Returns whether this rank uploads its box of the tensor. Only one of several replicas
+        does."""
     def initialise(
         self,
         arrays: Sequence[tuple[int, Array]],

@@ -33,13 +33,13 @@ class Variable:
     itemsize: int
     #: The worker's box.
     box: Box
-    #: Whether the servers update it.
+    #: ``True`` if the servers update it.
     trained: bool
-    #: Whether the worker keeps it between uses. Otherwise it is pulled for each use.
+    #: ``True`` if the worker keeps it between uses. Otherwise it is pulled for each use.
     resident: bool = True
-    #: Whether this worker's gradient is used. False if another worker has the same box.
+    #: ``True`` if this worker's gradient is used. False if another worker has the same box.
     contributes: bool = True
-    #: Whether this worker uploads the initial value: the first worker of each box does.
+    #: ``True`` if this worker uploads the initial value: the first worker of each box does.
     uploads: bool = True
     #: A remark, such as its placements on a mesh.
     note: str = ""

@@ -244,8 +244,7 @@ impl Estimate {
         table
     }
 
-    /// Whether the job fits, and what would make it fit.
-    /// Whether the job fits; `None` without `--memory`.
+    /// Returns whether the job fits; `None` without `--memory`.
     fn fits(&self, figures: &Figures) -> Option<bool> {
         self.memory.map(|memory| figures.servers[0] as f64 <= memory * GIB)
     }

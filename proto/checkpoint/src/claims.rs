@@ -103,7 +103,8 @@ impl Claim {
         self.job_id
     }
 
-    /// Whether a checkpoint is one of the job, or of an ancestor before the job started from it.
+    /// Returns whether a checkpoint is one of the job, or of an ancestor before the job started
+    /// from it.
     pub fn admits(&self, checkpoint: &Manifest) -> bool {
         let (id, version) = (checkpoint.job_id(), checkpoint.version());
         id == self.job_id || self.ancestors.iter().any(|of| of.job_id == id && version <= of.until)
@@ -260,8 +261,8 @@ impl Storage {
         Ok(removable.iter().rev().map(Manifest::version).collect())
     }
 
-    /// Whether an ancestor is over: its coordinator has said so, or it has shown no life since the
-    /// job's claim, and the job has lived for longer than [`GRACE`] since then.
+    /// Returns whether an ancestor is over: its coordinator has said so, or it has shown no life
+    /// since the job's claim, and the job has lived for longer than [`GRACE`] since then.
     async fn is_over(&self, job: &str, job_id: u64, ancestor: &Ancestor) -> Result<bool> {
         let alive = self.described(&self.path_of(job, ancestor.job_id, ALIVE)).await?;
         let ended = self.described(&self.path_of(job, ancestor.job_id, ENDED)).await?;

@@ -61,8 +61,8 @@ impl Pieces {
     }
 }
 
-/// Whether the page at a position is in the page cache. It stands for those around it, which were
-/// written or read together with it.
+/// Returns whether the page at a position is in the page cache. It stands for those around it,
+/// which were written or read together with it.
 fn is_cached(file: &File, at: u64) -> bool {
     // Without this advice, the kernel begins to read the following pages as well.
     let advised = fadvise(file, 0, None, Advice::Random);

@@ -247,7 +247,7 @@ impl Manifest {
         Some((file, file.slices.get(position)?, start))
     }
 
-    /// Whether another checkpoint has the same values, optimizer state and applied steps.
+    /// Returns whether another checkpoint has the same values, optimizer state and applied steps.
     pub fn has_state_of(&self, other: &Self) -> bool {
         let entry = |of: &Self, slice| of.place(slice).map(|(_, entry, _)| entry.clone());
         let mut slices = 0..self.places.len() as u32;

@@ -82,13 +82,13 @@ impl JobSpec {
         }
     }
 
-    /// Whether the servers of a slice compare its content at `version`.
+    /// Returns whether the servers of a slice compare its content at `version`.
     pub fn compares_at(&self, version: u64) -> bool {
         self.replicas > 1 && self.compare_every > 0 && version.is_multiple_of(self.compare_every)
     }
 
-    /// Whether the job returns to its last checkpoint when a server is lost that holds the only
-    /// copy of a slice.
+    /// Returns whether the job returns to its last checkpoint when a server is lost that holds the
+    /// only copy of a slice.
     pub fn is_restored_on_loss(&self) -> bool {
         self.checkpoints.as_ref().is_some_and(|policy| policy.on_loss == OnLoss::Restore)
     }

@@ -80,12 +80,12 @@ impl LocalTensor {
         locals
     }
 
-    /// Whether the rank contributes to the gradient.
+    /// Returns whether the rank contributes to the gradient.
     pub fn contributes(&self) -> bool {
         self.ranks.is_some()
     }
 
-    /// Whether the rank uploads the initial values of its box.
+    /// Returns whether the rank uploads the initial values of its box.
     pub fn uploads(&self) -> bool {
         self.ranks.as_ref().is_some_and(|ranks| ranks.uploader() == self.rank)
     }
@@ -95,7 +95,7 @@ impl LocalTensor {
         self.ranks.as_ref()?.turn(self.rank, slice)
     }
 
-    /// Whether the ranks of the group add their gradients before they push them.
+    /// Returns whether the ranks of the group add their gradients before they push them.
     pub fn is_shared(&self) -> bool {
         self.sharers.as_ref().is_some_and(Sharers::are_several)
     }
@@ -114,7 +114,8 @@ impl LocalTensor {
         sharers.of(slice, numel).filter_map(share).collect()
     }
 
-    /// Whether the rank pushes a share of slice number `slice`, in which it holds `numel` elements.
+    /// Returns whether the rank pushes a share of slice number `slice`, in which it holds `numel`
+    /// elements.
     pub fn pushes(&self, slice: u32, numel: usize) -> bool {
         self.shares(slice, numel).iter().any(|share| share.rank == self.rank)
     }

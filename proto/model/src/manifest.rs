@@ -71,7 +71,7 @@ impl TensorSpec {
         self.shape.iter().product()
     }
 
-    /// Whether the tensor takes gradients of its own.
+    /// Returns whether the tensor takes gradients of its own.
     pub fn trains(&self) -> bool {
         !self.frozen && !self.buffer && self.alias_of.is_none()
     }
@@ -209,7 +209,7 @@ impl Manifest {
         &self.tensors[self.slices()[slice].tensor]
     }
 
-    /// Whether slice number `slice` takes gradients.
+    /// Returns whether slice number `slice` takes gradients.
     pub fn trains(&self, slice: usize) -> bool {
         self.tensor_of(slice).trains()
     }

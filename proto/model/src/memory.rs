@@ -22,7 +22,7 @@ pub struct Arrays {
     /// The parameters in another dtype than f32: a copy of the master weights, or all that a
     /// server has of a tensor that is not trained.
     pub published: u64,
-    /// Whether a step needs all arrays at once, in the memory of the device that computes.
+    /// `true` if a step needs all arrays at once, in the memory of the device that computes.
     pub is_whole: bool,
 }
 
@@ -66,7 +66,7 @@ pub struct Required {
 }
 
 impl Required {
-    /// Whether they fit into what is free.
+    /// Returns whether they fit into what is free.
     pub fn fits(self, free: Capacity) -> bool {
         self.bytes <= free.bytes && self.fixed <= free.memory
     }

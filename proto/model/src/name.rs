@@ -20,9 +20,9 @@ pub fn check_name(what: &str, name: &str, longest: usize) -> Result<()> {
     Ok(())
 }
 
-/// Whether a character changes how the text around it is shown, or is not shown itself, so that
-/// two names could look alike: control characters, and those of Unicode's category Cf that set the
-/// direction of text or have no width.
+/// Returns whether a character changes how the text around it is shown, or is not shown itself, so
+/// that two names could look alike: control characters, and those of Unicode's category Cf that set
+/// the direction of text or have no width.
 fn is_hidden(character: char) -> bool {
     character.is_control()
         || matches!(character, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}'

@@ -164,13 +164,13 @@ impl Optimizer {
         }
     }
 
-    /// Whether a step needs the whole tensor (its norm decides the update), so that the tensor must
-    /// be one slice.
+    /// Returns whether a step needs the whole tensor (its norm decides the update), so that the
+    /// tensor must be one slice.
     pub const fn needs_whole_tensors(&self) -> bool {
         matches!(self, Optimizer::Lamb(_) | Optimizer::Adafactor(_))
     }
 
-    /// Whether a step is skipped when a gradient is inf or NaN.
+    /// Returns whether a step is skipped when a gradient is inf or NaN.
     pub const fn skips_overflow(&self) -> bool {
         !matches!(self, Optimizer::Average(_))
     }
@@ -195,13 +195,14 @@ impl Optimizer {
         for_any!(self, it => it.weight_decay = weight_decay, else ())
     }
 
-    /// Whether the state of one optimizer can be used by the other: same kind, same state tensors.
+    /// Returns whether the state of one optimizer can be used by the other: same kind, same state
+    /// tensors.
     pub fn same_state_layout(&self, other: &Optimizer) -> bool {
         self.name() == other.name() && self.state() == other.state()
     }
 
-    /// Whether a step of this optimizer finds its state tensors in a job of the other one: same
-    /// kind, and no further state tensors.
+    /// Returns whether a step of this optimizer finds its state tensors in a job of the other one:
+    /// same kind, and no further state tensors.
     pub fn uses_state_of(&self, job: &Optimizer) -> bool {
         self.name() == job.name() && self.state().iter().all(|name| job.state().contains(name))
     }

@@ -82,7 +82,7 @@ impl Placement {
         self.replicas
     }
 
-    /// Whether slices have different numbers of servers.
+    /// Returns whether slices have different numbers of servers.
     pub fn is_uneven(&self) -> bool {
         self.owners.contains(&NONE)
     }

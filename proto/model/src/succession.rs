@@ -20,7 +20,7 @@ pub struct JobVersion {
 pub struct Succession {
     /// The predecessor, at the version that is copied.
     pub from: JobVersion,
-    /// Whether optimizer state and step counts start as in a new run instead of being copied.
+    /// `true` if optimizer state and step counts start as in a new run instead of being copied.
     pub fresh_state: bool,
 }
 

@@ -29,13 +29,13 @@ pub enum Role {
     Job {
         /// The name.
         name: String,
-        /// Whether the jobs can only be read.
+        /// `true` if the jobs can only be read.
         is_reader: bool,
     },
 }
 
 impl Role {
-    /// Whether the holder may read a job: its description, parameters, and state.
+    /// Returns whether the holder may read a job: its description, parameters, and state.
     pub fn may_read(&self, job: &str) -> bool {
         match self {
             Self::Server | Self::Admin => true,
@@ -46,7 +46,7 @@ impl Role {
         }
     }
 
-    /// Whether the holder may create, train, save and delete a job.
+    /// Returns whether the holder may create, train, save and delete a job.
     pub fn may_train(&self, job: &str) -> bool {
         let only_reads = matches!(self, Self::Server | Self::Job { is_reader: true, .. });
         !only_reads && self.may_read(job)
@@ -57,7 +57,8 @@ fn is_part(rest: &str) -> bool {
     rest.is_empty() || rest.starts_with(['/', '.'])
 }
 
-/// Whether this is `-`, the eight digits of a run of the SDK for Python, and one of its parts.
+/// Returns whether this is `-`, the eight digits of a run of the SDK for Python, and one of its
+/// parts.
 fn is_run(rest: &str) -> bool {
     let Some((digits, part)) = rest.strip_prefix('-').and_then(|rest| rest.split_at_checked(8))
     else {

@@ -42,7 +42,7 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// The number of the device.
     fn number(&self) -> usize;
 
-    /// Whether every operation fails from now on.
+    /// Returns whether every operation fails from now on.
     fn is_lost(&self) -> bool;
 
     /// The largest number of bytes of an upload or a download.

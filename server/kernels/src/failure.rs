@@ -70,8 +70,8 @@ pub enum Failure {
 /// A result of a device.
 pub type Result<T> = std::result::Result<T, Failure>;
 
-/// Whether an error of the driver means that the context cannot be used any more: CUDA documents
-/// these errors as leaving the process in an inconsistent state.
+/// Returns whether an error of the driver means that the context cannot be used any more: CUDA
+/// documents these errors as leaving the process in an inconsistent state.
 fn is_lost(code: u32) -> bool {
     // Device unavailable; uncorrectable ECC, NVLink; illegal address, timeout, assert, hardware
     // stack, illegal instruction, misaligned address, address space, program counter, launch; the

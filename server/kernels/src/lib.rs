@@ -61,7 +61,7 @@ pub fn gpu(number: usize) -> Result<impl Backend> {
 /// may carry out an operation after the call has returned; the error of a later call is then the
 /// error of that operation.
 pub trait Backend: Send + Sync + 'static {
-    /// Whether a block is best summed as soon as it is complete, while it is in cache. Otherwise
+    /// `true` if a block is best summed as soon as it is complete, while it is in cache. Otherwise
     /// all blocks are summed at once.
     const SUMS_EARLY: bool;
 
@@ -73,7 +73,7 @@ pub trait Backend: Send + Sync + 'static {
         DeviceName::Cpu
     }
 
-    /// Whether every operation fails from now on.
+    /// Returns whether every operation fails from now on.
     fn is_lost(&self) -> bool {
         false
     }

@@ -28,7 +28,7 @@ const POPULATED: usize = 1 << 20;
 /// jobs: where these find no memory, the process ends.
 const HEADROOM: usize = 64 << 20;
 
-/// Whether the process can still allocate what the connections and calls of all jobs need.
+/// Returns whether the process can still allocate what the connections and calls of all jobs need.
 pub fn has_headroom() -> bool {
     MmapOptions::new().len(HEADROOM).map_anon().is_ok()
 }

@@ -22,7 +22,7 @@ pub(super) struct Curve<'a> {
     pub(super) now: Option<f64>,
     /// The version and the value of each point, by ascending version.
     pub(super) points: Vec<(u64, Option<f64>)>,
-    /// Whether the axis begins at 0.
+    /// `true` if the axis begins at 0.
     pub(super) from_zero: bool,
     /// The text that replaces a curve without values.
     pub(super) empty: &'a str,

@@ -30,7 +30,7 @@ const CHALLENGE: &str = "Basic realm=\"ZeroShard: any user name, and a token as 
 #[derive(Debug, Clone)]
 pub(super) struct Access {
     pub(super) accepted: Accepted,
-    /// Whether the listener is on a loopback address.
+    /// `true` if the listener is on a loopback address.
     pub(super) is_local: bool,
 }
 

@@ -142,7 +142,7 @@ fn state(job: &JobOverview) -> String {
     format!("<span class='state {class}'>{text}</span>")
 }
 
-/// Whether an operator has to do something, or the job waits for longer than a step.
+/// Returns whether an operator has to do something, or the job waits for longer than a step.
 fn needs_attention(job: &JobOverview) -> bool {
     let is_open = job.figures.state == JobState::Open;
     !is_open || job.failed_saves > 0 || job.idle.is_none_or(|idle| idle > PATIENCE)

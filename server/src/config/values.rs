@@ -280,7 +280,7 @@ pub struct Etcd {
 }
 
 impl Etcd {
-    /// Whether the connections to the members are encrypted: the URL begins with `https`.
+    /// Returns whether the connections to the members are encrypted: the URL begins with `https`.
     pub(crate) fn is_encrypted(&self) -> bool {
         self.is_encrypted
     }

@@ -142,7 +142,7 @@ impl Cluster {
         Rooms(known.map(room).collect())
     }
 
-    /// Whether a job with this plan fits beside the jobs that have been placed.
+    /// Returns whether a job with this plan fits beside the jobs that have been placed.
     pub(super) fn has_room_for(&self, plan: &Plan) -> bool {
         self.rooms().fit(&plan.loads)
     }

@@ -33,7 +33,7 @@ pub(crate) struct Cluster {
     /// The connected servers that are about to stop. The value is true for a server that was
     /// released.
     pub(super) departing: BTreeMap<ServerId, bool>,
-    /// Whether this coordinator is about to stop.
+    /// `true` if this coordinator is about to stop.
     is_stopping: bool,
     pub(super) jobs: BTreeMap<String, Job>,
     /// The last epoch that was assigned; the epochs of all jobs come from this counter.
@@ -186,7 +186,7 @@ impl Cluster {
         out
     }
 
-    /// Whether this coordinator is about to stop.
+    /// Returns whether this coordinator is about to stop.
     pub(crate) fn is_stopping(&self) -> bool {
         self.is_stopping
     }

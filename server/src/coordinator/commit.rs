@@ -90,7 +90,7 @@ impl Round {
         std::mem::take(&mut self.votes).into_values().flat_map(|vote| vote.waiters).collect()
     }
 
-    /// Whether the rank has sent everything of the open step.
+    /// Returns whether the rank has sent everything of the open step.
     pub(super) fn has_voted(&self, rank: u32) -> bool {
         self.votes.contains_key(&rank)
     }

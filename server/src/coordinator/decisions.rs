@@ -67,7 +67,7 @@ pub(crate) struct Update {
 pub(crate) struct Report {
     /// The version that the step has produced.
     pub(crate) version: u64,
-    /// Whether the step was applied and not skipped.
+    /// `true` if the step was applied and not skipped.
     pub(crate) applied: bool,
     pub(crate) norm: Norm,
     pub(crate) clip_coefficient: f64,
@@ -143,7 +143,7 @@ impl Decided {
 }
 
 impl Open {
-    /// Whether every server has stored the last decision.
+    /// Returns whether every server has stored the last decision.
     pub(super) fn is_stored(&self) -> bool {
         self.last.as_ref().is_none_or(|last| last.pending.is_empty())
     }

@@ -21,7 +21,7 @@ impl Cluster {
         self.save_all(is_only_there, now, out);
     }
 
-    /// Whether the server has said that it is about to stop.
+    /// Returns whether the server has said that it is about to stop.
     pub(super) fn is_departing(&self, server: ServerId) -> bool {
         self.departing.contains_key(&server)
     }
@@ -42,7 +42,7 @@ impl Cluster {
         self.save_all(|_| true, now, out);
     }
 
-    /// Whether no job is being saved.
+    /// Returns whether no job is being saved.
     pub(crate) fn is_settled(&self) -> bool {
         let saves = |job: &Job| match &job.phase {
             Phase::Open(open) => open.saves.current().is_some(),

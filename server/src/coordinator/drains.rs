@@ -32,7 +32,7 @@ pub(crate) struct Drained {
 pub(crate) struct Stays {
     pub(crate) job: String,
     pub(crate) reason: String,
-    /// Whether a later request can succeed without an action of the operator.
+    /// `true` if a later request can succeed without an action of the operator.
     pub(crate) transient: bool,
 }
 
@@ -232,7 +232,7 @@ impl Cluster {
         }
     }
 
-    /// Whether a slice is to have another server, and there is one.
+    /// Returns whether a slice is to have another server, and there is one.
     fn can_copy(&self, open: &Open, spec: &JobSpec, slice: usize) -> bool {
         open.lacks_servers(spec, slice)
             && self.placeable().iter().any(|server| {

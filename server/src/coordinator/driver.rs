@@ -228,7 +228,8 @@ impl Driver {
         self.started.elapsed()
     }
 
-    /// Whether this coordinator is still the leader. It stays the leader while it shuts down.
+    /// Returns whether this coordinator is still the leader. It stays the leader while it shuts
+    /// down.
     pub(super) fn is_leader(&self) -> bool {
         self.leadership.is_valid()
     }

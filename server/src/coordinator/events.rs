@@ -182,7 +182,7 @@ impl Event {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct FailedThere {
     pub(crate) reason: String,
-    /// Whether the server may be able to open the job later.
+    /// `true` if the server may be able to open the job later.
     pub(crate) transient: bool,
 }
 
@@ -199,7 +199,7 @@ pub(crate) struct About {
     pub(crate) failed: BTreeMap<u64, FailedThere>,
     /// The version of the server; empty if it is unknown.
     pub(crate) version: String,
-    /// Whether the server is cordoned.
+    /// `true` if the server is cordoned.
     pub(crate) cordoned: bool,
 }
 
@@ -284,7 +284,7 @@ pub(crate) struct Attach {
 pub(crate) struct Leave {
     pub(crate) job: JobRef,
     pub(crate) lease: Lease,
-    /// Whether the rank has no more data.
+    /// `true` if the rank has no more data.
     pub(crate) done: bool,
 }
 
@@ -314,7 +314,7 @@ pub(crate) struct Commit {
     pub(crate) written: Vec<u64>,
     /// For a checkpoint of the version that the step makes.
     pub(crate) user_data: Bytes,
-    /// Whether the rank sends this data after the step.
+    /// `true` if the rank sends this data after the step.
     pub(crate) user_data_follows: bool,
     pub(crate) wait: Duration,
 }
@@ -339,7 +339,7 @@ pub(crate) struct Discard {
 #[derive(Debug, Clone)]
 pub(crate) struct Rest {
     pub(crate) turn: Turn,
-    /// Whether mean gradients are over the other ranks.
+    /// `true` if mean gradients are over the other ranks.
     pub(crate) excluded: bool,
     pub(crate) wait: Duration,
 }
@@ -397,7 +397,7 @@ pub(crate) struct Placing {
     pub(crate) rooms: Rooms,
     /// The checkpoint from which the job starts, if it does.
     pub(crate) restore: Option<Arc<Restore>>,
-    /// Whether the job was open, and returns to its own latest checkpoint.
+    /// `true` if the job was open, and returns to its own latest checkpoint.
     pub(crate) returns: bool,
 }
 
@@ -464,7 +464,7 @@ pub(crate) enum Command {
 }
 
 impl Command {
-    /// Whether the command changes a job, so that its coordinator has led.
+    /// Returns whether the command changes a job, so that its coordinator has led.
     pub(crate) fn decides(&self) -> bool {
         match self {
             Self::Welcome

@@ -26,7 +26,7 @@ pub(crate) struct Held {
     pub(crate) restore: Option<Arc<Restore>>,
     /// The open attempt.
     pub(crate) attempt: Attempt,
-    /// Whether version 0 is published.
+    /// `true` if version 0 is published.
     pub(crate) published: bool,
     /// Before that: whether the server has all initial parameters of its slices.
     pub(crate) initialised: bool,
@@ -39,7 +39,7 @@ pub(crate) struct Held {
     pub(crate) empty: BTreeSet<u32>,
     /// The number of the last copy of which the server has been told; 0 for none.
     pub(crate) copies: u64,
-    /// Whether the server was reading the checkpoint to which the job returns. It has no slices.
+    /// `true` if the server was reading the checkpoint to which the job returns. It has no slices.
     pub(crate) restoring: bool,
     /// The epoch and the version in which the job was restored while ranks were waiting.
     pub(crate) restored: Option<(u64, u64)>,

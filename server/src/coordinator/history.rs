@@ -29,7 +29,7 @@ pub(crate) struct Step {
     pub(crate) attempt: Attempt,
     /// The time of the decision before it, or at which the job could make its first step.
     pub(crate) began: Now,
-    /// Whether the step was applied; otherwise it was skipped.
+    /// `true` if the step was applied; otherwise it was skipped.
     pub(crate) applied: bool,
     /// The mean loss of the ranks; `None` unless every rank has reported a loss.
     pub(crate) loss: Option<f64>,

@@ -391,8 +391,8 @@ impl Cluster {
         }
     }
 
-    /// Whether a server has been told to open the job again since this epoch, so that its report of
-    /// a failure is about the job as it was before.
+    /// Returns whether a server has been told to open the job again since this epoch, so that its
+    /// report of a failure is about the job as it was before.
     fn has_opened_since(&mut self, server: ServerId, job: &JobRef, epoch: u64) -> bool {
         let Some(Job { epoch: current, phase, .. }) = self.reported_job(job) else { return false };
         let opened = match phase {

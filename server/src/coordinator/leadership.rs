@@ -40,7 +40,7 @@ pub struct Leadership {
 struct Alone {
     /// The low bits of its terms.
     random: u64,
-    /// Whether it has sent a command that depends on its decisions.
+    /// `true` if it has sent a command that depends on its decisions.
     has_led: AtomicBool,
     /// Cancelled when another coordinator has replaced it.
     replaced: CancellationToken,
@@ -131,7 +131,7 @@ impl Leadership {
         self.term.load(SeqCst)
     }
 
-    /// Whether the coordinator may decide now.
+    /// Returns whether the coordinator may decide now.
     pub fn is_valid(&self) -> bool {
         millis(self.origin.elapsed()) < self.until.load(SeqCst)
     }

@@ -466,8 +466,8 @@ impl Cluster {
     }
 }
 
-/// Whether a worker knows a later attempt than the servers. It may open an attempt at a later step
-/// before the open one is decided.
+/// Returns whether a worker knows a later attempt than the servers. It may open an attempt at a
+/// later step before the open one is decided.
 fn is_ahead(theirs: Attempt, current: Attempt) -> bool {
     theirs.epoch > current.epoch || theirs > current && theirs.step == current.step
 }

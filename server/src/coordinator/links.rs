@@ -144,8 +144,8 @@ impl Open {
         (!ranks.is_empty()).then_some(Verdict::End(ranks))
     }
 
-    /// Whether every slice has a backup that all ranks reach and that becomes its primary without
-    /// the server.
+    /// Returns whether every slice has a backup that all ranks reach and that becomes its primary
+    /// without the server.
     fn can_do_without(&self, server: ServerId, unreachable: &BTreeSet<ServerId>) -> bool {
         self.away.is_empty()
             && self.kept_without(Some(server)).is_some_and(|kept| {

@@ -56,7 +56,7 @@ impl Cluster {
         self.missing.retain(|other, missing| *other != id && missing.server.address != address);
     }
 
-    /// Whether a server was connected, and is missed.
+    /// Returns whether a server was connected, and is missed.
     pub(crate) fn misses(&self, id: ServerId) -> bool {
         self.missing.contains_key(&id)
     }

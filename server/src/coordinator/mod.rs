@@ -89,7 +89,7 @@ use urls::UrlPrefix;
 pub struct Place {
     /// Its address.
     pub address: SocketAddr,
-    /// Whether no other coordinator has used the address, so that no server has jobs.
+    /// `true` if no other coordinator has used the address, so that no server has jobs.
     pub is_new: bool,
 }
 

@@ -112,8 +112,9 @@ impl Cluster {
     }
 }
 
-/// Whether an operator means this server: by its address, by the name that `--id` gave it, or by
-/// its id in hexadecimal digits, as logs and tables show it, or in decimal digits, as in the API.
+/// Returns whether an operator means this server: by its address, by the name that `--id` gave it,
+/// or by its id in hexadecimal digits, as logs and tables show it, or in decimal digits, as in the
+/// API.
 pub(super) fn is_named(server: &Server, name: &str) -> bool {
     let ids = [10, 16].map(|radix| ServerId::from_str_radix(name, radix).ok());
     server.address == name

@@ -65,7 +65,7 @@ pub(crate) struct Overview {
     /// The number of bytes that all jobs need, and the total capacity of the servers if all
     /// capacities are known.
     pub(crate) memory: (u64, Option<u64>),
-    /// Whether servers may still describe jobs of an earlier coordinator.
+    /// `true` if servers may still describe jobs of an earlier coordinator.
     pub(crate) is_learning: bool,
     /// The last events, newest first, and the number of events of each severity or a higher one.
     pub(crate) events: Vec<Happened>,
@@ -90,7 +90,7 @@ pub(crate) struct ServerOverview {
     pub(crate) awaited_by: usize,
     /// Why the server is not connected.
     pub(crate) lost: Option<String>,
-    /// Whether the server is cordoned.
+    /// `true` if the server is cordoned.
     pub(crate) cordoned: bool,
 }
 

@@ -170,7 +170,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Whether one of `owners` is in the zone of `server`.
+    /// Returns whether one of `owners` is in the zone of `server`.
     fn shares_zone(&self, owners: &[u32], server: u32) -> bool {
         let zone = self.zones[server as usize];
         zone.is_some() && owners.iter().any(|&owner| self.zones[owner as usize] == zone)

@@ -53,7 +53,8 @@ impl Driver {
         }));
     }
 
-    /// Whether the server need not be dialled any more, also because this coordinator has stopped.
+    /// Returns whether the server need not be dialled any more, also because this coordinator has
+    /// stopped.
     fn is_connected(&self, server: &Server) -> bool {
         self.read(|cluster| cluster.servers.contains_key(&server.id)).unwrap_or(true)
     }

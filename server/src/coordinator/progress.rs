@@ -26,9 +26,9 @@ pub(crate) struct Progress {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Wait {
     pub(super) reason: String,
-    /// Whether ranks have no worker.
+    /// `true` if ranks have no worker.
     pub(super) lacks_workers: bool,
-    /// Whether servers are missing or not connected.
+    /// `true` if servers are missing or not connected.
     pub(super) lacks_servers: bool,
 }
 

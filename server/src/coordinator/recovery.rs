@@ -95,7 +95,7 @@ impl Recovery {
         self.plan.placement.servers().iter().filter(move |of| !is_known(&of.id))
     }
 
-    /// Whether a worker has ever taken a rank: without one, the job has no state to lose.
+    /// Returns whether a worker has ever taken a rank: without one, the job has no state to lose.
     pub(super) fn was_used(&self) -> bool {
         let used = |held: &Held| held.published || held.ranks != Ranks::default();
         self.described().any(used)
@@ -121,7 +121,7 @@ impl Recovery {
         self.held.insert(server, held);
     }
 
-    /// Whether each slice has its content on a server that has described the job.
+    /// Returns whether each slice has its content on a server that has described the job.
     fn has_every_slice(&self) -> bool {
         let held = self.held.iter().filter(|(server, _)| !self.lost.contains_key(server));
         let full: BTreeMap<ServerId, BTreeSet<u32>> =
@@ -136,8 +136,9 @@ impl Recovery {
         (0..placement.slices()).all(is_full)
     }
 
-    /// Whether the workers of all ranks have asked to continue, and none knows a later epoch than
-    /// the servers. Then no step was made in a later placement: its ranks would know its epoch.
+    /// Returns whether the workers of all ranks have asked to continue, and none knows a later
+    /// epoch than the servers. Then no step was made in a later placement: its ranks would know its
+    /// epoch.
     fn is_latest(&self) -> bool {
         let Some((latest, Ranks { leases, .. })) = self.published() else { return false };
         let confirms = |(rank, lease): (&u32, &Lease)| {
@@ -146,8 +147,8 @@ impl Recovery {
         !leases.is_empty() && leases.iter().all(confirms)
     }
 
-    /// Whether a server was reading the checkpoint to which the job returns, or describes the job
-    /// as it was before: the last coordinator has died before all servers had read it.
+    /// Returns whether a server was reading the checkpoint to which the job returns, or describes
+    /// the job as it was before: the last coordinator has died before all servers had read it.
     fn is_half_restored(&self) -> bool {
         let Some(top) = self.held.values().map(|held| held.attempt).max() else { return false };
         self.held.values().any(|held| {
@@ -292,8 +293,8 @@ impl Cluster {
         }
     }
 
-    /// Whether servers may still describe jobs: the coordinator has just started, and servers of an
-    /// earlier one have registered, or have had no time to.
+    /// Returns whether servers may still describe jobs: the coordinator has just started, and
+    /// servers of an earlier one have registered, or have had no time to.
     pub(super) fn is_learning(&self) -> bool {
         let has_settled = self.settles_until.is_none() && self.has_returning == Some(false);
         self.learns_until.is_some() && !has_settled

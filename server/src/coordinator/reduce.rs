@@ -40,7 +40,7 @@ pub(crate) struct Absent {
     pub(crate) slice: u32,
     /// The lowest absent rank; one that takes part in the step, if there is one.
     pub(crate) rank: u32,
-    /// Whether all ranks are absent.
+    /// `true` if all ranks are absent.
     pub(crate) everywhere: bool,
 }
 
@@ -251,7 +251,7 @@ impl Open {
         Gradient::new(spec, &self.round.reports, |rank| self.takes_part(rank))
     }
 
-    /// Whether every server has all gradients of the open step.
+    /// Returns whether every server has all gradients of the open step.
     pub(super) fn is_reduced(&self) -> bool {
         let mut awaited = self.servers().filter(|&server| self.awaits(server));
         self.version.is_some() && awaited.all(|server| self.round.reports.contains_key(&server))

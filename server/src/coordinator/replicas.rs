@@ -95,12 +95,13 @@ impl Replicas {
         Self { active: active(spec, placement, &BTreeMap::new()), ..Self::default() }
     }
 
-    /// Whether slices are being copied, for which the open step waits.
+    /// Returns whether slices are being copied, for which the open step waits.
     pub(super) fn is_copying(&self) -> bool {
         self.copying.is_some()
     }
 
-    /// Whether a report was sent after the server had received the last command to copy slices.
+    /// Returns whether a report was sent after the server had received the last command to copy
+    /// slices.
     pub(super) fn is_current(&self, server: ServerId, copies: u64) -> bool {
         self.told.get(&server).copied().unwrap_or(0) == copies
     }
@@ -141,12 +142,12 @@ impl Replicas {
         self.empty.get(&server).cloned().unwrap_or_default()
     }
 
-    /// Whether a server has refused the job, or further slices of it.
+    /// Returns whether a server has refused the job, or further slices of it.
     pub(super) fn cannot_hold(&self, server: &Server) -> bool {
         self.refused.contains(&(server.id, server.incarnation)) || self.full.contains(&server.id)
     }
 
-    /// Whether one of the servers of a slice has its content.
+    /// Returns whether one of the servers of a slice has its content.
     pub(super) fn has(&self, server: ServerId, slice: u32) -> bool {
         let lacks = |slices: &BTreeSet<u32>| slices.contains(&slice);
         let copies = |copy: &Copying| copy.server == server && copy.slices.contains(&slice);
@@ -216,7 +217,7 @@ impl Open {
         owners.filter(move |&server| self.replicas.has(server, slice as u32))
     }
 
-    /// Whether a slice is to have more servers, beside those that are being drained.
+    /// Returns whether a slice is to have more servers, beside those that are being drained.
     pub(super) fn lacks_servers(&self, spec: &JobSpec, slice: usize) -> bool {
         let servers = self.placement.servers();
         let owners = self.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
@@ -228,7 +229,7 @@ impl Open {
         owners.filter(stays).count() < spec.replicas as usize
     }
 
-    /// Whether the open step waits for a report of the server.
+    /// Returns whether the open step waits for a report of the server.
     pub(super) fn awaits(&self, server: ServerId) -> bool {
         let as_backup = self.replicas.active.get(&server).is_some_and(|&slices| slices > 0);
         as_backup || self.trainable.contains_key(&server)
@@ -252,7 +253,8 @@ impl Open {
 }
 
 impl Cluster {
-    /// Whether every slice of a running job has all its replicas, on servers that are connected.
+    /// Returns whether every slice of a running job has all its replicas, on servers that are
+    /// connected.
     #[cfg(test)]
     pub(crate) fn is_redundant(&self, name: &str) -> bool {
         self.jobs.get(name).is_some_and(|job| match &job.phase {
@@ -261,7 +263,7 @@ impl Cluster {
         })
     }
 
-    /// Whether a server counts as one that has the content of a slice of a running job.
+    /// Returns whether a server counts as one that has the content of a slice of a running job.
     #[cfg(test)]
     pub(crate) fn has_content(&self, name: &str, server: ServerId, slice: u32) -> bool {
         self.jobs.get(name).is_some_and(|job| match &job.phase {

@@ -23,7 +23,7 @@ use super::{
 pub(super) struct Rester {
     /// The step that was open when the rank began to rest.
     pub(super) since: u64,
-    /// Whether mean gradients are over the other ranks.
+    /// `true` if mean gradients are over the other ranks.
     pub(super) excluded: bool,
     /// More than one if the rank has repeated its call.
     pub(super) waiters: Vec<Waiter>,
@@ -34,7 +34,7 @@ pub(super) struct Rester {
 pub(crate) struct Begins {
     /// The step that is open.
     pub(crate) since: u64,
-    /// Whether mean gradients are over the other ranks.
+    /// `true` if mean gradients are over the other ranks.
     pub(crate) excluded: bool,
 }
 

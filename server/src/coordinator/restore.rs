@@ -107,7 +107,8 @@ impl Interrupted {
         self.done.retain(|_, since| *since <= version);
     }
 
-    /// Whether the job may be placed on the `connected` servers. It needs one for each of its
+    /// Returns whether the job may be placed on the `connected` servers. It needs one for each of
+    /// its
     /// `replicas`, and waits for a while for as many as it has had.
     pub(super) fn may_be_placed(
         &mut self,
@@ -183,8 +184,8 @@ impl Interrupted {
     }
 }
 
-/// Whether a job that was created from one checkpoint may be requested with another. The latest
-/// checkpoint stands for any, because there may be a later one since.
+/// Returns whether a job that was created from one checkpoint may be requested with another. The
+/// latest checkpoint stands for any, because there may be a later one since.
 pub(super) fn same_checkpoint(created: Option<&Restore>, requested: Option<&Restore>) -> bool {
     match requested {
         Some(Restore { version: RestoreVersion::Latest | RestoreVersion::LatestIfAny, .. }) => true,

@@ -120,7 +120,7 @@ pub(crate) struct Saved {
 }
 
 impl Saves {
-    /// Whether the current save waits for a server.
+    /// Returns whether the current save waits for a server.
     pub(super) fn awaits(&self, server: ServerId) -> bool {
         self.current.as_ref().is_some_and(|saving| saving.pending.contains(&server))
     }
@@ -441,7 +441,7 @@ impl Cluster {
         }
     }
 
-    /// Whether the manifest of a save of the job is being written.
+    /// Returns whether the manifest of a save of the job is being written.
     pub(super) fn completes(&self, name: &str) -> bool {
         self.completing.values().any(|job| job == name)
     }

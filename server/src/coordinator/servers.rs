@@ -115,7 +115,7 @@ impl Cluster {
         out.extend(missing.into_values().map(|server| Action::Probe(server.clone())));
     }
 
-    /// Whether the control stream is the current stream of a connected server.
+    /// Returns whether the control stream is the current stream of a connected server.
     pub(super) fn is_current(&self, link: Link) -> bool {
         self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
     }

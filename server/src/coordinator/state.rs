@@ -47,7 +47,7 @@ pub(crate) struct ServerState {
     pub(crate) failed: BTreeMap<u64, FailedThere>,
     /// The version of the server; empty if it is unknown.
     pub(crate) version: String,
-    /// Whether the server is cordoned: it receives no new slices.
+    /// `true` if the server is cordoned: it receives no new slices.
     pub(crate) cordoned: bool,
     /// The number of the [`Command::Confirm`] that follows the welcome. When the server has
     /// confirmed it (`None`), it refuses coordinators of earlier terms. Before that it may return
@@ -90,7 +90,7 @@ pub(crate) enum Phase {
     /// The job waits for servers, or for its placement.
     Waiting {
         creators: Vec<Waiter>,
-        /// Whether [`Action::Place`] is in progress.
+        /// `true` if [`Action::Place`] is in progress.
         placing: bool,
         /// The ranks that wait for the job to be restored, if it was open before.
         interrupted: Option<Box<Interrupted>>,
@@ -112,7 +112,7 @@ pub(crate) enum Phase {
     /// The job has failed, and its servers were told to close it.
     Failed {
         reason: String,
-        /// Whether its state, and with it its latest checkpoint, may be wrong.
+        /// `true` if its state, and with it its latest checkpoint, may be wrong.
         is_damaged: bool,
     },
 }
@@ -214,12 +214,12 @@ impl Open {
         world as usize - self.done.len() - self.resting.len()
     }
 
-    /// Whether every rank has left in order or has no more data.
+    /// Returns whether every rank has left in order or has no more data.
     pub(crate) fn has_ended(&self, world: u32) -> bool {
         self.members.is_empty() && self.left.len() + self.done.len() == world as usize
     }
 
-    /// Whether the rank takes part in the open step: it is neither done nor resting.
+    /// Returns whether the rank takes part in the open step: it is neither done nor resting.
     pub(crate) fn takes_part(&self, rank: u32) -> bool {
         !self.done.contains_key(&rank) && !self.resting.contains(rank)
     }
@@ -301,7 +301,7 @@ impl Phase {
         interrupted.iter().flat_map(|interrupted| interrupted.holders())
     }
 
-    /// Whether the server holds slices of the job, or allocates memory for them.
+    /// Returns whether the server holds slices of the job, or allocates memory for them.
     pub(crate) fn uses(&self, server: ServerId) -> bool {
         self.placement().is_some_and(|placement| placement.servers().iter().any(|s| s.id == server))
     }

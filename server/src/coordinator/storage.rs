@@ -44,7 +44,7 @@ pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) ->
     }
 }
 
-/// Whether two URLs name the same place.
+/// Returns whether two URLs name the same place.
 pub(super) fn is_same_place(one: &str, other: &str) -> bool {
     one.trim_end_matches('/') == other.trim_end_matches('/')
 }

@@ -36,7 +36,7 @@ pub(crate) struct SliceCopy {
     pub(crate) source_offset: usize,
     /// The number of elements; never 0.
     pub(crate) length: usize,
-    /// Whether the optimizer state and the number of applied steps are copied as well.
+    /// `true` if the optimizer state and the number of applied steps are copied as well.
     pub(crate) state: bool,
 }
 
@@ -64,7 +64,8 @@ impl Source {
         copies
     }
 
-    /// Whether the optimizer state of the slice is copied from the predecessor's tensor `before`.
+    /// Returns whether the optimizer state of the slice is copied from the predecessor's tensor
+    /// `before`.
     fn carries_state(&self, spec: &JobSpec, slice: usize, before: usize) -> bool {
         let owner = self.spec.manifest.owner(before);
         let (old, new) = (&self.spec.groups[0], &spec.groups[0]);

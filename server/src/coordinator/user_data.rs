@@ -29,9 +29,9 @@ pub(crate) struct UserData {
     pub(super) awaited: BTreeSet<u32>,
     /// The ranks that ended before they had sent their data.
     pub(super) missing: BTreeSet<u32>,
-    /// Whether the last coordinator had the data that is missing, as far as it had been sent.
+    /// `true` if the last coordinator had the data that is missing, as far as it had been sent.
     pub(super) went_with_coordinator: bool,
-    /// Whether the version was restored under the last coordinator, which had read the data.
+    /// `true` if the version was restored under the last coordinator, which had read the data.
     pub(super) is_unread: bool,
 }
 
@@ -72,7 +72,7 @@ impl UserData {
         self.ranks.keys().chain(&self.awaited).chain(&self.missing).copied().collect()
     }
 
-    /// Whether every rank has sent its data.
+    /// Returns whether every rank has sent its data.
     pub(super) fn is_complete(&self) -> bool {
         #[cfg(test)]
         if is_missing(Safeguard::UserData) {

@@ -135,7 +135,7 @@ impl<S> LimitRequests<S> {
     }
 }
 
-/// Whether the messages of the method are used as they arrive.
+/// Returns whether the messages of the method are used as they arrive.
 fn is_streamed(path: &str) -> bool {
     path == "/zeroshard.v1.DataService/Push" || path.ends_with("/Serve")
 }
@@ -165,7 +165,7 @@ struct Metered {
     /// The number of bytes that are reserved in the budget.
     reserved: u64,
     received: Received,
-    /// Whether the bytes count until the call is answered, because the message that was decoded
+    /// `true` if the bytes count until the call is answered, because the message that was decoded
     /// from them is as large and is kept.
     is_held: bool,
     limit: Pin<Box<Sleep>>,

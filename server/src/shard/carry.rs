@@ -156,7 +156,7 @@ impl<B: Backend> Copier<B> {
         std::iter::once((master, Part::Master)).chain(state)
     }
 
-    /// Whether the slice of `copy` has this part.
+    /// Returns whether the slice of `copy` has this part.
     fn has(&self, copy: &SliceCopy, part: Part) -> Result<bool> {
         Ok(self.job.slice(copy.slice)?.shape_of(part) != StateShape::Absent)
     }

@@ -82,7 +82,7 @@ pub(super) struct Tasks {
     jobs: HashMap<u64, Queue>,
     /// The descriptions of jobs that have not been read from their checkpoints, while ranks wait.
     restoring: HashMap<u64, pb::HeldJob>,
-    /// Whether a coordinator has cordoned this server.
+    /// `true` if a coordinator has cordoned this server.
     cordoned: bool,
 }
 
@@ -185,8 +185,8 @@ pub(crate) fn check_term(seen: &AtomicU64, term: u64) -> Result<()> {
     if term < current { Err(Error::StaleTerm { term, current }) } else { Ok(()) }
 }
 
-/// Whether a description fits into a message of `limit` bytes. A longer one would break the control
-/// stream of all jobs.
+/// Returns whether a description fits into a message of `limit` bytes. A longer one would break the
+/// control stream of all jobs.
 fn is_sendable(held: &pb::HeldJob, limit: usize) -> bool {
     held.encoded_len() + EVENT_BYTES <= limit
 }

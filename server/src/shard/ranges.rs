@@ -13,17 +13,17 @@ impl Ranges {
         self.0.len()
     }
 
-    /// Whether the set is empty.
+    /// Returns whether the set is empty.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether the set is `0..end`.
+    /// Returns whether the set is `0..end`.
     pub(crate) fn is_all(&self, end: usize) -> bool {
         end == 0 || self.0.first() == Some(&(0..end))
     }
 
-    /// Whether the set contains all of `range`.
+    /// Returns whether the set contains all of `range`.
     pub(crate) fn contains(&self, range: &Range<usize>) -> bool {
         let holder = self.0.partition_point(|r| r.end <= range.start);
         range.is_empty()

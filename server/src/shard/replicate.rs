@@ -133,8 +133,8 @@ async fn copy<B: Backend>(
     store.failure.blocking("end a copy of slices", end).await
 }
 
-/// Whether a call to a primary cannot succeed later. A primary that does not know yet that it is
-/// one refuses the call, and one that is gone is replaced by the coordinator.
+/// Returns whether a call to a primary cannot succeed later. A primary that does not know yet that
+/// it is one refuses the call, and one that is gone is replaced by the coordinator.
 fn is_final(error: &Error) -> bool {
     matches!(error, Error::Invalid { .. } | Error::Internal { .. } | Error::Storage { .. })
 }

@@ -50,7 +50,7 @@ pub(crate) struct Round {
     slice: u32,
     turns: Vec<Turns>,
     figures: Figures,
-    /// Whether any rank has sent elements. INVARIANT: nothing is added before.
+    /// `true` if any rank has sent elements. INVARIANT: nothing is added before.
     touched: bool,
 }
 
@@ -68,12 +68,12 @@ impl Round {
         self.touched = false;
     }
 
-    /// Whether any rank has sent elements, so that there is a sum.
+    /// Returns whether any rank has sent elements, so that there is a sum.
     pub(crate) fn is_touched(&self) -> bool {
         self.touched
     }
 
-    /// Whether every rank has contributed, or no rank has a gradient.
+    /// Returns whether every rank has contributed, or no rank has a gradient.
     pub(crate) fn is_complete(&self) -> bool {
         self.figures.are_complete() || self.is_absent_everywhere()
     }

@@ -62,7 +62,7 @@ pub(crate) struct Slice<B: Backend> {
     pub(crate) pushers: Arc<[SliceContributors]>,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
-    /// Whether the clip coefficient does not apply to the slice.
+    /// `true` if the clip coefficient does not apply to the slice.
     no_clip: bool,
     /// The divisor of summed gradients.
     divisor: f64,
@@ -105,7 +105,7 @@ struct Inner<B: Backend> {
     uploaded: Received,
     /// The state tensors that have arrived.
     uploaded_state: Vec<Received>,
-    /// Whether the state tensors hold uploads of an earlier epoch.
+    /// `true` if the state tensors hold uploads of an earlier epoch.
     stale_state: bool,
     open: Option<Open<B>>,
     /// The arrived part of new values that come with the open step.
@@ -128,8 +128,8 @@ struct Open<B: Backend> {
     /// Backups and other readers may hold it, once it is complete.
     sum: Versioned<B>,
     round: Round,
-    /// Whether the reduced gradient has been reported; from then on the step may be decided at any
-    /// moment.
+    /// `true` if the reduced gradient has been reported; from then on the step may be decided at
+    /// any moment.
     is_reported: bool,
 }
 
@@ -247,7 +247,8 @@ impl<B: Backend> Slice<B> {
         Some(self.version.load(Ordering::Acquire)).filter(|&version| version != NOT_INITIALISED)
     }
 
-    /// Whether arrays of the slice are outside of memory, so that its steps go piece by piece.
+    /// Returns whether arrays of the slice are outside of memory, so that its steps go piece by
+    /// piece.
     pub(crate) fn is_streamed(&self) -> bool {
         self.tiers.is_some()
     }

@@ -89,7 +89,7 @@ impl<B: Backend> Store<B> {
         Ok(job.clone())
     }
 
-    /// Whether a job with this id is open.
+    /// Returns whether a job with this id is open.
     pub(crate) fn holds(&self, id: u64) -> bool {
         self.jobs.iter().any(|job| job.id == id)
     }
@@ -119,7 +119,7 @@ impl<B: Backend> Store<B> {
         }
     }
 
-    /// Whether the memory of closed jobs is still being freed.
+    /// Returns whether the memory of closed jobs is still being freed.
     pub(crate) fn is_releasing(&self) -> bool {
         let closing = self.closing.lock().expect("no holder of the lock panics");
         closing.iter().any(|memory| memory.strong_count() > 0)

@@ -59,7 +59,7 @@ struct OpenCall {
 }
 
 impl Coordinator {
-    /// Whether the timer is to be set to an earlier time, like that of the driver.
+    /// Returns whether the timer is to be set to an earlier time, like that of the driver.
     fn fires_after(&self, at: Now) -> bool {
         self.armed.is_none_or(|armed| at < armed)
     }
@@ -477,12 +477,13 @@ impl World {
         servers.map(|server| (server.id - 1) as usize).collect()
     }
 
-    /// Whether every slice of the running job has all its replicas, on servers that are alive.
+    /// Returns whether every slice of the running job has all its replicas, on servers that are
+    /// alive.
     pub(super) fn is_redundant(&self) -> bool {
         self.is_whole() && self.clusters().any(|cluster| cluster.is_redundant(JOB))
     }
 
-    /// Whether the job runs on servers that are alive.
+    /// Returns whether the job runs on servers that are alive.
     pub(super) fn is_whole(&self) -> bool {
         let Some(job) = self.clusters().find_map(|cluster| cluster.describe(JOB).ok()) else {
             return false;

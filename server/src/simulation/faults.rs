@@ -86,7 +86,7 @@ impl Faults {
         1 + usize::from(rng.u32(..1000) < self.repeated)
     }
 
-    /// Whether a message is lost.
+    /// Returns whether a message is lost.
     pub(super) fn loses(&self, rng: &mut Rng) -> bool {
         rng.u32(..1000) < self.lost
     }
@@ -134,8 +134,8 @@ impl World {
         self.after(down, Happening::CoordinatorStarts { index });
     }
 
-    /// Whether a server may be lost: there are checkpoints, or all slices have their replicas, also
-    /// without the servers that stand still.
+    /// Returns whether a server may be lost: there are checkpoints, or all slices have their
+    /// replicas, also without the servers that stand still.
     fn can_lose(&self, server: usize) -> bool {
         if self.size.save_every.is_some() {
             return true;
@@ -147,7 +147,7 @@ impl World {
         self.size.replicas > 1 && self.is_redundant() && !any_stands
     }
 
-    /// Whether a server will stand still for longer than `duration`.
+    /// Returns whether a server will stand still for longer than `duration`.
     fn stands_still_for(&self, server: usize, duration: Duration) -> bool {
         self.servers[server].still_until > self.now + duration
     }

@@ -27,13 +27,13 @@ pub(super) struct Pair {
     servers: Vec<Reach>,
     ranks: Vec<Reach>,
     seed: u64,
-    /// Whether the coordinators are elected.
+    /// `true` if the coordinators are elected.
     is_elected: bool,
     /// The one that was not given up.
     pub(super) kept: Option<usize>,
     /// When the network must not change any more if the job has no checkpoints.
     until: Option<Now>,
-    /// Whether the other one was stopped. Otherwise it runs, and nobody reaches it.
+    /// `true` if the other one was stopped. Otherwise it runs, and nobody reaches it.
     is_other_stopped: bool,
 }
 
@@ -50,7 +50,7 @@ impl Pair {
         }
     }
 
-    /// Whether a coordinator was stopped for ever.
+    /// Returns whether a coordinator was stopped for ever.
     pub(super) fn is_stopped(&self, index: usize) -> bool {
         self.is_other_stopped && self.kept.is_some_and(|kept| kept != index)
     }

@@ -21,7 +21,7 @@ thread_local! {
     static MISSING: Cell<Option<Safeguard>> = const { Cell::new(None) };
 }
 
-/// Whether the running test has taken out this part.
+/// Returns whether the running test has taken out this part.
 pub(crate) fn is_missing(safeguard: Safeguard) -> bool {
     MISSING.get() == Some(safeguard)
 }

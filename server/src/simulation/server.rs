@@ -147,12 +147,12 @@ impl ShardServer {
         Server { id, incarnation, address: format!("host{id}:{incarnation}") }
     }
 
-    /// Whether the server can describe the job to a new coordinator.
+    /// Returns whether the server can describe the job to a new coordinator.
     fn holds(&self) -> bool {
         !self.jobs.is_empty() || !self.restoring.is_empty()
     }
 
-    /// Whether this is its control stream.
+    /// Returns whether this is its control stream.
     fn follows(&self, stream: u64) -> bool {
         self.stream.is_some_and(|(_, number)| number == stream)
     }
@@ -367,7 +367,8 @@ impl World {
         self.flush(server);
     }
 
-    /// Whether a server carries out a command. One of an earlier term ends the control stream.
+    /// Returns whether a server carries out a command. One of an earlier term ends the control
+    /// stream.
     fn accepts(&mut self, server: usize, term: u64, command: &serve_response::Command) -> bool {
         let of = &mut self.servers[server];
         if check_term(&of.term, term).is_err() {

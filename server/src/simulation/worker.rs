@@ -49,7 +49,7 @@ enum Call {
 }
 
 impl Call {
-    /// Whether it is about the membership, and not about a step.
+    /// Returns whether it is about the membership, and not about a step.
     fn enters(self) -> bool {
         matches!(self, Self::Create | Self::Join | Self::Attach)
     }
@@ -63,7 +63,7 @@ pub(super) struct Worker {
     pub(super) lease: Option<Lease>,
     /// The next step.
     pub(super) step: u64,
-    /// Whether the process will end before it commits. Its gradients are wrong.
+    /// `true` if the process will end before it commits. Its gradients are wrong.
     is_doomed: bool,
     has_created: bool,
     has_joined: bool,
@@ -91,7 +91,7 @@ pub(super) struct Worker {
     pushed: BTreeSet<(u32, usize)>,
     /// The step was decided before, so that nothing has to be pushed.
     is_decided: bool,
-    /// Whether the data of the rank for checkpoints of its last step has not been sent.
+    /// `true` if the data of the rank for checkpoints of its last step has not been sent.
     owes_data: bool,
     /// The latest version for which this process has begun to send its data. It sends the data to a
     /// new coordinator as well, since the answer of an earlier one may still be under way.
@@ -134,7 +134,7 @@ impl Worker {
         }
     }
 
-    /// Whether it has joined a job whose parameters have been uploaded.
+    /// Returns whether it has joined a job whose parameters have been uploaded.
     pub(super) fn trains(&self) -> bool {
         self.version.is_some()
     }
@@ -208,17 +208,17 @@ impl Worker {
         self.forget_pushes();
     }
 
-    /// Whether a request for parameters has been answered.
+    /// Returns whether a request for parameters has been answered.
     fn has(&self, request: &Request) -> bool {
         matches!(request, Request::Pull { slice, .. } if self.pulled.contains(slice))
     }
 
-    /// Whether a request for parameters is of an earlier epoch.
+    /// Returns whether a request for parameters is of an earlier epoch.
     fn is_stale(&self, request: &Request) -> bool {
         matches!(request, Request::Pull { epoch, .. } if *epoch < self.epoch)
     }
 
-    /// Whether a request is due: it has not been sent for a while.
+    /// Returns whether a request is due: it has not been sent for a while.
     fn is_due(&mut self, key: (u8, u32, u64), now: Now) -> bool {
         let is_due = self.asked.get(&key).is_none_or(|at| *at + REPEAT <= now);
         if is_due {

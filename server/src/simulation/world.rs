@@ -153,16 +153,17 @@ pub(super) struct World {
     pub(super) workers: Vec<Worker>,
     pub(super) store: Store,
     pub(super) faults: Faults,
-    /// Whether no server has held the job at some time, so that a new coordinator may not know it.
+    /// `true` if no server has held the job at some time, so that a new coordinator may not know
+    /// it.
     pub(super) nobody_held: bool,
-    /// Whether all workers have begun to train, after which things go wrong.
+    /// `true` if all workers have begun to train, after which things go wrong.
     pub(super) has_begun: bool,
     pub(super) record: Record,
     /// What has happened, if it is to be printed.
     log: Option<Vec<String>>,
     /// What must not happen, and has.
     pub(super) failure: Option<String>,
-    /// Whether the run counts as failed at its end, to see its log.
+    /// `true` if the run counts as failed at its end, to see its log.
     fails_at_end: bool,
 }
 

@@ -56,7 +56,7 @@ impl<B: Backend> Array<B> {
         }
     }
 
-    /// Whether anybody else holds the array.
+    /// Returns whether anybody else holds the array.
     pub(crate) fn is_read(&self) -> bool {
         match self {
             Self::Memory(buffer) => Arc::strong_count(buffer) > 1,

@@ -90,7 +90,7 @@ pub(crate) struct Tiers<B: Backend> {
     /// The budget of each tier.
     budgets: [Arc<Budget>; 3],
     outside: Option<Outside<B>>,
-    /// Whether the memory of the backend is that of a GPU.
+    /// `true` if the memory of the backend is that of a GPU.
     has_gpu: bool,
     /// The flag that limits host memory.
     option: &'static str,

@@ -50,7 +50,7 @@ pub(super) struct Shared<B: Backend> {
 pub(crate) struct Cell<B: Backend> {
     content: Content,
     loaded: Option<Loaded<B>>,
-    /// Whether the pool of working buffers knows that the array may have one.
+    /// `true` if the pool of working buffers knows that the array may have one.
     pub(super) is_listed: bool,
 }
 

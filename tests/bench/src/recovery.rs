@@ -170,7 +170,7 @@ async fn lose_server(
     Ok(())
 }
 
-/// Whether all slices of the job have their replicas, according to the coordinator.
+/// Returns whether all slices of the job have their replicas, according to the coordinator.
 fn is_redundant(cluster: &Cluster) -> bool {
     let whole = format!("zeroshard_job_degraded_slices{{job={JOB:?}}} 0");
     cluster.coordinator.get("/metrics").lines().any(|line| line == whole)

@@ -90,8 +90,8 @@ impl fmt::Display for System {
 }
 
 impl System {
-    /// Whether this is a system of another project. The other systems are then measured even if it
-    /// does not run.
+    /// Returns whether this is a system of another project. The other systems are then measured
+    /// even if it does not run.
     fn is_peer(self) -> bool {
         self != Self::Zeroshard
     }

@@ -46,8 +46,8 @@ pub(crate) fn name(code: Code) -> Option<&'static str> {
     NAMES.iter().find(|(of, _)| *of == code).map(|(_, name)| *name)
 }
 
-/// Whether every later call fails with this error as well, because the context cannot be used any
-/// more.
+/// Returns whether every later call fails with this error as well, because the context cannot be
+/// used any more.
 pub(crate) fn is_sticky(code: Code) -> bool {
     matches!(code, 46 | 214 | 220 | 700 | 702 | 716 | 719 | 999)
 }

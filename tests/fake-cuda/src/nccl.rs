@@ -64,7 +64,7 @@ pub(crate) struct Message {
 }
 
 impl Message {
-    /// Whether a receive can run.
+    /// Returns whether a receive can run.
     pub(crate) fn is_ready(&self) -> bool {
         self.communicator.is_aborted.load(Ordering::Relaxed) || self.path.exists()
     }

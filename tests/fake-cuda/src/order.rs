@@ -46,7 +46,7 @@ pub(crate) struct Stamp {
 }
 
 impl Stamp {
-    /// Whether the other operation happens before this one, or is this one.
+    /// Returns whether the other operation happens before this one, or is this one.
     fn is_after(&self, other: &Stamp) -> bool {
         self.clock.of(other.stream) >= other.clock.of(other.stream)
     }

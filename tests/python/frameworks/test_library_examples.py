@@ -12,7 +12,7 @@ COUNTING = re.compile(r"\d+( \d+){11}$")
 
 
 def counts(printed: str) -> bool:
-    """Whether the last line ends with numbers that count upwards, modulo 32."""
+    """Returns whether the last line ends with numbers that count upwards, modulo 32."""
     found = COUNTING.search(printed.strip())
     assert found, printed
     numbers = [int(number) for number in found.group().split()]

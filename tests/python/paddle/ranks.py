@@ -22,7 +22,7 @@ from processes import LOOPBACK, TIMEOUT, RankFailed, free_port, run_all
 
 __all__ = ["RankFailed", "Team", "at_once", "run"]
 
-#: Whether a connection sends at once.
+#: ``True`` if a connection sends at once.
 AT_ONCE = socket.IPPROTO_TCP, socket.TCP_NODELAY
 
 _context = multiprocessing.get_context("forkserver")

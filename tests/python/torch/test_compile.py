@@ -178,7 +178,7 @@ def test_compiled_block_gives_the_same_bits(block: Any, cluster: zs.Session) -> 
 
 
 def has_compiler() -> bool:
-    """Whether inductor can compile extension modules of Python in C++."""
+    """Returns whether inductor can compile extension modules of Python in C++."""
     return (
         shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
     )

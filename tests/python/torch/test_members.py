@@ -482,7 +482,7 @@ def test_the_members_that_change_what_servers_hold_are_refused(
 
 
 def is_close(found: Any, expected: Any) -> bool:
-    """Whether results are equal, but for the rounding of numbers."""
+    """Returns whether results are equal, but for the rounding of numbers."""
     if isinstance(found, Exception) or isinstance(found, str) != isinstance(expected, str):
         return False
     if isinstance(expected, float):

@@ -25,7 +25,7 @@ async fn pull_part(job: &Job, version: u64, part: StatePart<'_>) -> Vec<(usize, 
     values
 }
 
-/// Whether the optimizer has this state tensor for a trained tensor of this shape.
+/// Returns whether the optimizer has this state tensor for a trained tensor of this shape.
 fn has_state(job: &JobSpec, tensor: &TensorSpec, name: &str) -> bool {
     let optimizer = &job.groups[tensor.group as usize];
     let shapes = optimizer.state_shapes(&tensor.shape);

@@ -151,7 +151,7 @@ impl Usage {
         Self { process, memory: of.memory(), files, series }
     }
 
-    /// Whether the process holds the arrays of a job.
+    /// Returns whether the process holds the arrays of a job.
     fn holds_a_job(&self) -> bool {
         ["master", "state", "accumulator"].iter().all(|kind| {
             let bytes = self.series.get(&format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}"));

@@ -50,7 +50,7 @@ pub(crate) struct Input {
     /// The pause before each frame.
     pub(crate) pauses: Vec<Duration>,
     pub(crate) ending: Ending,
-    /// Whether the call carries [`Self::limit`] as its deadline. Otherwise the caller cancels it
+    /// `true` if the call carries [`Self::limit`] as its deadline. Otherwise the caller cancels it
     /// after this time.
     pub(crate) has_deadline: bool,
     pub(crate) limit: Duration,

@@ -158,7 +158,7 @@ impl Run {
         self.results.lock().unwrap().losses.last_key_value().map(|last| *last.0)
     }
 
-    /// Whether all slices have their replicas.
+    /// Returns whether all slices have their replicas.
     fn is_whole(&self) -> bool {
         let metrics = self.leader().map(|leader| self.coordinators[leader].get("/metrics"));
         metrics

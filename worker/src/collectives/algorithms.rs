@@ -16,8 +16,8 @@ use super::operation::{Numbers, Operation};
 /// more time than the smaller number of bytes saves.
 const RING_FROM: usize = 64 << 10;
 
-/// Whether to use a ring for `elements` elements in a group of `size` ranks. With two ranks both
-/// algorithms transfer the same number of bytes.
+/// Returns whether to use a ring for `elements` elements in a group of `size` ranks. With two ranks
+/// both algorithms transfer the same number of bytes.
 pub(super) fn uses_ring(size: usize, elements: usize) -> bool {
     size > 2 && elements >= RING_FROM
 }

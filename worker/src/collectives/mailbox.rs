@@ -12,7 +12,7 @@ pub(super) struct Channel {
     pub(super) communicator: u32,
     /// The ranks of the group; for point-to-point messages the sender and the receiver.
     pub(super) group: Vec<u32>,
-    /// Whether the operations are point-to-point messages instead of collectives.
+    /// `true` if the operations are point-to-point messages instead of collectives.
     pub(super) pair: bool,
 }
 
@@ -87,7 +87,7 @@ impl Mailbox {
         }
     }
 
-    /// Whether a peer can still send something.
+    /// Returns whether a peer can still send something.
     ///
     /// # Errors
     /// [`Missing::Lost`]

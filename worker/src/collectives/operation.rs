@@ -129,8 +129,8 @@ impl Operation<'_> {
         Ok(received.flatten().collect())
     }
 
-    /// Whether a message of [`Self::exchange`] with this many elements goes over NCCL. The sender
-    /// and the receiver come to the same result.
+    /// Returns whether a message of [`Self::exchange`] with this many elements goes over NCCL. The
+    /// sender and the receiver come to the same result.
     fn goes_over_nccl(&self, elements: usize) -> bool {
         self.nccl.is_some() && elements >= NCCL_FROM
     }

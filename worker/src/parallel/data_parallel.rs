@@ -40,7 +40,7 @@ pub struct DataParallelOptions {
     pub comm_buffer_size: usize,
     /// The same for the bucket that is sent last, which has the gradients of the first parameters.
     pub last_comm_buffer_size: usize,
-    /// Whether a forward pass may leave out parameters. A rank that did not use a parameter
+    /// `true` if a forward pass may leave out parameters. A rank that did not use a parameter
     /// contributes zeros to its gradient.
     pub find_unused_parameters: bool,
 }
@@ -85,7 +85,7 @@ struct Averaging {
 pub struct Forward<T> {
     /// The output.
     pub output: T,
-    /// Whether its backward pass synchronises.
+    /// `true` if its backward pass synchronises.
     synchronises: bool,
 }
 

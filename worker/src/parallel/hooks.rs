@@ -24,7 +24,7 @@ pub(crate) struct Prepared {
     pub(crate) layouts: Vec<Option<Placement>>,
     /// The layouts after the redistribution.
     pub(crate) desired: Vec<Option<Placement>>,
-    /// Whether the results are plain tensors.
+    /// `true` if the results are plain tensors.
     pub(crate) local: bool,
 }
 

@@ -31,7 +31,7 @@ pub(crate) struct PlacedParameter {
 }
 
 impl Placed {
-    /// Whether the parameter `name` is distributed.
+    /// Returns whether the parameter `name` is distributed.
     pub(crate) fn has(placed: &Option<Self>, name: &str) -> bool {
         placed
             .as_ref()

@@ -52,7 +52,7 @@ pub fn parallelize_module<B: ParallelBackend, M: Parallelize<B>>(
     Ok(module)
 }
 
-/// Whether a path matches a key, token by token.
+/// Returns whether a path matches a key, token by token.
 fn matches(key: &str, path: &str) -> bool {
     let (keys, tokens) = (key.split('.').collect::<Vec<_>>(), path.split('.').collect::<Vec<_>>());
     keys.len() == tokens.len()

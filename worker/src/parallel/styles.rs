@@ -119,7 +119,7 @@ impl Default for PairwiseParallel {
 pub struct SequenceParallel {
     /// The sequence dimension of a norm's input.
     pub sequence_dim: usize,
-    /// Whether the output of a norm is a plain tensor.
+    /// `true` if the output of a norm is a plain tensor.
     pub use_local_output: bool,
 }
 
@@ -137,7 +137,7 @@ pub struct PrepareModuleInput {
     pub input_layouts: Vec<Option<Placement>>,
     /// The layouts after the redistribution.
     pub desired_input_layouts: Vec<Option<Placement>>,
-    /// Whether the module receives plain tensors. torch's default is false.
+    /// `true` if the module receives plain tensors. torch's default is false.
     pub use_local_output: bool,
 }
 
@@ -149,7 +149,7 @@ pub struct PrepareModuleOutput {
     pub output_layouts: Vec<Option<Placement>>,
     /// The layouts after the redistribution.
     pub desired_output_layouts: Vec<Option<Placement>>,
-    /// Whether the caller receives plain tensors. torch's default is true.
+    /// `true` if the caller receives plain tensors. torch's default is true.
     pub use_local_output: bool,
 }
 

@@ -20,7 +20,7 @@ pub(crate) struct Transfer {
 }
 
 impl Transfer {
-    /// Whether both layouts are the same.
+    /// Returns whether both layouts are the same.
     pub(crate) fn is_identity(&self) -> bool {
         self.from == self.to
     }

@@ -423,7 +423,7 @@ impl Train {
         Ok(Some(policy))
     }
 
-    /// Whether this process starts the servers and workers as separate processes.
+    /// Returns whether this process starts the servers and workers as separate processes.
     pub fn makes_processes(&self) -> bool {
         self.processes || (self.tensor_parallel > 1 && self.address.is_none())
     }

@@ -191,8 +191,8 @@ impl Model {
         }
     }
 
-    /// Whether a segment whose backward pass is later than that of `segment` also reads `tensor`.
-    /// This is true for the embedding in the head.
+    /// Returns whether a segment whose backward pass is later than that of `segment` also reads
+    /// `tensor`. This is true for the embedding in the head.
     pub fn reads_again(&self, segment: Segment, tensor: usize) -> bool {
         segment == Segment::Head && tensor == EMBEDDING
     }

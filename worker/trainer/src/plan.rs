@@ -33,9 +33,9 @@ pub struct Plan {
     pub parallelism: Parallelism,
     /// The number of consecutive workers that add their gradients before they push them.
     pub group_size: u32,
-    /// Whether large messages between workers go over NCCL.
+    /// `true` if large messages between workers go over NCCL.
     pub nccl: bool,
-    /// Whether servers with a GPU keep the optimizer state outside of its memory.
+    /// `true` if servers with a GPU keep the optimizer state outside of its memory.
     pub offload: bool,
     /// The division of the global batch.
     pub sharding: Sharding,
@@ -71,7 +71,7 @@ pub struct Plan {
     pub sample_chars: usize,
     /// When and where the job is saved, if it is.
     pub checkpoints: Option<CheckpointPolicy>,
-    /// Whether the job starts from its latest checkpoint, if there is one.
+    /// `true` if the job starts from its latest checkpoint, if there is one.
     pub resume: bool,
 }
 

@@ -23,7 +23,7 @@ pub struct StepEvent {
     pub loss: f64,
     /// The global norm of the mean gradient before clipping.
     pub gradient_norm: f64,
-    /// Whether the step was applied; false if it was skipped because of inf or NaN.
+    /// `true` if the step was applied; false if it was skipped because of inf or NaN.
     pub applied: bool,
     /// The tensor and rank with inf or NaN, if there are any.
     pub overflow: Option<String>,
@@ -236,7 +236,7 @@ pub enum Line<'a> {
         loss: f64,
         /// The global norm of the mean gradient before clipping; null if it is not finite.
         gradient_norm: f64,
-        /// Whether the step was applied; false if it was skipped because of inf or NaN.
+        /// `true` if the step was applied; false if it was skipped because of inf or NaN.
         applied: bool,
         /// The tensor and rank with inf or NaN, if there are any.
         #[serde(skip_serializing_if = "Option::is_none")]

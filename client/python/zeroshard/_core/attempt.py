@@ -25,7 +25,7 @@ class Attempt(Generic[T]):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the model has made a step since."""
+        """Returns whether the model has made a step since."""
         model = self._sharding()
         return model is not None and model.steps != self._steps
 

@@ -59,9 +59,9 @@ class Averager(Generic[T]):
         #: The gradients that were sent. The mean replaces their values.
         self._gradients: dict[int, T] = {}
         self._absent: list[int] = []
-        #: Whether the servers may have a part of a step that this rank has abandoned.
+        #: ``True`` if the servers may have a part of a step that this rank has abandoned.
         self._interrupted = False
-        #: Whether this rank does not know the open step, since its rest was interrupted.
+        #: ``True`` if this rank does not know the open step, since its rest was interrupted.
         self._is_behind = False
 
         specs = [
@@ -186,7 +186,7 @@ class Averager(Generic[T]):
         return self._job.rest(self._step, excluded)
 
     def any_rests(self) -> bool:
-        """Whether a rank rests."""
+        """Returns whether a rank rests."""
         return bool(self.connection.status_of(self._job).resting)
 
     def end_rest(self, rest: Rest) -> int:

@@ -23,32 +23,32 @@ class Entry(Generic[T]):
     framework: Framework[T]
     name: str
     tensor: T
-    #: Whether the servers update it. It may be frozen now: then no rank has a gradient of it.
+    #: ``True`` if the servers update it. It may be frozen now: then no rank has a gradient of it.
     trained: bool
-    #: Whether it is a buffer of the model.
+    #: ``True`` if it is a buffer of the model.
     buffer: bool
     #: Its parameter group.
     group: int
     #: Its index in the manifest.
     index: int
-    #: Whether it is transferred as raw words, because the servers do not support its dtype.
+    #: ``True`` if it is transferred as raw words, because the servers do not support its dtype.
     raw: bool
     #: Its layout on one of the job's meshes.
     layout: JobLayout | None = None
-    #: Whether it is on this worker at all times.
+    #: ``True`` if it is on this worker at all times.
     resident: bool = True
-    #: Whether it is a parameter of the optimizer.
+    #: ``True`` if it is a parameter of the optimizer.
     optimized: bool = False
-    #: Whether it takes part in clipping by the global norm.
+    #: ``True`` if it takes part in clipping by the global norm.
     clips: bool = field(init=False)
     shape: tuple[int, ...] = field(init=False)
     #: The shape of the local tensor.
     local_shape: tuple[int, ...] = field(init=False)
     #: The framework's name of its dtype.
     dtype: str = field(init=False)
-    #: Whether backward computes gradients for it, according to the last forward.
+    #: ``True`` if backward computes gradients for it, according to the last forward.
     differentiable: bool = field(init=False)
-    #: Whether its values are compared to find out whether the program has written to it. The
+    #: ``True`` if its values are compared to find out whether the program has written to it. The
     #: framework does not count all writes.
     _compared: bool = field(init=False, default=False)
     #: Its values as far as they are compared, and the framework's counter of changes, when it was
@@ -82,7 +82,7 @@ class Entry(Generic[T]):
 
     @property
     def modified(self) -> bool:
-        """Whether the program has written to it since it was last marked."""
+        """Returns whether the program has written to it since it was last marked."""
         return bool(modified([self]))
 
     def _counted(self) -> object:
@@ -121,8 +121,8 @@ class Entry(Generic[T]):
         return f"{self.dtype} of shape {list(self.shape)}, {kind}{group}"
 
     def continues(self, before: Entry[T] | None) -> bool:
-        """Whether its values are those that the servers hold for ``before``, its entry in the
-        previous job.
+        """Returns whether its values are those that the servers hold for ``before``, its entry in
+        the previous job.
 
         (Batch norm's updates of its buffers do not count as modifications.)
         """

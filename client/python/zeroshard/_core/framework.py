@@ -41,7 +41,8 @@ class Hook(Protocol):
 
     @property
     def is_last(self) -> bool:
-        """Whether the program has registered no such hook since, which would run after it."""
+        """Returns whether the program has registered no such hook since, which would run after
+        it."""
 
 
 class ParameterMemory(ABC, Generic[T]):
@@ -210,11 +211,12 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def trains(self, tensor: T) -> bool:
-        """Whether backward computes a gradient for the tensor."""
+        """Returns whether backward computes a gradient for the tensor."""
 
     @abstractmethod
     def is_stepped(self, parameter: T) -> bool:
-        """Whether an optimizer of the framework would step the parameter, if it has a gradient."""
+        """Returns whether an optimizer of the framework would step the parameter, if it has a
+        gradient."""
 
     @abstractmethod
     def gradient(self, parameter: T) -> T | None:
@@ -245,8 +247,8 @@ class Framework(ABC, Generic[T]):
         return None
 
     def may_differentiate(self, parameter: T) -> bool:
-        """Whether the program may differentiate the parameter's gradient, so that it must stay on
-        this worker until the step."""
+        """Returns whether the program may differentiate the parameter's gradient, so that it must
+        stay on this worker until the step."""
         return False
 
     def shown_mean(self, parameter: T) -> MeanGradient[T] | None:
@@ -284,7 +286,7 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def clips(self, parameter: T) -> bool:
-        """Whether the parameter takes part in clipping by the global norm."""
+        """Returns whether the parameter takes part in clipping by the global norm."""
 
     @abstractmethod
     def after_gradient(self, parameter: T, call: Callable[[T], None]) -> Hook:
@@ -295,12 +297,12 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def is_recording(self) -> bool:
-        """Whether operations of this thread can be differentiated, or a backward pass is
+        """Returns whether operations of this thread can be differentiated, or a backward pass is
         running."""
 
     @abstractmethod
     def in_backward(self) -> bool:
-        """Whether a backward pass is running in this thread."""
+        """Returns whether a backward pass is running in this thread."""
 
     @abstractmethod
     def backward_pass(self) -> Hashable:
@@ -315,8 +317,8 @@ class Framework(ABC, Generic[T]):
         """During backward: calls ``call`` once when the current pass has ended."""
 
     def is_transforming(self) -> bool:
-        """Whether a function transformation runs in this thread, in which saved tensors cannot be
-        replaced."""
+        """Returns whether a function transformation runs in this thread, in which saved tensors
+        cannot be replaced."""
         return False
 
     def outside_transforms(self) -> AbstractContextManager[None]:
@@ -326,7 +328,8 @@ class Framework(ABC, Generic[T]):
     # ---- modules
 
     def stays(self, module: Any) -> bool:
-        """Whether the parameters of a module stay on the worker, since native code reads them."""
+        """Returns whether the parameters of a module stay on the worker, since native code reads
+        them."""
         return False
 
     @abstractmethod

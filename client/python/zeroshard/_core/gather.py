@@ -51,12 +51,12 @@ class Unit(Generic[T]):
 
     @property
     def allocated(self) -> bool:
-        """Whether it has memory, because it is gathered or being fetched."""
+        """Returns whether it has memory, because it is gathered or being fetched."""
         return self.gathered or self._fetch is not None
 
     @property
     def modified(self) -> bool:
-        """Whether the program has written to it."""
+        """Returns whether the program has written to it."""
         return any(
             self.gatherer.job.entry(parameter).modified for parameter in self.parameters.values()
         )
@@ -357,7 +357,8 @@ class Gatherer(Generic[T]):
         unit.finish()
 
     def _trains(self) -> bool:
-        """Whether all ranks run the current pass. Programs evaluate models on some ranks only."""
+        """Returns whether all ranks run the current pass. Programs evaluate models on some ranks
+        only."""
         return self.framework.is_recording()
 
     def _prefetch(self, numbers: list[int], together: bool) -> None:

@@ -49,11 +49,11 @@ class Gradients(Generic[T]):
         self._run = run
         #: The factor by which the loss was multiplied, as far as the program has said so.
         self.loss_scale = 1.0
-        #: Whether gradients that the program sets are divided by it already.
+        #: ``True`` if gradients that the program sets are divided by it already.
         self._unscaled = False
         #: The factor by which the step will multiply gradients to clip them.
         self._clip_factor: float | None = None
-        #: Whether mean gradients are over the ranks that do not rest.
+        #: ``True`` if mean gradients are over the ranks that do not rest.
         self.excluding = False
         #: The ranks that rest, according to the last call that has asked for norms.
         self.resting: list[int] = []
@@ -134,12 +134,12 @@ class Gradients(Generic[T]):
 
     @property
     def any_sent(self) -> bool:
-        """Whether this rank has sent gradients of the open step."""
+        """Returns whether this rank has sent gradients of the open step."""
         return bool(self._sent)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the open step has had no backward pass whose gradients are sent."""
+        """Returns whether the open step has had no backward pass whose gradients are sent."""
         return not self._passes and not self._sent
 
     def announce(self) -> None:
@@ -295,27 +295,27 @@ class Gradients(Generic[T]):
 
     @property
     def stay_here(self) -> bool:
-        """Whether every rank keeps its own gradients until the program drops them."""
+        """Returns whether every rank keeps its own gradients until the program drops them."""
         return not self._early
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is only one rank."""
+        """Returns whether there is only one rank."""
         return self._job.group.size == 1
 
     def is_open(self, mean: MeanGradient[T]) -> bool:
-        """Whether the mean gradient belongs to the open step."""
+        """Returns whether the mean gradient belongs to the open step."""
         entry = mean.entry
         shown = self._job.framework.shown_mean(entry.tensor)
         return shown is mean and self._means.get(entry.index) is mean
 
     def is_sent(self, mean: MeanGradient[T]) -> bool:
-        """Whether this rank's contribution to it was sent."""
+        """Returns whether this rank's contribution to it was sent."""
         return self.is_open(mean) and mean.entry.index in self._sent
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is running."""
+        """Returns whether a backward pass is running."""
         return self._job.framework.in_backward()
 
     def norms(self) -> list[float]:
@@ -383,7 +383,7 @@ class Gradients(Generic[T]):
 
     @property
     def is_clipped(self) -> bool:
-        """Whether the step will clip the gradients."""
+        """Returns whether the step will clip the gradients."""
         return self._clip_factor is not None
 
     def changed_after_clipping(self, entry: Entry[T]) -> InvalidArgumentError:
@@ -447,8 +447,8 @@ class Gradients(Generic[T]):
 
     @property
     def were_dropped(self) -> bool:
-        """Whether the program has removed all gradients of the open step, as ``zero_grad`` of a
-        module does."""
+        """Returns whether the program has removed all gradients of the open step, as ``zero_grad``
+        of a module does."""
         means = self._means.values()
         return any(map(self._is_dropped, means)) and all(map(self._has_nothing, means))
 
@@ -459,7 +459,8 @@ class Gradients(Generic[T]):
         return self._job.framework.given_gradient(tensor) is None
 
     def _has_nothing(self, mean: MeanGradient[T]) -> bool:
-        """Whether the gradient was dropped, or this rank has none or has not sent its zeros."""
+        """Returns whether the gradient was dropped, or this rank has none or has not sent its
+        zeros."""
         is_unsent_zero = mean.is_zero and mean.entry.index not in self._sent
         is_none = mean.is_absent and not mean.is_edited
         return is_unsent_zero or is_none or self._is_dropped(mean)

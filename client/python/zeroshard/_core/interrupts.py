@@ -62,7 +62,7 @@ def between_operations() -> object:
 
 
 def is_within_operation() -> bool:
-    """Whether this thread is within an operation."""
+    """Returns whether this thread is within an operation."""
     return find_frame(_operations) is not None
 
 
@@ -75,7 +75,7 @@ def find_frame(codes: set[CodeType]) -> FrameType | None:
 
 
 def is_running(frame: FrameType) -> bool:
-    """Whether a frame is one of the callers in this thread."""
+    """Returns whether a frame is one of the callers in this thread."""
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and caller is not frame:
         caller = caller.f_back

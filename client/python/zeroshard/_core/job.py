@@ -138,7 +138,7 @@ class ModelJob(Generic[T]):
         return self.optimizer.groups(self.optimizer_name)
 
     def changed(self) -> bool:
-        """Whether the program has changed the specification of the job.
+        """Returns whether the program has changed the specification of the job.
 
         A parameter that was trained before stays a part of the specification while it is frozen:
         no rank has a gradient of it, so that steps keep its values and its optimizer state.
@@ -275,8 +275,8 @@ class ModelJob(Generic[T]):
         self.mark()
 
     def _has_values(self) -> bool:
-        """Whether the job has started from a checkpoint, and nothing is uploaded. Every rank must
-        call it before it uploads anything."""
+        """Returns whether the job has started from a checkpoint, and nothing is uploaded. Every
+        rank must call it before it uploads anything."""
         if self.checkpoints is None:
             return False
         version, self._followed = self.job.version, self.job.restored
@@ -308,7 +308,8 @@ class ModelJob(Generic[T]):
 
     @property
     def is_rolled_back(self) -> bool:
-        """Whether the job was restored from its last checkpoint, and this rank has not followed."""
+        """Returns whether the job was restored from its last checkpoint, and this rank has not
+        followed."""
         return self.job.restored != self._followed
 
     def check_not_rolled_back(self) -> None:

@@ -27,7 +27,7 @@ class Fetched(ABC, Generic[T]):
     @property
     @abstractmethod
     def is_edited(self) -> bool:
-        """Whether the program has written to the values since they were accepted."""
+        """Returns whether the program has written to the values since they were accepted."""
 
     @abstractmethod
     def accept(self) -> None:
@@ -45,9 +45,9 @@ class MeanGradient(ABC, Generic[T]):
     own: T | None
     #: The factor by which the program has multiplied the mean.
     factor = 1.0
-    #: Whether the program has set it to zero, and nothing was added since.
+    #: ``True`` if the program has set it to zero, and nothing was added since.
     is_zero = False
-    #: Whether the program has set it to zero after it was sent.
+    #: ``True`` if the program has set it to zero after it was sent.
     is_zeroed = False
     #: None until the program looks at it.
     _fetched: Fetched[T] | None = None
@@ -83,17 +83,18 @@ class MeanGradient(ABC, Generic[T]):
     @property
     @abstractmethod
     def is_absent(self) -> bool:
-        """Whether this rank has not used the parameter, and contributes nothing to the mean."""
+        """Returns whether this rank has not used the parameter, and contributes nothing to the
+        mean."""
 
     @property
     def is_edited(self) -> bool:
-        """Whether the program has written to the values."""
+        """Returns whether the program has written to the values."""
         return self._fetched is not None and self._fetched.is_edited
 
     @property
     def is_gone(self) -> bool:
-        """Whether there was a gradient, of which this worker has no values any more. Reading it is
-        an error, as is a step."""
+        """Returns whether there was a gradient, of which this worker has no values any more.
+        Reading it is an error, as is a step."""
         return self.own is None and self._fetched is None and not self.is_absent
 
     def remaining(self) -> T | None:

@@ -30,7 +30,7 @@ class OutsideGradients(Generic[T]):
 
     def __init__(self, job: ModelJob[T]) -> None:
         self._job = job
-        #: Whether ranks may rest, which do not take part in averaging.
+        #: ``True`` if ranks may rest, which do not take part in averaging.
         self.is_joining = False
         #: By the id of a parameter, which the job keeps alive.
         self._stand_ins: dict[int, T] = {}
@@ -59,7 +59,7 @@ class OutsideGradients(Generic[T]):
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is running."""
+        """Returns whether a backward pass is running."""
         return self._job.framework.in_backward()
 
     def show(self) -> None:

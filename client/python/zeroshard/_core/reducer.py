@@ -65,21 +65,21 @@ class Reducer(Generic[T]):
         self._group = group
         self._limits = int(comm_buffer_size * _MB), int(last_comm_buffer_size * _MB)
         self.find_unused_parameters = find_unused_parameters
-        #: Whether forward passes request averaging now.
+        #: ``True`` if forward passes request averaging now.
         self.syncing = True
-        #: Whether the backward pass of the last forward pass is averaged, if the wrapper could not
-        #: register hooks on its outputs.
+        #: ``True`` if the backward pass of the last forward pass is averaged, if the wrapper could
+        #: not register hooks on its outputs.
         self.hidden: bool | None = None
-        #: Whether the running backward pass is averaged. None: no backward pass is running.
+        #: ``True`` if the running backward pass is averaged. None: no backward pass is running.
         self._averaging: bool | None = None
         #: What the running backward pass calls at its end. A pass that fails drops it.
         self._end: Callable[[], Callable[[], None] | None] = _nothing
-        #: Whether creating the job for the current parameters has failed.
+        #: ``True`` if creating the job for the current parameters has failed.
         self._broken = False
         self.averager: Averager[T] | None = None
-        #: Whether mean gradients are over the ranks that do not rest.
+        #: ``True`` if mean gradients are over the ranks that do not rest.
         self._excluding = False
-        #: Whether ranks may rest, and the rest of this one.
+        #: ``True`` if ranks may rest, and the rest of this one.
         self._joining = False
         self._rest: Rest | None = None
         #: Jobs that are no longer used. They are left when every rank uses the next one.
@@ -305,8 +305,8 @@ class Reducer(Generic[T]):
 
 
 def any_averages() -> bool:
-    """Whether gradients are averaged in this process: after the backward passes of a model, or
-    with :func:`average_now`."""
+    """Returns whether gradients are averaged in this process: after the backward passes of a model,
+    or with :func:`average_now`."""
     return _fused.any() or any(reducer.averager is not None for reducer in _all)
 
 
@@ -353,7 +353,7 @@ class _Jobs:
         return averager
 
     def any(self) -> bool:
-        """Whether there is a job."""
+        """Returns whether there is a job."""
         return bool(self._jobs)
 
     def _drop(self, key: tuple[Any, ...]) -> None:

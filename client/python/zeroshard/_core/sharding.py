@@ -81,7 +81,7 @@ class Sharding(Generic[T]):
         returns the ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
-        #: Whether the last training forward may have changed buffers that ranks share, and the
+        #: ``True`` if the last training forward may have changed buffers that ranks share, and the
         #: number of such forwards since the last step.
         self._buffers_differ = False
         self._buffer_changes = 0
@@ -92,12 +92,13 @@ class Sharding(Generic[T]):
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
-        #: Whether ranks may rest, the number of loops in which they might, and the rest of this
+        #: ``True`` if ranks may rest, the number of loops in which they might, and the rest of this
         #: rank.
         self._joining = False
         self._joins = 0
         self._rest: Rest | None = None
-        #: Whether this rank does not know the version of the job, since its rest was interrupted.
+        #: ``True`` if this rank does not know the version of the job, since its rest was
+        #: interrupted.
         self._is_behind = False
         self.last_report: Report | None = None
         #: What the program changes in the state of the optimizer, if it can.
@@ -222,7 +223,7 @@ class Sharding(Generic[T]):
 
     @property
     def has_units(self) -> bool:
-        """Whether the model has parameters that are on the servers."""
+        """Returns whether the model has parameters that are on the servers."""
         return self.gatherer is not None and bool(self.gatherer.units)
 
     def check_movable(self, change: str) -> None:
@@ -235,8 +236,8 @@ class Sharding(Generic[T]):
             )
 
     def fetches(self, parameter: T) -> bool:
-        """Whether the parameter is on the servers, and on this worker only while its module is
-        running."""
+        """Returns whether the parameter is on the servers, and on this worker only while its module
+        is running."""
         if self.gatherer is None:
             return False
         return any(
@@ -270,26 +271,27 @@ class Sharding(Generic[T]):
 
     @property
     def is_undecided(self) -> bool:
-        """Whether this rank has voted for the open step, which the servers may have made."""
+        """Returns whether this rank has voted for the open step, which the servers may have
+        made."""
         return self._voted == self.job.version
 
     @property
     def is_other_thread(self) -> bool:
-        """Whether another thread than the caller trains the model."""
+        """Returns whether another thread than the caller trains the model."""
         return threading.get_ident() != self._thread
 
     @property
     def sees_writes(self) -> bool:
-        """Whether the caller can tell what the program has written on this worker since the last
-        step: no step is being decided, and no other thread is training."""
+        """Returns whether the caller can tell what the program has written on this worker since the
+        last step: no step is being decided, and no other thread is training."""
         if self.is_undecided:
             return False
         return not self.is_other_thread or between_operations() is not None
 
     @property
     def needs_copies(self) -> bool:
-        """Whether the caller must not read the parameters on this worker: it is a signal handler
-        or another thread, or a step was interrupted while it was decided."""
+        """Returns whether the caller must not read the parameters on this worker: it is a signal
+        handler or another thread, or a step was interrupted while it was decided."""
         if self.gatherer is None:
             return self.is_undecided
         return self.is_undecided or self.is_other_thread or is_within_operation()
@@ -793,7 +795,7 @@ def all_open() -> list[Sharding[Any]]:
 
 
 def is_sharded(parameters: Iterable[Any]) -> bool:
-    """Whether a model with one of these parameters is sharded already."""
+    """Returns whether a model with one of these parameters is sharded already."""
     given = list(parameters)
     if find(given) is None:
         return False

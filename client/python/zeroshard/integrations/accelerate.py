@@ -209,7 +209,7 @@ class _PreparedOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper of a sharded optimizer."""
 
     def stands_for(self, optimizer: Any) -> bool:
-        """Whether the sharded optimizer was made of this one."""
+        """Returns whether the sharded optimizer was made of this one."""
         return self.optimizer._given is optimizer
 
     def step(self, closure: Any = None) -> None:

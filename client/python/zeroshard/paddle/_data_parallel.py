@@ -122,7 +122,7 @@ class DataParallel(LayerWrapper, paddle.DataParallel):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Whether a parameter may have no gradient on some of the ranks."""
+        """Returns whether a parameter may have no gradient on some of the ranks."""
         return self._get_reducer().find_unused_parameters
 
     @find_unused_parameters.setter

@@ -76,7 +76,7 @@ def _variable(
 
 
 def _contributes(parameter: Any, placements: Sequence[str]) -> bool:
-    """Whether this rank is the first of the ranks that have the same gradient."""
+    """Returns whether this rank is the first of the ranks that have the same gradient."""
     mesh = parameter.process_mesh
     coordinate = native_mesh(mesh).coordinate(world_group().rank) or []
     # With several replicas of the model, the job's mesh has an additional first dimension.

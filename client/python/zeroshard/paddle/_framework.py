@@ -382,7 +382,8 @@ def _restarts(schedule: LRScheduler) -> dict[str, Any]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON returns the same value and type. (A NumPy float64 is a float of Python.)"""
+    """Returns whether JSON returns the same value and type. (A NumPy float64 is a float of
+    Python.)"""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
     if isinstance(value, list):
@@ -519,7 +520,7 @@ def _once(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether transfers can read and write the tensor's own memory."""
+    """Returns whether transfers can read and write the tensor's own memory."""
     return bool(tensor.place.is_cpu_place() and tensor.is_contiguous())
 
 

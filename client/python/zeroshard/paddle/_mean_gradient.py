@@ -75,9 +75,9 @@ class MeanGradient(mean.MeanGradient[Any]):
 
     def __init__(self, gradients: Gradients[Any], entry: Entry[Any]) -> None:
         super().__init__(gradients, entry)
-        #: Whether this rank's gradient was sent and freed.
+        #: ``True`` if this rank's gradient was sent and freed.
         self.is_freed = False
-        #: Whether its step has ended.
+        #: ``True`` if its step has ended.
         self.has_ended = False
         #: After the step: the ranks, if each of them still has its own gradient.
         self.left_to: ProcessGroup | None = None
@@ -102,7 +102,8 @@ class MeanGradient(mean.MeanGradient[Any]):
 
     @property
     def is_absent(self) -> bool:
-        """Whether this rank has not used the parameter, and contributes nothing to the mean."""
+        """Returns whether this rank has not used the parameter, and contributes nothing to the
+        mean."""
         return not self.is_freed and self.own is None
 
     def end_step(self, factor: float) -> None:

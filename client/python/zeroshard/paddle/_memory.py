@@ -315,7 +315,7 @@ def guard(
 
 
 def is_guarded(layer: Any) -> bool:
-    """Whether the layer's parameters are gathered, or were until its model was deleted."""
+    """Returns whether the layer's parameters are gathered, or were until its model was deleted."""
     return isinstance(layer._parameters, _Parameters)
 
 

@@ -61,5 +61,5 @@ def mesh_text(mesh: Any) -> str:
 
 
 def covers_world(mesh: Any) -> bool:
-    """Whether the mesh contains all ranks."""
+    """Returns whether the mesh contains all ranks."""
     return sorted(mesh.process_ids) == list(world_group().ranks)

@@ -43,7 +43,7 @@ def allow_assign(model: nn.Module) -> None:
 
 
 def is_refusal(hook: Any) -> bool:
-    """Whether a hook of a module's ``_load_state_dict_pre_hooks``, or of a copy of it, is that of
-    :func:`refuse_assign`."""
+    """Returns whether a hook of a module's ``_load_state_dict_pre_hooks``, or of a copy of it, is
+    that of :func:`refuse_assign`."""
     called = getattr(hook, "hook", None)
     return isinstance(called, _Refusal) or is_copied(called)

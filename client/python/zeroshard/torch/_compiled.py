@@ -21,7 +21,7 @@ from ._transforms import check_not_recorded
 
 
 class _Running:
-    """Whether a compiled module is running. ``torch.compile`` guards on this attribute."""
+    """Returns whether a compiled module is running. ``torch.compile`` guards on this attribute."""
 
     compiled = False
 

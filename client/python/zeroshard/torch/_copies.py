@@ -88,8 +88,8 @@ def _references(tensor: Tensor) -> _References:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether something may refer to a tensor, or to its memory, besides one variable of this
-    function's caller and one of the caller's caller."""
+    """Returns whether something may refer to a tensor, or to its memory, besides one variable of
+    this function's caller and one of the caller's caller."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         # The program may hold the local tensor of a distributed one.
         return True

@@ -59,7 +59,7 @@ class DataParallel(ModuleWrapper):
 
     #: Averages the gradients; None in a copy until one of its backward passes is averaged.
     _made: Reducer[torch.Tensor] | None
-    #: Whether forward passes request averaging, in a copy that has no reducer yet.
+    #: ``True`` if forward passes request averaging, in a copy that has no reducer yet.
     _syncing: bool
     _options: dict[str, Any]
     #: None: all ranks of the process that uses a copy.
@@ -154,7 +154,7 @@ class DataParallel(ModuleWrapper):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Whether a parameter may have no gradient on some of the ranks."""
+        """Returns whether a parameter may have no gradient on some of the ranks."""
         return bool(self._options["find_unused_parameters"])
 
     @find_unused_parameters.setter

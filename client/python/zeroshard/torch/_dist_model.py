@@ -110,7 +110,7 @@ class DistModel(DistModelBase[Tensor]):
             delattr(self._layer, name)
 
     def _has(self, name: str) -> bool:
-        """Whether the attribute is one of this object itself."""
+        """Returns whether the attribute is one of this object itself."""
         # `loader` is the first attribute of a new object.
         return name.startswith("_") or name == "loader" or hasattr(type(self), name)
 

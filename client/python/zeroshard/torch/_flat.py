@@ -70,8 +70,8 @@ def _held_by_others(
 
 
 def _is_held_by_others(parameter: Tensor, known: Counter[int | None]) -> bool:
-    """Whether tensors besides those of the model refer to memory in which the parameter is a
-    part."""
+    """Returns whether tensors besides those of the model refer to memory in which the parameter is
+    a part."""
     tensor = local(parameter)
     if tensor.is_meta or tensor.layout is not torch.strided:
         return False

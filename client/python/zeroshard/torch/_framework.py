@@ -406,7 +406,7 @@ class _ReceivedWords:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether transfers can read and write the tensor's own memory."""
+    """Returns whether transfers can read and write the tensor's own memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
 
 

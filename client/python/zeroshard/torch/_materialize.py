@@ -234,7 +234,7 @@ class Materializer:
         return ready, held
 
     def _is_inside(self, name: str) -> bool:
-        """Whether a module around this one is initialised after it."""
+        """Returns whether a module around this one is initialised after it."""
         while name:
             name = name.rpartition(".")[0]
             if name in self._initialised:
@@ -359,7 +359,8 @@ def _unset(tensor: Tensor) -> None:
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    """Whether elements of a tensor have not been set. Of integers, whether none has been set."""
+    """Returns whether elements of a tensor have not been set. Of integers, whether none has been
+    set."""
     if tensor.numel() == 0:
         return False
     elements = tensor.contiguous().reshape(-1)

@@ -61,7 +61,7 @@ class MeanGradient(mean.MeanGradient[Tensor]):
         self.own, self.is_absent = own, own is None
 
     def is_of(self, parameter: Tensor) -> bool:
-        """Whether it is the gradient of this parameter."""
+        """Returns whether it is the gradient of this parameter."""
         return self._of_parameter() is parameter
 
     # ---- used by autograd
@@ -157,7 +157,7 @@ class MeanGradient(mean.MeanGradient[Tensor]):
 
     @property
     def is_available(self) -> bool:
-        """Whether the values can be read now."""
+        """Returns whether the values can be read now."""
         gradients = self._of_gradients()
         return self._fetched is not None or (
             gradients is not None and gradients.is_open(self) and not gradients.in_backward

@@ -114,7 +114,8 @@ def _replace_data(parameter: Tensor, data: Tensor) -> None:
 
 
 def _is_view(result: Any, parameter: Tensor) -> bool:
-    """Whether a result is a tensor, or a sequence of tensors, in the memory of the parameter."""
+    """Returns whether a result is a tensor, or a sequence of tensors, in the memory of the
+    parameter."""
     if isinstance(result, list | tuple):
         return any(_is_view(one, parameter) for one in result)
     if not isinstance(result, Tensor) or result.layout is not torch.strided or result is parameter:

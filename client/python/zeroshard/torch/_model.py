@@ -147,7 +147,8 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _is_unchanged(fn: Any, tensor: Tensor) -> bool:
-    """Whether a function that moves or casts tensors leaves the device and dtype of this one."""
+    """Returns whether a function that moves or casts tensors leaves the device and dtype of this
+    one."""
     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     moved = fn(probe)
     return bool(moved.dtype == probe.dtype and moved.device == probe.device)

@@ -17,5 +17,5 @@ class OfOneModule:
 
 
 def is_copied(hook: Any) -> bool:
-    """Whether a hook is the copy of an :class:`OfOneModule`."""
+    """Returns whether a hook is the copy of an :class:`OfOneModule`."""
     return isinstance(hook, types.MethodType) and isinstance(hook.__self__, contextlib.nullcontext)

@@ -45,7 +45,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         self._state.replace_local(optimizer.state)
         sharding.state_edits = self._state
         optimizer.register_step_pre_hook(_refusal(sharding))
-        #: Whether a scaler makes the step, which may be skipped.
+        #: ``True`` if a scaler makes the step, which may be skipped.
         self.is_scaled = False
         share_hooks(optimizer, self)
 

@@ -30,7 +30,7 @@ class OutsideGradient:
         self._is_mean = False
 
     def is_of(self, parameter: Tensor) -> bool:
-        """Whether it is the gradient of this parameter."""
+        """Returns whether it is the gradient of this parameter."""
         return self._of_parameter() is parameter
 
     def receive(self, mean: Tensor) -> None:
@@ -57,7 +57,7 @@ class OutsideGradient:
 
     @property
     def is_available(self) -> bool:
-        """Whether the values can be read now."""
+        """Returns whether the values can be read now."""
         outside = self._of_outside()
         return self._is_mean or (outside is not None and not outside.in_backward)
 

@@ -128,8 +128,8 @@ def _written(
 
 
 def _has_values(entry: Entry[Tensor]) -> bool:
-    """Whether a parameter that differs from what was seen of it has memory, which was not freed a
-    moment ago."""
+    """Returns whether a parameter that differs from what was seen of it has memory, which was not
+    freed a moment ago."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor = local(entry.tensor)
         return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()

@@ -13,13 +13,13 @@ from ..errors import InvalidArgumentError
 
 
 def is_transforming() -> bool:
-    """Whether a transformation such as ``jvp`` or ``vmap`` runs, in which tensors have no memory of
-    their own and ``grad`` permits no hooks for saved tensors."""
+    """Returns whether a transformation such as ``jvp`` or ``vmap`` runs, in which tensors have no
+    memory of their own and ``grad`` permits no hooks for saved tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a transformation."""
+    """Returns whether a tensor belongs to a transformation."""
     return not torch.compiler.is_compiling() and bool(
         torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
@@ -38,12 +38,13 @@ def outside_transforms() -> Iterator[None]:
 
 
 def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` runs."""
+    """Returns whether ``torch.jit.trace`` runs."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def is_registering_for_trace() -> bool:
-    """Whether ``torch.jit.trace`` is about to run, or runs, a module whose parts it names."""
+    """Returns whether ``torch.jit.trace`` is about to run, or runs, a module whose parts it
+    names."""
     return getattr(torch.jit._trace, "_trace_module_map", None) is not None
 
 

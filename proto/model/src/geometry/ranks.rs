@@ -13,7 +13,7 @@ impl Ranks {
         Self(ranks.into())
     }
 
-    /// Whether `rank` contributes.
+    /// Returns whether `rank` contributes.
     pub fn contains(&self, rank: u32) -> bool {
         self.0.binary_search(&rank).is_ok()
     }

@@ -53,7 +53,7 @@ impl Sharers {
         })
     }
 
-    /// Whether contributions are divided.
+    /// Returns whether contributions are divided.
     pub(crate) fn are_several(&self) -> bool {
         self.0.len() > 1
     }

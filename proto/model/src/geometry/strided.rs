@@ -67,12 +67,12 @@ impl StridedBox {
         self.numel
     }
 
-    /// Whether the box is the whole tensor.
+    /// Returns whether the box is the whole tensor.
     pub fn is_whole(&self) -> bool {
         self.is_whole
     }
 
-    /// Whether the box's elements are consecutive in the flattened tensor.
+    /// Returns whether the box's elements are consecutive in the flattened tensor.
     pub fn is_contiguous(&self) -> bool {
         self.dims[..self.dims.len() - 1].iter().all(|dim| dim.size <= 1)
     }

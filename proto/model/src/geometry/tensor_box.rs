@@ -23,7 +23,7 @@ impl TensorBox {
         if self.is_empty() { 0 } else { self.size.iter().product() }
     }
 
-    /// Whether it has no elements.
+    /// Returns whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.size.contains(&0)
     }

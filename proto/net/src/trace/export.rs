@@ -99,7 +99,8 @@ impl Exporter {
         Ok(Self { process: process::id(), sampler: Sampler::TraceIdRatioBased(ratio), batches })
     }
 
-    /// Whether the sample contains the trace. All processes with the same ratio decide equally.
+    /// Returns whether the sample contains the trace. All processes with the same ratio decide
+    /// equally.
     pub(super) fn is_sampled(&self, trace: TraceId) -> bool {
         is_sampled(&self.sampler, trace)
     }

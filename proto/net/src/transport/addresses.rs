@@ -88,8 +88,8 @@ impl Addresses {
         Ok(credentials.connection(opened.map_err(failed)?))
     }
 
-    /// Whether tonic opens the connections. It supports only one address, and reads TLS files only
-    /// once.
+    /// Returns whether tonic opens the connections. It supports only one address, and reads TLS
+    /// files only once.
     fn is_plain(&self, tls: Option<&Tls>) -> bool {
         tls.is_none() && self.dialled.len() == 1 && network::simulated().is_none()
     }

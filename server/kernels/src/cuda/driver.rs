@@ -157,7 +157,7 @@ impl Gpu {
         checked(self.context.device, "launch a kernel", 0, launched)
     }
 
-    /// Whether a fence is kept; always, outside tests.
+    /// Returns whether a fence is kept; always, outside tests.
     fn keeps(&self, fence: Fence) -> bool {
         #[cfg(test)]
         return self.without != Some(fence);

@@ -38,7 +38,7 @@ impl Script {
         self.cluster.wait_of(job).map(|wait| wait.reason).unwrap_or_default()
     }
 
-    /// Whether the server has slices of the job.
+    /// Returns whether the server has slices of the job.
     fn has_slices(&self, server: u64) -> bool {
         self.open().placement.servers().iter().any(|of| of.id == server)
     }

@@ -87,7 +87,7 @@ struct Script {
     cluster: Cluster,
     now: Now,
     last: u64,
-    /// Whether servers leave leases unaccepted and decisions unstored.
+    /// `true` if servers leave leases unaccepted and decisions unstored.
     silent: bool,
     /// The servers without memory for further slices.
     full: BTreeSet<u64>,

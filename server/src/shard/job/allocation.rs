@@ -25,7 +25,7 @@ pub(super) struct Allocation<'a, B: Backend> {
     pub(super) spec: &'a JobSpec,
     pub(super) closed: &'a CancellationToken,
     pub(super) slices: &'a [OnceLock<Slice<B>>],
-    /// Whether the memory is provided at once.
+    /// `true` if the memory is provided at once.
     pub(super) populates: bool,
     /// The share of the job in the thread that populates its memory.
     pub(super) memory: &'a Share,

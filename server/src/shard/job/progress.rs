@@ -16,7 +16,7 @@ pub(super) struct Progress {
     pub(super) attempt: Attempt,
     /// The version of all slices; `None` before version 0 is published.
     pub(super) version: Option<u64>,
-    /// Whether the slices wait for initial parameters, and not for gradients.
+    /// `true` if the slices wait for initial parameters, and not for gradients.
     pub(super) is_upload: bool,
     /// The number of incomplete slices.
     pub(super) waiting: usize,

@@ -28,7 +28,7 @@ impl<B: Backend> Job<B> {
         self.placement.read().expect("no holder of the lock panics").clone()
     }
 
-    /// Whether `version` can be read, as far as the other servers matter.
+    /// Returns whether `version` can be read, as far as the other servers matter.
     pub(crate) fn serves(&self, version: u64) -> bool {
         #[cfg(test)]
         if is_missing(Safeguard::Confirmation) {

@@ -20,7 +20,7 @@ static ZEROS: [u8; 2 * BLOCK] = [0; 2 * BLOCK];
 pub(crate) struct Absent {
     /// The lowest such rank; one that still takes part, if there is one.
     pub(crate) rank: u32,
-    /// Whether no rank has any element of the slice.
+    /// `true` if no rank has any element of the slice.
     pub(crate) everywhere: bool,
 }
 
@@ -65,7 +65,7 @@ impl Round {
         Some(Absent { rank, everywhere: self.is_absent_everywhere() })
     }
 
-    /// Whether all ranks are absent and have sent nothing.
+    /// Returns whether all ranks are absent and have sent nothing.
     pub(crate) fn is_absent_everywhere(&self) -> bool {
         !self.touched && self.turns.iter().all(|turns| turns.absents == turns.contributions.len())
     }

@@ -44,7 +44,7 @@ impl Figures {
         self.overflow = None;
     }
 
-    /// Whether all elements are complete.
+    /// Returns whether all elements are complete.
     pub(super) fn are_complete(&self) -> bool {
         self.open == 0
     }

@@ -40,7 +40,7 @@ pub(super) struct Contribution {
     /// INVARIANT: disjoint. A chunk is kept as a whole until all of it has been added, because it
     /// is one allocation.
     pub(super) parked: Vec<(Chunk, Space)>,
-    /// Whether the rank sends nothing more: elements that have not been received count as zeros.
+    /// `true` if the rank sends nothing more: elements that have not been received count as zeros.
     pub(super) absent: bool,
     /// The rank that has sent inf or NaN, if the contribution is the sum of a group; `Some(None)`:
     /// only the sum is not finite.
@@ -139,8 +139,8 @@ impl Turns {
         }
     }
 
-    /// Whether any element of this turn can be added, because some elements of all earlier turns
-    /// have been added.
+    /// Returns whether any element of this turn can be added, because some elements of all earlier
+    /// turns have been added.
     fn is_reached(&self, turn: usize) -> bool {
         let has_added = |turn: usize| !self.contributions[turn].added.is_empty();
         match turn {

@@ -25,12 +25,12 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// Whether the slice has the content of its version.
+    /// Returns whether the slice has the content of its version.
     pub(crate) fn has_content(self) -> bool {
         matches!(self, Self::Primary | Self::Backup)
     }
 
-    /// Whether the open step needs the reduced gradient here.
+    /// Returns whether the open step needs the reduced gradient here.
     pub(crate) fn takes_gradients(self) -> bool {
         self != Self::Empty
     }

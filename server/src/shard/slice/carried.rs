@@ -9,7 +9,7 @@ use crate::shard::part::Part;
 /// The copied content besides the master weights, which are always copied.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Carried {
-    /// Whether the optimizer state was copied.
+    /// `true` if the optimizer state was copied.
     pub(super) state: bool,
     /// The steps applied to the slice.
     pub(super) applied: AppliedSteps,

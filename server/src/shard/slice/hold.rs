@@ -77,7 +77,7 @@ impl Hold {
         Ok(())
     }
 
-    /// Whether it belongs to the save with these holds.
+    /// Returns whether it belongs to the save with these holds.
     pub(super) fn is_of(&self, holds: &Arc<Holds>) -> bool {
         Arc::ptr_eq(&self.save, holds)
     }

@@ -17,7 +17,7 @@ pub(super) struct Received(
 #[derive(Debug, Clone, Default)]
 struct Part {
     received: Ranges,
-    /// Whether anything was stored, in whatever attempt.
+    /// `true` if anything was stored, in whatever attempt.
     is_written: bool,
 }
 
@@ -34,7 +34,7 @@ impl Received {
         self.0.iter().all(|part| part.received.is_empty())
     }
 
-    /// Whether all elements have arrived.
+    /// Returns whether all elements have arrived.
     pub(super) fn is_complete(&self, contributors: &[SliceContributors]) -> bool {
         self.missing_rank(contributors).is_none()
     }
@@ -46,7 +46,7 @@ impl Received {
         missing.map(|(of, _)| of.ranks.uploader())
     }
 
-    /// Whether all elements of `chunk` have arrived before.
+    /// Returns whether all elements of `chunk` have arrived before.
     pub(super) fn contains(&self, contributors: &[SliceContributors], chunk: &Chunk) -> bool {
         self.0[uploaded_by(contributors, chunk.rank)].received.contains(&chunk.range())
     }

@@ -136,7 +136,7 @@ impl<B: Backend> Inner<B> {
         self.buffers().try_for_each(|buffer| buffer.reserve(backend))
     }
 
-    /// Whether the reduced gradient has been reported.
+    /// Returns whether the reduced gradient has been reported.
     pub(super) fn is_reported(&self) -> bool {
         self.open.as_ref().is_some_and(|open| open.is_reported)
     }

@@ -15,7 +15,7 @@ pub(super) struct Versioned<B: Backend> {
     current: Array<B>,
     /// An array for the copy, reserved before a step is decided so that the step cannot fail.
     spare: Option<Array<B>>,
-    /// Whether the content is not needed any more: all elements are written before they are read.
+    /// `true` if the content is not needed any more: all elements are written before they are read.
     is_blank: bool,
 }
 

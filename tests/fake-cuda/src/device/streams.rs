@@ -56,7 +56,7 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// Whether everything before it is complete.
+    /// Returns whether everything before it is complete.
     pub(crate) fn has_come(&self) -> bool {
         self.has_come.load(Ordering::Relaxed)
     }
@@ -202,7 +202,7 @@ impl Device {
         Ok(())
     }
 
-    /// Whether a stream has nothing to do. The program knows it then.
+    /// Returns whether a stream has nothing to do. The program knows it then.
     pub(crate) fn query_stream(&mut self, stream: u64) -> Result<bool, Code> {
         let Some(of) = self.streams.get(&stream) else {
             return Err(self.bad_handle("stream", stream));
@@ -214,7 +214,7 @@ impl Device {
         Ok(false)
     }
 
-    /// Whether what an event has recorded is complete. The program knows it then.
+    /// Returns whether what an event has recorded is complete. The program knows it then.
     pub(crate) fn query_event(&mut self, event: u64) -> Result<bool, Code> {
         match self.mark(event)? {
             None => Ok(true),

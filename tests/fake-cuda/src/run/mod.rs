@@ -35,7 +35,7 @@ pub(crate) struct Launch {
 }
 
 impl Launch {
-    /// Whether the device can run as many threads.
+    /// Returns whether the device can run as many threads.
     pub(crate) fn is_possible(&self) -> bool {
         self.blocks > 0 && (1..=MAX_THREADS).contains(&self.threads)
     }

@@ -103,7 +103,7 @@ class PairwiseParallel(ParallelStyle):
             )
 
     def _resharded(self, at_the_end: bool) -> bool:
-        """Whether the input and output of a chain are shards."""
+        """Returns whether the input and output of a chain are shards."""
         return False
 
 
@@ -185,7 +185,7 @@ class SequenceParallel(PairwiseParallel):
 
 
 def has_linear(module: nn.Module) -> bool:
-    """Whether the module is a Linear or contains one."""
+    """Returns whether the module is a Linear or contains one."""
     return any(isinstance(inner, nn.Linear) for inner in module.modules())
 
 

@@ -140,7 +140,7 @@ impl Lane {
         checked(device, "record an event", 0, recorded)
     }
 
-    /// Whether everything that was queued is complete.
+    /// Returns whether everything that was queued is complete.
     pub fn is_done(&self) -> Result<bool> {
         // SAFETY: the event exists.
         match unsafe { result::event::query(self.done.0) } {
