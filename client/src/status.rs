@@ -23,7 +23,7 @@ pub struct Status {
     pub recovering: bool,
     /// The shard servers that were connected, and were not drained before they left.
     pub missing: Vec<MissingServer>,
-    /// What an operator should do about the cluster itself; `None`: nothing.
+    /// Advice for the operator about the cluster itself; `None` if nothing is wrong.
     pub advice: Option<Advice>,
 }
 
@@ -174,7 +174,7 @@ pub struct JobStatus {
     pub failed_saves: u32,
     /// The error of the last of them; empty if there was none.
     pub save_error: String,
-    /// What an operator should do about the job; `None`: nothing.
+    /// Advice for the operator about the job; `None` if nothing is wrong.
     pub advice: Option<Advice>,
 }
 

@@ -21,7 +21,7 @@ const MIN_RESERVE: u64 = 64 << 20;
 /// The memory of a server for each purpose, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Budgets {
-    /// What the server may use in all.
+    /// The total budget of the server.
     pub(crate) memory: u64,
     /// The arrays of slices, on a server without `--host-memory` and without a GPU.
     pub(crate) arrays: u64,

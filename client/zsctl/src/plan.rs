@@ -74,9 +74,9 @@ struct Figures {
     slices: Vec<u64>,
     /// The bytes on each server, the largest first.
     servers: Vec<u64>,
-    /// What a worker holds of parameters and gradients, without activations and buffers.
+    /// The memory of a worker for parameters and gradients, without activations and buffers.
     worker: u64,
-    /// What a worker sends in a step, and what it receives.
+    /// The traffic of a worker in a step: sent, and received.
     pushed: u64,
     pulled: u64,
     /// What a server gets from the others of its slices in a step, on average.

@@ -54,7 +54,7 @@ pub struct Claimant<'a> {
     pub job_id: u64,
     /// The coordinator that runs it, for messages: its host and port.
     pub by: &'a str,
-    /// What the job does with checkpoints of the name that are there already.
+    /// The job's use of checkpoints of the name that exist already.
     pub start: Start,
 }
 
@@ -282,7 +282,7 @@ impl Storage {
         Ok(age.to_std().is_ok_and(|age| age > GRACE))
     }
 
-    /// What the storage knows of a file; `None`: there is none.
+    /// Returns the size and time of a file; `None` if it does not exist.
     async fn described(&self, path: &Path) -> Result<Option<ObjectMeta>> {
         match self.store().head(path).await {
             Ok(found) => Ok(Some(found)),

@@ -32,7 +32,7 @@ struct Place {
     start: u64,
 }
 
-/// What `manifest.json` contains.
+/// The content of `manifest.json`.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document {
     /// BLAKE3 of the text of `checkpoint`.

@@ -52,7 +52,7 @@ pub enum Error {
     Forbidden {
         /// The role of the token or certificate, as in the file of tokens.
         role: String,
-        /// What the call would have done.
+        /// The action that was refused.
         action: String,
     },
     /// A client or a shard server does not have the same minor version as the coordinator.
@@ -231,7 +231,7 @@ pub enum Error {
     CheckpointDamaged {
         /// The file, with its URL, and the tensor if only one is damaged.
         file: String,
-        /// What is wrong.
+        /// A description of the damage.
         cause: String,
     },
     /// A checkpoint, or the file of slices that do not fit in memory, cannot be read or written.
@@ -353,7 +353,7 @@ pub enum Error {
         bytes: u64,
         /// The bytes that are free on all servers together.
         free: u64,
-        /// What each server has, and what does not fit.
+        /// The memory of each server, and the slices that do not fit.
         servers: String,
     },
     /// A limit of the cluster or of a server is reached.

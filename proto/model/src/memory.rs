@@ -97,7 +97,7 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// What is left of it.
+    /// Returns the rest of the capacity.
     #[must_use]
     pub fn without(self, used: Required) -> Self {
         let bytes = self.bytes.saturating_sub(used.bytes);

@@ -16,7 +16,7 @@ const CERTIFICATE: &str = "certificate";
 /// The end of the role of a token that can only read a job.
 const READ: &str = ":read";
 
-/// What the holder of a token or a certificate may do.
+/// The rights of the holder of a token or a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Run a shard server: register with the coordinator, and read the slices of all jobs.

@@ -57,7 +57,7 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Runs kernels, one after the other.
     fn launch(&self, launches: &[Launch]) -> Result<()>;
 
-    /// What the device has done until now.
+    /// Returns the counters of the device.
     fn usage(&self) -> Usage;
 
     /// Copies bytes to the device, which `fill` writes. `launches` gets their address, and launches

@@ -62,7 +62,7 @@ pub enum Failure {
     /// This machine has no usable driver.
     #[error("no CUDA device: {reason}")]
     Unavailable {
-        /// What is missing.
+        /// The missing part.
         reason: String,
     },
 }

@@ -78,7 +78,7 @@ pub trait Backend: Send + Sync + 'static {
         false
     }
 
-    /// What the device has done until now, if it is a GPU.
+    /// Returns the counters of the device, if it is a GPU.
     fn usage(&self) -> Option<Usage> {
         None
     }
@@ -158,7 +158,7 @@ pub trait Backend: Send + Sync + 'static {
     fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) -> Result<()>;
 }
 
-/// What a GPU has done until now.
+/// The counters of a GPU since it was opened.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Usage {
     /// The bytes of its memory that are in use, by any process, and of all of it. None: the device

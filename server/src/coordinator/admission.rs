@@ -36,7 +36,7 @@ struct Room {
 }
 
 impl Rooms {
-    /// What is free on a server; `None` if it has no known limit.
+    /// Returns the free memory of a server; `None` if it has no known limit.
     pub(crate) fn free(&self, server: ServerId) -> Option<Capacity> {
         Some(self.0.get(&server)?.free)
     }
@@ -55,7 +55,7 @@ impl Rooms {
         }
     }
 
-    /// What is free on all servers together; `None` if one of them has no known limit.
+    /// Returns the free memory of all servers together; `None` if one of them has no known limit.
     fn sum(&self, live: &[Server]) -> Option<Capacity> {
         live.iter().try_fold(Capacity::default(), |sum, server| {
             let free = self.free(server.id)?;

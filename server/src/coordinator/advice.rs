@@ -33,7 +33,7 @@ fn command(text: impl Into<String>, command: impl Into<String>) -> Advice {
 const START_SERVER: &str = "zeroshard-server shard --coordinator HOST:PORT";
 
 impl Cluster {
-    /// What to do about the cluster itself; `None` if nothing is wrong and it has jobs.
+    /// Advises what to do about the cluster itself; `None` if nothing is wrong and it has jobs.
     pub(super) fn advice(&self) -> Option<Advice> {
         let missing: Vec<Missing> = self.missing();
         if let [first, ..] = &missing[..] {
@@ -66,7 +66,7 @@ impl Cluster {
         })
     }
 
-    /// What to do about a job; `None` if nothing is wrong.
+    /// Advises what to do about a job; `None` if nothing is wrong.
     pub(super) fn advice_for(&self, job: &Job) -> Option<Advice> {
         let name = quoted(&job.spec.name);
         match &job.phase {
@@ -108,7 +108,7 @@ impl Cluster {
         }
     }
 
-    /// What to do about a job that waits for nothing.
+    /// Advises what to do about a job that waits for nothing.
     fn advice_for_open(&self, job: &Job) -> Option<Advice> {
         let Phase::Open(open) = &job.phase else { return None };
         if open.degraded_slices(&job.spec) > 0 {

@@ -52,7 +52,7 @@ impl Cluster {
         }
     }
 
-    /// What a job that is being created or restored waits for, for messages.
+    /// Describes what a job that is being created or restored waits for, for messages.
     pub(super) fn creators_wait_for(&self, name: &str) -> String {
         match self.jobs.get(name) {
             Some(Job { phase: Phase::Waiting { placing: false, .. }, .. })

@@ -45,7 +45,7 @@ use crate::{
 /// 1,000 workers that join, leave and join again while the server reads nothing need 3,000.
 pub(crate) const MAX_COMMANDS: usize = 8192;
 
-/// What the process gives a driver.
+/// The parts of the process that a driver uses.
 #[derive(Debug)]
 pub(crate) struct Host {
     pub(crate) metrics: Arc<Metrics>,

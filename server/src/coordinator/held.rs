@@ -47,7 +47,7 @@ pub(crate) struct Held {
     pub(crate) decided: Option<(Decision, Reduced)>,
 }
 
-/// What a server knows about the ranks of a job.
+/// A server's knowledge of the ranks of a job.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Ranks {
     pub(crate) leases: BTreeMap<u32, Lease>,

@@ -59,7 +59,7 @@ struct Broken {
     cause: String,
 }
 
-/// What becomes of a job because of its broken links.
+/// The consequence of a job's broken links.
 #[derive(Debug, PartialEq, Eq)]
 enum Verdict {
     /// It continues without the server.

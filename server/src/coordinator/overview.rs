@@ -43,7 +43,7 @@ pub(crate) struct View {
 pub(crate) struct Overview {
     /// The part that was asked for.
     pub(crate) view: View,
-    /// What an operator should do about the cluster itself.
+    /// Advice for the operator about the cluster itself.
     pub(crate) advice: Option<Advice>,
     /// At most [`MAX_SERVERS`] servers: first those that jobs wait for, then by the share of memory
     /// in use, highest first.
@@ -102,7 +102,7 @@ pub(crate) struct JobOverview {
     pub(crate) figures: JobFigures,
     /// The reason for the failure of the job, or the error of the last save if it has failed.
     pub(crate) failure: Option<String>,
-    /// What an operator should do about the job.
+    /// Advice for the operator about the job.
     pub(crate) advice: Option<Advice>,
     /// The number of servers that lack initial parameters.
     pub(crate) uninitialised: usize,

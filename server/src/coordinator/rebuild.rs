@@ -24,7 +24,7 @@ use super::{
 pub(super) struct Recovered {
     pub(super) open: Open,
     pub(super) epoch: u64,
-    /// What some of the servers have not received.
+    /// The commands that some of the servers have not received.
     pub(super) commands: Vec<(ServerId, Command)>,
 }
 

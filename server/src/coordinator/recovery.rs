@@ -101,7 +101,7 @@ impl Recovery {
         self.described().any(used)
     }
 
-    /// What servers have described, whether or not they are connected.
+    /// The descriptions by servers, also by servers that are not connected any more.
     pub(super) fn described(&self) -> impl Iterator<Item = &Held> + Clone {
         self.held.values().chain(self.away.values())
     }

@@ -131,7 +131,7 @@ impl Interrupted {
         may_be_placed
     }
 
-    /// What the job waits for before it is placed, for messages.
+    /// Describes what the job waits for before it is placed, for messages.
     pub(super) fn waits_for(&self, connected: usize, replicas: u32) -> String {
         match (&self.retry, self.settles_until) {
             (Some((_, failure)), _) => {

@@ -88,7 +88,7 @@ struct Next {
     waiters: Vec<Waiter>,
 }
 
-/// What is saved, and where.
+/// The content and the place of a save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SavePlan {
     /// A number that no other save has.

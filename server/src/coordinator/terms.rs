@@ -4,7 +4,7 @@ use zeroshard_model::{Error, JobSpec, Optimizer, Result};
 
 use super::events::Commit;
 
-/// What all ranks must pass alike when they commit a step.
+/// The arguments of a commit that must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Terms {
     pub(super) groups: Vec<Optimizer>,

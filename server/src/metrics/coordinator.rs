@@ -13,7 +13,7 @@ const ROLE: &str = "coordinator";
 const OUTCOMES: [&str; 3] = ["applied", "skipped", "aborted"];
 const SAVES: [&str; 2] = ["succeeded", "failed"];
 
-/// What a coordinator knows of servers and jobs.
+/// The metrics of a coordinator about servers and jobs.
 #[derive(Debug)]
 pub struct Coordinator {
     leader: IntGaugeVec,

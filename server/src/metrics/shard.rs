@@ -12,7 +12,7 @@ const OPERATIONS: [&str; 2] = ["pull", "push"];
 /// Operation and direction of the payload.
 const PAYLOAD: [[&str; 2]; 3] = [["pull", "sent"], ["push", "received"], ["push", "duplicate"]];
 
-/// What a shard server holds, receives and sends.
+/// The metrics of a shard server: what it holds, receives and sends.
 #[derive(Debug)]
 pub struct Shard {
     gauges: JobGauges,

@@ -70,7 +70,7 @@ pub(crate) struct Opening<B: Backend> {
     pub(crate) events: Events,
 }
 
-/// What a job takes over from, as its creator has requested it.
+/// The predecessor of a job, as its creator has requested it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Origin {
     /// A version of another job.

@@ -66,7 +66,7 @@ struct Pull<B: Backend> {
     span: Span,
 }
 
-/// What a pull reads of each slice.
+/// The part of each slice that a pull reads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Content {
     pub(crate) version: u64,

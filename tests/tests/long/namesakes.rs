@@ -52,7 +52,7 @@ async fn step(job: &Job, number: u32, step: u64) -> Result<StepReport, Error> {
     attempt.commit(Commit::default()).await
 }
 
-/// What the ranks of a job have done.
+/// The results of the ranks of a job.
 #[derive(Debug)]
 struct Progress {
     number: u32,

@@ -42,7 +42,7 @@ struct Group {
     ranks: Vec<u32>,
 }
 
-/// What a rank is about to exchange.
+/// The data that a rank is about to exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Subject {
     epoch: u64,

@@ -47,7 +47,7 @@ pub enum Resume {
     Never,
 }
 
-/// What happens when a shard server is lost.
+/// The reaction to the loss of a shard server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ServerLoss {
     /// The job returns to its latest checkpoint.
@@ -56,7 +56,7 @@ pub enum ServerLoss {
     Fail,
 }
 
-/// What happens when a shard server has no memory for second copies of slices that are being saved.
+/// The reaction of a shard server without memory for second copies of slices that are being saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MemoryShortage {
     /// The step waits until the slices are written.

@@ -99,7 +99,7 @@ pub enum Error {
          GPU"
     )]
     NoGpu {
-        /// What is missing.
+        /// The missing part.
         cause: String,
     },
     /// A worker thread panicked.

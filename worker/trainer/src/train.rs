@@ -111,7 +111,7 @@ struct Run<'a> {
     aborted: u64,
 }
 
-/// What a run has done so far.
+/// The progress of a run.
 struct Progress {
     begin: Instant,
     /// The version with which the run began, or a lower one to which the job has returned since.

@@ -9,7 +9,7 @@ use super::*;
 use crate::coordinator::held::{Held, Ranks};
 use crate::coordinator::recovery::RECOVERY;
 
-/// What a server receives and reports, in order.
+/// The commands and reports of a server, in order.
 #[derive(Debug, Clone)]
 enum Entry {
     Told(Command),

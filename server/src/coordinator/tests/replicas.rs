@@ -281,7 +281,7 @@ fn a_silent_server_is_replaced_after_ten_seconds() {
     step(&mut script, lease, 1);
 }
 
-/// What a server of the placement describes to a new coordinator.
+/// A job as a server of its placement describes it to a new coordinator.
 fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
     let (job, open) = (&script.cluster.jobs["job"], script.open());
     Held {

@@ -210,7 +210,7 @@ fn a_predecessor_that_nobody_uses_is_kept_until_the_copy_is_complete() {
     assert!(script.cluster.jobs.is_empty());
 }
 
-/// What is copied of one tensor.
+/// The parts of one tensor that are copied.
 fn copies(before: (TensorSpec, &str), after: (TensorSpec, &str)) -> Vec<SliceCopy> {
     let job = |(tensor, optimizer): (TensorSpec, &str)| {
         let optimizer = serde_json::from_str(optimizer).unwrap();

@@ -15,7 +15,7 @@ use zeroshard_model::{Error, Result};
 
 use crate::budget::{Budget, Space};
 
-/// What the slices of a save have in common.
+/// The common part of the slices of a save.
 #[derive(Debug)]
 pub(crate) struct Holds {
     /// The budget of the server for second copies.
