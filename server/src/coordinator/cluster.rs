@@ -217,7 +217,7 @@ impl Cluster {
                 self.save_failed(server, &job, save, cause, now, out);
             }
             Said::Departing => self.departing(server, now, out),
-            Said::Confirmed { number } => self.confirmed(server, number, now, out),
+            Said::Confirmed { number } => self.confirmed(server, number, out),
             Said::Stats(stats) => {
                 if let Some(known) = self.servers.get_mut(&server) {
                     known.stats = Some(stats);

@@ -27,12 +27,6 @@ struct Confirmation {
 }
 
 impl Confirmations {
-    /// The number of the next [`Command::Confirm`].
-    pub(super) fn next(&mut self) -> u64 {
-        self.last += 1;
-        self.last
-    }
-
     pub(super) fn next_deadline(&self) -> Option<Now> {
         self.open.values().flat_map(|open| &open.waiters).map(|waiter| waiter.deadline).min()
     }
@@ -52,28 +46,15 @@ impl Cluster {
     ) {
         let connected = servers.into_iter().filter(|server| self.servers.contains_key(server));
         let pending: BTreeSet<ServerId> = connected.collect();
-        let number = self.confirmations.next();
+        self.confirmations.last += 1;
+        let number = self.confirmations.last;
         out.extend(pending.iter().map(|&id| Action::Command(id, Command::Confirm { number })));
         self.confirmations.open.insert(number, Confirmation { waiters, reply, pending, what });
         self.answer_confirmed(out);
     }
 
     /// A server has received all commands up to [`Command::Confirm`].
-    pub(super) fn confirmed(
-        &mut self,
-        server: ServerId,
-        number: u64,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        if let Some(known) = self.servers.get_mut(&server)
-            && known.unconfirmed.take_if(|welcome| *welcome == number).is_some()
-        {
-            let used = self.jobs.iter().filter(|(_, job)| job.phase.uses(server));
-            for name in used.map(|(name, _)| name.clone()).collect::<Vec<String>>() {
-                self.advance(&name, now, out);
-            }
-        }
+    pub(super) fn confirmed(&mut self, server: ServerId, number: u64, out: &mut Vec<Action>) {
         if let Some(confirmation) = self.confirmations.open.get_mut(&number) {
             confirmation.pending.remove(&server);
             self.answer_confirmed(out);

@@ -191,8 +191,7 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
 }
 
 impl Cluster {
-    /// Decides the open step of `name`, if every rank has committed it, every server is ready, and
-    /// every connected server follows no earlier coordinator any more.
+    /// Decides the open step of `name`, if every rank has committed it and every server is ready.
     pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { spec, id, epoch, progress, phase: Phase::Open(open), .. }) =
             self.jobs.get_mut(name)
@@ -203,12 +202,10 @@ impl Cluster {
         // has ended.
         let voters = open.active(spec.world);
         let stored = open.is_stored();
-        let follows = |id| self.servers.get(&id).is_none_or(|known| known.unconfirmed.is_none());
-        let is_led = open.servers().all(follows);
         let Some(terms) = open
             .round
             .agreed(voters)
-            .filter(|_| is_led && stored && open.is_reduced() && !open.replicas.is_copying())
+            .filter(|_| stored && open.is_reduced() && !open.replicas.is_copying())
         else {
             return;
         };

@@ -43,7 +43,6 @@ impl Cluster {
                 false => kept.insert(id, value),
             };
         }
-        let number = self.confirmations.next();
         let state = ServerState {
             stream,
             incarnation,
@@ -53,13 +52,11 @@ impl Cluster {
             failed,
             version,
             cordoned,
-            unconfirmed: Some(number),
         };
         self.forget_missing(id, &state.address);
         self.servers.insert(id, state);
         out.push(Action::Note(format!("{} joined, id {id:016x}", self.name(id))));
         out.push(Action::Command(id, Command::Welcome));
-        out.push(Action::Command(id, Command::Confirm { number }));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             self.try_place(&name, now, out);

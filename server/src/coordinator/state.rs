@@ -49,10 +49,6 @@ pub(crate) struct ServerState {
     pub(crate) version: String,
     /// `true` if the server is cordoned: it receives no new slices.
     pub(crate) cordoned: bool,
-    /// The number of the [`Command::Confirm`] that follows the welcome. When the server has
-    /// confirmed it (`None`), it refuses coordinators of earlier terms. Before that it may return
-    /// to one of them, and so no step is decided.
-    pub(super) unconfirmed: Option<u64>,
 }
 
 impl ServerState {

@@ -83,26 +83,3 @@ fn a_server_that_is_lost_or_silent_is_not_waited_for_forever() {
     assert_eq!(waiting_for, "shard server host:1 to receive the deletion of job \"job\"");
     assert_eq!(script.cluster.next_deadline(), None);
 }
-
-/// Before a server has the welcome, it may return to a coordinator of an earlier term, which could
-/// decide the step as well.
-#[test]
-fn a_step_is_decided_when_the_servers_refuse_earlier_coordinators() {
-    let before = super::recovery::Before::new();
-    let mut script = Script { cluster: Cluster::starting(), silent: true, ..Script::default() };
-    for id in [1, 2] {
-        script.returns(id, 1, vec![before.ready(id)]);
-    }
-    let callers = [0, 1].map(|rank: u32| {
-        script.attach(rank, before.leases[rank as usize]).unwrap();
-        script.commit(commit(before.leases[rank as usize], 3, rank, 4))
-    });
-    let is_decision = |(_, command): &&(u64, Command)| matches!(command, Command::Decide { .. });
-    let decided = |script: &Script| script.commands.iter().filter(is_decision).count();
-    assert_eq!(decided(&script), 0);
-    script.confirm(1);
-    assert_eq!(decided(&script), 0);
-    script.confirm(2);
-    assert_eq!(decided(&script), 2);
-    assert!(callers.iter().all(|&caller| script.answer(caller).is_none()), "not stored yet");
-}

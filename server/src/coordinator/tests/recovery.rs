@@ -56,7 +56,7 @@ impl Before {
     }
 
     /// A server that has all gradients of step 4.
-    pub(super) fn ready(&self, server: u64) -> Held {
+    fn ready(&self, server: u64) -> Held {
         Held { ready: Some(self.reduced(server)), ..self.held() }
     }
 
