@@ -1,11 +1,12 @@
 """Prints the crates and what they depend on, and the circles of imports in each of them.
 
-    python3 tests/walls.py              # fails if a wall has a hole, or a circle has grown
+    python3 tests/walls.py              # fails if a wall has a hole, or circles have changed
     python3 tests/walls.py --circles    # also lists the files of each circle
 
 Cargo refuses circles between crates. `WITHOUT` lists what a crate must not depend on, not even
 through another crate. Inside a crate, files that import each other can only be understood
-together; a circle has at most `LIMIT` files, except those in `KNOWN`, which must not grow.
+together; a circle has at most `LIMIT` files, except those in `KNOWN`, whose numbers only go
+down.
 
 An import counts for the file that defines the name, not for one that only exports it. Tests do not
 count.

@@ -366,7 +366,7 @@ pub struct Config {
     pub role: Role,
     /// The configuration that all roles share.
     pub common: Common,
-    /// `true` if to print events as JSON on standard output.
+    /// `true` if the process prints events as JSON on standard output.
     pub json: bool,
 }
 

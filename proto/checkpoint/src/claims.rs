@@ -264,12 +264,11 @@ impl Storage {
     /// Returns whether an ancestor is over: its coordinator has said so, or it has shown no life
     /// since the job's claim, and the job has lived for longer than [`GRACE`] since then.
     async fn is_over(&self, job: &str, job_id: u64, ancestor: &Ancestor) -> Result<bool> {
-        let alive = self.described(&self.path_of(job, ancestor.job_id, ALIVE)).await?;
-        let ended = self.described(&self.path_of(job, ancestor.job_id, ENDED)).await?;
-        if let Some(ended) = ended
-            && alive.is_none_or(|alive| alive.last_modified <= ended.last_modified)
-        {
-            return Ok(true);
+        if let Some(ended) = self.described(&self.path_of(job, ancestor.job_id, ENDED)).await? {
+            let alive = self.described(&self.path_of(job, ancestor.job_id, ALIVE)).await?;
+            if alive.is_none_or(|alive| alive.last_modified <= ended.last_modified) {
+                return Ok(true);
+            }
         }
         if self.last_sign(job, ancestor.job_id).await? != ancestor.alive {
             return Ok(false);

@@ -48,307 +48,280 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::CreateJobRequest>,
     ) -> Answer<pb::CreateJobResponse> {
-        let (deadline, job_id) = (self.waits.of(&request), identity::random().map_err(to_status)?);
-        let (caller, audited) =
-            (Caller::of(request.extensions()).map_err(to_status)?, Audited::of(&request));
-        let holder = request.extensions().get().cloned();
-        let request = request.into_inner();
-        let (spec, from) = (request.spec.as_ref(), request.from.as_ref());
-        let name = spec.map_or("", |spec| &spec.name);
-        audited.is("create job", name);
-        caller.check_train(name).map_err(to_status)?;
-        self.urls.check_job(&request).map_err(to_status)?;
-        from.map_or(Ok(()), |from| caller.check_read(&from.job)).map_err(to_status)?;
-        request
-            .restore
-            .as_ref()
-            .map_or(Ok(()), |saved| caller.check_read(&saved.job))
-            .map_err(to_status)?;
-        let convert = move || Ok(Box::new(create(request, holder)?));
-        let create = self
-            .driver
-            .failure
-            .blocking("convert a job's spec", convert)
-            .await
-            .map_err(to_status)?;
-        let wait = deadline.left();
-        match self
-            .driver
-            .call(|caller| Event::Create { caller, job_id, create, wait })
-            .await
-            .map_err(to_status)?
-        {
-            Reply::Created { epoch, job_id } => {
-                Ok(Response::new(pb::CreateJobResponse { epoch, job_id }))
+        answer(async {
+            let (deadline, job_id) = (self.waits.of(&request), identity::random()?);
+            let (caller, audited) = (Caller::of(request.extensions())?, Audited::of(&request));
+            let holder = request.extensions().get().cloned();
+            let request = request.into_inner();
+            let (spec, from) = (request.spec.as_ref(), request.from.as_ref());
+            let name = spec.map_or("", |spec| &spec.name);
+            audited.is("create job", name);
+            caller.check_train(name)?;
+            self.urls.check_job(&request)?;
+            from.map_or(Ok(()), |from| caller.check_read(&from.job))?;
+            request.restore.as_ref().map_or(Ok(()), |saved| caller.check_read(&saved.job))?;
+            let convert = move || Ok(Box::new(create(request, holder)?));
+            let create = self.driver.failure.blocking("convert a job's spec", convert).await?;
+            let wait = deadline.left();
+            match self.driver.call(|caller| Event::Create { caller, job_id, create, wait }).await? {
+                Reply::Created { epoch, job_id } => Ok(pb::CreateJobResponse { epoch, job_id }),
+                other => Err(unexpected(&other)),
             }
-            other => Err(unexpected(&other)),
-        }
+        })
+        .await
     }
 
     async fn delete_job(
         &self,
         request: Request<pb::DeleteJobRequest>,
     ) -> Answer<pb::DeleteJobResponse> {
-        let wait = self.waits.of(&request).left();
-        Audited::of(&request).is("delete job", &request.get_ref().job);
-        let caller = Caller::of(request.extensions()).map_err(to_status)?;
-        let pb::DeleteJobRequest { job: name, job_id: id } = request.into_inner();
-        caller.check_train(&name).map_err(to_status)?;
-        let job = JobRef { name, id };
-        self.driver.call(|caller| Event::Delete { caller, job, wait }).await.map_err(to_status)?;
-        Ok(Response::new(pb::DeleteJobResponse {}))
+        answer(async {
+            let wait = self.waits.of(&request).left();
+            Audited::of(&request).is("delete job", &request.get_ref().job);
+            let caller = Caller::of(request.extensions())?;
+            let pb::DeleteJobRequest { job: name, job_id: id } = request.into_inner();
+            caller.check_train(&name)?;
+            let job = JobRef { name, id };
+            self.driver.call(|caller| Event::Delete { caller, job, wait }).await?;
+            Ok(pb::DeleteJobResponse {})
+        })
+        .await
     }
 
     async fn describe_job(
         &self,
         request: Request<pb::DescribeJobRequest>,
     ) -> Answer<pb::DescribeJobResponse> {
-        let caller = Caller::of(request.extensions()).map_err(to_status)?;
-        let job = request.into_inner().job;
-        caller.check_read(&job).map_err(to_status)?;
-        let description = self
-            .driver
-            .read(|cluster| cluster.describe(&job))
-            .map_err(to_status)?
-            .map_err(to_status)?;
-        Ok(Response::new(
-            self.driver
+        answer(async {
+            let caller = Caller::of(request.extensions())?;
+            let job = request.into_inner().job;
+            caller.check_read(&job)?;
+            let description = self.driver.read(|cluster| cluster.describe(&job))??;
+            Ok(self
+                .driver
                 .failure
                 .blocking("convert a job's description", move || Ok(description.into()))
-                .await
-                .map_err(to_status)?,
-        ))
+                .await?)
+        })
+        .await
     }
 
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let caller = Caller::of(request.extensions()).map_err(to_status)?;
-        let mut request = request.into_inner();
-        caller.check_train(&request.job).map_err(to_status)?;
-        let user_data = attached_data(&mut request).map_err(to_status)?;
-        let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id, .. } = request;
-        let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
-        let address =
-            address.map(dialled).transpose().map_err(to_status)?.map(|address| address.to_string());
-        if lease != 0 {
-            let (job, lease) = (JobRef { name: job, id: job_id }, Lease(lease));
-            let pb::JoinRequest { epoch, step, attempt: number, .. } = request;
-            let attempt = Attempt { epoch, step, number };
-            return self.attach(Attach { job, rank, address, lease, attempt, user_data }).await;
-        }
-        let (wait, lease) =
-            (self.waits.of_join(wait_ms), Lease(identity::random().map_err(to_status)?));
-        let call = self.driver.next_caller();
-        self.driver.add_lease(lease, call);
-        // From now on the lease ends with the stream, also if the caller disconnects while the call
-        // waits.
-        let mut stream = Memberships {
-            driver: self.driver.clone(),
-            job: job.clone(),
-            rank,
-            lease,
-            opened_by: call,
-            first: None,
-        };
-        let rank_wait = wait.min(self.waits.rank);
-        let join = Join { job, rank, address, lease, rank_wait, wait };
-        self.driver.call_as(call, Event::Join { caller: call, join }).await.map_err(to_status)?;
-        stream.begin().await.map_err(to_status)?;
-        Ok(Response::new(stream))
+        answer(async {
+            let caller = Caller::of(request.extensions())?;
+            let mut request = request.into_inner();
+            caller.check_train(&request.job)?;
+            let user_data = attached_data(&mut request)?;
+            let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id, .. } = request;
+            let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
+            let address = address.map(dialled).transpose()?.map(|address| address.to_string());
+            if lease != 0 {
+                let (job, lease) = (JobRef { name: job, id: job_id }, Lease(lease));
+                let pb::JoinRequest { epoch, step, attempt: number, .. } = request;
+                let attempt = Attempt { epoch, step, number };
+                return self.attach(Attach { job, rank, address, lease, attempt, user_data }).await;
+            }
+            let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
+            let call = self.driver.next_caller();
+            self.driver.add_lease(lease, call);
+            // From now on the lease ends with the stream, also if the caller disconnects while the call
+            // waits.
+            let mut stream = Memberships {
+                driver: self.driver.clone(),
+                job: job.clone(),
+                rank,
+                lease,
+                opened_by: call,
+                first: None,
+            };
+            let rank_wait = wait.min(self.waits.rank);
+            let join = Join { job, rank, address, lease, rank_wait, wait };
+            self.driver.call_as(call, Event::Join { caller: call, join }).await?;
+            stream.begin().await?;
+            Ok(stream)
+        })
+        .await
     }
 
     async fn commit(&self, request: Request<pb::CommitRequest>) -> Answer<pb::CommitResponse> {
-        check_turn(&request, |request| &request.turn).map_err(to_status)?;
-        let commit = Box::new(self.waits.commit(request).map_err(to_status)?);
-        match self
-            .driver
-            .call(|caller| Event::Commit { caller, commit })
-            .await
-            .map_err(to_status)?
-        {
-            Reply::Report(report, next_epoch) => {
-                Ok(Response::new(pb::CommitResponse { next_epoch, ..report.into() }))
+        answer(async {
+            check_turn(&request, |request| &request.turn)?;
+            let commit = Box::new(self.waits.commit(request)?);
+            match self.driver.call(|caller| Event::Commit { caller, commit }).await? {
+                Reply::Report(report, next_epoch) => {
+                    Ok(pb::CommitResponse { next_epoch, ..report.into() })
+                }
+                other => Err(unexpected(&other)),
             }
-            other => Err(unexpected(&other)),
-        }
+        })
+        .await
     }
 
     async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceResponse> {
-        check_turn(&request, |request| &request.turn).map_err(to_status)?;
-        let reduce = Box::new(self.waits.reduce(request).map_err(to_status)?);
-        match self
-            .driver
-            .call(|caller| Event::Reduce { caller, reduce })
-            .await
-            .map_err(to_status)?
-        {
-            Reply::Reduced(norm, resting) => Ok(Response::new(reduced(norm, resting))),
-            other => Err(unexpected(&other)),
-        }
+        answer(async {
+            check_turn(&request, |request| &request.turn)?;
+            let reduce = Box::new(self.waits.reduce(request)?);
+            match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
+                Reply::Reduced(norm, resting) => Ok(reduced(norm, resting)),
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
     }
 
     async fn discard(&self, request: Request<pb::DiscardRequest>) -> Answer<pb::DiscardResponse> {
-        check_turn(&request, |request| &request.turn).map_err(to_status)?;
-        let discard = self.waits.discard(request).map_err(to_status)?;
-        match self
-            .driver
-            .call(|caller| Event::Discard { caller, discard })
-            .await
-            .map_err(to_status)?
-        {
-            Reply::Discarded { attempt } => Ok(Response::new(pb::DiscardResponse { attempt })),
-            other => Err(unexpected(&other)),
-        }
+        answer(async {
+            check_turn(&request, |request| &request.turn)?;
+            let discard = self.waits.discard(request)?;
+            match self.driver.call(|caller| Event::Discard { caller, discard }).await? {
+                Reply::Discarded { attempt } => Ok(pb::DiscardResponse { attempt }),
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
     }
 
     async fn save_checkpoint(
         &self,
         request: Request<pb::SaveCheckpointRequest>,
     ) -> Answer<pb::SaveCheckpointResponse> {
-        Audited::of(&request).is("save job", &request.get_ref().job);
-        Caller::of(request.extensions())
-            .map_err(to_status)?
-            .check_train(&request.get_ref().job)
-            .map_err(to_status)?;
-        self.urls.check(&request.get_ref().url).map_err(to_status)?;
-        let save = self.waits.save(request).map_err(to_status)?;
-        if let Some((url, job, start)) =
-            self.driver.read(|cluster| cluster.saved_at(&save)).map_err(to_status)?
-        {
-            self.driver.claim(&url, &job, start).await.map_err(to_status)?;
-        }
-        match self.driver.call(|caller| Event::Save { caller, save }).await.map_err(to_status)? {
-            Reply::Saved(Saved { version, bytes }) => {
-                Ok(Response::new(pb::SaveCheckpointResponse { version, bytes }))
+        answer(async {
+            Audited::of(&request).is("save job", &request.get_ref().job);
+            Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
+            self.urls.check(&request.get_ref().url)?;
+            let save = self.waits.save(request)?;
+            if let Some((url, job, start)) = self.driver.read(|cluster| cluster.saved_at(&save))? {
+                self.driver.claim(&url, &job, start).await?;
             }
-            other => Err(unexpected(&other)),
-        }
+            match self.driver.call(|caller| Event::Save { caller, save }).await? {
+                Reply::Saved(Saved { version, bytes }) => {
+                    Ok(pb::SaveCheckpointResponse { version, bytes })
+                }
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
     }
 
     async fn send_user_data(
         &self,
         request: Request<pb::SendUserDataRequest>,
     ) -> Answer<pb::SendUserDataResponse> {
-        Caller::of(request.extensions())
-            .map_err(to_status)?
-            .check_train(&request.get_ref().job)
-            .map_err(to_status)?;
-        let data = rank_data(request.into_inner()).map_err(to_status)?;
-        self.driver.call(|caller| Event::UserData { caller, data }).await.map_err(to_status)?;
-        Ok(Response::new(pb::SendUserDataResponse {}))
+        answer(async {
+            Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
+            let data = rank_data(request.into_inner())?;
+            self.driver.call(|caller| Event::UserData { caller, data }).await?;
+            Ok(pb::SendUserDataResponse {})
+        })
+        .await
     }
 
     async fn report_link(
         &self,
         request: Request<pb::ReportLinkRequest>,
     ) -> Answer<pb::ReportLinkResponse> {
-        check_turn(&request, |request| &request.turn).map_err(to_status)?;
-        let report = link(request.into_inner()).map_err(to_status)?;
-        match self.driver.call(|caller| Event::Link { caller, report }).await.map_err(to_status)? {
-            Reply::LinkNoted => Ok(Response::new(pb::ReportLinkResponse {})),
-            other => Err(unexpected(&other)),
-        }
+        answer(async {
+            check_turn(&request, |request| &request.turn)?;
+            let report = link(request.into_inner())?;
+            match self.driver.call(|caller| Event::Link { caller, report }).await? {
+                Reply::LinkNoted => Ok(pb::ReportLinkResponse {}),
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
     }
 
     async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {
-        check_turn(&request, |request| &request.turn).map_err(to_status)?;
-        let rest = self.waits.rest(request).map_err(to_status)?;
-        match self.driver.call(|caller| Event::Rest { caller, rest }).await.map_err(to_status)? {
-            Reply::Rested(rested) => Ok(Response::new(rested.into())),
-            other => Err(unexpected(&other)),
-        }
+        answer(async {
+            check_turn(&request, |request| &request.turn)?;
+            let rest = self.waits.rest(request)?;
+            match self.driver.call(|caller| Event::Rest { caller, rest }).await? {
+                Reply::Rested(rested) => Ok(rested.into()),
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
     }
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::LeaveResponse> {
-        Caller::of(request.extensions())
-            .map_err(to_status)?
-            .check_train(&request.get_ref().job)
-            .map_err(to_status)?;
-        let wait = self.waits.of(&request).left();
-        let pb::LeaveRequest { job: name, lease, job_id: id, done } = request.into_inner();
-        let leave = Leave { job: JobRef { name, id }, lease: Lease(lease), done };
-        self.driver.call(|caller| Event::Leave { caller, leave, wait }).await.map_err(to_status)?;
-        Ok(Response::new(pb::LeaveResponse {}))
+        answer(async {
+            Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
+            let wait = self.waits.of(&request).left();
+            let pb::LeaveRequest { job: name, lease, job_id: id, done } = request.into_inner();
+            let leave = Leave { job: JobRef { name, id }, lease: Lease(lease), done };
+            self.driver.call(|caller| Event::Leave { caller, leave, wait }).await?;
+            Ok(pb::LeaveResponse {})
+        })
+        .await
     }
 
     async fn status(&self, request: Request<pb::StatusRequest>) -> Answer<pb::StatusResponse> {
-        let caller = Caller::of(request.extensions()).map_err(to_status)?;
-        version::check("the client", &request.get_ref().version, VERSION).map_err(to_status)?;
-        let now = self.driver.now();
-        let mut status = self.driver.read(|cluster| status(cluster, now)).map_err(to_status)?;
-        status.jobs.retain(|job| caller.sees(&job.name));
-        for stats in status.servers.iter_mut().filter_map(|server| server.stats.as_mut()) {
-            stats.jobs.retain(|job| caller.sees(&job.job));
-        }
-        Ok(Response::new(status))
+        answer(async {
+            let caller = Caller::of(request.extensions())?;
+            version::check("the client", &request.get_ref().version, VERSION)?;
+            let now = self.driver.now();
+            let mut status = self.driver.read(|cluster| status(cluster, now))?;
+            status.jobs.retain(|job| caller.sees(&job.name));
+            for stats in status.servers.iter_mut().filter_map(|server| server.stats.as_mut()) {
+                stats.jobs.retain(|job| caller.sees(&job.job));
+            }
+            Ok(status)
+        })
+        .await
     }
 
     async fn cordon_server(
         &self,
         request: Request<pb::CordonServerRequest>,
     ) -> Answer<pb::CordonServerResponse> {
-        let verb = if request.get_ref().cordoned { "cordon server" } else { "uncordon server" };
-        Audited::of(&request).is(verb, &request.get_ref().server);
-        Caller::of(request.extensions())
-            .map_err(to_status)?
-            .check_operate("cordon shard servers")
-            .map_err(to_status)?;
-        let pb::CordonServerRequest { server, cordoned } = request.into_inner();
-        match self
-            .driver
-            .call(|caller| Event::Cordon { caller, server, cordoned })
-            .await
-            .map_err(to_status)?
-        {
-            Reply::Cordoned(server) => {
-                Ok(Response::new(pb::CordonServerResponse { server: Some(server.into()) }))
+        answer(async {
+            let verb = if request.get_ref().cordoned { "cordon server" } else { "uncordon server" };
+            Audited::of(&request).is(verb, &request.get_ref().server);
+            Caller::of(request.extensions())?.check_operate("cordon shard servers")?;
+            let pb::CordonServerRequest { server, cordoned } = request.into_inner();
+            match self.driver.call(|caller| Event::Cordon { caller, server, cordoned }).await? {
+                Reply::Cordoned(server) => {
+                    Ok(pb::CordonServerResponse { server: Some(server.into()) })
+                }
+                other => Err(unexpected(&other)),
             }
-            other => Err(unexpected(&other)),
-        }
+        })
+        .await
     }
 
     async fn drain_server(
         &self,
         request: Request<pb::DrainServerRequest>,
     ) -> Answer<pb::DrainServerResponse> {
-        Audited::of(&request).is("drain server", &request.get_ref().server);
-        Caller::of(request.extensions())
-            .map_err(to_status)?
-            .check_operate("drain shard servers")
-            .map_err(to_status)?;
-        let pb::DrainServerRequest { server, restore } = request.into_inner();
-        match self
-            .driver
-            .call(|caller| Event::Drain { caller, server, restore })
-            .await
-            .map_err(to_status)?
-        {
-            Reply::Drained(drained) => Ok(Response::new(drained.into())),
-            other => Err(unexpected(&other)),
-        }
+        answer(async {
+            Audited::of(&request).is("drain server", &request.get_ref().server);
+            Caller::of(request.extensions())?.check_operate("drain shard servers")?;
+            let pb::DrainServerRequest { server, restore } = request.into_inner();
+            match self.driver.call(|caller| Event::Drain { caller, server, restore }).await? {
+                Reply::Drained(drained) => Ok(drained.into()),
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
     }
 
     async fn evict_rank(
         &self,
         request: Request<pb::EvictRankRequest>,
     ) -> Answer<pb::EvictRankResponse> {
-        let pb::EvictRankRequest { job, rank } = request.get_ref();
-        Audited::of(&request).is("evict rank", &format!("rank {rank} of job {job}"));
-        Caller::of(request.extensions())
-            .map_err(to_status)?
-            .check_operate("evict ranks")
-            .map_err(to_status)?;
-        let pb::EvictRankRequest { job, rank } = request.into_inner();
-        match self
-            .driver
-            .call(|caller| Event::Evict { caller, job, rank })
-            .await
-            .map_err(to_status)?
-        {
-            Reply::Evicted { epoch } => Ok(Response::new(pb::EvictRankResponse { epoch })),
-            other => Err(unexpected(&other)),
-        }
+        answer(async {
+            let pb::EvictRankRequest { job, rank } = request.get_ref();
+            Audited::of(&request).is("evict rank", &format!("rank {rank} of job {job}"));
+            Caller::of(request.extensions())?.check_operate("evict ranks")?;
+            let pb::EvictRankRequest { job, rank } = request.into_inner();
+            match self.driver.call(|caller| Event::Evict { caller, job, rank }).await? {
+                Reply::Evicted { epoch } => Ok(pb::EvictRankResponse { epoch }),
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
     }
 
     type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServeResponse, Status>> + Send>>;
@@ -392,14 +365,19 @@ impl coordinator_service_server::CoordinatorService for Service {
 
 impl Service {
     /// Continues a lease with a new stream.
-    async fn attach(&self, attach: Attach) -> Answer<Memberships> {
+    async fn attach(&self, attach: Attach) -> Result<Memberships> {
         let (job, rank, lease) = (attach.job.name.clone(), attach.rank, attach.lease);
         let (driver, caller) = (self.driver.clone(), self.driver.next_caller());
-        self.driver.call_as(caller, Event::Attach { caller, attach }).await.map_err(to_status)?;
+        self.driver.call_as(caller, Event::Attach { caller, attach }).await?;
         let mut stream = Memberships { driver, job, rank, lease, opened_by: caller, first: None };
-        stream.begin().await.map_err(to_status)?;
-        Ok(Response::new(stream))
+        stream.begin().await?;
+        Ok(stream)
     }
+}
+
+/// Answers a call: the errors of the work become its status.
+async fn answer<T>(work: impl Future<Output = Result<T>>) -> Answer<T> {
+    work.await.map(Response::new).map_err(to_status)
 }
 
 /// Checks that the caller may train the job of its turn.
@@ -408,8 +386,8 @@ fn check_turn<T>(request: &Request<T>, turn: impl Fn(&T) -> &Option<pb::Turn>) -
     Caller::of(request.extensions())?.check_train(job)
 }
 
-fn unexpected(reply: &Reply) -> Status {
-    to_status(Error::Internal { cause: format!("{reply:?} answers another call") })
+fn unexpected(reply: &Reply) -> Error {
+    Error::Internal { cause: format!("{reply:?} answers another call") }
 }
 
 /// The stream of a worker's memberships, which lasts as long as its lease.
