@@ -126,8 +126,8 @@ impl coordinator_service_server::CoordinatorService for Service {
             let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
             let call = self.driver.next_caller();
             self.driver.add_lease(lease, call);
-            // From now on the lease ends with the stream, also if the caller disconnects while the call
-            // waits.
+            // From now on the lease ends with the stream, also if the caller disconnects while
+            // the call waits.
             let mut stream = Memberships {
                 driver: self.driver.clone(),
                 job: job.clone(),
