@@ -28,7 +28,8 @@ LIMIT = 3
 KNOWN = {
     "zeroshard-client": [7],
     "zeroshard-fake-cuda": [5],
-    "zeroshard-server": [35, 6, 5],
+    "zeroshard-coordinator": [32],
+    "zeroshard-server": [6, 5],
     "zeroshard-worker": [5],
 }
 # What the dependencies of a crate must not include.
@@ -36,6 +37,7 @@ NETWORK = ["tonic", "tokio", "hyper", "rustls"]
 WITHOUT = {
     "zeroshard-model": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
     "zeroshard-proto": ["opentelemetry", "prometheus", "zeroshard-net"],
+    "zeroshard-coordinator": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
     "zeroshard-kernels": [*NETWORK, "prost", "prometheus", "zeroshard-proto", "zeroshard-net"],
     "zeroshard-net": ["prometheus", "object_store", "zeroshard-checkpoint", "zeroshard-client"],
     "zeroshard-checkpoint": ["prometheus", "zeroshard-client", "zeroshard-server"],

@@ -9,13 +9,15 @@ use std::{
 };
 
 use http::{Extensions, HeaderMap, header::AUTHORIZATION};
+use zeroshard_model::Role;
 use zeroshard_model::{Error, Result};
 use zeroshard_net::{
-    Credential, Role, Tokens, reloaded::Reloaded, token::Bearer, transport::tls::Security,
+    Credential, Tokens, reloaded::Reloaded, token::Bearer, transport::tls::Security,
 };
 
 use crate::config::Common;
-use crate::quota::{Holder, Rate};
+use crate::quota::Rate;
+use zeroshard_model::quota::Holder;
 
 /// The maximum size of the file of tokens.
 const MAX_FILE_BYTES: u64 = 64 << 20;

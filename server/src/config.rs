@@ -23,7 +23,7 @@ use zeroshard_net::{
     transport::{FRAME_BYTES, WINDOW_BYTES, tls::TlsFiles},
 };
 
-pub use sections::{All, Coordinator, JobLimits, Shard};
+pub use sections::{All, Coordinator, Shard};
 pub use values::{
     Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size, StateTier,
 };

@@ -15,7 +15,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
     KeyPair, KeyUsagePurpose, SanType,
 };
-use zeroshard_net::Role;
+use zeroshard_model::Role;
 
 /// The names by which a machine reaches itself.
 const LOCAL: [&str; 3] = ["localhost", "127.0.0.1", "::1"];

@@ -6,11 +6,12 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use zeroshard_coordinator::cluster::JobLimits;
 use zeroshard_model::limits::{MAX_CONNECTIONS, MAX_JOBS};
 use zeroshard_net::{Token, token::Bearer};
 
 use crate::{
-    config::{self, Address, Common, JobLimits, Listen, Size},
+    config::{self, Address, Common, Listen, Size},
     coordinator::leadership::Leadership,
     failure::Failure,
     roles::{self, Site},

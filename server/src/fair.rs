@@ -24,7 +24,7 @@ use std::{
 use tokio::sync::oneshot;
 
 /// The weights that a job may have.
-pub(crate) use zeroshard_net::quota::WEIGHTS;
+pub(crate) use zeroshard_model::quota::WEIGHTS;
 
 /// The units of virtual time per unit of cost, so that a division by a large weight does not round
 /// to zero.

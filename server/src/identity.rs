@@ -13,23 +13,9 @@ pub(crate) fn random() -> Result<u64> {
     Ok(number.max(1))
 }
 
-/// The id of the server with this name, which survives restarts and is never 0. The name is chosen
-/// by the operator, or is the address by default.
-pub(crate) fn of_server(name: &str) -> u64 {
-    let hash = blake3::hash(name.as_bytes());
-    let first = hash.as_bytes().first_chunk().expect("a hash has 32 bytes");
-    u64::from_le_bytes(*first).max(1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_server_keeps_its_id_and_ids_differ() {
-        assert_eq!(of_server("shard-0:7401"), of_server("shard-0:7401"));
-        assert_ne!(of_server("shard-0:7401"), of_server("shard-1:7401"));
-    }
 
     #[test]
     fn random_numbers_differ() {

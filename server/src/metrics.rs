@@ -19,7 +19,7 @@ use prometheus::{
 use prost::Message;
 use zeroshard_proto::pb;
 
-pub use coordinator::{Coordinator, JobFigures, JobState, Waits};
+pub use coordinator::Coordinator;
 use families::Families;
 pub use shard::{Shard, Traffic};
 pub(crate) use {coordinator::JobSeries as CoordinatedJob, shard::JobSeries as HeldJob};
@@ -170,6 +170,7 @@ fn known_methods() -> HashSet<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use zeroshard_coordinator::figures::{JobFigures, JobState, Waits};
 
     const FIGURES: JobFigures = JobFigures {
         state: JobState::Open,

@@ -6,21 +6,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use zeroshard_model::{Error, Result};
-use zeroshard_net::{Role, quota::Quota};
+use zeroshard_model::{Error, Result, Role};
 
 /// The burst of calls that may arrive at the same time, as a duration at the permitted rate.
 const BURST: Duration = Duration::from_secs(1);
 /// The maximum time that a call above the rate waits. Calls that would wait longer are refused.
 const MAX_WAIT: Duration = Duration::from_secs(1);
-
-/// The role and the limits of the token or certificate of a request. It is an extension of the
-/// request.
-#[derive(Debug, Clone)]
-pub(crate) struct Holder {
-    pub(crate) role: Role,
-    pub(crate) quota: Quota,
-}
 
 /// The rate limit of one token, or of the certificates of a role: a bucket that is refilled at a
 /// constant rate. It is stored as the time at which the bucket would be full (the generic cell rate

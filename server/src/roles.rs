@@ -13,13 +13,14 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
+use zeroshard_coordinator::cluster::JobLimits;
 use zeroshard_kernels::Backend;
 use zeroshard_net::trace;
 
 use crate::{
     access::Accepted,
     admin::{self, Admin, sources::Sources},
-    config::{self, Address, Addresses, AdminListen, Common, Config, JobLimits, Listen, Role},
+    config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
     coordinator::{Coordinator, Place, leadership::Leadership},
     devices::{self, Devices},
     failure::Failure,

@@ -67,7 +67,7 @@ class Files(unittest.TestCase):
                         label = f'state="{word.text}"'
                         self.assertRegex(query.expr, rf"\b{number} \* \([^(]+{label}")
                         states.add(word.text)
-        source = documents.DEPLOY.parent / "server/src/metrics/coordinator.rs"
+        source = documents.DEPLOY.parent / "server/coordinator/src/figures.rs"
         labels = re.findall(r"Self::\w+ => \"([a-z]+)\"", source.read_text())
         self.assertEqual(states, set(labels))
 

@@ -6,10 +6,11 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 use zeroshard_client::Result;
 use zeroshard_model::size;
-use zeroshard_net::{
-    Role, Token, Tokens,
+use zeroshard_model::{
+    Role,
     quota::{Quota, WEIGHTS},
 };
+use zeroshard_net::{Token, Tokens};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

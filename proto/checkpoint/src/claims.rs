@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode, path::Path};
 use serde::{Deserialize, Serialize};
-use zeroshard_model::{Error, Result};
+use zeroshard_model::{Error, Result, checkpoint::Start};
 use zeroshard_net::Deadline;
 
 use crate::{Manifest, Storage};
@@ -56,15 +56,6 @@ pub struct Claimant<'a> {
     pub by: &'a str,
     /// The job's use of checkpoints of the name that exist already.
     pub start: Start,
-}
-
-/// How a job begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Start {
-    /// Without a checkpoint.
-    Anew,
-    /// From this version of the job with this id, which has the same name.
-    From(u64, u64),
 }
 
 /// A claim.

@@ -29,7 +29,7 @@ mod user_data;
 mod verify;
 mod writer;
 
-pub use claims::{BEAT, Claim, Claimant, Start};
+pub use claims::{BEAT, Claim, Claimant};
 pub use export::{Export, exported_bytes};
 pub use format::Part;
 pub use manifest::Manifest;

@@ -9,7 +9,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use zeroshard_checkpoint::{BEAT, Claimant, Start, Storage};
+use zeroshard_checkpoint::{BEAT, Claimant, Storage};
+use zeroshard_model::checkpoint::Start;
 use zeroshard_model::{Error, Result};
 
 use common::{JOB, JOB_ID, Saved};

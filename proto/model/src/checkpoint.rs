@@ -75,6 +75,15 @@ pub enum RestoreVersion {
     LatestIfAny,
 }
 
+/// How a job begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// Without a checkpoint.
+    Anew,
+    /// From this version of the job with this id, which has the same name.
+    From(u64, u64),
+}
+
 impl CheckpointPolicy {
     /// Checks the URL and the intervals.
     ///
@@ -110,4 +119,9 @@ pub fn check_url(url: &str) -> Result<()> {
         SCHEMES.join(", ")
     );
     Err(Error::invalid("url of the checkpoints", format_args!("{url:?}"), expected))
+}
+
+/// Returns whether two URLs name the same place.
+pub fn is_same_place(one: &str, other: &str) -> bool {
+    one.trim_end_matches('/') == other.trim_end_matches('/')
 }

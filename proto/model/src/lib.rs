@@ -15,6 +15,8 @@ pub mod memory;
 pub mod name;
 pub mod optimizer;
 pub mod placement;
+pub mod quota;
+pub mod role;
 pub mod size;
 pub mod succession;
 pub mod version;
@@ -31,6 +33,7 @@ pub use job::{Departure, JobSpec};
 pub use manifest::{Manifest, Policy, TensorId, TensorSpec};
 pub use optimizer::{AppliedSteps, Optimizer};
 pub use placement::{Placement, Server};
+pub use role::Role;
 pub use succession::{JobVersion, Succession, successor_name};
 
 /// `Result` with this crate's [`Error`].

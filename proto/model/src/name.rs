@@ -29,3 +29,22 @@ fn is_hidden(character: char) -> bool {
             | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
             | '\u{e0000}'..='\u{e007f}')
 }
+
+/// The id of the server with this name, which survives restarts and is never 0. The name is chosen
+/// by the operator, or is the address by default.
+pub fn server_id(name: &str) -> u64 {
+    let hash = blake3::hash(name.as_bytes());
+    let first = hash.as_bytes().first_chunk().expect("a hash has 32 bytes");
+    u64::from_le_bytes(*first).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_keeps_its_id_and_ids_differ() {
+        assert_eq!(server_id("shard-0:7401"), server_id("shard-0:7401"));
+        assert_ne!(server_id("shard-0:7401"), server_id("shard-1:7401"));
+    }
+}

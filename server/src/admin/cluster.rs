@@ -3,6 +3,10 @@
 
 use std::{fmt::Write as _, time::SystemTime};
 
+use zeroshard_coordinator::{
+    advice::Advice,
+    overview::{Overview, ServerOverview},
+};
 use zeroshard_proto::pb;
 
 use super::{
@@ -12,10 +16,7 @@ use super::{
     jobs,
     table::Table,
 };
-use crate::coordinator::{
-    advice::Advice,
-    overview::{Overview, ServerOverview},
-};
+use crate::coordinator::responses::Message;
 
 /// The kinds of memory of a server, with the numbers of their colours.
 const KINDS: [(u8, &str); 5] = [
@@ -155,10 +156,9 @@ fn row(html: &mut String, server: &ServerOverview) {
         SERVERS.row(html, &[&name, &zone, &"", &"", &"", &"", &reserved, &"", &state]);
         return;
     }
-    let empty = pb::Stats::default();
-    let stats = server.stats.as_ref().unwrap_or(&empty);
+    let stats = server.stats.clone().unwrap_or_default().message();
     let slices = stats.jobs.iter().map(|job| u64::from(job.slices)).sum();
-    let parts = kinds(stats);
+    let parts = kinds(&stats);
     let used = parts.iter().map(|(_, _, size)| size).sum::<f64>();
     let (capacity, percent) = match server.capacity {
         Some(room) => (bytes(room.bytes), percent(server.assigned, room.bytes)),

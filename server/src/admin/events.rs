@@ -2,13 +2,14 @@
 
 use std::{fmt::Write as _, time::SystemTime};
 
+use zeroshard_coordinator::{
+    history::{Happened, Severity},
+    overview::{Overview, View},
+};
+
 use super::{
     html::{Text, age, count},
     view::Link,
-};
-use crate::coordinator::{
-    history::{Happened, Severity},
-    overview::{Overview, View},
 };
 
 /// Draws the section of the events.

@@ -3,6 +3,12 @@
 
 use std::{fmt::Write as _, time::Duration};
 
+use zeroshard_coordinator::{
+    figures::JobState,
+    history::{History, Phases, Point},
+    jobs::weights,
+    overview::{Details, JobOverview, Overview, View},
+};
 use zeroshard_model::{Placement, Server};
 
 use super::{
@@ -11,14 +17,6 @@ use super::{
     html::{Text, age, count, counted, duration, optional, short},
     table::Table,
     view::Link,
-};
-use crate::{
-    coordinator::{
-        history::{History, Phases, Point},
-        jobs::weights,
-        overview::{Details, JobOverview, Overview, View},
-    },
-    metrics::JobState,
 };
 
 /// The maximum number of servers in the map of a job's slices.

@@ -6,6 +6,7 @@ use std::{
 };
 
 use prometheus::proto::MetricType;
+use zeroshard_coordinator::overview::View;
 
 use super::{
     Admin, cluster,
@@ -13,7 +14,7 @@ use super::{
     server,
     table::Table,
 };
-use crate::{coordinator::overview::View, metrics::Metrics};
+use crate::metrics::Metrics;
 
 /// Renders the page from the current state. `view` selects a part of the cluster.
 pub(super) fn render(admin: &Admin, view: &View) -> String {

@@ -5,13 +5,15 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use crate::{coordinator, shard};
+use zeroshard_coordinator::overview;
+
+use crate::shard;
 
 /// The roles of this process that are running.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sources {
     /// The state of the cluster; set on the coordinator that is the leader.
-    pub(crate) cluster: Source<coordinator::overview::Overview, coordinator::overview::View>,
+    pub(crate) cluster: Source<overview::Overview, overview::View>,
     /// The state of the shard server.
     pub(crate) shard: Source<shard::overview::Overview>,
 }

@@ -4,6 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
+use zeroshard_coordinator::cluster::JobLimits;
 use zeroshard_model::{
     limits::{MAX_CONNECTIONS, MAX_JOBS, MAX_SERVER_NAME},
     name::check_name,
@@ -13,15 +14,6 @@ use zeroshard_net::transport::tls::TlsFiles;
 use super::{
     Address, Addresses, AdminListen, DeviceChoice, Error, Etcd, Listen, Size, StateTier, defaults,
 };
-
-/// The operator's limits on jobs.
-#[derive(Debug, Clone, Copy)]
-pub struct JobLimits {
-    /// The idle timeout of jobs that have none of their own; `None`: they are kept.
-    pub timeout: Option<Duration>,
-    /// The maximum number of jobs.
-    pub number: usize,
-}
 
 /// The configuration of the coordinator.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]

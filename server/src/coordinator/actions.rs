@@ -4,15 +4,17 @@
 use std::{collections::BTreeSet, task::Waker};
 
 use tokio::sync::mpsc::error::TrySendError;
-use zeroshard_checkpoint::{Claimant, Start, Storage};
-use zeroshard_model::Result;
-
-use super::{
-    driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
+use zeroshard_checkpoint::{Claimant, Storage};
+use zeroshard_coordinator::{
     events::{Action, Command, Event, JobRef, Link, Placed, Placing, ServerId},
     history::Severity,
     jobs::Plan,
     save::Completion,
+};
+use zeroshard_model::{Result, checkpoint::Start};
+
+use super::{
+    driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
     storage, traces,
 };
 use crate::metrics::CoordinatedJob;

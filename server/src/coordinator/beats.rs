@@ -11,9 +11,10 @@ use std::{
 use futures_util::{StreamExt, stream};
 use tokio::task::JoinHandle;
 use zeroshard_checkpoint::{BEAT, Storage};
+use zeroshard_coordinator::{cluster::Cluster, events::JobRef};
 use zeroshard_model::{Error, Result};
 
-use super::{cluster::Cluster, driver::Driver, events::JobRef};
+use super::driver::Driver;
 use crate::identity;
 
 /// The number of files that are written at a place at the same time.

@@ -3,14 +3,26 @@
 use std::{sync::Arc, time::Duration};
 
 use futures_util::{Stream, StreamExt};
+use prost::Message as _;
 use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use zeroshard_coordinator::{
+    decisions::{Decision, Figures, Replicated, Update},
+    events::{About, Command, Event, FailedThere, JobRef, Lease, Link, OpenJob, Said},
+    held::{Held, Ranks},
+    jobs::Plan,
+    reduce::{Absent, Overflow, Reduced},
+    reports::Files,
+    resting::Begins,
+    save::SavePlan,
+    succession::SliceCopy,
+};
 use zeroshard_model::{
     Attempt, Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
     limits::MAX_SERVER_NAME,
     memory::Capacity,
-    name::check_name,
+    name::{check_name, server_id},
     version::{self, VERSION},
 };
 use zeroshard_net::Deadline;
@@ -21,19 +33,11 @@ use zeroshard_proto::{
 };
 
 use super::{
-    decisions::{Decision, Figures, Replicated, Report, Update},
     driver::{Control, Driver},
-    events::{About, Command, Event, FailedThere, JobRef, Lease, Link, OpenJob, Said},
-    held::{Held, Ranks},
-    jobs::Plan,
-    reduce::{Absent, Overflow, Reduced},
     requests::dialled,
-    responses::{Files, Stats},
-    resting::Begins,
-    save::SavePlan,
-    succession::SliceCopy,
+    responses::{self, Message as _},
 };
-use crate::{failure::Failure, identity};
+use crate::failure::Failure;
 
 /// The commands of a control stream, until the server is dismissed.
 pub(super) fn commands(
@@ -47,13 +51,13 @@ pub(super) fn commands(
             let command = match command {
                 // The spec and the placement may be large.
                 Command::Open(_) | Command::NewPlacement { .. } => {
-                    let convert = move || Ok(command.into());
+                    let convert = move || Ok(wire(command));
                     failure
                         .blocking("convert a job to be opened", convert)
                         .await
                         .map_err(to_status)?
                 }
-                command => command.into(),
+                command => wire(command),
             };
             Ok(pb::ServeResponse { command: Some(command), term })
         }
@@ -118,7 +122,7 @@ async fn read_registration(
         match events.message().await?.and_then(|message| message.event) {
             // The spec and the placement may be large.
             Some(serve_request::Event::Held(job)) => {
-                let convert = move || Held::try_from(job);
+                let convert = move || held_job(job);
                 let job = failure.blocking("convert a job", convert).await.map_err(to_status)?;
                 held.push(Held { term: hello.term, ..job });
             }
@@ -131,7 +135,7 @@ async fn read_registration(
             }
         }
     }
-    let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.into()));
+    let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed_there(failed)));
     let about = About {
         name,
         zone,
@@ -143,10 +147,8 @@ async fn read_registration(
     Ok(Registration { server, about, term: hello.term, held })
 }
 
-impl From<pb::JobFailed> for FailedThere {
-    fn from(pb::JobFailed { reason, transient, .. }: pb::JobFailed) -> Self {
-        Self { reason, transient }
-    }
+pub(crate) fn failed_there(pb::JobFailed { reason, transient, .. }: pb::JobFailed) -> FailedThere {
+    FailedThere { reason, transient }
 }
 
 fn unexpected(what: &str, found: &str, expected: &str) -> Error {
@@ -172,7 +174,7 @@ fn name(hello: &pb::Hello) -> Result<String> {
     if !name.is_empty() {
         let what = format!("name of shard server {}", hello.address);
         check_name(&what, name, MAX_SERVER_NAME)?;
-        if identity::of_server(name) != hello.server_id {
+        if server_id(name) != hello.server_id {
             let expected = format!("a name whose id is {:016x}", hello.server_id);
             return Err(Error::invalid(what, format!("{name:?}"), expected));
         }
@@ -206,58 +208,75 @@ pub(super) async fn listen(
     Ok(())
 }
 
-impl From<Command> for serve_response::Command {
-    fn from(command: Command) -> Self {
-        match command {
-            Command::Welcome => Self::Welcome(pb::Welcome {}),
-            Command::Open(open) => Self::Open(open_job(&open)),
-            Command::Close(JobRef { name: job, id: job_id }) => {
-                Self::Close(pb::CloseJob { job, job_id })
-            }
-            Command::Publish { job: JobRef { name: job, id: job_id }, epoch } => {
-                Self::Publish(pb::Publish { job, job_id, epoch })
-            }
-            Command::Grant { job: JobRef { name: job, id: job_id }, rank, lease: Lease(lease) } => {
-                Self::Grant(pb::GrantLease { job, job_id, rank, lease })
-            }
-            Command::NewEpoch { job: JobRef { name: job, id: job_id }, epoch, rank, left } => {
-                Self::NewEpoch(pb::NewEpoch { job, job_id, epoch, rank, left })
-            }
-            Command::NewAttempt { job: JobRef { name: job, id: job_id }, attempt, rested } => {
-                let Attempt { epoch, step, number: attempt } = attempt;
-                Self::NewAttempt(pb::NewAttempt { job, job_id, epoch, step, attempt, rested })
-            }
-            Command::RankDone { job: JobRef { name: job, id: job_id }, rank } => {
-                Self::Done(pb::RankDone { job, job_id, rank })
-            }
-            Command::RankRests { job: JobRef { name: job, id: job_id }, rank, begins } => {
-                let ends = begins.is_none();
-                let Begins { since, excluded } =
-                    begins.unwrap_or(Begins { since: 0, excluded: false });
-                Self::Rests(pb::RankRests { job, job_id, rank, ends, since, excluded })
-            }
-            Command::Decide { job, decision } => Self::Decide(decide(job, decision)),
-            Command::NewPlacement { job: JobRef { name: job, id: job_id }, epoch, placement } => {
-                let placement = Some(placement.as_ref().into());
-                Self::NewPlacement(pb::NewPlacement { job, job_id, epoch, placement })
-            }
-            Command::Copy { job: JobRef { name: job, id: job_id }, number, version, slices } => {
-                Self::Copy(pb::CopySlices { job, job_id, number, version, slices })
-            }
-            Command::ServeVersion { job: JobRef { name: job, id: job_id }, version } => {
-                Self::ServeVersion(pb::ServeVersion { job, job_id, version })
-            }
-            Command::Write { job: JobRef { name: job, id: job_id }, plan } => {
-                let SavePlan { save, version, url, .. } = plan;
-                Self::Write(pb::WriteCheckpoint { job, job_id, save, url, version })
-            }
-            Command::CancelSave { job: JobRef { name: job, id: job_id }, save } => {
-                Self::Cancel(pb::CancelCheckpoint { job, job_id, save })
-            }
-            Command::Confirm { number } => Self::Confirm(pb::Confirm { number }),
-            Command::Release => Self::Release(pb::Release {}),
-            Command::Cordon { cordoned } => Self::Cordon(pb::Cordon { cordoned }),
+/// The message of a command.
+pub(crate) fn wire(command: Command) -> serve_response::Command {
+    match command {
+        Command::Welcome => serve_response::Command::Welcome(pb::Welcome {}),
+        Command::Open(open) => serve_response::Command::Open(open_job(&open)),
+        Command::Close(JobRef { name: job, id: job_id }) => {
+            serve_response::Command::Close(pb::CloseJob { job, job_id })
         }
+        Command::Publish { job: JobRef { name: job, id: job_id }, epoch } => {
+            serve_response::Command::Publish(pb::Publish { job, job_id, epoch })
+        }
+        Command::Grant { job: JobRef { name: job, id: job_id }, rank, lease: Lease(lease) } => {
+            serve_response::Command::Grant(pb::GrantLease { job, job_id, rank, lease })
+        }
+        Command::NewEpoch { job: JobRef { name: job, id: job_id }, epoch, rank, left } => {
+            serve_response::Command::NewEpoch(pb::NewEpoch { job, job_id, epoch, rank, left })
+        }
+        Command::NewAttempt { job: JobRef { name: job, id: job_id }, attempt, rested } => {
+            let Attempt { epoch, step, number: attempt } = attempt;
+            serve_response::Command::NewAttempt(pb::NewAttempt {
+                job,
+                job_id,
+                epoch,
+                step,
+                attempt,
+                rested,
+            })
+        }
+        Command::RankDone { job: JobRef { name: job, id: job_id }, rank } => {
+            serve_response::Command::Done(pb::RankDone { job, job_id, rank })
+        }
+        Command::RankRests { job: JobRef { name: job, id: job_id }, rank, begins } => {
+            let ends = begins.is_none();
+            let Begins { since, excluded } = begins.unwrap_or(Begins { since: 0, excluded: false });
+            serve_response::Command::Rests(pb::RankRests {
+                job,
+                job_id,
+                rank,
+                ends,
+                since,
+                excluded,
+            })
+        }
+        Command::Decide { job, decision } => serve_response::Command::Decide(decide(job, decision)),
+        Command::NewPlacement { job: JobRef { name: job, id: job_id }, epoch, placement } => {
+            let placement = Some(placement.as_ref().into());
+            serve_response::Command::NewPlacement(pb::NewPlacement {
+                job,
+                job_id,
+                epoch,
+                placement,
+            })
+        }
+        Command::Copy { job: JobRef { name: job, id: job_id }, number, version, slices } => {
+            serve_response::Command::Copy(pb::CopySlices { job, job_id, number, version, slices })
+        }
+        Command::ServeVersion { job: JobRef { name: job, id: job_id }, version } => {
+            serve_response::Command::ServeVersion(pb::ServeVersion { job, job_id, version })
+        }
+        Command::Write { job: JobRef { name: job, id: job_id }, plan } => {
+            let SavePlan { save, version, url, .. } = plan;
+            serve_response::Command::Write(pb::WriteCheckpoint { job, job_id, save, url, version })
+        }
+        Command::CancelSave { job: JobRef { name: job, id: job_id }, save } => {
+            serve_response::Command::Cancel(pb::CancelCheckpoint { job, job_id, save })
+        }
+        Command::Confirm { number } => serve_response::Command::Confirm(pb::Confirm { number }),
+        Command::Release => serve_response::Command::Release(pb::Release {}),
+        Command::Cordon { cordoned } => serve_response::Command::Cordon(pb::Cordon { cordoned }),
     }
 }
 
@@ -320,7 +339,7 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
     });
     let Figures { scale, clip_coefficient, loss, resting, user_data } = decision.figures;
     let (absent, report) = match decision.replicated.map(|of| *of) {
-        Some(Replicated { absent, report }) => (absent, Some(report.into())),
+        Some(Replicated { absent, report }) => (absent, Some(report.message())),
         None => (Vec::new(), None),
     };
     pb::Decision {
@@ -351,7 +370,7 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
             Said::Initialised { job: job(name, job_id), epoch }
         }
         Wire::Ready(ready) => step_ready(ready),
-        Wire::Stats(stats) => Said::Stats(Stats(stats)),
+        Wire::Stats(stats) => Said::Stats(responses::stats(stats)),
         Wire::Failed(pb::JobFailed { job: name, reason, job_id, epoch, transient }) => {
             Said::Failed { job: job(name, job_id), epoch, reason, transient }
         }
@@ -376,6 +395,7 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
         Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
         Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
+            let files = files.iter().map(|file| file.encode_to_vec().into()).collect();
             Said::Written { job: job(name, job_id), save, files: Files(files) }
         }
         Wire::CheckpointFailed(failed) => {
@@ -407,49 +427,49 @@ fn reduced(ready: pb::StepReady) -> Reduced {
     }
 }
 
-impl TryFrom<pb::HeldJob> for Held {
-    type Error = Error;
-
-    fn try_from(mut job: pb::HeldJob) -> Result<Self> {
-        let spec = JobSpec::try_from(job.spec.take().unwrap_or_default())?;
-        let placement = Placement::try_from(job.placement.take().unwrap_or_default())?;
-        let (slices, placed) = (spec.manifest.slices().len(), placement.slices());
-        if slices != placed {
-            let what = format!("number of placed slices of job {:?}", spec.name);
-            return Err(Error::invalid(what, placed, slices.to_string()));
-        }
-        check_held(&job, &spec)?;
-        let from = job.from.map(JobVersion::try_from).transpose()?;
-        let fresh_state = job.fresh_state;
-        let restore = job.restore.map(Restore::try_from).transpose()?.map(Arc::new);
-        let lease = |pb::HeldLease { rank, lease }| (rank, Lease(lease));
-        let rest = |pb::RankRests { rank, since, excluded, .. }| (rank, (since, excluded));
-        let decision = job.decision.map(decision).transpose()?;
-        Ok(Self {
-            id: job.job_id,
-            term: 0,
-            plan: Plan::of(&spec, placement),
-            spec: Arc::new(spec),
-            succession: from.map(|from| Arc::new(Succession { from, fresh_state })),
-            restore,
-            attempt: Attempt { epoch: job.epoch, step: job.step, number: job.attempt },
-            published: job.published,
-            initialised: job.initialised,
-            ranks: Ranks {
-                leases: job.leases.into_iter().map(lease).collect(),
-                done: job.done.into_iter().collect(),
-                left: job.left.into_iter().collect(),
-                resting: job.resting.into_iter().map(rest).collect(),
-            },
-            rested: job.rested,
-            ready: job.ready.map(reduced),
-            empty: job.empty.into_iter().chain(job.copying).collect(),
-            copies: job.copies,
-            restoring: job.restoring,
-            restored: job.restored.map(|pb::Restored { epoch, version }| (epoch, version)),
-            decided: decision.zip(job.decided.map(reduced)),
-        })
+/// The job that a server describes.
+///
+/// # Errors
+/// [`Error::Invalid`] for a description that contradicts itself.
+pub(crate) fn held_job(mut job: pb::HeldJob) -> Result<Held> {
+    let spec = JobSpec::try_from(job.spec.take().unwrap_or_default())?;
+    let placement = Placement::try_from(job.placement.take().unwrap_or_default())?;
+    let (slices, placed) = (spec.manifest.slices().len(), placement.slices());
+    if slices != placed {
+        let what = format!("number of placed slices of job {:?}", spec.name);
+        return Err(Error::invalid(what, placed, slices.to_string()));
     }
+    check_held(&job, &spec)?;
+    let from = job.from.map(JobVersion::try_from).transpose()?;
+    let fresh_state = job.fresh_state;
+    let restore = job.restore.map(Restore::try_from).transpose()?.map(Arc::new);
+    let lease = |pb::HeldLease { rank, lease }| (rank, Lease(lease));
+    let rest = |pb::RankRests { rank, since, excluded, .. }| (rank, (since, excluded));
+    let decision = job.decision.map(decision).transpose()?;
+    Ok(Held {
+        id: job.job_id,
+        term: 0,
+        plan: Plan::of(&spec, placement),
+        spec: Arc::new(spec),
+        succession: from.map(|from| Arc::new(Succession { from, fresh_state })),
+        restore,
+        attempt: Attempt { epoch: job.epoch, step: job.step, number: job.attempt },
+        published: job.published,
+        initialised: job.initialised,
+        ranks: Ranks {
+            leases: job.leases.into_iter().map(lease).collect(),
+            done: job.done.into_iter().collect(),
+            left: job.left.into_iter().collect(),
+            resting: job.resting.into_iter().map(rest).collect(),
+        },
+        rested: job.rested,
+        ready: job.ready.map(reduced),
+        empty: job.empty.into_iter().chain(job.copying).collect(),
+        copies: job.copies,
+        restoring: job.restoring,
+        restored: job.restored.map(|pb::Restored { epoch, version }| (epoch, version)),
+        decided: decision.zip(job.decided.map(reduced)),
+    })
 }
 
 /// Checks that the ranks, slices and steps of a description exist in its job.
@@ -492,7 +512,7 @@ fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
 fn decision(decision: pb::Decision) -> Result<Decision> {
     let pb::Decision { epoch, step, attempt: number, scale, clip_coefficient, loss, .. } = decision;
     let absent = decision.absent;
-    let replicated = |report| Box::new(Replicated { absent, report: Report::from(report) });
+    let replicated = |report| Box::new(Replicated { absent, report: responses::report(report) });
     let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
         Ok::<_, Error>(Update {
             groups: optimizers(groups)?,

@@ -25,16 +25,16 @@ use tokio_util::{
     sync::{CancellationToken, WaitForCancellationFutureOwned},
     task::TaskTracker,
 };
-use zeroshard_model::{Error, Result, Server};
-
-use super::{
+use zeroshard_coordinator::{
     cluster::{Cluster, IDLE},
-    control::Registration,
     events::{Caller, Command, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
-    history::{History, Journal},
-    leadership::Leadership,
+    history::{History, Journal, Severity},
+    overview::{Overview, View},
 };
+use zeroshard_model::{Error, Result, Server};
+
+use super::{control::Registration, leadership::Leadership};
 use crate::{
     failure::Failure,
     metrics::{CoordinatedJob, Metrics},
@@ -221,6 +221,18 @@ impl Driver {
         let mut inner = self.lock();
         self.check_running(&mut inner)?;
         Ok(read(&inner))
+    }
+
+    /// The state of the cluster for operators; `None` if this coordinator is no longer the leader.
+    pub(crate) fn overview(&self, view: &View) -> Option<Overview> {
+        let now = self.now();
+        let read = self.inspect(|inner| {
+            let mut overview = inner.cluster.overview(*view, &inner.histories, now);
+            overview.events = inner.journal.newest(view.events);
+            overview.counts = Severity::ALL.map(|least| inner.journal.count(least));
+            overview
+        });
+        read.ok()
     }
 
     /// The time since the driver started.

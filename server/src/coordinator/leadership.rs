@@ -13,9 +13,9 @@ use std::{
 };
 
 use tokio_util::sync::CancellationToken;
+use zeroshard_coordinator::cluster::RANDOM;
 use zeroshard_model::Result;
 
-use super::cluster::RANDOM;
 use crate::identity;
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};

@@ -1,85 +1,37 @@
-//! Membership, placement and the decision about each step.
-//!
-//! `cluster` takes events and returns actions, with one file for each subject. It is a pure
-//! function of state, event and time (`state`, `events`). Jobs: `jobs`, `admission`, `placement`,
-//! `disposal`.
-//! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `departures`,
-//! `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`.
-//! Steps: `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`. Metrics and the status
-//! page: `figures`, `overview`, `history`. Operators: `operators`, `progress`.
+//! The coordinator role. `zeroshard_coordinator` decides; here are the clock and the network.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `leadership` limits the time
-//! for which the coordinator decides. `service`, `requests`,
-//! `responses` and `control` implement the protocol, and only they know its messages.
-//!
-//! The coordinator stores nothing on disk: the durable state is on the servers.
+//! for which the coordinator decides. `service`, `requests`, `responses` and `control` implement
+//! the protocol, and only they know its messages. `storage` reads and writes checkpoints.
 
-mod absence;
 mod actions;
-mod admission;
-pub(crate) mod advice;
-mod attempts;
 mod beats;
-mod catch_up;
-pub(crate) mod cluster;
-mod commit;
-mod compare;
-mod confirm;
 pub(crate) mod control;
-mod creators;
-pub(crate) mod decisions;
-mod departures;
-mod disposal;
-mod drains;
 mod driver;
-pub(crate) mod events;
-pub(crate) mod feed;
-mod figures;
-pub(crate) mod held;
-pub(crate) mod history;
 mod incumbent;
-pub(crate) mod jobs;
 pub mod leadership;
-mod leases;
-mod links;
-mod members;
-pub(crate) mod missing;
-mod operators;
-pub(crate) mod overview;
-pub mod placement;
 mod probe;
-mod progress;
-mod rebuild;
-pub(crate) mod recovery;
-mod reduce;
-mod replicas;
 mod requests;
-mod responses;
-mod resting;
-mod restore;
-pub(crate) mod save;
-mod servers;
+pub(crate) mod responses;
 mod service;
-pub(crate) mod state;
 mod storage;
-mod succession;
-mod terms;
 mod traces;
 mod urls;
-pub(crate) mod user_data;
 
 use std::{net::SocketAddr, sync::Arc};
 
 use tokio_util::task::AbortOnDropHandle;
 use tonic::service::Routes;
+use zeroshard_coordinator::{
+    cluster::{Cluster, JobLimits},
+    overview::{Overview, View},
+    recovery::RECOVERY,
+};
 use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 
-use crate::{config::JobLimits, serve::Context, shutdown::Shutdown};
-use cluster::Cluster;
+use crate::{serve::Context, shutdown::Shutdown};
 use driver::{Driver, Host};
 use leadership::Leadership;
-use overview::{Overview, View};
-use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
 use urls::UrlPrefix;

@@ -7,17 +7,14 @@ use std::{
 };
 
 use tokio::{net::TcpStream, time::timeout};
+use zeroshard_coordinator::{events::Event, recovery::RECOVERY};
 use zeroshard_model::Server;
 use zeroshard_net::{
     Deadline,
     transport::{CONNECT_TIMEOUT, network},
 };
 
-use super::{
-    driver::{Driver, Inner},
-    events::Event,
-    recovery::RECOVERY,
-};
+use super::driver::{Driver, Inner};
 
 /// The interval between two tries. A server that is ending may still listen at the first one.
 const INTERVAL: Duration = Duration::from_millis(250);

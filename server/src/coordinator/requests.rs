@@ -4,22 +4,20 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tonic::Request;
-use zeroshard_model::{
-    Attempt, Error, JobSpec, Restore, Result, Succession,
-    checkpoint::{MAX_USER_DATA, check_url},
-};
-use zeroshard_net::Deadline;
-use zeroshard_proto::{convert::optimizers, pb};
-
-use super::{
+use zeroshard_coordinator::{
     events::{Commit, Create, Discard, JobRef, Lease, LinkReport, Reduce, Rest, Turn},
     save::Save,
     user_data::RankData,
 };
-use crate::{
-    config::{Address, MAX_WAIT},
+use zeroshard_model::{
+    Attempt, Error, JobSpec, Restore, Result, Succession,
+    checkpoint::{MAX_USER_DATA, check_url},
     quota::Holder,
 };
+use zeroshard_net::Deadline;
+use zeroshard_proto::{convert::optimizers, pb};
+
+use crate::config::{Address, MAX_WAIT};
 
 /// The maximum length of the address of a server or worker, in bytes: the longest DNS name, and a
 /// port.

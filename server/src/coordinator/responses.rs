@@ -1,34 +1,45 @@
 //! Converts the answers of the coordinator into messages.
 
-use zeroshard_model::{JobSpec, Server, version::VERSION};
-use zeroshard_proto::pb;
-
-use super::{
+use zeroshard_coordinator::{
     advice::Advice,
     cluster::{Cluster, Description},
     decisions::Report,
     drains::{Drained, Stays},
     events::Now,
     feed::{Change, Peer},
+    figures::JobState,
     missing::Missing,
     progress::Wait,
     reduce::{Absent, Norm, Overflow},
+    reports::{JobStats, Stats},
+    resting::Rested,
     state::{Job, Phase, ServerState},
 };
-use crate::{clock::unix_ms, metrics::JobState};
+use zeroshard_model::{Attempt, JobSpec, Server, version::VERSION};
+use zeroshard_proto::pb;
 
-impl From<Description> for pb::DescribeJobResponse {
-    fn from(description: Description) -> Self {
+use crate::clock::unix_ms;
+
+/// A value of the state machine that is sent as a message.
+pub(crate) trait Message<M> {
+    /// Converts it.
+    fn message(self) -> M;
+}
+
+impl Message<pb::DescribeJobResponse> for Description {
+    fn message(self) -> pb::DescribeJobResponse {
+        let description = self;
         let Description { spec, placement, epoch, version, job_id } = description;
         let (spec, placement) = (Some(spec.as_ref().into()), Some(placement.as_ref().into()));
-        Self { spec, epoch, placement, version, job_id }
+        pb::DescribeJobResponse { spec, epoch, placement, version, job_id }
     }
 }
 
-impl From<Change> for pb::JoinResponse {
-    fn from(change: Change) -> Self {
+impl Message<pb::JoinResponse> for Change {
+    fn message(self) -> pb::JoinResponse {
+        let change = self;
         let peer = |Peer { rank, address }| pb::Peer { rank, address };
-        Self {
+        pb::JoinResponse {
             lease: change.lease.0,
             epoch: change.epoch,
             world: change.world,
@@ -42,15 +53,16 @@ impl From<Change> for pb::JoinResponse {
     }
 }
 
-impl From<Report> for pb::CommitResponse {
-    fn from(report: Report) -> Self {
+impl Message<pb::CommitResponse> for Report {
+    fn message(self) -> pb::CommitResponse {
+        let report = self;
         let absent = |Absent { slice, rank, everywhere }| pb::Absent { slice, rank, everywhere };
-        Self {
+        pb::CommitResponse {
             version: report.version,
             applied: report.applied,
             gradient_norm: report.norm.value,
             clip_coefficient: report.clip_coefficient,
-            overflow: report.norm.overflow.map(Into::into),
+            overflow: report.norm.overflow.map(Message::message),
             loss: report.loss,
             world: report.world,
             absent: report.absent.into_iter().map(absent).collect(),
@@ -60,37 +72,37 @@ impl From<Report> for pb::CommitResponse {
     }
 }
 
-impl From<pb::CommitResponse> for Report {
-    fn from(report: pb::CommitResponse) -> Self {
-        let absent = |pb::Absent { slice, rank, everywhere }| Absent { slice, rank, everywhere };
-        let overflow = |pb::Overflow { slice, rank }| Overflow { slice, rank };
-        Self {
-            version: report.version,
-            applied: report.applied,
-            norm: Norm {
-                value: report.gradient_norm,
-                overflow: report.overflow.map(overflow),
-                tensors: [].into(),
-            },
-            clip_coefficient: report.clip_coefficient,
-            loss: report.loss,
-            world: report.world,
-            absent: report.absent.into_iter().map(absent).collect(),
-            resting: report.resting,
-        }
+/// The report of a step that a coordinator has sent.
+pub(super) fn report(report: pb::CommitResponse) -> Report {
+    let absent = |pb::Absent { slice, rank, everywhere }| Absent { slice, rank, everywhere };
+    let overflow = |pb::Overflow { slice, rank }| Overflow { slice, rank };
+    Report {
+        version: report.version,
+        applied: report.applied,
+        norm: Norm {
+            value: report.gradient_norm,
+            overflow: report.overflow.map(overflow),
+            tensors: [].into(),
+        },
+        clip_coefficient: report.clip_coefficient,
+        loss: report.loss,
+        world: report.world,
+        absent: report.absent.into_iter().map(absent).collect(),
+        resting: report.resting,
     }
 }
 
 /// The answer to Reduce.
 pub(super) fn reduced(norm: Norm, resting: Vec<u32>) -> pb::ReduceResponse {
     let Norm { value: gradient_norm, overflow, tensors } = norm;
-    let (overflow, tensor_norms) = (overflow.map(Into::into), tensors.to_vec());
+    let (overflow, tensor_norms) = (overflow.map(Message::message), tensors.to_vec());
     pb::ReduceResponse { gradient_norm, overflow, tensor_norms, resting }
 }
 
-impl From<Overflow> for pb::Overflow {
-    fn from(Overflow { slice, rank }: Overflow) -> Self {
-        Self { slice, rank }
+impl Message<pb::Overflow> for Overflow {
+    fn message(self) -> pb::Overflow {
+        let Overflow { slice, rank } = self;
+        pb::Overflow { slice, rank }
     }
 }
 
@@ -98,19 +110,49 @@ fn slow_rank((rank, late_seconds): (u32, f64)) -> pb::SlowRank {
     pb::SlowRank { rank, late_seconds }
 }
 
-/// The last report of a shard server about its memory and jobs. The state machine stores it for
-/// operators, and itself reads only [`Self::waiting_for`].
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Stats(pub(super) pb::Stats);
+impl Message<pb::Stats> for Stats {
+    fn message(self) -> pb::Stats {
+        let stats = self;
+        let job = |job: JobStats| pb::JobStats {
+            job: job.job,
+            job_id: job.job_id,
+            epoch: job.epoch,
+            version: job.version,
+            slices: job.slices,
+            waiting_for: job.waiting_for,
+            sent_bytes: job.sent_bytes,
+            received_bytes: job.received_bytes,
+        };
+        pb::Stats {
+            jobs: stats.jobs.into_iter().map(job).collect(),
+            master_bytes: stats.master_bytes,
+            state_bytes: stats.state_bytes,
+            accumulator_bytes: stats.accumulator_bytes,
+            published_bytes: stats.published_bytes,
+            parked_bytes: stats.parked_bytes,
+        }
+    }
+}
 
-/// The files of a checkpoint that a server has written.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub(crate) struct Files(pub(super) Vec<pb::CheckpointFile>);
-
-impl Stats {
-    /// The first tensor and rank of which the server lacks data of the job.
-    pub(super) fn waiting_for(&self, job_id: u64) -> Option<&str> {
-        self.0.jobs.iter().find(|job| job.job_id == job_id)?.waiting_for.as_deref()
+/// The report of a shard server about its memory and jobs.
+pub(super) fn stats(stats: pb::Stats) -> Stats {
+    let job = |job: pb::JobStats| JobStats {
+        job: job.job,
+        job_id: job.job_id,
+        epoch: job.epoch,
+        version: job.version,
+        slices: job.slices,
+        waiting_for: job.waiting_for,
+        sent_bytes: job.sent_bytes,
+        received_bytes: job.received_bytes,
+    };
+    Stats {
+        jobs: stats.jobs.into_iter().map(job).collect(),
+        master_bytes: stats.master_bytes,
+        state_bytes: stats.state_bytes,
+        accumulator_bytes: stats.accumulator_bytes,
+        published_bytes: stats.published_bytes,
+        parked_bytes: stats.parked_bytes,
     }
 }
 
@@ -125,7 +167,7 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
         version: known.version.clone(),
         cordoned: known.cordoned,
         server: Some(server.into()),
-        stats: known.stats.clone().map(|Stats(stats)| stats),
+        stats: known.stats.clone().map(Message::message),
     };
     let job = |job: &Job| {
         let wait = cluster.wait_of(job);
@@ -139,8 +181,8 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
             _ => None,
         };
         let saved_ms_ago = saved_ms_ago.map(|at| now.saturating_sub(at).as_millis() as u64);
-        let advice = cluster.advice_for(job).map(Into::into);
-        pb::JobStatus { wait, trouble: trouble(job, now), saved_ms_ago, advice, ..job.into() }
+        let advice = cluster.advice_for(job).map(Message::message);
+        pb::JobStatus { wait, trouble: trouble(job, now), saved_ms_ago, advice, ..job.message() }
     };
     let missing = |Missing { server, since, cause }| pb::MissingServer {
         name: cluster.names.get(&server.id).cloned().unwrap_or_default(),
@@ -156,13 +198,14 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
         leading_ms: now.as_millis() as u64,
         recovering: cluster.is_learning(),
         missing: cluster.missing().into_iter().map(missing).collect(),
-        advice: cluster.advice().map(Into::into),
+        advice: cluster.advice().map(Message::message),
     }
 }
 
-impl From<Advice> for pb::Advice {
-    fn from(Advice { text, command }: Advice) -> Self {
-        Self { text, command: command.unwrap_or_default() }
+impl Message<pb::Advice> for Advice {
+    fn message(self) -> pb::Advice {
+        let Advice { text, command } = self;
+        pb::Advice { text, command: command.unwrap_or_default() }
     }
 }
 
@@ -172,23 +215,32 @@ fn trouble(job: &Job, now: Now) -> Option<pb::JobTrouble> {
     Some(pb::JobTrouble { error: error.name(), message: error.to_string(), ago_ms })
 }
 
-impl From<JobState> for pb::JobState {
-    fn from(state: JobState) -> Self {
+impl Message<pb::RestResponse> for Rested {
+    fn message(self) -> pb::RestResponse {
+        let Rested { attempt: Attempt { step, number, .. }, last } = self;
+        pb::RestResponse { step, attempt: number, last }
+    }
+}
+
+impl Message<pb::JobState> for JobState {
+    fn message(self) -> pb::JobState {
+        let state = self;
         match state {
-            JobState::Waiting => Self::Waiting,
-            JobState::Opening => Self::Opening,
-            JobState::Open => Self::Open,
-            JobState::Restoring => Self::Restoring,
-            JobState::Recovering => Self::Recovering,
-            JobState::Failed => Self::Failed,
+            JobState::Waiting => pb::JobState::Waiting,
+            JobState::Opening => pb::JobState::Opening,
+            JobState::Open => pb::JobState::Open,
+            JobState::Restoring => pb::JobState::Restoring,
+            JobState::Recovering => pb::JobState::Recovering,
+            JobState::Failed => pb::JobState::Failed,
         }
     }
 }
 
-impl From<Drained> for pb::DrainServerResponse {
-    fn from(Drained { server, stays, degraded }: Drained) -> Self {
+impl Message<pb::DrainServerResponse> for Drained {
+    fn message(self) -> pb::DrainServerResponse {
+        let Drained { server, stays, degraded } = self;
         let job = |Stays { job, reason, transient }| pb::JobOnServer { job, reason, transient };
-        Self {
+        pb::DrainServerResponse {
             server: Some(server.into()),
             jobs: stays.into_iter().map(job).collect(),
             degraded_slices: degraded,
@@ -196,8 +248,9 @@ impl From<Drained> for pb::DrainServerResponse {
     }
 }
 
-impl From<&Job> for pb::JobStatus {
-    fn from(job: &Job) -> Self {
+impl Message<pb::JobStatus> for &Job {
+    fn message(self) -> pb::JobStatus {
+        let job = self;
         let JobSpec { name, manifest, world, .. } = job.spec.as_ref();
         let open = match &job.phase {
             Phase::Open(open) => Some(open),
@@ -207,7 +260,7 @@ impl From<&Job> for pb::JobStatus {
             Phase::Failed { reason, .. } => Some(reason.clone()),
             _ => None,
         };
-        Self {
+        pb::JobStatus {
             name: name.clone(),
             epoch: job.epoch,
             world: *world,
@@ -221,7 +274,7 @@ impl From<&Job> for pb::JobStatus {
             resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),
             saved_version: open.and_then(|open| open.saves.last()),
             saving_version: open.and_then(|open| open.saves.current()),
-            state: pb::JobState::from(job.phase.shown()).into(),
+            state: job.phase.shown().message().into(),
             slowest: open.and_then(|open| open.lateness.slowest()).map(slow_rank),
             degraded_slices: open.map_or(0, |open| open.degraded_slices(&job.spec) as u32),
             // These fields depend on the whole cluster and on the time; the caller sets them.

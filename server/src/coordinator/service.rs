@@ -8,6 +8,10 @@ use std::{
 
 use futures_util::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
+use zeroshard_coordinator::{
+    events::{self, Attach, Event, JobRef, Join, Lease, Leave, Reply},
+    save::Saved,
+};
 use zeroshard_model::{
     Attempt, Error, Result,
     version::{self, VERSION},
@@ -20,10 +24,8 @@ use zeroshard_proto::{
 use super::{
     control::{commands, listen, registration},
     driver::Driver,
-    events::{self, Attach, Event, JobRef, Join, Lease, Leave, Reply},
     requests::{Waits, attached_data, create, dialled, link, rank_data},
-    responses::{reduced, status},
-    save::Saved,
+    responses::{Message, reduced, status},
     urls::UrlPrefix,
 };
 use crate::{
@@ -100,7 +102,7 @@ impl coordinator_service_server::CoordinatorService for Service {
             Ok(self
                 .driver
                 .failure
-                .blocking("convert a job's description", move || Ok(description.into()))
+                .blocking("convert a job's description", move || Ok(description.message()))
                 .await?)
         })
         .await
@@ -151,7 +153,7 @@ impl coordinator_service_server::CoordinatorService for Service {
             let commit = Box::new(self.waits.commit(request)?);
             match self.driver.call(|caller| Event::Commit { caller, commit }).await? {
                 Reply::Report(report, next_epoch) => {
-                    Ok(pb::CommitResponse { next_epoch, ..report.into() })
+                    Ok(pb::CommitResponse { next_epoch, ..report.message() })
                 }
                 other => Err(unexpected(&other)),
             }
@@ -238,7 +240,7 @@ impl coordinator_service_server::CoordinatorService for Service {
             check_turn(&request, |request| &request.turn)?;
             let rest = self.waits.rest(request)?;
             match self.driver.call(|caller| Event::Rest { caller, rest }).await? {
-                Reply::Rested(rested) => Ok(rested.into()),
+                Reply::Rested(rested) => Ok(rested.message()),
                 other => Err(unexpected(&other)),
             }
         })
@@ -300,7 +302,7 @@ impl coordinator_service_server::CoordinatorService for Service {
             Caller::of(request.extensions())?.check_operate("drain shard servers")?;
             let pb::DrainServerRequest { server, restore } = request.into_inner();
             match self.driver.call(|caller| Event::Drain { caller, server, restore }).await? {
-                Reply::Drained(drained) => Ok(drained.into()),
+                Reply::Drained(drained) => Ok(drained.message()),
                 other => Err(unexpected(&other)),
             }
         })
@@ -407,7 +409,7 @@ impl Memberships {
     /// Reads the first message, if the lease is still valid.
     async fn begin(&mut self) -> Result<()> {
         if let Some(first) = self.driver.first_membership(&self.job, self.lease) {
-            let convert = move || Ok(first.into());
+            let convert = move || Ok(first.message());
             let failure = &self.driver.failure;
             self.first = Some(failure.blocking("convert a membership", convert).await?);
         }
@@ -424,7 +426,7 @@ impl Stream for Memberships {
         }
         let stream = (self.lease, self.opened_by);
         let next = self.driver.poll_membership(&self.job, stream, cx);
-        next.map(|next| next.map(|change| Ok(change.map_err(to_status)?.into())))
+        next.map(|next| next.map(|change| Ok(change.map_err(to_status)?.message())))
     }
 }
 

@@ -4,14 +4,18 @@
 use std::collections::BTreeSet;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
-use zeroshard_checkpoint::{Manifest, Start, Storage};
-use zeroshard_model::{Error, JobSpec, Restore, RestoreVersion, Result};
-
-use super::{
+use prost::Message;
+use zeroshard_checkpoint::{Manifest, Storage};
+use zeroshard_coordinator::{
     events::{Checkpoint, JobRef, Placing},
     save::{Completion, SavePlan},
     user_data::UserData,
 };
+use zeroshard_model::{
+    Error, JobSpec, Restore, RestoreVersion, Result,
+    checkpoint::{Start, is_same_place},
+};
+use zeroshard_proto::pb;
 
 /// The number of ranks whose data is read at the same time.
 const READS: usize = 16;
@@ -42,11 +46,6 @@ pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) ->
         Some(found) => Start::From(found.job_id, found.version),
         None => Start::Anew,
     }
-}
-
-/// Returns whether two URLs name the same place.
-pub(super) fn is_same_place(one: &str, other: &str) -> bool {
-    one.trim_end_matches('/') == other.trim_end_matches('/')
 }
 
 async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
@@ -138,7 +137,10 @@ pub(super) async fn complete(
     let Completion { job, spec, plan, files, user_data, lost_ranks } = completion;
     let SavePlan { save, version, url, .. } = plan;
     let storage = Storage::open(&url)?;
-    let mut files: Vec<_> = files.into_iter().flat_map(|files| files.0).collect();
+    let files = files.into_iter().flat_map(|files| files.0).map(pb::CheckpointFile::decode);
+    let mut files: Vec<_> = files.collect::<Result<_, _>>().map_err(|error| Error::Internal {
+        cause: format!("a description of files was changed: {error}"),
+    })?;
     if !user_data.is_empty() {
         files.push(storage.write_user_data(&job.name, version, save, &user_data).await?);
     }

@@ -2,14 +2,13 @@
 
 use std::time::Duration;
 
-use zeroshard_model::Attempt;
-use zeroshard_net::trace::{Span, SpanKind, Trace};
-
-use super::{
+use zeroshard_coordinator::{
     events::{JobRef, Now},
+    figures::Waits,
     history::Step,
 };
-use crate::metrics::Waits;
+use zeroshard_model::Attempt;
+use zeroshard_net::trace::{Span, SpanKind, Trace};
 
 fn trace_of(job: &JobRef, attempt: Attempt) -> Trace {
     Trace::of_step(job.id, attempt.epoch, attempt.step)

@@ -21,8 +21,8 @@ use super::is_probe;
 use crate::{
     access::{Accepted, Caller},
     connection::Peer,
-    quota::Holder,
 };
+use zeroshard_model::quota::Holder;
 
 /// Creates [`CheckToken`].
 #[derive(Clone, Debug)]

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use prometheus::{
     Gauge, GaugeVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
 };
+use zeroshard_coordinator::figures::{JobFigures, JobState, Waits};
 
 use super::{JobGauges, families::Families};
 
@@ -37,70 +38,6 @@ pub struct Coordinator {
     checkpoint_version: IntGaugeVec,
     checkpoint_seconds: GaugeVec,
     checkpoint_time: GaugeVec,
-}
-
-/// The state of a job, as operators see it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum JobState {
-    /// The job waits for shard servers, or for its placement.
-    Waiting,
-    /// Its servers allocate memory.
-    Opening,
-    /// Workers can join and train.
-    Open,
-    /// Its servers read its last checkpoint, because a server without a replica was lost.
-    Restoring,
-    /// The coordinator was restarted, and learns the job from its servers.
-    Recovering,
-    /// The job has ended with an error.
-    Failed,
-}
-
-impl JobState {
-    const ALL: [Self; 6] =
-        [Self::Waiting, Self::Opening, Self::Open, Self::Restoring, Self::Recovering, Self::Failed];
-
-    /// The name of the state.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Waiting => "waiting",
-            Self::Opening => "opening",
-            Self::Open => "open",
-            Self::Restoring => "restoring",
-            Self::Recovering => "recovering",
-            Self::Failed => "failed",
-        }
-    }
-}
-
-/// The current figures of a job.
-#[derive(Debug)]
-pub struct JobFigures {
-    /// Its state.
-    pub state: JobState,
-    /// Its epoch.
-    pub epoch: u64,
-    /// Its version; `None` before it has one.
-    pub version: Option<u64>,
-    /// The number of ranks with a worker.
-    pub workers: usize,
-    /// The number of slices with too few replicas.
-    pub degraded: usize,
-    /// The number of pairs of a rank and a server that the rank cannot reach.
-    pub broken_links: usize,
-    /// The rank that has lately committed last, and by how many seconds on average.
-    pub slowest: Option<(u32, f64)>,
-}
-
-/// The duration of a decided step's waits.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Waits {
-    /// Of each rank after the first one that committed: the time between the two commits.
-    pub lateness: Vec<Duration>,
-    /// From the first to the last rank's commit.
-    pub ranks: Duration,
-    /// From the last rank's commit to the decision.
-    pub servers: Duration,
 }
 
 impl Coordinator {

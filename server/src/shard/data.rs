@@ -26,7 +26,8 @@ use zeroshard_proto::{
 };
 
 use super::{pull, push, store::Store};
-use crate::{access::Caller, connection::Peer, quota::Holder};
+use crate::{access::Caller, connection::Peer};
+use zeroshard_model::quota::Holder;
 
 /// The maximum size of a `PullRequest` with its prefix, in bytes: about 100,000 extents.
 const MAX_PULL_REQUEST: usize = 4 << 20;

@@ -151,7 +151,7 @@ impl<B: Backend> Shard<B> {
             name: self.id.as_deref().unwrap_or_default(),
             zone: self.zone.as_deref().unwrap_or_default(),
             capacity: self.capacity,
-            server_id: crate::identity::of_server(id),
+            server_id: zeroshard_model::name::server_id(id),
             incarnation: self.incarnation,
             term: &AtomicU64::new(0),
         };

@@ -8,6 +8,12 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_checkpoint::Part;
+use zeroshard_coordinator::{
+    events::{Checkpoint, Event, Placed, Placing},
+    jobs::Plan,
+    save::Completion,
+    user_data::UserData,
+};
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{AppliedSteps, Error, RestoreVersion, Result};
 
@@ -15,15 +21,7 @@ use super::{
     data::whole,
     world::{Happening, JOB, World, spec},
 };
-use crate::{
-    coordinator::{
-        events::{Checkpoint, Event, Placed, Placing},
-        jobs::Plan,
-        save::Completion,
-        user_data::UserData,
-    },
-    shard::{events::JobEvent, job::Job},
-};
+use crate::shard::{events::JobEvent, job::Job};
 
 /// How long the store needs to find a checkpoint, at most.
 const FINDING: Duration = Duration::from_millis(100);

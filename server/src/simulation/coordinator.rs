@@ -6,6 +6,10 @@ use std::{
     time::Duration,
 };
 
+use zeroshard_coordinator::{
+    cluster::Cluster,
+    events::{Action, Caller, Command, Event, Lease, Link, Now, Reply},
+};
 use zeroshard_model::Server;
 use zeroshard_proto::pb::serve_request;
 
@@ -13,12 +17,7 @@ use super::{
     worker::{Told, Worker},
     world::{Connection, Happening, JOB, World},
 };
-use crate::coordinator::{
-    cluster::Cluster,
-    control,
-    events::{Action, Caller, Command, Event, Lease, Link, Now, Reply},
-    leadership::Leadership,
-};
+use crate::coordinator::{control, leadership::Leadership};
 
 /// The pause between two tries to reach a server without a control stream.
 const PROBE: Duration = Duration::from_millis(250);
@@ -422,7 +421,7 @@ impl World {
         }
         let (server, term) = ((server - 1) as usize, coordinator.term());
         let Some(&(stream, life)) = coordinator.streams.get(&server) else { return };
-        let command = Box::new(command.into());
+        let command = Box::new(control::wire(command));
         let happening = Happening::Command { server, life, stream, term, command };
         self.send(Connection::Down(stream), happening);
     }

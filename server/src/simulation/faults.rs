@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use fastrand::Rng;
+use zeroshard_coordinator::events::Now;
 
 use super::{
     worker::Worker,
     world::{Happening, Size, World},
 };
-use crate::coordinator::events::Now;
 
 /// The interval at which a fault that has to wait is tried again.
 const WAIT: Duration = Duration::from_millis(20);

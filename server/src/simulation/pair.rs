@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use zeroshard_coordinator::{cluster::Cluster, events::Now};
 
 use super::{
     coordinator::{Coordinator, HungUp},
@@ -12,7 +13,7 @@ use super::{
     worker::Told,
     world::{Connection, Happening, Size, World},
 };
-use crate::coordinator::{cluster::Cluster, events::Now, leadership::Leadership};
+use crate::coordinator::leadership::Leadership;
 
 /// How long a job without checkpoints is disturbed. With replicas it fails after 10 s without all
 /// servers of a slice.

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
+use zeroshard_coordinator::decisions::Report;
 use zeroshard_proto::pb;
 
 use super::checkpoints::Content;
-use crate::coordinator::decisions::Report;
+use crate::coordinator::responses::Message;
 
 /// The observations of all workers of a run.
 #[derive(Debug, Default, Clone)]
@@ -41,7 +42,7 @@ impl Record {
 
     /// Adds a report, and compares it like [`Self::pulled`].
     pub(super) fn reported(&mut self, step: u64, report: Report) -> Result<(), String> {
-        let report = pb::CommitResponse::from(report);
+        let report = report.message();
         let known = self.reports.entry(step).or_insert_with(|| report.clone());
         match *known == report {
             true => Ok(()),

@@ -12,6 +12,10 @@ use std::{
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
+use zeroshard_coordinator::{
+    events::{About, Event, Now},
+    held::Held,
+};
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{Attempt, JobSpec, Placement, Result, Server};
 use zeroshard_proto::pb::{self, serve_request, serve_response};
@@ -23,10 +27,7 @@ use super::{
     world::{Connection, Happening, JOB, World},
 };
 use crate::{
-    coordinator::{
-        events::{About, Event, Now},
-        held::Held,
-    },
+    coordinator::control,
     fair::Resources,
     shard::{
         budget::Budget,
@@ -302,9 +303,10 @@ impl World {
         of.opening.clear();
         let held = of.jobs.values().map(|running| running.job.held());
         let held = held.chain(of.restoring.values().cloned());
-        let described = |held| Held::try_from(held).expect("a valid description");
+        let described = |held| control::held_job(held).expect("a valid description");
         let held = held.map(described).map(|held| Held { term, ..held });
-        let failed = of.events.failed().into_iter().map(|of| (of.job_id, of.into()));
+        let failed =
+            of.events.failed().into_iter().map(|of| (of.job_id, control::failed_there(of)));
         let joined = Event::ServerJoined {
             stream,
             server: of.server(),

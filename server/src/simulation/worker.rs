@@ -4,20 +4,21 @@
 use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_model::{Attempt, Error, Placement, Restore, RestoreVersion};
-
-use super::{
-    checkpoints::{URL, user_data},
-    data::Request,
-    server::REPEAT,
-    world::{Happening, JOB, World, spec},
-};
-use crate::coordinator::{
+use zeroshard_coordinator::{
     decisions::Report,
     events::{Attach, Caller, Commit, Create, Event, JobRef, Join, Lease, Now, Reply, Turn},
     feed::Change,
     save::Save,
     user_data::RankData,
+};
+use zeroshard_model::{Attempt, Error, Placement, Restore, RestoreVersion};
+
+use super::{
+    checkpoints::{URL, user_data},
+    data::Request,
+    safeguard::{Safeguard, is_missing},
+    server::REPEAT,
+    world::{Happening, JOB, World, spec},
 };
 
 mod transfers;
@@ -346,7 +347,8 @@ impl World {
     }
 
     fn commit(&mut self, rank: u32) {
-        let user_data_follows = self.size.save_every.is_some();
+        // Without the safeguard, the coordinator does not wait for the data.
+        let user_data_follows = self.size.save_every.is_some() && !is_missing(Safeguard::UserData);
         self.begin_call(rank, Call::Commit, move |caller, worker| {
             let job = JobRef { name: JOB.to_owned(), id: worker.job };
             let lease = worker.lease.expect("it has joined");

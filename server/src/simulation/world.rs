@@ -7,6 +7,10 @@ use std::{
 };
 
 use fastrand::Rng;
+use zeroshard_coordinator::{
+    events::{Event, Lease, Now, Placing},
+    save::Completion,
+};
 use zeroshard_model::{
     CheckpointPolicy, JobSpec, Manifest, OnLoss, OnMemoryShortage, Server, TensorSpec,
 };
@@ -22,10 +26,6 @@ use super::{
     record::Record,
     server::ShardServer,
     worker::{Told, Worker},
-};
-use crate::coordinator::{
-    events::{Event, Lease, Now, Placing},
-    save::Completion,
 };
 
 /// The name of the job.

@@ -17,7 +17,8 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use zeroshard_net::{Role, Token, Tokens, quota::Quota};
+use zeroshard_model::{Role, quota::Quota};
+use zeroshard_net::{Token, Tokens};
 use zeroshard_tests::{Cluster, binary};
 
 use crate::{

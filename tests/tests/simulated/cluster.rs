@@ -24,11 +24,11 @@ use turmoil::{
     Builder, Sim,
     net::{TcpListener, TcpStream},
 };
+use zeroshard_coordinator::cluster::JobLimits;
 use zeroshard_kernels::Cpu;
 use zeroshard_model::limits::{MAX_CONNECTIONS, MAX_JOBS};
 use zeroshard_net::transport::network::{self, Connecting, Stream};
 use zeroshard_server::{
-    config::JobLimits,
     config::{self, Common},
     coordinator::{Coordinator, Place, leadership::Leadership},
     failure::Failure,

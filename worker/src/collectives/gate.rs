@@ -1,9 +1,9 @@
 //! Access control for calls from peers to a worker.
 
 use tonic::Request;
+use zeroshard_model::Role;
 use zeroshard_model::{Error, Result};
 use zeroshard_net::{
-    Role,
     token::Bearer,
     transport::tls::{PeerSecurity, Security},
 };

@@ -24,7 +24,8 @@ use rustls::{
 };
 use zeroshard_model::{Error, Result};
 
-use crate::{Role, reloaded::Reloaded};
+use crate::reloaded::Reloaded;
+use zeroshard_model::Role;
 
 pub use server::{Acceptor, PeerSecurity, Security, ServerStream};
 

@@ -7,7 +7,8 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Status, Streaming, transport::Channel};
-use zeroshard_model::version::VERSION;
+use zeroshard_coordinator::cluster::JobLimits;
+use zeroshard_model::{name::server_id, version::VERSION};
 use zeroshard_proto::{
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event as Said,
@@ -18,7 +19,7 @@ use zeroshard_proto::{
 
 use super::*;
 use crate::{
-    config::{Common, JobLimits, MAX_WAIT},
+    config::{Common, MAX_WAIT},
     coordinator::{
         Coordinator, Place,
         control::Registration,
@@ -27,7 +28,6 @@ use crate::{
         requests::Waits,
     },
     failure::Failure,
-    identity,
     metrics::Metrics,
     serve::{Context, serve},
     shutdown::Shutdown,
@@ -478,7 +478,7 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
     }
     // Its id is not that of the name, or the name changes how the text around it is shown.
     for name in ["another", "shard\u{202e}1"] {
-        let server_id = identity::of_server("shard\u{202e}1");
+        let server_id = server_id("shard\u{202e}1");
         let hello = pb::Hello { server_id, name: name.to_owned(), ..hello("host:1") };
         let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
         assert_eq!(field(from_status(&refused, "")), "name of shard server host:1");

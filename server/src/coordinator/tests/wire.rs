@@ -2,20 +2,16 @@
 
 use std::sync::Arc;
 
-use prost::Message;
+use prost::Message as _;
+use zeroshard_coordinator::{decisions::Replicated, resting::Begins};
 use zeroshard_model::{JobVersion, Optimizer, Placement};
 use zeroshard_proto::pb::{self, serve_response::Command as Wire};
 
 use super::*;
-use crate::coordinator::{control::said, responses::Stats};
-use crate::coordinator::{decisions::Replicated, resting::Begins};
-
-/// The report of a server that waits for this input of the job.
-pub(super) fn stats(waiting_for: &str) -> Stats {
-    let waiting_for = Some(waiting_for.to_owned());
-    let job = pb::JobStats { job: "job".into(), job_id: JOB, waiting_for, ..Default::default() };
-    Stats(pb::Stats { jobs: vec![job], ..Default::default() })
-}
+use crate::coordinator::{
+    control::{held_job, said, wire},
+    responses::{self, Message as _},
+};
 
 #[test]
 fn a_report_of_gradients_is_converted_with_every_field() {
@@ -69,10 +65,10 @@ fn the_report_of_a_step_is_converted_with_every_field() {
         resting: vec![8, 9],
         next_epoch: 0,
     };
-    assert_eq!(pb::CommitResponse::from(report()), message);
+    assert_eq!(report().message(), message);
     // Servers keep no norms of tensors.
     let kept = Report { norm: Norm { tensors: [].into(), ..report().norm }, ..report() };
-    assert_eq!(Report::from(message), kept);
+    assert_eq!(responses::report(message), kept);
 }
 
 #[test]
@@ -87,15 +83,15 @@ fn commands_about_replicas_are_converted_with_every_field() {
         placement: Some(placement.as_ref().into()),
     };
     let command = Command::NewPlacement { job: job(), epoch: 3, placement };
-    assert_eq!(Wire::from(command), Wire::NewPlacement(next));
+    assert_eq!(wire(command), Wire::NewPlacement(next));
     let (number, version, slices) = (4, 5, vec![6, 7]);
     let copy =
         pb::CopySlices { job: name.clone(), job_id, number, version, slices: slices.clone() };
     let command = Command::Copy { job: job(), number, version, slices };
-    assert_eq!(Wire::from(command), Wire::Copy(copy));
+    assert_eq!(wire(command), Wire::Copy(copy));
     let serve = pb::ServeVersion { job: name.clone(), job_id, version };
     let command = Command::ServeVersion { job: job(), version };
-    assert_eq!(Wire::from(command), Wire::ServeVersion(serve));
+    assert_eq!(wire(command), Wire::ServeVersion(serve));
     let copied = pb::SlicesCopied { job: name.clone(), job_id, number };
     let Ok(Said::Copied { job: of, number: 4 }) = said(pb::serve_request::Event::Copied(copied))
     else {
@@ -126,7 +122,7 @@ fn commands_are_converted_with_every_field() {
         Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(3.0), resting, user_data };
     let replicated = Some(Box::new(Replicated { absent: vec![4], report: report() }));
     let decision = Decision { attempt, update: Some(update), figures, replicated };
-    let sent = |command: Command| Wire::from(command);
+    let sent = |command: Command| wire(command);
     let close = pb::CloseJob { job: name.clone(), job_id };
     assert_eq!(sent(Command::Close(job())), Wire::Close(close));
     let publish = pb::Publish { job: name.clone(), job_id, epoch: 4 };
@@ -176,25 +172,48 @@ fn commands_are_converted_with_every_field() {
         resting: vec![1],
         user_data: vec![0],
         absent: vec![4],
-        report: Some(report().into()),
+        report: Some(report().message()),
     };
     assert_eq!(sent(Command::Decide { job: job(), decision }), Wire::Decide(decide));
 }
 
 #[test]
 fn a_server_is_told_what_to_copy_from_which_server() {
-    let (mut script, _) = Script::training(1, 2);
+    let servers = [1, 2].map(|id| Server { id, incarnation: 1, address: format!("host:{id}") });
+    let predecessor = Arc::new(spec(1));
+    let placed = Plan::new(&predecessor, &servers, &Zones::new()).unwrap();
     let from = JobVersion { job: "job".into(), job_id: JOB, version: 0 };
-    let succession = Succession { from: from.clone(), fresh_state: false };
-    script.create_from(8, JobSpec { name: "next".into(), ..spec(1) }, Some(succession));
+    let succession = Arc::new(Succession { from: from.clone(), fresh_state: false });
+    let source = Source {
+        succession: succession.clone(),
+        spec: predecessor,
+        placement: placed.placement.clone(),
+    };
+    let next = Arc::new(JobSpec { name: "next".into(), ..spec(1) });
     let mut slices = Vec::new();
-    for (_, command) in script.commands.split_off(script.commands.len() - 2) {
-        let Wire::Open(open) = command.into() else { panic!("OpenJob") };
+    for server in [1, 2] {
+        let open = OpenJob {
+            spec: next.clone(),
+            placement: placed.placement.clone(),
+            job_id: 8,
+            epoch: 1,
+            server,
+            succession: Some(succession.clone()),
+            source: Some(source.clone()),
+            checkpoint: None,
+            requested: None,
+            leases: Vec::new(),
+            done: Vec::new(),
+            left: Vec::new(),
+            version: None,
+            decision: None,
+        };
+        let Wire::Open(open) = wire(Command::Open(open)) else { panic!("OpenJob") };
         let pb::Succession { from: source, servers, copies, .. } = open.succession.unwrap();
         assert_eq!(source, Some((&from).into()));
         assert_eq!(servers.iter().map(|server| server.id).collect::<Vec<_>>(), [1, 2]);
         for copy in copies {
-            let owner = script.open().placement.primary(copy.source as usize);
+            let owner = placed.placement.primary(copy.source as usize);
             assert_eq!(copy.server as usize, owner);
             slices.push((copy.slice, copy.length));
         }
@@ -204,33 +223,24 @@ fn a_server_is_told_what_to_copy_from_which_server() {
 }
 
 #[test]
-fn a_thousand_joins_send_each_worker_one_placement_and_a_peer_for_each_other_worker() {
-    const WORKERS: u32 = 1000;
-    let mut script = Script::opened_job(spec(WORKERS), 4);
-    let mut leases = Vec::new();
-    let (mut placements, mut bytes) = (0, 0);
-    for rank in 0..WORKERS {
-        leases.push(script.join_as(rank, Some(format!("worker-{rank}:7"))).unwrap());
-        script.woken.clear();
-        script.commands.clear();
-        // All members read all messages, which is the maximum number of messages.
-        for &lease in &leases {
-            let told = script.told(lease).expect("a peer came");
-            assert_eq!(told.placement.is_some(), told.spec.is_some());
-            placements += usize::from(told.placement.is_some());
-            if told.placement.is_none() {
-                assert_eq!(told.peers.len(), 1);
-                bytes = bytes.max(pb::JoinResponse::from(told).encoded_len());
-            }
-        }
-    }
-    assert_eq!(placements, WORKERS as usize);
+fn a_message_about_one_peer_is_small() {
+    let told = Change {
+        lease: Lease(u64::MAX),
+        job_id: JOB,
+        epoch: 1,
+        world: 1000,
+        version: None,
+        spec: None,
+        placement: None,
+        peers: vec![Peer { rank: 999, address: Some("worker-999:7".to_owned()) }],
+        restored: None,
+    };
+    let bytes = told.message().encoded_len();
     assert!(bytes < 64, "{bytes} bytes for a message about one peer");
 }
 
 #[test]
 fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
-    use crate::coordinator::held::Held;
     let spec = spec(2);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let placement = Plan::new(&spec, &[server], &Zones::new()).unwrap().placement;
@@ -240,7 +250,7 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
         job_id: 3,
         ..Default::default()
     };
-    assert!(Held::try_from(held()).is_ok());
+    assert!(held_job(held()).is_ok());
     let ready = |slice| {
         let slices = vec![pb::ReducedSlice { slice, sum_of_squares: 1.0 }];
         Some(pb::StepReady { slices, ..Default::default() })
@@ -262,7 +272,7 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
         (pb::HeldJob { decision: decision(u64::MAX, vec![]), ..held() }, "step"),
     ];
     for (held, what) in refused {
-        let error = Held::try_from(held).unwrap_err().to_string();
+        let error = held_job(held).unwrap_err().to_string();
         assert!(error.contains(what) && error.contains("description of job"), "{error}");
     }
 }

@@ -1,10 +1,10 @@
 //! What a worker sends to and receives from the servers: parameters and gradients.
 
 use bytes::Bytes;
+use zeroshard_coordinator::events::Lease;
 use zeroshard_model::{DType, Error, Server};
 
 use crate::{
-    coordinator::events::Lease,
     shard::round::Chunk,
     simulation::{
         data::{Answer, Payload, Request, Sender},

@@ -3,8 +3,8 @@
 //! Payload only; messages and headers are not counted.
 
 use serde_json::{Value, json};
+use zeroshard_coordinator::placement::{Zones, place};
 use zeroshard_model::{JobSpec, Placement, Server};
-use zeroshard_server::coordinator::placement::{Zones, place};
 
 use super::{Error, Level, SERVER_BYTES_PER_PARAMETER};
 use crate::table::Table;

@@ -20,7 +20,7 @@ use tonic::transport::server::Connected;
 use zeroshard_model::{Error, Result};
 
 use super::{super::network::Stream, Tls};
-use crate::Role;
+use zeroshard_model::Role;
 
 /// The scheme of the URI that contains the role of a certificate, such as `zeroshard:job:demo`.
 const SCHEME: &str = "zeroshard:";

@@ -1,0 +1,89 @@
+//! Servers of a slice compare its content from time to time ([`JobSpec::compare_every`]): each
+//! sends a hash, and the job fails if they differ, since no one knows which server is right.
+//!
+//! [`JobSpec::compare_every`]: zeroshard_model::JobSpec::compare_every
+
+use std::collections::{BTreeMap, btree_map::Entry};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, JobRef, Now, ServerId},
+    state::{Job, Phase},
+};
+
+/// The hashes of slices at one version.
+#[derive(Debug, Default)]
+pub struct Comparison {
+    version: u64,
+    /// By slice: its hash, and the first server that has sent it.
+    hashes: BTreeMap<u32, (u64, ServerId)>,
+}
+
+impl Comparison {
+    /// Adds hashes of a server. Returns the first slice whose hash differs, and the other server.
+    fn add(
+        &mut self,
+        server: ServerId,
+        version: u64,
+        slices: &[(u32, u64)],
+    ) -> Option<(u32, ServerId)> {
+        if version < self.version {
+            return None; // other servers are further
+        }
+        if version > self.version {
+            *self = Self { version, hashes: BTreeMap::new() };
+        }
+        slices.iter().find_map(|&(slice, hash)| match self.hashes.entry(slice) {
+            Entry::Vacant(entry) => {
+                entry.insert((hash, server));
+                None
+            }
+            Entry::Occupied(entry) => {
+                let &(known, other) = entry.get();
+                (known != hash).then_some((slice, other))
+            }
+        })
+    }
+}
+
+impl Cluster {
+    /// A server has sent the hashes of its slices at a version, which was decided in an epoch.
+    pub(super) fn hashes(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        (decided_in, version): (u64, u64),
+        slices: &[(u32, u64)],
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+            return;
+        };
+        // The job may have been restored since, or may have other servers.
+        if decided_in != *epoch {
+            return;
+        }
+        let known = spec.manifest.slices().len() as u32;
+        let slices: Vec<(u32, u64)> =
+            slices.iter().copied().filter(|&(slice, _)| slice < known).collect();
+        let Some((slice, other)) = open.comparison.add(server, version, &slices) else { return };
+        let of = spec.manifest.slices()[slice as usize];
+        let tensor = &spec.manifest.tensors()[of.tensor].name;
+        let end = of.offset + of.numel;
+        let range = format!("elements {} to {} of tensor {tensor:?}", of.offset, end - 1);
+        let equal = version.saturating_sub(spec.compare_every);
+        let [one, other] = [server, other].map(|id| self.name(id));
+        let reason = format!(
+            "{one} and {other} have different content of slice {slice} ({range}) at version \
+             {version}; the memory of one of them is damaged: test it, delete the job, remove its \
+             checkpoints after version {equal}, and continue from an earlier one"
+        );
+        self.fail(&job.name, &reason, now, out);
+        if let Some(Job { phase: Phase::Failed { is_damaged, .. }, .. }) =
+            self.jobs.get_mut(&job.name)
+        {
+            *is_damaged = true;
+        }
+    }
+}

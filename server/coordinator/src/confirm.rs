@@ -1,0 +1,95 @@
+//! Calls that are answered when servers have received the commands that follow from them.
+//!
+//! Without this, a coordinator that dies right after its answer takes the commands with it: a job
+//! that was deleted comes back, or a rank is told of an attempt that no server knows.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Command, Now, Reply, ServerId, Waiter},
+};
+
+/// Calls that wait for servers. The key is the number of the [`Command::Confirm`].
+#[derive(Debug, Default)]
+pub struct Confirmations {
+    last: u64,
+    open: BTreeMap<u64, Confirmation>,
+}
+
+#[derive(Debug)]
+struct Confirmation {
+    waiters: Vec<Waiter>,
+    reply: Reply,
+    pending: BTreeSet<ServerId>,
+    /// The commands, for messages.
+    what: String,
+}
+
+impl Confirmations {
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        self.open.values().flat_map(|open| &open.waiters).map(|waiter| waiter.deadline).min()
+    }
+}
+
+impl Cluster {
+    /// Answers the calls when the connected ones of `servers` have received all commands that were
+    /// sent before. A server that is lost counts as one that has received them: when it comes back,
+    /// it receives what it lacks. `what` is what the servers are to receive.
+    pub(super) fn answer_when_received(
+        &mut self,
+        waiters: Vec<Waiter>,
+        reply: Reply,
+        servers: impl IntoIterator<Item = ServerId>,
+        what: String,
+        out: &mut Vec<Action>,
+    ) {
+        let connected = servers.into_iter().filter(|server| self.servers.contains_key(server));
+        let pending: BTreeSet<ServerId> = connected.collect();
+        self.confirmations.last += 1;
+        let number = self.confirmations.last;
+        out.extend(pending.iter().map(|&id| Action::Command(id, Command::Confirm { number })));
+        self.confirmations.open.insert(number, Confirmation { waiters, reply, pending, what });
+        self.answer_confirmed(out);
+    }
+
+    /// A server has received all commands up to [`Command::Confirm`].
+    pub(super) fn confirmed(&mut self, server: ServerId, number: u64, out: &mut Vec<Action>) {
+        if let Some(confirmation) = self.confirmations.open.get_mut(&number) {
+            confirmation.pending.remove(&server);
+            self.answer_confirmed(out);
+        }
+    }
+
+    /// No call waits for the server any more.
+    pub(super) fn confirms_nothing(&mut self, server: ServerId, out: &mut Vec<Action>) {
+        for confirmation in self.confirmations.open.values_mut() {
+            confirmation.pending.remove(&server);
+        }
+        self.answer_confirmed(out);
+    }
+
+    fn answer_confirmed(&mut self, out: &mut Vec<Action>) {
+        let is_complete = |_: &u64, open: &mut Confirmation| open.pending.is_empty();
+        for (_, Confirmation { waiters, reply, .. }) in
+            self.confirmations.open.extract_if(.., is_complete)
+        {
+            let answer = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
+            out.extend(waiters.into_iter().map(answer));
+        }
+    }
+
+    /// Answers calls at their deadline with the servers that have not confirmed.
+    pub(super) fn expire_confirmations(&mut self, now: Now, out: &mut Vec<Action>) {
+        let mut expired = Vec::new();
+        for Confirmation { waiters, pending, what, .. } in self.confirmations.open.values_mut() {
+            let late = waiters.extract_if(.., |waiter| waiter.deadline <= now);
+            expired.extend(late.map(|waiter| (waiter, pending.clone(), what.clone())));
+        }
+        self.confirmations.open.retain(|_, open| !open.waiters.is_empty());
+        for (waiter, pending, what) in expired {
+            let waiting_for = format!("{} to receive {what}", self.names_of(&pending));
+            out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));
+        }
+    }
+}

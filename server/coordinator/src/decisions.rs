@@ -1,0 +1,314 @@
+//! Decisions about steps: they are made, stored by every server, and then reported to the ranks.
+
+use std::collections::BTreeSet;
+
+use zeroshard_model::{Attempt, Error, JobSpec, Optimizer, Result};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Command, JobRef, Now, Reply, ServerId, Waiter},
+    history::Step,
+    reduce::{Absent, Gradient, Norm, Overflow},
+    state::{Job, Open, Phase},
+    terms::Terms,
+};
+
+/// The decision about a step, which the servers carry out.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Decision {
+    /// The attempt whose gradients are applied.
+    pub attempt: Attempt,
+    /// `None`: the step is skipped.
+    pub update: Option<Update>,
+    pub figures: Figures,
+    /// `None` in a job without replicas.
+    pub replicated: Option<Box<Replicated>>,
+}
+
+/// The part of a decision that only a job with replicas needs, because backups do not have the
+/// figures of their primaries.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Replicated {
+    /// The slices for which no rank had a gradient, ascending.
+    pub absent: Vec<u32>,
+    /// The report, without the norms of tensors.
+    pub report: Report,
+}
+
+/// What the report of a step contains beside the reduced gradient. The servers keep it, so that a
+/// coordinator that is restarted can repeat the report.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Figures {
+    /// The divisor of the mean gradient.
+    pub scale: f64,
+    pub clip_coefficient: f64,
+    pub loss: Option<f64>,
+    /// The ranks that rested, ascending.
+    pub resting: Vec<u32>,
+    /// The ranks with data for checkpoints, ascending.
+    pub user_data: Vec<u32>,
+}
+
+/// The update that a decision applies.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Update {
+    /// The hyperparameters of each parameter group.
+    pub groups: Vec<Optimizer>,
+    /// The factor of the mean gradient: the clip coefficient divided by the loss scale.
+    pub coefficient: f64,
+    /// The same factor for tensors that are not clipped.
+    pub unclipped: f64,
+    /// Further factors, one for each tensor; empty: all are 1.
+    pub gradient_factors: Vec<f64>,
+}
+
+/// The result of a step, which the ranks are told.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    /// The version that the step has produced.
+    pub version: u64,
+    /// `true` if the step was applied and not skipped.
+    pub applied: bool,
+    pub norm: Norm,
+    pub clip_coefficient: f64,
+    /// The mean loss of the ranks, if each of them passed one.
+    pub loss: Option<f64>,
+    pub world: u32,
+    /// One entry for each tensor with absent ranks, in manifest order.
+    pub absent: Vec<Absent>,
+    /// The ranks that rested, ascending.
+    pub resting: Vec<u32>,
+}
+
+/// The last decided step.
+#[derive(Debug)]
+pub struct Decided {
+    /// For servers that have not received it.
+    pub(super) decision: Decision,
+    pub(super) report: Report,
+    /// Servers that have not stored the decision yet.
+    pending: BTreeSet<ServerId>,
+    /// Commits that wait for these servers.
+    pub(super) waiters: Vec<Waiter>,
+}
+
+impl Decision {
+    /// The report of the step, whose reduced gradient is `gradient`.
+    pub(super) fn report(&self, spec: &JobSpec, gradient: Gradient) -> Report {
+        let Figures { scale, clip_coefficient, loss, ref resting, .. } = self.figures;
+        Report {
+            version: self.attempt.step + 1,
+            applied: self.update.is_some(),
+            norm: gradient.norm(spec, scale),
+            clip_coefficient,
+            loss,
+            world: spec.world,
+            absent: gradient.absent,
+            resting: resting.clone(),
+        }
+    }
+}
+
+impl Decided {
+    /// A decision that the servers `pending` have not stored yet.
+    pub(super) fn new(decision: Decision, report: Report, pending: BTreeSet<ServerId>) -> Self {
+        Self { decision, report, pending, waiters: Vec::new() }
+    }
+
+    /// Returns the report if every server has stored the decision; otherwise the call waits for it.
+    pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<Report> {
+        if self.pending.is_empty() {
+            return Some(self.report.clone());
+        }
+        self.waiters.push(waiter);
+        None
+    }
+
+    /// The decision does not wait for a server that is lost.
+    pub(super) fn without(&mut self, server: ServerId, epoch: u64, out: &mut Vec<Action>) {
+        if self.pending.remove(&server) {
+            self.answer(epoch, out);
+        }
+    }
+
+    /// Answers the waiting calls when every server has stored the decision. `epoch` is that of the
+    /// next step.
+    fn answer(&mut self, epoch: u64, out: &mut Vec<Action>) {
+        if self.pending.is_empty() {
+            let report =
+                |w: Waiter| Action::Answer(w.caller, Ok(Reply::Report(self.report.clone(), epoch)));
+            out.extend(self.waiters.drain(..).map(report));
+        }
+    }
+}
+
+impl Open {
+    /// Returns whether every server has stored the last decision.
+    pub(super) fn is_stored(&self) -> bool {
+        self.last.as_ref().is_none_or(|last| last.pending.is_empty())
+    }
+
+    /// The decision about `step`, if it was the last one.
+    pub(super) fn decided(&mut self, step: u64) -> Option<&mut Decided> {
+        self.last.as_deref_mut().filter(|last| last.report.version == step.wrapping_add(1))
+    }
+}
+
+/// Computes the decision about a step, for the servers, and the report about it, for the ranks.
+fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, Report) {
+    let attempt = open.attempt(epoch);
+    let gradient = open.gradient(spec);
+    let scale = open.scale_of_mean(spec.world, terms.loss_scale);
+    let finite = gradient.norm(spec, scale).overflow.is_none();
+    // All groups have the same kind of optimizer.
+    let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
+    let clip = match terms.max_norm {
+        Some(max) if apply && finite => {
+            let scaled = gradient.norm_of(spec, &terms.gradient_factors) / scale;
+            max / scaled.max(max)
+        }
+        _ => 1.0,
+    };
+    let update = apply.then(|| Update {
+        groups: terms.groups.clone(),
+        coefficient: clip / scale,
+        unclipped: 1.0 / scale,
+        gradient_factors: terms.gradient_factors.clone(),
+    });
+    let (loss, resting) = (open.round.loss(), open.resting.ranks().collect());
+    let user_data = open.round.user_data().all().into_iter().collect();
+    let figures = Figures { scale, clip_coefficient: clip, loss, resting, user_data };
+    let mut decision = Decision { attempt, update, figures, replicated: None };
+    let report = decision.report(spec, gradient);
+    if spec.replicas > 1 {
+        let absent = open.round.reports.values().flat_map(|report| &report.absent);
+        let everywhere = absent.filter(|absent| absent.everywhere).map(|absent| absent.slice);
+        let mut absent: Vec<u32> = everywhere.collect();
+        absent.sort_unstable();
+        decision.replicated = Some(Box::new(Replicated { absent, report: report.clone() }));
+    }
+    (decision, report)
+}
+
+impl Cluster {
+    /// Decides the open step of `name`, if every rank has committed it and every server is ready.
+    pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, epoch, progress, phase: Phase::Open(open), .. }) =
+            self.jobs.get_mut(name)
+        else {
+            return;
+        };
+        // A rank that is done or rests counts as having committed. If all ranks are done, the job
+        // has ended.
+        let voters = open.active(spec.world);
+        let stored = open.is_stored();
+        let Some(terms) = open
+            .round
+            .agreed(voters)
+            .filter(|_| stored && open.is_reduced() && !open.replicas.is_copying())
+        else {
+            return;
+        };
+        if let Err(error) = check_written(name, spec, open, terms) {
+            let voters = open.round.withdraw_votes().into_iter();
+            return out.extend(voters.map(|w| Action::Answer(w.caller, Err(error.clone()))));
+        }
+        let (decision, report) = decide(spec, *epoch, open, terms);
+        let job = JobRef { name: name.to_owned(), id: *id };
+        open.send(&Command::Decide { job: job.clone(), decision: decision.clone() }, out);
+        let pending: BTreeSet<ServerId> = open.servers().collect();
+        open.lateness.add(&open.round.lateness());
+        let &Report { version, applied, loss, ref norm, .. } = &report;
+        let waits = open.round.waits(now);
+        let (attempt, began) = (decision.attempt, progress.since());
+        let step = Step { version, attempt, began, applied, loss, norm: norm.value, waits };
+        out.push(Action::Decided { job, step });
+        if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
+            out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
+        }
+        open.version = Some(report.version);
+        open.saves.user_data = open.round.user_data();
+        let waiters = open.round.drop_all();
+        let mut decided = Box::new(Decided { waiters, ..Decided::new(decision, report, pending) });
+        decided.answer(*epoch, out);
+        open.last = Some(decided);
+        // A rank sends its data before it commits the next step.
+        if let Some((save, error)) = open.saves.without_data_of(name, |_| true) {
+            let job = JobRef { name: name.to_owned(), id: *id };
+            self.save_ended(&job, save, Err(error), now, out);
+        }
+        self.save_if_due(name, now, out);
+    }
+
+    /// A server has stored the decision about a step.
+    pub(super) fn stored(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        epoch: u64,
+        step: u64,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+        let Some(decided) = open.decided(step).filter(|of| of.decision.attempt.epoch == epoch)
+        else {
+            return;
+        };
+        if decided.pending.remove(&server) && decided.pending.is_empty() {
+            // The ranks have not been told yet, so none has begun the next step.
+            self.continue_drains(&job.name, now, out);
+            let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+                return;
+            };
+            if let Some(decided) = &mut open.last {
+                decided.answer(*epoch, out);
+            }
+            self.serve_version(&job.name, out);
+            self.copy_next(&job.name, out);
+            self.advance(&job.name, now, out);
+        }
+    }
+
+    /// Answers commits at their deadline with the servers that have not stored the decision.
+    pub(super) fn expire_stored(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(last) = &mut open.last else { return };
+        let expired: Vec<Waiter> =
+            last.waiters.extract_if(.., |waiter| waiter.deadline <= now).collect();
+        if expired.is_empty() {
+            return;
+        }
+        let (step, epoch, pending) =
+            (last.report.version - 1, last.decision.attempt.epoch, last.pending.clone());
+        let servers = self.names_of(&pending);
+        let waiting_for = format!(
+            "{servers} to store the decision about step {step} of job {name:?} (epoch {epoch})"
+        );
+        let timeout =
+            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
+        out.extend(expired.into_iter().map(timeout));
+    }
+}
+
+/// Checks that the values that the program has written have been sent: rank 0 sends those of
+/// tensors that every rank has.
+///
+/// # Errors
+/// [`Error::Invalid`].
+fn check_written(name: &str, spec: &JobSpec, open: &Open, terms: &Terms) -> Result<()> {
+    let mut tensors = spec.manifest.tensors().iter().zip(&terms.written);
+    let written = tensors.find(|(tensor, hash)| tensor.layout.is_none() && **hash != 0);
+    let Some((tensor, _)) = written.filter(|_| !open.takes_part(0)) else { return Ok(()) };
+    let what = format!("tensor {:?} at step {} of job {name:?}", tensor.name, open.step());
+    let expected = "unchanged by the program while rank 0, which sends new values, has no more \
+                    batches";
+    Err(Error::invalid(what, "written to", expected))
+}
+
+fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: Overflow) -> String {
+    let tensor = &spec.manifest.tensor_of(overflow.slice as usize).name;
+    let by =
+        overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| spec.describe_rank(rank));
+    format!("step {step} of job {name:?} is skipped: inf or NaN in tensor {tensor:?}, from {by}")
+}

@@ -1,0 +1,188 @@
+//! The workers of a job: those that hold a rank, and those that wait for one.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+
+use super::{
+    events::{Join, Lease, Now, ServerId, Waiter},
+    feed::Told,
+};
+
+/// A worker that holds a rank.
+#[derive(Debug)]
+pub struct Member {
+    pub lease: Lease,
+    /// The address at which its peers reach it, if it has one.
+    pub address: Option<String>,
+    /// Its Join, until the servers have accepted the lease.
+    pub joining: Option<Joining>,
+    /// `None` before its first membership.
+    pub told: Option<Told>,
+    /// When the rank is lost, if it has no stream since the coordinator was restarted.
+    pub detached: Option<Now>,
+}
+
+impl Member {
+    /// A member that has no stream.
+    pub(super) fn detached(lease: Lease, deadline: Now) -> Self {
+        Self { lease, address: None, joining: None, told: None, detached: Some(deadline) }
+    }
+
+    fn deadline(&self) -> Option<Now> {
+        let joining = self.joining.as_ref().map(|joining| joining.waiter.deadline);
+        joining.into_iter().chain(self.detached).min()
+    }
+}
+
+/// A Join that waits for servers.
+#[derive(Debug)]
+pub struct Joining {
+    pub waiter: Waiter,
+    /// Servers that have not accepted the lease yet.
+    pub pending: BTreeSet<ServerId>,
+}
+
+/// The workers of a job, by rank and by lease.
+#[derive(Debug, Default)]
+pub struct Members {
+    ranks: BTreeMap<u32, Member>,
+    /// INVARIANT: the leases of `ranks`.
+    leases: HashMap<Lease, u32>,
+}
+
+impl Members {
+    pub(super) fn insert(&mut self, rank: u32, member: Member) {
+        self.leases.insert(member.lease, rank);
+        self.ranks.insert(rank, member);
+    }
+
+    pub(super) fn remove(&mut self, rank: u32) -> Option<Member> {
+        let member = self.ranks.remove(&rank)?;
+        self.leases.remove(&member.lease);
+        Some(member)
+    }
+
+    pub(super) fn get(&self, rank: u32) -> Option<&Member> {
+        self.ranks.get(&rank)
+    }
+
+    pub(super) fn get_mut(&mut self, rank: u32) -> Option<&mut Member> {
+        self.ranks.get_mut(&rank)
+    }
+
+    pub(super) fn rank_of(&self, lease: Lease) -> Option<u32> {
+        self.leases.get(&lease).copied()
+    }
+
+    /// The member that holds `lease`.
+    pub(super) fn of(&mut self, lease: Lease) -> Option<&mut Member> {
+        self.ranks.get_mut(self.leases.get(&lease)?)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.ranks.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.ranks.is_empty()
+    }
+
+    /// The ranks, ascending.
+    pub fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.ranks.keys().copied()
+    }
+
+    /// The leases, by rank.
+    pub(super) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
+        self.ranks.values().map(|member| member.lease)
+    }
+
+    /// The Joins that wait for servers.
+    pub(super) fn into_joining(self) -> impl Iterator<Item = Waiter> {
+        self.ranks.into_values().filter_map(|member| Some(member.joining?.waiter))
+    }
+
+    /// Removes the members whose Join waits for servers, and returns these calls.
+    pub(super) fn give_up_joining(&mut self) -> Vec<Waiter> {
+        let joining = |member: &Member| member.joining.is_some();
+        let ranks: Vec<u32> = self
+            .ranks
+            .iter()
+            .filter(|(_, member)| joining(member))
+            .map(|(&rank, _)| rank)
+            .collect();
+        let members = ranks.into_iter().filter_map(|rank| self.remove(rank));
+        members.filter_map(|member| Some(member.joining?.waiter)).collect()
+    }
+
+    /// Members without a stream are lost at this time, and not before.
+    pub(super) fn wait_for_streams_until(&mut self, deadline: Now) {
+        for member in self.ranks.values_mut().filter(|member| member.detached.is_some()) {
+            member.detached = Some(deadline);
+        }
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        self.ranks.values().filter_map(Member::deadline).min()
+    }
+
+    /// The ranks whose Join has reached its deadline, and those that have not attached in time.
+    pub(super) fn expired(&self, now: Now) -> Vec<u32> {
+        let late = |member: &Member| member.deadline().is_some_and(|deadline| deadline <= now);
+        self.ranks.iter().filter(|(_, member)| late(member)).map(|(&rank, _)| rank).collect()
+    }
+}
+
+/// Joins that wait for the end of an earlier lease: by rank, in order of arrival. INVARIANT: no
+/// empty lists.
+#[derive(Debug, Default)]
+pub struct Queue(BTreeMap<u32, VecDeque<(Waiter, Join)>>);
+
+impl Queue {
+    pub(super) fn push(&mut self, waiter: Waiter, join: Join) {
+        self.0.entry(join.rank).or_default().push_back((waiter, join));
+    }
+
+    pub(super) fn pop(&mut self, rank: u32) -> Option<(Waiter, Join)> {
+        let first = self.0.get_mut(&rank)?.pop_front();
+        self.tidy(rank);
+        first
+    }
+
+    pub(super) fn remove(&mut self, rank: u32, lease: Lease) {
+        if let Some(joins) = self.0.get_mut(&rank) {
+            joins.retain(|(_, join)| join.lease != lease);
+            self.tidy(rank);
+        }
+    }
+
+    /// The ranks for which Joins wait.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = u32> {
+        self.0.keys().copied()
+    }
+
+    fn tidy(&mut self, rank: u32) {
+        if self.0.get(&rank).is_some_and(VecDeque::is_empty) {
+            self.0.remove(&rank);
+        }
+    }
+
+    /// Removes the Joins whose deadline has passed, and returns them with their ranks.
+    pub(super) fn expire(&mut self, now: Now) -> Vec<(Waiter, u32)> {
+        let mut expired = Vec::new();
+        self.0.retain(|&rank, joins| {
+            expired
+                .extend(joins.iter().filter(|(w, _)| w.deadline <= now).map(|(w, _)| (*w, rank)));
+            joins.retain(|(waiter, _)| waiter.deadline > now);
+            !joins.is_empty()
+        });
+        expired
+    }
+
+    pub(super) fn into_waiters(self) -> impl Iterator<Item = Waiter> {
+        self.0.into_values().flatten().map(|(waiter, _)| waiter)
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        self.0.values().flatten().map(|(waiter, _)| waiter.deadline).min()
+    }
+}

@@ -1,0 +1,569 @@
+//! Checkpoints: the servers write their slices of one version while training continues.
+//!
+//! The command is sent after the decisions that make the version, so each server finds exactly that
+//! version. When all servers have written their files, the driver writes the manifest, without
+//! which the files are not a checkpoint. A job has at most one save at a time; a request for
+//! another version waits until it has ended.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use bytes::Bytes;
+use zeroshard_model::{
+    Error, JobSpec, Result,
+    checkpoint::{Start, is_same_place},
+};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Caller, Checkpoint, Command, JobRef, Now, Reply, ServerId, Waiter},
+    history::Severity,
+    reports::Files,
+    state::{Job, Phase},
+    user_data::UserData,
+};
+
+/// How long a save may take. It is given up afterwards, so that a store that does not respond does
+/// not end all later saves as well.
+pub const SAVE_LIMIT: Duration = Duration::from_secs(3600);
+
+/// The pause after a failed save of an unused job.
+const RETRY: Duration = Duration::from_secs(60);
+
+/// A request to save a job.
+#[derive(Debug, Clone)]
+pub struct Save {
+    pub job: JobRef,
+    /// The directory or prefix; `None`: that of the job's policy.
+    pub url: Option<String>,
+    /// Do nothing if the last complete checkpoint is of the current version, and at the same place.
+    pub unless_saved: bool,
+    pub wait: Duration,
+}
+
+/// The checkpoints of an open job.
+#[derive(Debug, Default)]
+pub struct Saves {
+    current: Option<Saving>,
+    /// The save that begins when the current one has ended.
+    next: Option<Next>,
+    /// The last complete checkpoint, and where it is.
+    last: Option<(Saved, String)>,
+    /// When that checkpoint was completed.
+    pub completed: Option<Now>,
+    /// The number of saves that have failed since, and the error of the last one.
+    pub failures: u32,
+    pub failure: Option<String>,
+    /// The checkpoint from which the job has started or to which it has returned.
+    pub(super) origin: Option<Checkpoint>,
+    /// When the last save began; before the first one, when the first step was decided.
+    began: Option<Now>,
+    /// When an unused job is saved again, after a save has failed.
+    pub(super) retry_at: Now,
+    /// That of the ranks for the current version.
+    pub(super) user_data: UserData,
+}
+
+/// A save that is not complete.
+#[derive(Debug)]
+struct Saving {
+    plan: SavePlan,
+    since: Now,
+    deadline: Now,
+    /// The servers that have not written their slices yet. If it is empty, and no data of a rank is
+    /// awaited, the manifest is being written.
+    pending: BTreeSet<ServerId>,
+    files: Vec<Files>,
+    user_data: UserData,
+    waiters: Vec<Waiter>,
+}
+
+/// A save that waits for the end of another one.
+#[derive(Debug)]
+struct Next {
+    url: String,
+    keep: u32,
+    waiters: Vec<Waiter>,
+}
+
+/// The content and the place of a save.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SavePlan {
+    /// A number that no other save has.
+    pub save: u64,
+    pub version: u64,
+    pub url: String,
+    /// The number of checkpoints to keep; 0: all.
+    pub keep: u32,
+}
+
+/// The end of a save, which the driver carries out without its lock: the data of the ranks and the
+/// manifest are written, and old checkpoints are removed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Completion {
+    pub job: JobRef,
+    pub spec: Arc<JobSpec>,
+    pub plan: SavePlan,
+    pub files: Vec<Files>,
+    pub user_data: BTreeMap<u32, Bytes>,
+    /// The ranks whose data was lost.
+    pub lost_ranks: Vec<u32>,
+}
+
+/// A complete checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Saved {
+    pub version: u64,
+    pub bytes: u64,
+}
+
+impl Saves {
+    /// Returns whether the current save waits for a server.
+    pub(super) fn awaits(&self, server: ServerId) -> bool {
+        self.current.as_ref().is_some_and(|saving| saving.pending.contains(&server))
+    }
+
+    /// The version that is being saved.
+    pub fn current(&self) -> Option<u64> {
+        self.current.as_ref().map(|saving| saving.plan.version)
+    }
+
+    /// The last version that has been saved.
+    pub fn last(&self) -> Option<u64> {
+        self.last.as_ref().map(|(saved, _)| saved.version)
+    }
+
+    /// The last complete checkpoint, if it is of this version and at `url`.
+    fn saved(&self, version: u64, url: &str) -> Option<Saved> {
+        let (saved, place) = self.last.as_ref()?;
+        Some(*saved).filter(|saved| saved.version == version && place == url)
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        let saving = self.current.as_ref()?;
+        let waiters = self.next.iter().flat_map(|next| &next.waiters).chain(&saving.waiters);
+        waiters.map(|waiter| waiter.deadline).chain([saving.deadline]).min()
+    }
+
+    /// Gives up all saves, and returns the calls that wait for them.
+    pub(super) fn into_waiters(self) -> Vec<Waiter> {
+        let current = self.current.map(|saving| saving.waiters).unwrap_or_default();
+        let next = self.next.map(|next| next.waiters).unwrap_or_default();
+        [current, next].concat()
+    }
+
+    /// Removes the calls from those that wait. Returns them.
+    fn take_waiters(&mut self, taken: impl Fn(&Waiter) -> bool) -> Vec<Waiter> {
+        let current = self.current.iter_mut().map(|saving| &mut saving.waiters);
+        let waiting = current.chain(self.next.iter_mut().map(|next| &mut next.waiters));
+        waiting
+            .flat_map(|waiters| waiters.extract_if(.., |of| taken(of)).collect::<Vec<_>>())
+            .collect()
+    }
+
+    /// Stores the data of a rank for a version. Returns whether the current save has waited for it.
+    pub(super) fn set_user_data(&mut self, version: u64, rank: u32, data: &Bytes) -> bool {
+        let saving = self.current.as_mut().filter(|saving| saving.plan.version == version);
+        saving.is_some_and(|saving| saving.user_data.set(rank, data.clone()))
+    }
+
+    /// If the current save waits for the data of a rank for which `is_over` is true: the number of
+    /// the save, and its error.
+    pub(super) fn without_data_of(
+        &self,
+        job: &str,
+        is_over: impl Fn(u32) -> bool,
+    ) -> Option<(u64, Error)> {
+        let Saving { plan: SavePlan { save, version, .. }, user_data, .. } =
+            self.current.as_ref()?;
+        let rank = user_data.awaited.iter().copied().find(|&rank| is_over(rank))?;
+        let (job, version) = (job.to_owned(), *version);
+        Some((*save, Error::UserDataLost { job, version, rank }))
+    }
+
+    /// The current save, if it has this number.
+    fn of(&mut self, save: u64) -> Option<&mut Saving> {
+        self.current.as_mut().filter(|saving| saving.plan.save == save)
+    }
+}
+
+impl Job {
+    /// States that the job is over where it has claimed the checkpoints of its name.
+    pub(super) fn end_claims(&self) -> Action {
+        Action::EndClaims { job: self.named(), urls: self.claimed() }
+    }
+
+    fn named(&self) -> JobRef {
+        JobRef { name: self.spec.name.clone(), id: self.id }
+    }
+
+    /// The places at which the job has claimed the checkpoints of its name.
+    fn claimed(&self) -> BTreeSet<String> {
+        let mut urls = BTreeSet::new();
+        urls.extend(self.spec.checkpoints.as_ref().map(|policy| policy.url.clone()));
+        if let Phase::Open(open) = &self.phase {
+            urls.extend(open.saves.last.as_ref().map(|(_, url)| url.clone()));
+        }
+        urls
+    }
+}
+
+impl Cluster {
+    /// The jobs that have claimed the checkpoints of their names and have not failed, with the
+    /// places.
+    pub fn claims(&self) -> Vec<(JobRef, BTreeSet<String>)> {
+        let lives = |job: &&Job| match &job.phase {
+            Phase::Waiting { interrupted, .. } => interrupted.is_some(),
+            Phase::Failed { .. } => false,
+            Phase::Opening { .. } | Phase::Open(_) | Phase::Recovering(_) => true,
+        };
+        self.jobs.values().filter(lives).map(|job| (job.named(), job.claimed())).collect()
+    }
+
+    /// The place where an open job is saved on request, the job, and how it began, for its claim;
+    /// `None` if the request fails for another reason.
+    pub fn saved_at(&self, save: &Save) -> Option<(String, JobRef, Start)> {
+        let job = self.jobs.get(&save.job.name)?;
+        let Phase::Open(open) = &job.phase else { return None };
+        let policy = job.spec.checkpoints.as_ref().map(|policy| &policy.url);
+        let url = save.url.as_ref().or(policy)?;
+        let is_here = |of: &&Checkpoint| is_same_place(&of.url, url) && of.job == save.job.name;
+        let start = match open.saves.origin.as_ref().filter(is_here) {
+            Some(of) => Start::From(of.job_id, of.version),
+            None => Start::Anew,
+        };
+        Some((url.clone(), JobRef { name: save.job.name.clone(), id: job.id }, start))
+    }
+
+    /// A client has asked for a checkpoint of the current version.
+    pub(super) fn save(&mut self, caller: Caller, save: Save, now: Now, out: &mut Vec<Action>) {
+        if let Err(error) = self.try_save(caller, save, now, out) {
+            out.push(Action::Answer(caller, Err(error)));
+        }
+    }
+
+    fn try_save(
+        &mut self,
+        caller: Caller,
+        save: Save,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> Result<()> {
+        let Save { job: JobRef { name, id }, url, unless_saved, wait } = save;
+        let job = self.job_mut(&name)?;
+        if id != 0 && id != job.id {
+            return Err(Error::JobReplaced { job: name });
+        }
+        let policy = job.spec.checkpoints.as_ref();
+        let by_policy = policy.filter(|policy| url.as_ref().is_none_or(|url| *url == policy.url));
+        let keep = by_policy.map_or(0, |policy| policy.keep);
+        let url = url.or_else(|| policy.map(|policy| policy.url.clone())).ok_or_else(|| {
+            let expected = "the directory for the checkpoint: the job has no policy with one";
+            Error::invalid(format!("url of the checkpoint of job {name:?}"), "absent", expected)
+        })?;
+        let open = job.phase.open_mut(&name)?;
+        let waiter = Waiter::new(caller, now, wait);
+        let Some(version) = open.version else {
+            let cause = "its initial parameters have not all been uploaded yet".to_owned();
+            return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
+        };
+        let saves = &mut open.saves;
+        if let Some(saved) = saves.saved(version, &url).filter(|_| unless_saved) {
+            out.push(Action::Answer(caller, Ok(Reply::Saved(saved))));
+            return Ok(());
+        }
+        let Some(saving) = &mut saves.current else {
+            self.begin_save(&name, url, keep, vec![waiter], now, out);
+            return Ok(());
+        };
+        if saving.plan.version == version && saving.plan.url == url {
+            saving.waiters.push(waiter);
+            return Ok(());
+        }
+        let running = saving.plan.version;
+        let next = Next { url: url.clone(), keep, waiters: Vec::new() };
+        let next = saves.next.get_or_insert(next);
+        if next.url != url {
+            let cause =
+                format!("its version {running} is being saved, and the next at {}", next.url);
+            return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
+        }
+        out.push(Action::Tick(waiter.deadline));
+        next.waiters.push(waiter);
+        Ok(())
+    }
+
+    /// Begins a save of the current version of an open job.
+    fn begin_save(
+        &mut self,
+        name: &str,
+        url: String,
+        keep: u32,
+        waiters: Vec<Waiter>,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        self.saves = self.saves.wrapping_add(1).max(1);
+        let save = self.saves;
+        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let Some(version) = open.version else { return };
+        if let Some(rank) = open.saves.user_data.lost(open.has_ended(spec.world)) {
+            let error = Error::UserDataLost { job: name.to_owned(), version, rank };
+            let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error.clone()));
+            return out.extend(waiters.into_iter().map(answer));
+        }
+        let plan = SavePlan { save, version, url, keep };
+        let job = JobRef { name: name.to_owned(), id: *id };
+        open.send(&Command::Write { job, plan: plan.clone() }, out);
+        open.saves.began = Some(now);
+        open.saves.current = Some(Saving {
+            plan,
+            since: now,
+            deadline: now + SAVE_LIMIT,
+            pending: open.servers().collect(),
+            files: Vec::new(),
+            user_data: open.saves.user_data.clone(),
+            waiters,
+        });
+        out.push(Action::Tick(now + SAVE_LIMIT));
+        self.complete_if_written(name, out);
+    }
+
+    /// Begins a save if the policy of the job asks for one of the version that has just been made.
+    pub(super) fn save_if_due(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let Some(policy) = &spec.checkpoints else { return };
+        let began = *open.saves.began.get_or_insert(now);
+        let version = open.step();
+        let by_steps = policy.every_steps.is_some_and(|every| version.is_multiple_of(every));
+        let by_time = policy.every.is_some_and(|every| now.saturating_sub(began) >= every);
+        if !by_steps && !by_time {
+            return;
+        }
+        if let Some(saving) = &open.saves.current {
+            let running = saving.plan.version;
+            return out.push(Action::Note(format!(
+                "version {version} of job {name:?} is not saved, because version {running} is \
+                 still being saved"
+            )));
+        }
+        let (url, keep) = (policy.url.clone(), policy.keep);
+        self.begin_save(name, url, keep, Vec::new(), now, out);
+    }
+
+    /// Saves an unused job a last time, if it has a policy and steps that are not saved. Returns
+    /// whether the job is to be kept for it.
+    pub(super) fn save_before_disposal(
+        &mut self,
+        name: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+            return false;
+        };
+        let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
+        let is_saving = open.saves.current.is_some();
+        let is_saved = open.saves.saved(version, &policy.url).is_some();
+        let is_complete = open.saves.user_data.lost(open.has_ended(spec.world)).is_none();
+        if !is_saving && (is_saved || version == 0 || !is_complete) {
+            return false;
+        }
+        if !is_saving {
+            let (url, keep) = (policy.url.clone(), policy.keep);
+            self.begin_save(name, url, keep, Vec::new(), now, out);
+        }
+        true
+    }
+
+    /// Saves the current version of a job before one of its servers or the coordinator stops. Does
+    /// nothing if the job has no checkpoint policy or no unsaved steps.
+    pub(super) fn save_last(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        if !self.save_before_disposal(name, now, out) {
+            return;
+        }
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let (Some(policy), Some(saving)) = (&spec.checkpoints, &open.saves.current) else { return };
+        if Some(saving.plan.version) != open.version {
+            let (url, keep) = (policy.url.clone(), policy.keep);
+            open.saves.next.get_or_insert(Next { url, keep, waiters: Vec::new() });
+        }
+    }
+
+    /// A server has written its part of a checkpoint.
+    pub(super) fn written(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        save: u64,
+        files: Files,
+        out: &mut Vec<Action>,
+    ) {
+        let saving = match self.reported_job(job) {
+            Some(Job { phase: Phase::Open(open), .. }) => open.saves.of(save),
+            _ => None,
+        };
+        let Some(saving) = saving else {
+            let cancel = Command::CancelSave { job: job.clone(), save };
+            return out.push(Action::Command(server, cancel));
+        };
+        if saving.pending.remove(&server) {
+            saving.files.push(files);
+            self.complete_if_written(&job.name, out);
+        }
+    }
+
+    pub(super) fn complete_if_written(&mut self, name: &str, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let is_complete =
+            |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.is_complete();
+        let saving = open.saves.current.as_mut().filter(is_complete);
+        if let Some(saving) = saving {
+            self.completing.insert(saving.plan.save, name.to_owned());
+            out.push(Action::Complete(Completion {
+                job: JobRef { name: name.to_owned(), id: *id },
+                spec: spec.clone(),
+                plan: saving.plan.clone(),
+                files: std::mem::take(&mut saving.files),
+                user_data: std::mem::take(&mut saving.user_data.ranks),
+                lost_ranks: saving.user_data.missing.iter().copied().collect(),
+            }));
+        }
+    }
+
+    /// Returns whether the manifest of a save of the job is being written.
+    pub(super) fn completes(&self, name: &str) -> bool {
+        self.completing.values().any(|job| job == name)
+    }
+
+    /// A save is complete, or has failed on a server or in the driver.
+    pub(super) fn save_ended(
+        &mut self,
+        job: &JobRef,
+        save: u64,
+        outcome: Result<u64>,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+        let Some(saving) = open.saves.current.take_if(|saving| saving.plan.save == save) else {
+            return;
+        };
+        let (name, version) = (&job.name, saving.plan.version);
+        match &outcome {
+            Ok(bytes) => {
+                let saved = Saved { version, bytes: *bytes };
+                open.saves.last = Some((saved, saving.plan.url.clone()));
+                (open.saves.completed, open.saves.failures, open.saves.failure) =
+                    (Some(now), 0, None);
+                out.push(Action::Note(format!(
+                    "version {version} of job {name:?} is saved: {bytes} bytes at {}",
+                    saving.plan.url
+                )));
+            }
+            Err(error) => {
+                open.saves.retry_at = now + RETRY;
+                open.saves.failures = open.saves.failures.saturating_add(1);
+                open.saves.failure = Some(error.to_string());
+                let job = job.clone();
+                open.send(&Command::CancelSave { job, save }, out);
+                out.push(Action::Alarm(
+                    Severity::Warning,
+                    format!("version {version} of job {name:?} is not saved: {error}"),
+                ));
+            }
+        }
+        let complete = outcome.is_ok().then(|| (version, now.saturating_sub(saving.since)));
+        out.push(Action::SaveEnded { job: name.clone(), complete });
+        let reply = outcome.map(|bytes| Reply::Saved(Saved { version, bytes }));
+        let answers = saving.waiters.into_iter();
+        out.extend(answers.map(|waiter| Action::Answer(waiter.caller, reply.clone())));
+        if let Some(Next { url, keep, waiters }) = open.saves.next.take() {
+            self.begin_save(name, url, keep, waiters, now, out);
+        }
+        self.dispose(name, now, out);
+    }
+
+    /// A server cannot write its part of a checkpoint.
+    pub(super) fn save_failed(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        save: u64,
+        cause: Error,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let text = format!("{}: {cause}", self.name(server));
+        out.push(Action::Alarm(Severity::Warning, text));
+        self.save_ended(job, save, Err(cause), now, out);
+    }
+
+    /// Gives up a save of which a server may not have received the command, because its control
+    /// stream has broken.
+    pub(super) fn save_without(
+        &mut self,
+        server: ServerId,
+        name: &str,
+        cause: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+        let saving = open.saves.current.as_ref().filter(|of| of.pending.contains(&server));
+        let Some(save) = saving.map(|saving| saving.plan.save) else { return };
+        let job = JobRef { name: name.to_owned(), id: *id };
+        let (peer, cause) = (self.name(server), cause.to_owned());
+        self.save_ended(&job, save, Err(Error::Unavailable { peer, cause }), now, out);
+    }
+
+    /// Answers callers at their deadline, and gives up a save at its own.
+    pub(super) fn expire_saves(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let expired = open.saves.take_waiters(|waiter| waiter.deadline <= now);
+        let Some(saving) = &mut open.saves.current else { return };
+        let (save, version) = (saving.plan.save, saving.plan.version);
+        let (is_late, pending) = (saving.deadline <= now, saving.pending.clone());
+        let job = JobRef { name: name.to_owned(), id: *id };
+        let waiting_for = match (pending.is_empty(), saving.user_data.awaited.first()) {
+            (true, None) => {
+                format!("the manifest of version {version} of job {name:?} to be written")
+            }
+            (true, Some(rank)) => {
+                format!("rank {rank} to send its data of version {version} of job {name:?}")
+            }
+            (false, _) => {
+                let servers = self.names_of(&pending);
+                format!("{servers} to write version {version} of job {name:?}")
+            }
+        };
+        out.extend(expired.into_iter().map(|waiter| {
+            Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for.clone())))
+        }));
+        if is_late {
+            let waited_ms = SAVE_LIMIT.as_millis() as u64;
+            let error = Error::Timeout { waiting_for, waited_ms };
+            self.save_ended(&job, save, Err(error), now, out);
+        }
+    }
+
+    /// The caller of a save has disconnected. The save continues.
+    pub(super) fn saver_gone(&mut self, name: &str, caller: Caller) {
+        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) {
+            open.saves.take_waiters(|waiter| waiter.caller == caller);
+        }
+    }
+}

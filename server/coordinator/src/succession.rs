@@ -1,0 +1,167 @@
+//! Succession: the sources of the slices of a job that continues from another job.
+//!
+//! A server copies the slices while it opens the job, from itself or from another server, at
+//! exactly one version of the predecessor. CreateJob is therefore answered when the copy is
+//! complete, and the predecessor is not needed after that. If the predecessor makes a step or ends
+//! earlier, the creation fails with a typed error.
+
+use std::{collections::HashMap, sync::Arc};
+
+use zeroshard_model::{Error, JobSpec, Placement, Result, SliceSpec, Succession};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, ServerId},
+    state::{Job, Phase},
+};
+
+/// A succession, with the spec and the placement of the predecessor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Source {
+    pub succession: Arc<Succession>,
+    pub spec: Arc<JobSpec>,
+    pub placement: Arc<Placement>,
+}
+
+/// A copy of consecutive elements of a slice of the predecessor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SliceCopy {
+    /// The slice of the new job.
+    pub slice: usize,
+    /// The first element, within `slice`.
+    pub offset: usize,
+    /// The slice of the predecessor.
+    pub source: usize,
+    /// The first element, within `source`.
+    pub source_offset: usize,
+    /// The number of elements; never 0.
+    pub length: usize,
+    /// `true` if the optimizer state and the number of applied steps are copied as well.
+    pub state: bool,
+}
+
+impl Source {
+    /// The copies into the slices that `placement` assigns to `server`, of a job of `spec`.
+    pub fn copies(
+        &self,
+        spec: &JobSpec,
+        placement: &Placement,
+        server: ServerId,
+    ) -> Vec<SliceCopy> {
+        let tensors = self.spec.manifest.tensors().iter().enumerate();
+        let by_name: HashMap<&str, usize> =
+            tensors.map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
+        let mut copies = Vec::new();
+        for (slice, _) in placement.slices_of(server) {
+            let tensor = spec.manifest.tensor_of(slice);
+            if let Some(&before) = by_name.get(tensor.name.as_str())
+                && self.spec.manifest.tensors()[before].shape == tensor.shape
+            {
+                let state = self.carries_state(spec, slice, before);
+                self.add_copies(slice, &spec.manifest.slices()[slice], before, state, &mut copies);
+            }
+        }
+        copies
+    }
+
+    /// Returns whether the optimizer state of the slice is copied from the predecessor's tensor
+    /// `before`.
+    fn carries_state(&self, spec: &JobSpec, slice: usize, before: usize) -> bool {
+        let owner = self.spec.manifest.owner(before);
+        let (old, new) = (&self.spec.groups[0], &spec.groups[0]);
+        !self.succession.fresh_state
+            && spec.manifest.trains(slice)
+            && self.spec.manifest.tensors()[owner].trains()
+            && new.state().iter().all(|name| old.state().contains(name))
+            && new.scalar_state() == old.scalar_state()
+    }
+
+    /// Adds the copies into slice number `slice`, which is `cut`. The slices of the predecessor's
+    /// tensor may begin at other elements.
+    fn add_copies(
+        &self,
+        slice: usize,
+        cut: &SliceSpec,
+        before: usize,
+        state: bool,
+        copies: &mut Vec<SliceCopy>,
+    ) {
+        let numbers = self.spec.manifest.slices_of(before);
+        let cuts = &self.spec.manifest.slices()[numbers.clone()];
+        let first = cuts.partition_point(|other| other.offset + other.numel <= cut.offset);
+        let end = cut.offset + cut.numel;
+        for (source, other) in numbers.zip(cuts).skip(first) {
+            if other.offset >= end {
+                break;
+            }
+            let from = cut.offset.max(other.offset);
+            let to = end.min(other.offset + other.numel);
+            copies.push(SliceCopy {
+                slice,
+                offset: from - cut.offset,
+                source,
+                source_offset: from - other.offset,
+                length: to - from,
+                state,
+            });
+        }
+    }
+}
+
+impl Cluster {
+    /// The predecessor, if its current version is the one to copy.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`]; [`Error::VersionGone`]
+    /// if it has a later version, [`Error::Invalid`] if it has not reached the version.
+    pub(super) fn source(&self, succession: &Arc<Succession>) -> Result<Source> {
+        let from = &succession.from;
+        let Job { spec, id, phase, .. } = self.job(&from.job)?;
+        if *id != from.job_id {
+            return Err(Error::JobReplaced { job: from.job.clone() });
+        }
+        let open = phase.open(&from.job)?;
+        match open.version {
+            Some(version) if version == from.version => Ok(Source {
+                succession: succession.clone(),
+                spec: spec.clone(),
+                placement: open.placement.clone(),
+            }),
+            Some(current) if current > from.version => {
+                let (job, version) = (from.job.clone(), from.version);
+                Err(Error::VersionGone { job, version, current })
+            }
+            current => Err(Error::invalid(
+                format!("version of job {:?} to continue from", from.job),
+                from.version,
+                match current {
+                    Some(current) => format!("its current version, {current}"),
+                    None => {
+                        "a version that it has; its initial parameters are not complete".to_owned()
+                    }
+                },
+            )),
+        }
+    }
+
+    /// The names of the jobs that are being created and continue from the job with this id.
+    pub(super) fn successors(&self, id: u64) -> impl Iterator<Item = &str> {
+        self.jobs.iter().filter_map(move |(name, job)| {
+            let is_new = matches!(
+                job.phase,
+                Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. }
+            );
+            let from = &job.succession.as_ref()?.from;
+            (is_new && from.job_id == id).then_some(name.as_str())
+        })
+    }
+
+    /// Ends the creation of a job.
+    pub(super) fn abandon(&mut self, name: &str, error: &Error, out: &mut Vec<Action>) {
+        let Some(job) = self.jobs.remove(name) else { return };
+        out.push(Action::Note(format!("job {name:?} was not created: {error}")));
+        out.push(job.end_claims());
+        self.dissolve(name, job.id, job.phase, error, out);
+        out.push(Action::Forgotten { job: name.to_owned() });
+    }
+}
