@@ -25,6 +25,8 @@ pub struct Placement {
     /// INVARIANT: positions in `servers`; `replicas` for each slice, distinct within a slice, the
     /// last of which may be [`NONE`], but not the first.
     owners: Vec<u32>,
+    /// `true` if an entry is [`NONE`].
+    is_uneven: bool,
 }
 
 impl Placement {
@@ -57,7 +59,8 @@ impl Placement {
                 );
             }
         }
-        Ok(Self { servers, replicas, owners })
+        let is_uneven = owners.contains(&NONE);
+        Ok(Self { servers, replicas, owners, is_uneven })
     }
 
     /// Creates a placement from the list of servers of each slice, primary first.
@@ -84,7 +87,7 @@ impl Placement {
 
     /// Returns whether slices have different numbers of servers.
     pub fn is_uneven(&self) -> bool {
-        self.owners.contains(&NONE)
+        self.is_uneven
     }
 
     /// The number of slices.

@@ -12,10 +12,10 @@ use zeroshard_model::{JobSpec, Placement, Server, listing::some_of};
 
 use super::{
     catch_up::{Known, catch_up},
-    cluster::Cluster,
-    events::{Action, JobRef, Now, ServerId},
+    context::Context,
+    events::{Action, Now, ServerId},
     held::Held,
-    recovery::RECOVERY,
+    learning::RECOVERY,
     replicas,
     state::{Job, Open, Phase},
 };
@@ -43,145 +43,159 @@ impl Open {
     }
 }
 
-impl Cluster {
-    /// A server that was away describes a job of which it holds slices.
-    pub(super) fn rejoin(
+impl Job {
+    /// The control stream of a server with slices of the job has ended. `gone` describes that.
+    pub(super) fn server_lost(
         &mut self,
         server: ServerId,
-        job: &JobRef,
-        held: &Held,
-        now: Now,
-        out: &mut Vec<Action>,
+        cause: &str,
+        gone: &str,
+        cx: &mut Context<'_>,
     ) {
-        let name = self.name(server);
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+        if !self.phase.uses(server) {
             return;
-        };
+        }
+        let until = cx.now + patience(&self.spec);
+        match &mut self.phase {
+            Phase::Recovering(recovery) => recovery.lose(server),
+            Phase::Open(open) => {
+                open.miss(server, cause, until, cx.out);
+                self.save_without(server, cause, cx);
+            }
+            _ => {
+                let reason = format!("{gone} while the job was being opened");
+                self.interrupt_or_fail(&reason, cx);
+            }
+        }
+    }
+
+    /// A server whose control stream has ended was about to stop: the job does not wait for its
+    /// return.
+    pub(super) fn server_stopped(&mut self, server: ServerId, cx: &mut Context<'_>) {
+        if let Phase::Open(open) = &self.phase
+            && open.away.contains_key(&server)
+        {
+            self.give_up(server, "it was stopped", cx);
+        }
+    }
+
+    /// The server of an open job or of one that is being recovered with this id.
+    pub(super) fn awaited(&self, server: ServerId) -> Option<&Server> {
+        let (Phase::Open(_) | Phase::Recovering(_)) = &self.phase else { return None };
+        self.phase.placement()?.servers().iter().find(|of| of.id == server)
+    }
+
+    /// Dials the servers that the job waits for.
+    pub(super) fn probe_missing(&self, cx: &mut Context<'_>) {
+        let placed = self.phase.placement().into_iter().flat_map(|placement| placement.servers());
+        for server in placed.filter(|server| !cx.common.servers.is_connected(server.id)) {
+            cx.out.push(Action::Probe(server.clone()));
+        }
+    }
+
+    /// A server that was away describes the job, of which it holds slices.
+    pub(super) fn rejoin(&mut self, server: ServerId, held: &Held, cx: &mut Context<'_>) {
+        let (job, name) = (self.reference(), cx.name(server));
+        let Phase::Open(open) = &mut self.phase else { return };
         let decision = open.last.as_ref().map(|last| last.decision.clone());
-        let known = Known { job, epoch: *epoch, open, decision: decision.as_ref() };
+        let known = Known { job: &job, epoch: self.epoch, open, decision: decision.as_ref() };
         let commands = match catch_up(known, held, open.awaits(server)) {
             Ok(commands) => commands,
-            Err(what) => return self.fail(&job.name, &format!("{name} {what}"), now, out),
+            Err(what) => return self.fail(&format!("{name} {what}"), cx),
         };
         open.away.remove(&server);
-        out.push(Action::Note(format!("job {:?} continues with {name}", job.name)));
-        self.note_redundancy(&job.name, now, out);
-        out.extend(commands.into_iter().map(|command| Action::Command(server, command)));
-        self.save_without(server, &job.name, "it was away when the save began", now, out);
+        cx.note(format!("job {:?} continues with {name}", self.name));
+        self.note_redundancy(cx);
+        for command in commands {
+            cx.command(server, command);
+        }
+        self.save_without(server, "it was away when the save began", cx);
         // What it may have said in vain.
         for (&rank, &lease) in &held.ranks.leases {
-            self.granted(server, job, rank, lease, out);
+            self.granted(server, rank, lease, cx);
         }
         if held.initialised {
-            self.initialised(server, job, held.attempt.epoch, now, out);
+            self.initialised(server, held.attempt.epoch, cx);
         }
         if let Some(stored) = decision.map(|decision| decision.attempt)
             && held.attempt.step > stored.step
         {
-            self.stored(server, job, stored.epoch, stored.step, now, out);
+            self.stored(server, stored.epoch, stored.step, cx);
         }
         if let Some(ready) = held.ready.clone() {
-            self.ready(server, job, held.attempt, ready, now, out);
+            self.ready(server, held.attempt, ready, cx);
         }
-        self.copy_again(server, job, out);
-        self.copy_next(&job.name, out);
-        self.serve_version(&job.name, out);
+        self.copy_again(server, cx);
+        self.copy_next(cx);
+        self.serve_version(cx);
     }
 
-    /// A server has connected. Fails the jobs that wait for slices that it does not hold any more,
-    /// or for an earlier process: `held` are the ids of the jobs that it holds.
-    pub(super) fn abandoned_by(
-        &mut self,
-        server: ServerId,
-        held: &BTreeSet<u64>,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(known) = self.servers.get(&server) else { return };
-        let (incarnation, address) = (known.incarnation, &known.address);
-        let cause = |server: ServerId, job: &Job, open: &Open| {
-            let of = open.placement.servers().iter().find(|of| {
-                open.away.contains_key(&of.id) && (of.id == server || of.address == *address)
-            })?;
-            if of.id != server {
-                Some((of.id, "another server connected with its address".to_owned()))
-            } else if of.incarnation != incarnation {
-                Some((of.id, "it was restarted".to_owned()))
-            } else if !held.contains(&job.id) {
-                Some((of.id, known.lacks(job.id)))
-            } else {
-                None
-            }
+    /// A server has connected, which holds the job or does not. Gives up the server of the job that
+    /// has its id or its address, if that has lost the job, or is another process.
+    pub(super) fn abandoned_by(&mut self, server: &Server, holds: bool, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &self.phase else { return };
+        let is_it = |of: &Server| of.id == server.id || of.address == server.address;
+        let away = |of: &&Server| open.away.contains_key(&of.id) && is_it(of);
+        let Some(of) = open.placement.servers().iter().find(away) else { return };
+        let why = if of.id != server.id {
+            "another server connected with its address".to_owned()
+        } else if of.incarnation != server.incarnation {
+            "it was restarted".to_owned()
+        } else if let Some(known) = cx.common.servers.get(server.id)
+            && !holds
+        {
+            known.lacks(self.id)
+        } else {
+            return;
         };
-        let hit = |(name, job): (&String, &Job)| match &job.phase {
-            Phase::Open(open) => cause(server, job, open).map(|why| (name.clone(), why)),
-            _ => None,
-        };
-        let hit: Vec<_> = self.jobs.iter().filter_map(hit).collect();
-        for (name, (server, why)) in hit {
-            self.give_up(&name, server, &why, now, out);
-        }
+        self.give_up(of.id, &why, cx);
     }
 
     /// The address of a server that is not connected refuses connections: its process has ended.
-    pub(super) fn refused(&mut self, server: &Server, now: Now, out: &mut Vec<Action>) {
-        if self.servers.contains_key(&server.id) {
-            return;
-        }
-        let waits = |job: &&Job| match &job.phase {
+    pub(super) fn refused_at(&mut self, server: &Server, cx: &mut Context<'_>) {
+        let waits = match &self.phase {
             Phase::Open(open) => {
                 open.away.contains_key(&server.id) && open.placement.servers().contains(server)
             }
             Phase::Recovering(recovery) => recovery.plan.placement.servers().contains(server),
             _ => false,
         };
-        let names: Vec<String> =
-            self.jobs.values().filter(waits).map(|job| job.spec.name.clone()).collect();
-        for name in names {
-            let why = "its address refuses connections";
-            self.give_up(&name, server.id, why, now, out);
+        if waits {
+            self.give_up(server.id, "its address refuses connections", cx);
         }
     }
 
     /// Gives up a server that has been away for too long.
-    pub(super) fn expire_absence(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
-        if let Some(&server) = open.away.iter().find(|(_, away)| away.until <= now).map(|of| of.0) {
-            let patience = patience(spec);
-            let why = format!("it did not connect again within {patience:?}");
-            self.give_up(name, server, &why, now, out);
+    pub(super) fn expire_absence(&mut self, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &self.phase else { return };
+        let late = open.away.iter().find(|(_, away)| away.until <= cx.now);
+        if let Some(&server) = late.map(|(server, _)| server) {
+            let patience = patience(&self.spec);
+            self.give_up(server, &format!("it did not connect again within {patience:?}"), cx);
         }
     }
 
     /// A server with slices of the job will not come back. The job continues with its backups.
     /// Without them it returns to its last checkpoint or, if its policy does not ask for it, fails.
-    pub(super) fn give_up(
-        &mut self,
-        name: &str,
-        server: ServerId,
-        why: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        if let Some(Job { spec, phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name)
-            && spec.replicas > 1
+    pub(super) fn give_up(&mut self, server: ServerId, why: &str, cx: &mut Context<'_>) {
+        if let Phase::Recovering(recovery) = &mut self.phase
+            && self.spec.replicas > 1
         {
             recovery.lost.insert(server, why.to_owned());
-            return self.try_recover(name, now, out);
+            return self.try_recover(cx);
         }
-        let Some(job) = self.jobs.get(name) else { return };
-        let Some(placement) = job.phase.placement() else { return };
+        let Some(placement) = self.phase.placement() else { return };
         let found = placement.servers().iter().find(|of| of.id == server);
         let address = found.map_or("", |of| &of.address);
-        let mut reason = format!("{} was lost (", self.name_at(server, address));
-        if let Phase::Open(open) = &job.phase
+        let mut reason = format!("{} was lost (", cx.common.servers.name_at(server, address));
+        if let Phase::Open(open) = &self.phase
             && let Some(away) = open.away.get(&server).filter(|away| away.cause != why)
         {
             reason += &format!("{}; ", away.cause);
         }
-        reason += &format!("{why}); it held {}", held_by(server, &job.spec, placement));
-        if !self.fail_over(name, server, &reason, now, out) {
-            self.interrupt_or_fail(name, &reason, now, out);
+        reason += &format!("{why}); it held {}", held_by(server, &self.spec, placement));
+        if !self.fail_over(server, &reason, cx) {
+            self.interrupt_or_fail(&reason, cx);
         }
     }
 }

@@ -14,10 +14,10 @@ use zeroshard_model::{
 };
 
 use super::{
-    cluster::Cluster,
+    context::Common,
     events::ServerId,
-    jobs::Plan,
     placement::{Zones, place_within},
+    plan::Plan,
     state::{Job, Phase},
 };
 
@@ -120,20 +120,21 @@ impl Plan {
 fn required(job: &Job) -> u64 {
     match (&job.phase, job.phase.loads()) {
         (_, Some(loads)) => loads.values().map(|load| load.bytes).fold(0, u64::saturating_add),
-        (Phase::Failed { .. }, None) => 0,
+        (Phase::Failed { .. } | Phase::Gone, None) => 0,
         (_, None) => job.spec.required_with_replicas().bytes,
     }
 }
 
-impl Cluster {
+impl Common {
     /// The room of the connected servers.
     pub(super) fn rooms(&self) -> Rooms {
-        let used = self.assigned();
+        let used = self.index.assigned();
         let room = |(&id, all): (&ServerId, Capacity)| {
             let used = used.get(&id).copied().unwrap_or_default();
             (id, Room { all, free: all.without(used) })
         };
-        let known = self.servers.iter().filter_map(|(id, known)| Some((id, known.capacity?)));
+        let connected = self.servers.connected().iter();
+        let known = connected.filter_map(|(id, known)| Some((id, known.capacity?)));
         Rooms(known.map(room).collect())
     }
 
@@ -141,58 +142,37 @@ impl Cluster {
     pub(super) fn has_room_for(&self, plan: &Plan) -> bool {
         self.rooms().fit(&plan.loads)
     }
+}
 
-    /// The bytes that the jobs need of each server.
-    pub fn assigned(&self) -> Loads {
-        let mut sum = Loads::new();
-        for (&server, &load) in self.jobs.values().filter_map(|job| job.phase.loads()).flatten() {
-            *sum.entry(server).or_default() += load;
-        }
-        sum
+/// Checks that the job `name` fits into the quota of the token of the call. The jobs of a token
+/// are all jobs whose names its role permits, so that a new coordinator needs no record of
+/// them.
+///
+/// # Errors
+/// [`Error::LimitExceeded`].
+pub(super) fn check_quota(
+    jobs: &BTreeMap<String, Job>,
+    name: &str,
+    quota: Option<&(Holder, u64)>,
+) -> Result<()> {
+    let Some((Holder { role, quota }, bytes)) = quota else { return Ok(()) };
+    let own = || jobs.iter().filter(|(name, _)| role.may_train(name));
+    let refuse = |what: String, limit: u64, remedy: &str| {
+        let remedy = format!("{remedy}, or ask the operator of the cluster for a higher limit");
+        Err(Error::LimitExceeded { what, limit, remedy })
+    };
+    if let Some(limit) = quota.jobs.filter(|&limit| own().count() >= limit as usize) {
+        let what = format!("jobs of role {role} (`jobs` in the file of tokens)");
+        return refuse(what, limit.into(), "delete jobs that are not needed any more");
     }
-
-    /// Checks that the cluster may have another job.
-    ///
-    /// # Errors
-    /// [`Error::LimitExceeded`].
-    pub(super) fn check_number_of_jobs(&self) -> Result<()> {
-        if self.jobs.len() < self.max_jobs {
-            return Ok(());
-        }
-        Err(Error::LimitExceeded {
-            what: "jobs of the cluster (--max-jobs of the coordinator)".to_owned(),
-            limit: self.max_jobs as u64,
-            remedy: "delete jobs that are not needed any more; `zsctl status` lists them"
-                .to_owned(),
-        })
+    let Some(limit) = quota.memory else { return Ok(()) };
+    let used = own().map(|(_, job)| required(job)).fold(0, u64::saturating_add);
+    if used.saturating_add(*bytes) <= limit {
+        return Ok(());
     }
-
-    /// Checks that the job `name` fits into the quota of the token of the call. The jobs of a token
-    /// are all jobs whose names its role permits, so that a new coordinator needs no record of
-    /// them.
-    ///
-    /// # Errors
-    /// [`Error::LimitExceeded`].
-    pub(super) fn check_quota(&self, name: &str, quota: Option<&(Holder, u64)>) -> Result<()> {
-        let Some((Holder { role, quota }, bytes)) = quota else { return Ok(()) };
-        let own = || self.jobs.iter().filter(|(name, _)| role.may_train(name));
-        let refuse = |what: String, limit: u64, remedy: &str| {
-            let remedy = format!("{remedy}, or ask the operator of the cluster for a higher limit");
-            Err(Error::LimitExceeded { what, limit, remedy })
-        };
-        if let Some(limit) = quota.jobs.filter(|&limit| own().count() >= limit as usize) {
-            let what = format!("jobs of role {role} (`jobs` in the file of tokens)");
-            return refuse(what, limit.into(), "delete jobs that are not needed any more");
-        }
-        let Some(limit) = quota.memory else { return Ok(()) };
-        let used = own().map(|(_, job)| required(job)).fold(0, u64::saturating_add);
-        if used.saturating_add(*bytes) <= limit {
-            return Ok(());
-        }
-        let what = format!(
-            "bytes of memory of the jobs of role {role} (`memory` in the file of tokens), of which \
-             {used} are used and job {name:?} needs {bytes} more"
-        );
-        refuse(what, limit, "make the job smaller, or delete another one")
-    }
+    let what = format!(
+        "bytes of memory of the jobs of role {role} (`memory` in the file of tokens), of which \
+         {used} are used and job {name:?} needs {bytes} more"
+    );
+    refuse(what, limit, "make the job smaller, or delete another one")
 }

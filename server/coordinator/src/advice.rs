@@ -5,9 +5,10 @@ use zeroshard_model::listing::some_of;
 
 use super::{
     cluster::Cluster,
+    context::Common,
     figures::JobState,
-    missing::Missing,
     progress::Wait,
+    servers::Missing,
     state::{Job, Phase},
 };
 
@@ -32,44 +33,44 @@ fn command(text: impl Into<String>, command: impl Into<String>) -> Advice {
 /// Starts a shard server.
 const START_SERVER: &str = "zeroshard-server shard --coordinator HOST:PORT";
 
-impl Cluster {
-    /// Advises what to do about the cluster itself; `None` if nothing is wrong and it has jobs.
-    pub fn advice(&self) -> Option<Advice> {
-        let missing: Vec<Missing> = self.missing();
-        if let [first, ..] = &missing[..] {
-            let names = some_of(missing.iter().map(|of| of.server.address.clone()));
-            return Some(command(
-                format!(
-                    "look at the logs of {names}, check the connections with `zsctl doctor`, and \
-                     start again what has stopped; if a server will not come back, remove it from \
-                     the list"
-                ),
-                format!("zsctl drain {}", first.server.address),
-            ));
-        }
-        if self.is_learning() {
-            return Some(action(
-                "wait: servers of the last coordinator connect within seconds; if a server does \
-                 not appear, look at its log",
-            ));
-        }
-        if self.servers.is_empty() {
-            let text = "start shard servers with the address of this coordinator";
-            return Some(command(text, START_SERVER));
-        }
-        self.jobs.is_empty().then(|| {
-            command(
-                "start workers, because there are no jobs: run your script with \
-                 zs.init(\"HOST:PORT\"), or train the example",
-                "zeroshard-worker train --address HOST:PORT --job NAME --data DIRECTORY",
-            )
-        })
+/// Advises what to do about the cluster itself; `None` if nothing is wrong and it has jobs.
+pub fn advice(cluster: &Cluster) -> Option<Advice> {
+    let missing: Vec<Missing> = cluster.missing();
+    if let [first, ..] = &missing[..] {
+        let names = some_of(missing.iter().map(|of| of.server.address.clone()));
+        return Some(command(
+            format!(
+                "look at the logs of {names}, check the connections with `zsctl doctor`, and \
+                 start again what has stopped; if a server will not come back, remove it from \
+                 the list"
+            ),
+            format!("zsctl drain {}", first.server.address),
+        ));
     }
+    if cluster.common.learning.is_learning() {
+        return Some(action(
+            "wait: servers of the last coordinator connect within seconds; if a server does \
+             not appear, look at its log",
+        ));
+    }
+    if cluster.common.servers.connected().is_empty() {
+        let text = "start shard servers with the address of this coordinator";
+        return Some(command(text, START_SERVER));
+    }
+    cluster.jobs.is_empty().then(|| {
+        command(
+            "start workers, because there are no jobs: run your script with \
+             zs.init(\"HOST:PORT\"), or train the example",
+            "zeroshard-worker train --address HOST:PORT --job NAME --data DIRECTORY",
+        )
+    })
+}
 
+impl Job {
     /// Advises what to do about a job; `None` if nothing is wrong.
-    pub fn advice_for(&self, job: &Job) -> Option<Advice> {
-        let name = quoted(&job.spec.name);
-        match &job.phase {
+    pub fn advice(&self, common: &Common) -> Option<Advice> {
+        let name = quoted(&self.name);
+        match &self.phase {
             Phase::Failed { .. } => {
                 return Some(command(
                     format!(
@@ -88,13 +89,13 @@ impl Cluster {
             }
             _ => {}
         }
-        match (self.wait_of(job), job.phase.shown()) {
+        match (self.wait(common), self.phase.shown()) {
             (Some(Wait { lacks_servers: true, .. }), _) => Some(command(
                 "start the missing shard servers, or uncordon one (zsctl uncordon SERVER), and \
                  check the connections",
                 "zsctl doctor",
             )),
-            (Some(Wait { lacks_workers: true, .. }), _) => self.start_workers(job),
+            (Some(Wait { lacks_workers: true, .. }), _) => self.start_workers(),
             (Some(_), JobState::Open) => Some(command(
                 "none, unless the wait lasts too long: then look at the logs of these ranks; if \
                  one of them hangs, let another worker take its rank",
@@ -103,15 +104,15 @@ impl Cluster {
             (_, JobState::Recovering | JobState::Restoring) => {
                 Some(action("wait: the job continues when its shard servers have connected again"))
             }
-            (None, JobState::Open) => self.advice_for_open(job),
+            (None, JobState::Open) => self.advice_for_open(),
             _ => None,
         }
     }
 
     /// Advises what to do about a job that waits for nothing.
-    fn advice_for_open(&self, job: &Job) -> Option<Advice> {
-        let Phase::Open(open) = &job.phase else { return None };
-        if open.degraded_slices(&job.spec) > 0 {
+    fn advice_for_open(&self) -> Option<Advice> {
+        let Phase::Open(open) = &self.phase else { return None };
+        if open.degraded_slices(&self.spec) > 0 {
             let text = "start another shard server if too few are connected";
             return Some(command(text, START_SERVER));
         }
@@ -119,17 +120,17 @@ impl Cluster {
             command(
                 "none; all ranks have ended. When you do not need the state any more, free its \
                  memory",
-                format!("zsctl delete {}", quoted(&job.spec.name)),
+                format!("zsctl delete {}", quoted(&self.spec.name)),
             )
         })
     }
 
     /// How to start workers for the ranks that have none.
-    fn start_workers(&self, job: &Job) -> Option<Advice> {
-        let Phase::Open(open) = &job.phase else { return None };
+    fn start_workers(&self) -> Option<Advice> {
+        let Phase::Open(open) = &self.phase else { return None };
         let is_missing = |&rank: &u32| open.takes_part(rank) && open.members.get(rank).is_none();
-        let rank = (0..job.spec.world).find(is_missing)?;
-        let (name, world) = (quoted(&job.spec.name), job.spec.world);
+        let rank = (0..self.spec.world).find(is_missing)?;
+        let (name, world) = (quoted(&self.spec.name), self.spec.world);
         Some(command(
             "start a worker for each missing rank, with the command that started the others; the \
              job continues from the current version. For the example of ZeroShard that is",

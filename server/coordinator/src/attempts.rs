@@ -4,9 +4,9 @@
 use zeroshard_model::{Attempt, Error, Result, listing::some_of};
 
 use super::{
-    cluster::Cluster,
     commit::{Round, missing_ranks},
-    events::{Action, Caller, Command, Discard, JobRef, Now, Reply, Turn, Waiter},
+    context::Context,
+    events::{Action, Caller, Command, Discard, JobRef, Reply, Turn, Waiter},
     leases::check_rank,
     state::{Job, Phase},
 };
@@ -63,22 +63,15 @@ fn settle(
     if other.is_some() { Err(error) } else { Ok(()) }
 }
 
-impl Cluster {
-    pub(super) fn discard(
-        &mut self,
-        caller: Caller,
-        discard: Discard,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        match self.try_discard(caller, &discard, now, out) {
-            Ok(None) => self.advance(&discard.turn.job.name, now, out),
+impl Job {
+    pub(super) fn discard(&mut self, caller: Caller, discard: Discard, cx: &mut Context<'_>) {
+        match self.try_discard(caller, &discard, cx) {
+            Ok(None) => self.advance(cx),
             Ok(Some(attempt)) => {
-                let (name, waiter) =
-                    (&discard.turn.job.name, Waiter::new(caller, now, discard.wait));
-                self.answer_attempt(name, vec![waiter], Reply::Discarded { attempt }, out);
+                let waiter = Waiter::new(caller, cx.now, discard.wait);
+                self.answer_attempt(vec![waiter], Reply::Discarded { attempt }, cx);
             }
-            Err(error) => out.push(Action::Answer(caller, Err(error))),
+            Err(error) => cx.push(Action::Answer(caller, Err(error))),
         }
     }
 
@@ -88,12 +81,11 @@ impl Cluster {
         &mut self,
         caller: Caller,
         discard: &Discard,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) -> Result<Option<u32>> {
         let Discard { turn, wait } = discard;
         let name = &turn.job.name;
-        let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
+        let Self { spec, epoch, phase, .. } = self;
         let open = phase.open_mut(name)?;
         check_rank(name, turn.rank, spec.world)?;
         let current = open.attempt(*epoch);
@@ -103,18 +95,15 @@ impl Cluster {
             return Ok(Some(current.number));
         }
         open.check_turn(turn, current)?;
-        open.round.side_with_discards(turn, out)?;
+        open.round.side_with_discards(turn, cx.out)?;
         let waiters = open.round.discards.entry(turn.rank).or_default();
-        waiters.push(Waiter::new(caller, now, *wait));
+        waiters.push(Waiter::new(caller, cx.now, *wait));
         Ok(None)
     }
 
     /// Opens the next attempt when every rank has asked to discard the open one.
-    pub(super) fn discard_if_all_have(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
-        else {
-            return;
-        };
+    pub(super) fn discard_if_all_have(&mut self, cx: &mut Context<'_>) {
+        let Self { name, spec, id, epoch, phase: Phase::Open(open), .. } = self else { return };
         let active = open.active(spec.world);
         let round = &mut open.round;
         if round.discards.is_empty() || round.discards.len() != active {
@@ -125,45 +114,41 @@ impl Cluster {
         let reducers = open.round.drop_all();
         let attempt = Attempt { number: discarded.number.saturating_add(1), ..discarded };
         open.round.attempt = attempt.number;
-        let job = JobRef { name: name.to_owned(), id: *id };
-        open.send(&Command::NewAttempt { job, attempt, rested: None }, out);
-        let stale = || discarded.refusal(name, attempt);
-        out.extend(reducers.into_iter().map(|w| Action::Answer(w.caller, Err(stale()))));
+        let job = JobRef { name: spec.name.clone(), id: *id };
+        open.send(&Command::NewAttempt { job, attempt, rested: None }, cx.out);
+        cx.refuse(reducers, &discarded.refusal(name, attempt));
         let reply = Reply::Discarded { attempt: attempt.number };
-        self.answer_attempt(name, discards.into_values().flatten().collect(), reply, out);
+        self.answer_attempt(discards.into_values().flatten().collect(), reply, cx);
     }
 
     /// Answers calls when the servers know the new attempt.
     pub(super) fn answer_attempt(
         &mut self,
-        name: &str,
         waiters: Vec<Waiter>,
         reply: Reply,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let (servers, what) = (self.servers_of(name), format!("a new attempt of job {name:?}"));
-        self.answer_when_received(waiters, reply, servers, what, out);
+        let what = format!("a new attempt of job {:?}", self.name);
+        cx.answer_when_received(waiters, reply, self.servers(cx.common), what);
     }
 
     /// Answers ranks at their deadline with the ranks that have not asked to discard the attempt.
     /// The request remains registered.
-    pub(super) fn expire_discards(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+    pub(super) fn expire_discards(&mut self, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
         let mut expired = Vec::new();
         for waiters in open.round.discards.values_mut() {
-            expired.extend(waiters.extract_if(.., |waiter| waiter.deadline <= now));
+            expired.extend(waiters.extract_if(.., |waiter| waiter.deadline <= cx.now));
         }
         if expired.is_empty() {
             return;
         }
-        let waiting_for = self.discards_wait_for(name);
-        let timeout =
-            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
-        out.extend(expired.into_iter().map(timeout));
+        let waiting_for = self.discards_wait_for();
+        cx.time_out(expired, &waiting_for);
     }
 
-    fn discards_wait_for(&self, name: &str) -> String {
-        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+    fn discards_wait_for(&self) -> String {
+        let Self { name, spec, epoch, phase: Phase::Open(open), .. } = self else {
             return String::new();
         };
         let round = &open.round;

@@ -1,23 +1,38 @@
 //! The complete state of the coordinator, which only changes through events: an event and the time
 //! are the input, actions are the output.
+//!
+//! The cluster knows servers and the names of jobs, and passes each event to the jobs that it is
+//! about. A job handles its events alone ([`Job`]): the cost of an event does not depend on the
+//! number of other jobs.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
-
-use zeroshard_model::{Error, JobSpec, Placement, Result, limits::MAX_JOBS};
-
-use super::{
-    confirm::Confirmations,
-    events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
-    jobs::Failed,
-    missing::Missing,
-    placement::Zones,
-    recovery::{LEARNING, RECOVERY, SETTLING, unknown_yet},
-    state::{Job, Open, Phase, ServerState},
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    mem,
+    time::Duration,
 };
 
-/// The low bits of the term of a coordinator without an election are random: two of them that have
-/// met different servers never have the same term.
-pub const RANDOM: u32 = 24;
+use zeroshard_model::{Error, Result, Server, limits::MAX_JOBS};
+
+use super::{
+    admission::check_quota,
+    context::{Common, Consequence, Context},
+    drains::Drained,
+    events::{
+        About, Action, Caller, Command, Create, Event, JobRef, Lease, Link, Now, Reply, Said,
+        ServerId, Waiter,
+    },
+    feed::Change,
+    held::Held,
+    history::Severity,
+    index::Name,
+    learning::{Learning, unknown_yet},
+    servers::Missing,
+    state::{Job, Phase},
+    succession::Source,
+};
+
+/// The longest interval between two checks of the clock while no call waits.
+pub const IDLE: Duration = Duration::from_secs(3600);
 
 /// The operator's limits on jobs.
 #[derive(Debug, Clone, Copy)]
@@ -31,167 +46,108 @@ pub struct JobLimits {
 /// The state of the coordinator, initially empty.
 #[derive(Debug)]
 pub struct Cluster {
-    pub servers: BTreeMap<ServerId, ServerState>,
-    /// The servers that were connected, and were not drained before they left.
-    pub(super) missing: BTreeMap<ServerId, Missing>,
-    /// The zones of servers that have one, also while they are away.
-    pub zones: Zones,
-    /// The names that operators gave to servers, also while they are away.
-    pub names: BTreeMap<ServerId, String>,
-    /// The connected servers that are about to stop. The value is true for a server that was
-    /// released.
-    pub(super) departing: BTreeMap<ServerId, bool>,
+    pub(super) jobs: BTreeMap<String, Job>,
+    /// What the jobs have in common.
+    pub(super) common: Common,
     /// `true` if this coordinator is about to stop.
     is_stopping: bool,
-    pub jobs: BTreeMap<String, Job>,
-    /// The last epoch that was assigned; the epochs of all jobs come from this counter.
-    epoch: u64,
-    /// The number of the last save.
-    pub(super) saves: u64,
-    /// The low bits of the term, in which two coordinators differ.
-    pub(super) lane: u64,
-    /// The saves whose manifests are being written, with the names of their jobs.
-    pub(super) completing: BTreeMap<u64, String>,
-    /// Until then, servers may still describe jobs of an earlier coordinator, and no new job is
-    /// placed.
-    pub(super) learns_until: Option<Now>,
-    /// Until then, the members of jobs that no server has described wait for their servers.
-    pub(super) members_wait_until: Option<Now>,
-    /// Until then, servers of an earlier coordinator may return after the first new one.
-    pub(super) settles_until: Option<Now>,
-    /// Whether a server has followed another coordinator before; `None` before the first one
-    /// registers.
-    pub(super) has_returning: Option<bool>,
-    pub(super) confirmations: Confirmations,
-    /// The idle timeout of jobs that have none of their own; `None`: they are kept.
-    pub(super) job_timeout: Option<Duration>,
     /// The maximum number of jobs.
     pub(super) max_jobs: usize,
+    /// The jobs that have been visited since they were last asked for.
+    changed: BTreeSet<Name>,
+    /// The number of visits to jobs so far.
+    visits: u64,
 }
 
 impl Default for Cluster {
     fn default() -> Self {
         Self {
-            servers: BTreeMap::new(),
-            missing: BTreeMap::new(),
-            zones: Zones::new(),
-            names: BTreeMap::new(),
-            departing: BTreeMap::new(),
-            is_stopping: false,
             jobs: BTreeMap::new(),
-            epoch: 0,
-            saves: 0,
-            lane: 0,
-            completing: BTreeMap::new(),
-            learns_until: None,
-            members_wait_until: None,
-            settles_until: None,
-            has_returning: None,
-            confirmations: Confirmations::default(),
-            job_timeout: None,
+            common: Common::default(),
+            is_stopping: false,
             max_jobs: MAX_JOBS,
+            changed: BTreeSet::new(),
+            visits: 0,
         }
     }
-}
-
-/// The content of a DescribeJob response, which the service converts without the driver's lock.
-#[derive(Debug)]
-pub struct Description {
-    pub spec: Arc<JobSpec>,
-    pub placement: Arc<Placement>,
-    pub epoch: u64,
-    pub version: Option<u64>,
-    pub job_id: u64,
 }
 
 impl Cluster {
     /// The state of a coordinator that has just started, and that learns jobs from their servers.
     pub fn starting() -> Self {
-        Self {
-            settles_until: Some(SETTLING),
-            learns_until: Some(LEARNING),
-            members_wait_until: Some(RECOVERY),
-            ..Self::default()
-        }
+        let common = Common { learning: Learning::starting(), ..Common::default() };
+        Self { common, ..Self::default() }
     }
 
     /// Sets the operator's limits on jobs.
-    pub fn with_limits(self, jobs: JobLimits) -> Self {
-        Self { job_timeout: jobs.timeout, max_jobs: jobs.number, ..self }
+    pub fn with_limits(mut self, jobs: JobLimits) -> Self {
+        self.common.job_timeout = jobs.timeout;
+        self.max_jobs = jobs.number;
+        self
     }
 
     /// Numbers saves, and the epochs of restorations, differently from coordinators of other terms.
     pub fn set_term(&mut self, term: u64) {
-        self.saves = term << 20;
-        self.lane = term & ((1 << RANDOM) - 1);
+        self.common.saves.set_term(term);
+        self.common.epochs.set_term(term);
     }
 
-    /// Applies `event`, and returns the resulting actions.
-    pub fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
-        let mut out = Vec::new();
-        match event {
-            Event::ServerJoined { stream, server, about, held, is_new } => {
-                let id = server.id;
-                self.has_returning = Some(is_new || self.has_returning == Some(true));
-                self.server_joined(stream, server, about, now, &mut out);
-                self.take_over(id, held, is_new, now, &mut out);
-            }
-            Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),
-            Event::Said { from, said } if self.is_current(from) => {
-                self.said(from.server, said, now, &mut out)
-            }
-            Event::Said { .. } => {}
-            Event::Placed { job, placed } => self.placed(&job, placed, now, &mut out),
-            Event::Create { caller, job_id, create, wait } => {
-                self.create(Waiter::new(caller, now, wait), job_id, *create, &mut out);
-            }
-            Event::Delete { caller, job, wait } => {
-                self.delete(Waiter::new(caller, now, wait), &job, &mut out);
-            }
-            Event::Join { caller, join } => self.join(caller, join, now, &mut out),
-            Event::Attach { caller, attach } => self.attach(caller, attach, now, &mut out),
-            Event::Leave { caller, leave, wait } => {
-                self.leave(Waiter::new(caller, now, wait), &leave, now, &mut out);
-            }
-            Event::LeaseEnded { job, rank, lease } => {
-                self.lease_ended(&job, rank, lease, now, &mut out)
-            }
-            Event::Commit { caller, commit } => self.commit(caller, *commit, now, &mut out),
-            Event::Reduce { caller, reduce } => self.reduce(caller, *reduce, now, &mut out),
-            Event::Discard { caller, discard } => self.discard(caller, discard, now, &mut out),
-            Event::Rest { caller, rest } => self.rest(caller, rest, now, &mut out),
-            Event::Link { caller, report } => self.link_reported(caller, report, now, &mut out),
-            Event::Save { caller, save } => self.save(caller, save, now, &mut out),
-            Event::UserData { caller, data } => self.user_data(caller, data, &mut out),
-            Event::Cordon { caller, server, cordoned } => {
-                self.cordon(caller, &server, cordoned, now, &mut out);
-            }
-            Event::Drain { caller, server, restore } => {
-                self.drain(caller, &server, restore, now, &mut out);
-            }
-            Event::Evict { caller, job, rank } => self.evict(caller, &job, rank, now, &mut out),
-            Event::SaverGone { caller, job } => self.saver_gone(&job, caller),
-            Event::Completed { job, save, outcome } => {
-                self.completing.remove(&save);
-                self.save_ended(&job, save, outcome, now, &mut out);
-                self.try_place(&job.name, now, &mut out);
-            }
-            Event::Gone { caller, job, rank: None } => self.creator_gone(&job, caller, &mut out),
-            Event::Gone { caller, job, rank: Some(rank) } => {
-                if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&job) {
-                    open.forget_caller(rank, caller);
+    /// What the jobs have in common: servers, and what is known of jobs without visiting them.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// All jobs, by name.
+    pub fn jobs(&self) -> &BTreeMap<String, Job> {
+        &self.jobs
+    }
+
+    /// The job with this name.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], or [`Error::Unavailable`] while a server may still describe it.
+    pub fn job(&self, name: &str) -> Result<&Job> {
+        self.jobs.get(name).ok_or_else(|| match self.common.learning.is_learning() {
+            true => unknown_yet(name),
+            false => Error::UnknownJob { job: name.to_owned() },
+        })
+    }
+
+    /// The number of visits to jobs so far: how often events were passed to a job.
+    pub fn visits(&self) -> u64 {
+        self.visits
+    }
+
+    /// The names of the jobs that may have changed since the last call, including jobs that are
+    /// gone.
+    pub fn take_changed(&mut self) -> BTreeSet<Name> {
+        mem::take(&mut self.changed)
+    }
+
+    /// The missing servers, by id: also those of jobs that wait for servers which this coordinator
+    /// has never seen.
+    pub fn missing(&self) -> Vec<Missing> {
+        let mut all = self.common.servers.missing().clone();
+        for name in self.common.index.recovering() {
+            let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get(&*name) else {
+                continue;
+            };
+            for server in recovery.missing() {
+                if !self.common.servers.is_connected(server.id) {
+                    let cause = "it has not connected since this coordinator began to lead";
+                    let (server, cause) = (server.clone(), cause.to_owned());
+                    let missing = Missing { server, since: Now::ZERO, cause };
+                    all.entry(missing.server.id).or_insert(missing);
                 }
             }
-            Event::Refused(server) => self.refused(&server, now, &mut out),
-            Event::Stopping => {
-                self.is_stopping = true;
-                self.stopping(now, &mut out);
-            }
-            Event::Tick => self.tick(now, &mut out),
         }
-        self.release(&mut out);
-        self.note_progress(now);
-        out
+        all.into_values().collect()
+    }
+
+    /// The next message for the member with `lease`: `None` if nothing has changed, or if it has
+    /// not joined yet.
+    pub fn next_membership(&mut self, job: &str, lease: Lease) -> Option<Change> {
+        self.jobs.get_mut(job)?.next_membership(lease)
     }
 
     /// Returns whether this coordinator is about to stop.
@@ -199,192 +155,603 @@ impl Cluster {
         self.is_stopping
     }
 
-    fn said(&mut self, server: ServerId, said: Said, now: Now, out: &mut Vec<Action>) {
-        self.amend(server, &said, now, out);
-        match said {
-            Said::Opened { job, epoch } => self.opened(server, &job, epoch, now, out),
-            Said::Initialised { job, epoch } => self.initialised(server, &job, epoch, now, out),
-            Said::Ready { job, attempt, reduced } => {
-                self.ready(server, &job, attempt, reduced, now, out);
+    /// When [`Event::Tick`] is due.
+    pub fn next_deadline(&self) -> Option<Now> {
+        let Common { index, learning, confirmations, .. } = &self.common;
+        let times =
+            [index.next_deadline(), learning.next_deadline(), confirmations.next_deadline()];
+        times.into_iter().flatten().min()
+    }
+
+    /// Applies `event`, and returns the resulting actions.
+    pub fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
+        let mut out = Vec::new();
+        let run = &mut Run { now, out: &mut out };
+        match event {
+            Event::ServerJoined { stream, server, about, held, is_new } => {
+                let id = server.id;
+                self.server_joined(stream, server, about, is_new, run);
+                self.take_over(id, held, is_new, run);
             }
-            Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
-            Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
-            Said::Failed { job, epoch, reason, transient } => {
-                let failed = Failed { epoch, reason: &reason, transient };
-                self.failed_on(server, &job, failed, now, out);
-            }
-            Said::CopyRefused { job, number, reason } => {
-                self.copy_refused(server, &job, number, &reason, now, out);
-            }
-            Said::Copied { job, number } => self.copied(server, &job, number, now, out),
-            Said::Hashes { job, epoch, version, slices } => {
-                self.hashes(server, &job, (epoch, version), &slices, now, out);
-            }
-            Said::Written { job, save, files } => self.written(server, &job, save, files, out),
-            Said::SaveFailed { job, save, cause } => {
-                self.save_failed(server, &job, save, cause, now, out);
-            }
-            Said::Departing => self.departing(server, now, out),
-            Said::Confirmed { number } => self.confirmed(server, number, out),
-            Said::Stats(stats) => {
-                if let Some(known) = self.servers.get_mut(&server) {
-                    known.stats = Some(stats);
+            Event::ServerLost { from, cause } => self.server_lost(from, &cause, run),
+            Event::Said { from, said } => {
+                if self.common.servers.is_current(from) {
+                    self.said(from.server, said, run);
                 }
             }
-        }
-    }
-
-    /// The earliest deadline of a waiting caller or of an unused job, when [`Event::Tick`] is due.
-    pub fn next_deadline(&self) -> Option<Now> {
-        let waiting = |job: &Job| match &job.phase {
-            Phase::Waiting { creators, interrupted, .. }
-            | Phase::Opening { creators, interrupted, .. } => {
-                let deadlines = creators.iter().map(|waiter| waiter.deadline);
-                let interrupted = interrupted.iter().filter_map(|i| i.next_deadline());
-                deadlines.chain(interrupted).min()
+            Event::Placed { job, placed } => {
+                let source = self.source_of(&job);
+                self.visit_job(&job, run, |job, cx| job.placed(placed, source, cx));
             }
-            Phase::Open(open) => open.next_deadline(),
-            Phase::Recovering(recovery) => Some(recovery.deadline()),
-            Phase::Failed { .. } => None,
-        };
-        let deadlines = self.jobs.values().flat_map(|job| [waiting(job), self.disposal(job)]);
-        let deadlines = deadlines.flatten().chain(self.settles_until);
-        let deadlines = deadlines.chain(self.learns_until).chain(self.members_wait_until);
-        deadlines.chain(self.confirmations.next_deadline()).min()
+            Event::Create { caller, job_id, create, wait } => {
+                self.create(Waiter::new(caller, now, wait), job_id, *create, run);
+            }
+            Event::Delete { caller, job, wait } => {
+                let waiter = Waiter::new(caller, now, wait);
+                let id = job.id;
+                self.call(caller, &job.name, run, |job, cx| job.delete(waiter, id, cx));
+            }
+            Event::Join { caller, join } => {
+                let name = join.job.clone();
+                self.call(caller, &name, run, |job, cx| job.join(caller, join, cx));
+            }
+            Event::Attach { caller, attach } => {
+                self.visit_job(&attach.job, run, |job, cx| job.asked_by(&attach, cx));
+                let of = attach.job.clone();
+                self.member_call(caller, &of, run, |job, cx| job.attach(caller, attach, cx));
+            }
+            Event::Leave { caller, leave, wait } => {
+                let waiter = Waiter::new(caller, now, wait);
+                self.member_call(caller, &leave.job, run, |job, cx| job.leave(waiter, &leave, cx));
+            }
+            Event::LeaseEnded { job, rank, lease } => {
+                self.visit(&job, run, |job, cx| job.lease_ended(rank, lease, cx));
+            }
+            Event::Commit { caller, commit } => {
+                let of = commit.turn.job.clone();
+                self.member_call(caller, &of, run, |job, cx| job.commit(caller, *commit, cx));
+            }
+            Event::Reduce { caller, reduce } => {
+                let of = reduce.turn.job.clone();
+                self.member_call(caller, &of, run, |job, cx| job.reduce(caller, *reduce, cx));
+            }
+            Event::Discard { caller, discard } => {
+                let of = discard.turn.job.clone();
+                self.member_call(caller, &of, run, |job, cx| job.discard(caller, discard, cx));
+            }
+            Event::Rest { caller, rest } => {
+                let of = rest.turn.job.clone();
+                self.member_call(caller, &of, run, |job, cx| job.rest(caller, rest, cx));
+            }
+            Event::Link { caller, report } => {
+                let of = report.turn.job.clone();
+                self.member_call(caller, &of, run, |job, cx| job.link_reported(caller, report, cx));
+            }
+            Event::Save { caller, save } => {
+                let name = save.job.name.clone();
+                self.call(caller, &name, run, |job, cx| job.save(caller, save, cx));
+            }
+            Event::UserData { caller, data } => {
+                let of = data.job.clone();
+                self.member_call(caller, &of, run, |job, cx| job.user_data(caller, data, cx));
+            }
+            Event::Cordon { caller, server, cordoned } => {
+                let answer = self.set_cordoned(&server, cordoned, run).map(Reply::Cordoned);
+                run.out.push(Action::Answer(caller, answer));
+            }
+            Event::Drain { caller, server, restore } => {
+                let answer = self.drain(&server, restore, run).map(Reply::Drained);
+                run.out.push(Action::Answer(caller, answer));
+            }
+            Event::Evict { caller, job, rank } => {
+                self.call(caller, &job, run, |job, cx| job.evict(caller, rank, cx));
+            }
+            Event::SaverGone { caller, job } => {
+                self.visit(&job, run, |job, _| job.saver_gone(caller));
+            }
+            Event::Completed { job, save, outcome } => {
+                self.common.saves.completed(save);
+                self.visit_job(&job, run, |job, cx| job.save_ended(save, outcome, cx));
+                self.visit(&job.name, run, Job::try_place);
+            }
+            Event::Gone { caller, job, rank } => {
+                self.visit(&job, run, |job, cx| job.caller_gone(caller, rank, cx));
+            }
+            Event::Refused(server) => {
+                if !self.common.servers.is_connected(server.id) {
+                    self.visit_users(server.id, run, |job, cx| job.refused_at(&server, cx));
+                }
+            }
+            Event::Stopping => {
+                self.is_stopping = true;
+                let names: Vec<String> = self.jobs.keys().cloned().collect();
+                names.iter().for_each(|name| _ = self.visit(name, run, Job::save_last));
+            }
+            Event::Tick => self.tick(run),
+        }
+        self.release(run);
+        out
     }
 
-    fn tick(&mut self, now: Now, out: &mut Vec<Action>) {
-        self.expire_learning(now, out);
-        self.expire_creators(now, out);
-        self.expire_confirmations(now, out);
-        let names: Vec<String> = self.jobs.keys().cloned().collect();
-        for name in names {
-            self.expire_recovery(&name, now, out);
-            self.expire_interrupted(&name, now, out);
-            self.expire_absence(&name, now, out);
-            self.expire_links(&name, now, out);
-            self.expire_joins(&name, now, out);
-            self.expire_commits(&name, now, out);
-            self.expire_stored(&name, now, out);
-            self.expire_reducers(&name, now, out);
-            self.expire_discards(&name, now, out);
-            self.expire_rests(&name, now, out);
-            self.expire_saves(&name, now, out);
-            self.dispose(&name, now, out);
+    /// Lets a job handle an event, and carries out what follows for others. `None` if there is no
+    /// such job.
+    fn visit<T>(
+        &mut self,
+        name: &str,
+        run: &mut Run<'_>,
+        handle: impl FnOnce(&mut Job, &mut Context<'_>) -> T,
+    ) -> Option<T> {
+        let job = self.jobs.get_mut(name)?;
+        self.visits += 1;
+        let (mut consequences, common) = (Vec::new(), &mut self.common);
+        let mut context =
+            Context { now: run.now, common, out: run.out, consequences: &mut consequences };
+        let result = handle(job, &mut context);
+        job.note_progress(run.now);
+        self.index(name);
+        consequences.into_iter().for_each(|consequence| self.carry_out(consequence, run));
+        Some(result)
+    }
+
+    fn carry_out(&mut self, consequence: Consequence, run: &mut Run<'_>) {
+        match consequence {
+            Consequence::Ended { job_id, error } => {
+                for name in self.common.index.successors(job_id) {
+                    self.visit(&name, run, |job, cx| job.abandon(&error, cx));
+                }
+            }
+            Consequence::Dismiss { link, cause } => self.server_lost(link, &cause, run),
         }
     }
 
-    /// A new epoch, which no job has had before.
-    pub(super) fn next_epoch(&mut self) -> u64 {
-        self.epoch += 1;
-        self.epoch
-    }
-
-    /// No job gets this epoch or an earlier one any more.
-    pub(super) fn see_epoch(&mut self, epoch: u64) {
-        self.epoch = self.epoch.max(epoch);
-    }
-
-    pub(super) fn job(&self, job: &str) -> Result<&Job> {
-        self.jobs.get(job).ok_or_else(|| self.unknown(job))
-    }
-
-    pub(super) fn job_mut(&mut self, job: &str) -> Result<&mut Job> {
-        match self.jobs.contains_key(job) {
-            true => Ok(self.jobs.get_mut(job).expect("it is there")),
-            false => Err(self.unknown(job)),
+    /// Notes what is known of a job without visiting it, and forgets a job that is gone.
+    fn index(&mut self, name: &str) {
+        let Some(job) = self.jobs.get(name) else { return };
+        let key = job.name.clone();
+        let entry = (!matches!(job.phase, Phase::Gone)).then(|| job.entry(&self.common));
+        let is_gone = entry.is_none();
+        let freed = self.common.index.set(&key, entry, job.phase.loads());
+        let predecessor = job.succession.as_ref().filter(|_| freed).map(|of| of.from.job.clone());
+        self.changed.insert(key);
+        if is_gone {
+            self.jobs.remove(name);
+        }
+        // It may be of no more use.
+        if let Some(predecessor) = predecessor {
+            self.index(&predecessor);
         }
     }
 
-    /// The error for a job that does not exist, or that a server may still describe.
-    pub(super) fn unknown(&self, job: &str) -> Error {
-        match self.is_learning() {
-            true => unknown_yet(job),
-            false => Error::UnknownJob { job: job.to_owned() },
+    fn insert(&mut self, job: Job) {
+        let name = job.spec.name.clone();
+        self.jobs.insert(name.clone(), job);
+        self.index(&name);
+    }
+
+    /// Visits the jobs that use a server, or may hold slices there.
+    fn visit_users(
+        &mut self,
+        server: ServerId,
+        run: &mut Run<'_>,
+        mut handle: impl FnMut(&mut Job, &mut Context<'_>),
+    ) {
+        for name in self.common.index.users(server) {
+            self.visit(&name, run, &mut handle);
         }
     }
 
-    /// The job of a member's call.
+    /// Visits the job of a server's message, unless the message is about an earlier job with the
+    /// same name.
+    fn visit_job<T>(
+        &mut self,
+        job: &JobRef,
+        run: &mut Run<'_>,
+        handle: impl FnOnce(&mut Job, &mut Context<'_>) -> T,
+    ) -> Option<T> {
+        self.jobs.get(&job.name).filter(|found| found.id == job.id)?;
+        self.visit(&job.name, run, handle)
+    }
+
+    /// Visits the job of a call, which is refused if there is none.
+    fn call(
+        &mut self,
+        caller: Caller,
+        name: &str,
+        run: &mut Run<'_>,
+        handle: impl FnOnce(&mut Job, &mut Context<'_>),
+    ) {
+        match self.job(name).map(|_| ()) {
+            Ok(()) => _ = self.visit(name, run, handle),
+            Err(error) => run.out.push(Action::Answer(caller, Err(error))),
+        }
+    }
+
+    /// Visits the job of a member's call, which is refused if there is none.
+    fn member_call(
+        &mut self,
+        caller: Caller,
+        job: &JobRef,
+        run: &mut Run<'_>,
+        handle: impl FnOnce(&mut Job, &mut Context<'_>),
+    ) {
+        match self.check_member(job) {
+            Ok(()) => _ = self.visit(&job.name, run, handle),
+            Err(error) => run.out.push(Action::Answer(caller, Err(error))),
+        }
+    }
+
+    /// Checks that the job of a member's call exists.
     ///
     /// # Errors
     /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another
     /// job has the name.
-    pub(super) fn member_job(&mut self, job: &JobRef) -> Result<&mut Job> {
+    fn check_member(&self, job: &JobRef) -> Result<()> {
         // A member knows that the job exists. The first server that registers may be a new one, and
         // another worker may have asked for the job as if it were new.
-        let is_known = self.jobs.get(&job.name).is_some_and(|found| {
-            let is_new = matches!(
-                found.phase,
-                Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. }
-            );
-            found.id == job.id || !is_new
-        });
-        if !is_known && self.members_wait_until.is_some() {
+        let is_known =
+            self.jobs.get(&job.name).is_some_and(|found| found.id == job.id || !found.is_new());
+        if !is_known && self.common.learning.members_wait() {
             return Err(unknown_yet(&job.name));
         }
-        let found = self.job_mut(&job.name)?;
+        let found = self.job(&job.name)?;
         match job.id {
             0 => Err(Error::invalid(
                 format!("job_id of job {:?}", job.name),
                 0,
                 "the job_id in the JoinResponse",
             )),
-            id if id == found.id => Ok(found),
+            id if id == found.id => Ok(()),
             _ => Err(Error::JobReplaced { job: job.name.clone() }),
         }
     }
 
-    /// The job of a server's message; `None` if the message is about an earlier job with the same
-    /// name.
-    pub(super) fn reported_job(&mut self, job: &JobRef) -> Option<&mut Job> {
-        self.jobs.get_mut(&job.name).filter(|found| found.id == job.id)
+    fn said(&mut self, server: ServerId, said: Said, run: &mut Run<'_>) {
+        match said {
+            Said::Departing => self.departing(server, run),
+            Said::Confirmed { number } => {
+                self.common.confirmations.confirmed(server, number, run.out);
+            }
+            Said::Stats(stats) => self.common.servers.report(server, stats),
+            Said::Written { job, save, files } => {
+                let handle = |found: &mut Job, cx: &mut Context<'_>| {
+                    found.written(server, save, files, cx);
+                };
+                if self.visit_job(&job, run, handle).is_none() {
+                    let cancel = Command::CancelSave { job, save };
+                    run.out.push(Action::Command(server, cancel));
+                }
+            }
+            Said::Failed { job, epoch, reason, transient } => {
+                let source = self.source_of(&job);
+                self.visit_job(&job, run, |found, cx| {
+                    found.failed_on(server, epoch, &reason, transient, source, cx);
+                });
+            }
+            Said::Opened { job, epoch } => {
+                self.visit_job(&job, run, |found, cx| found.opened(server, epoch, cx));
+            }
+            Said::Initialised { job, epoch } => {
+                self.visit_job(&job, run, |found, cx| found.initialised(server, epoch, cx));
+            }
+            Said::Ready { job, attempt, reduced } => {
+                self.visit_job(&job, run, |found, cx| found.ready(server, attempt, reduced, cx));
+            }
+            Said::Granted { job, rank, lease } => {
+                self.visit_job(&job, run, |found, cx| found.granted(server, rank, lease, cx));
+            }
+            Said::Stored { job, epoch, step } => {
+                self.visit_job(&job, run, |found, cx| found.stored(server, epoch, step, cx));
+            }
+            Said::CopyRefused { job, number, reason } => {
+                self.visit_job(&job, run, |of, cx| of.copy_refused(server, number, &reason, cx));
+            }
+            Said::Copied { job, number } => {
+                self.visit_job(&job, run, |found, cx| found.copied(server, number, cx));
+            }
+            Said::Hashes { job, epoch, version, slices } => {
+                self.visit_job(&job, run, |found, cx| {
+                    found.hashes(server, (epoch, version), &slices, cx);
+                });
+            }
+            Said::SaveFailed { job, save, cause } => {
+                self.visit_job(&job, run, |found, cx| found.save_failed(server, save, cause, cx));
+            }
+        }
     }
 
-    /// The description of a job that a reader needs.
-    pub fn describe(&self, job: &str) -> Result<Description> {
-        let found = self.job(job)?;
-        let open = found.phase.open(job)?;
-        let (spec, placement) = (found.spec.clone(), open.placement.clone());
-        Ok(Description {
-            spec,
-            placement,
-            epoch: found.epoch,
-            version: open.version,
-            job_id: found.id,
+    fn tick(&mut self, run: &mut Run<'_>) {
+        if self.common.learning.expire(run.now) {
+            self.learning_changed(run);
+        }
+        let Common { servers, confirmations, index, .. } = &mut self.common;
+        confirmations.expire(servers, run.now, run.out);
+        for name in index.due(run.now) {
+            self.visit(&name, run, Job::expire);
+        }
+    }
+
+    /// Servers may describe no more jobs: jobs are placed, or continue with the servers they have.
+    fn learning_changed(&mut self, run: &mut Run<'_>) {
+        for name in self.common.index.waiting() {
+            self.visit(&name, run, Job::try_place);
+        }
+        for name in self.common.index.recovering() {
+            self.visit(&name, run, Job::try_recover);
+        }
+    }
+
+    /// Creates a job, or waits for one that exists.
+    fn create(&mut self, waiter: Waiter, id: u64, create: Create, run: &mut Run<'_>) {
+        let name = create.spec.name.clone();
+        self.visit(&name, run, |job, cx| job.make_way_for(create.restore.as_ref(), cx));
+        if self.jobs.contains_key(&name) {
+            self.visit(&name, run, |job, cx| job.create_again(waiter, &create, cx));
+            return;
+        }
+        let possible = self.check_number_of_jobs();
+        let possible =
+            possible.and_then(|()| check_quota(&self.jobs, &name, create.quota.as_ref()));
+        if let Err(error) = possible {
+            return run.out.push(Action::Answer(waiter.caller, Err(error)));
+        }
+        let job = Job::new(waiter, id, create);
+        if let Some(succession) = &job.succession
+            && let Err(error) =
+                self.job(&succession.from.job).and_then(|from| from.as_source(succession))
+        {
+            return run.out.push(Action::Answer(waiter.caller, Err(error)));
+        }
+        self.insert(job);
+        self.visit(&name, run, Job::try_place);
+    }
+
+    /// Checks that the cluster may have another job.
+    ///
+    /// # Errors
+    /// [`Error::LimitExceeded`].
+    fn check_number_of_jobs(&self) -> Result<()> {
+        if self.jobs.len() < self.max_jobs {
+            return Ok(());
+        }
+        Err(Error::LimitExceeded {
+            what: "jobs of the cluster (--max-jobs of the coordinator)".to_owned(),
+            limit: self.max_jobs as u64,
+            remedy: "delete jobs that are not needed any more; `zsctl status` lists them"
+                .to_owned(),
         })
     }
 
-    /// The job, and the attempt that was decided last.
-    pub fn last_decision(&self, job: &str) -> Option<(u64, zeroshard_model::Attempt)> {
-        let job = self.jobs.get(job)?;
-        let last = job.phase.open("").ok()?.last.as_ref()?;
-        Some((job.id, last.decision.attempt))
+    /// The predecessor of a job that is being created from it; `None` if it has none.
+    fn source_of(&self, job: &JobRef) -> Option<Result<Source>> {
+        let found = self.jobs.get(&job.name).filter(|found| found.id == job.id)?;
+        let succession = found.succession.as_ref().filter(|_| found.is_new())?;
+        Some(self.job(&succession.from.job).and_then(|job| job.as_source(succession)))
     }
 
-    /// Why a job has failed, if it has.
-    pub fn failure_of(&self, job: &str) -> Option<&str> {
-        match &self.jobs.get(job)?.phase {
-            Phase::Failed { reason, .. } => Some(reason),
-            _ => None,
+    /// Registers a server. A known server with the same id or address is removed first, because it
+    /// has restarted or connected again.
+    fn server_joined(
+        &mut self,
+        stream: u64,
+        server: Server,
+        about: About,
+        is_new: bool,
+        run: &mut Run<'_>,
+    ) {
+        self.common.learning.registered(is_new);
+        for (link, cause) in self.common.servers.replaced_by(&server) {
+            self.server_lost(link, cause, run);
+        }
+        self.common.servers.join(stream, server, about, run.out);
+        for name in self.common.index.waiting() {
+            self.visit(&name, run, Job::try_place);
         }
     }
-}
 
-impl Open {
-    fn next_deadline(&self) -> Option<Now> {
-        let last =
-            self.last.iter().flat_map(|last| last.waiters.iter().map(|waiter| waiter.deadline));
-        let others = [
-            self.round.next_deadline(),
-            self.resting.next_deadline(),
-            self.saves.next_deadline(),
-            self.queue.next_deadline(),
-            self.members.next_deadline(),
-        ];
-        let away = self.away.values().map(|away| away.until);
-        last.chain(others.into_iter().flatten()).chain(away).min()
+    /// Removes a server. A job with slices on the server waits for its return; a job that is being
+    /// opened fails.
+    fn server_lost(&mut self, link: Link, cause: &str, run: &mut Run<'_>) {
+        if !self.common.servers.is_current(link) {
+            return;
+        }
+        let server = link.server;
+        let gone = format!("{} was lost ({cause})", self.common.servers.name(server));
+        let has_departed = self.note_loss(server, cause, run);
+        run.out.push(Action::Dismiss(link));
+        self.visit_users(server, run, |job, cx| job.server_lost(server, cause, &gone, cx));
+        if has_departed {
+            self.visit_users(server, run, |job, cx| job.server_stopped(server, cx));
+        }
+        self.common.confirmations.lose(server, run.out);
+        self.probe_missing(run);
+    }
+
+    /// A server is not connected any more. It is missed, unless it was drained. Returns whether it
+    /// was about to stop.
+    fn note_loss(&mut self, id: ServerId, cause: &str, run: &mut Run<'_>) -> bool {
+        let name = self.common.servers.name(id);
+        let Some((known, has_departed)) = self.common.servers.remove(id) else { return false };
+        let uses = |job: &Name| self.jobs.get(&**job).is_some_and(|job| job.phase.uses(id));
+        let is_drained = known.cordoned && !self.common.index.users(id).iter().any(uses);
+        let cause = if has_departed { "it was stopped" } else { cause };
+        let (severity, what) = match (is_drained, has_departed) {
+            (true, _) => (Severity::Info, "has left the cluster, and held no slices"),
+            (false, true) => (Severity::Warning, "has left the cluster"),
+            (false, false) => (Severity::Warning, "was lost"),
+        };
+        run.out.push(Action::Alarm(severity, format!("{name} {what} ({cause})")));
+        if !is_drained {
+            let server = Server { id, incarnation: known.incarnation, address: known.address };
+            let missing = Missing { server, since: run.now, cause: cause.to_owned() };
+            self.common.servers.miss(missing);
+        }
+        has_departed
+    }
+
+    /// Dials the servers that jobs wait for.
+    fn probe_missing(&self, run: &mut Run<'_>) {
+        for (server, users) in self.common.index.used() {
+            if !self.common.servers.is_connected(server) {
+                let mut jobs = users.iter().rev().filter_map(|name| self.jobs.get(&**name));
+                let awaited = jobs.find_map(|job| job.awaited(server));
+                run.out.extend(awaited.map(|server| Action::Probe(server.clone())));
+            }
+        }
+    }
+
+    /// A server has described the jobs that it holds. It has followed another coordinator before if
+    /// it `is_new` here; a job that this coordinator has dropped is closed.
+    fn take_over(&mut self, server: ServerId, held: Vec<Held>, is_new: bool, run: &mut Run<'_>) {
+        let ids: BTreeSet<u64> = held.iter().map(|held| held.id).collect();
+        for held in held {
+            let job = JobRef { name: held.spec.name.clone(), id: held.id };
+            if is_new {
+                self.make_way_for(&held, server, run);
+            }
+            match self.jobs.get(&job.name) {
+                None if is_new => {
+                    let job = Job::recovering(server, held, run.now);
+                    run.out.extend(job.next_deadline(&self.common).map(Action::Tick));
+                    self.insert(job);
+                }
+                Some(found) if found.id == job.id => {
+                    self.visit(&job.name, run, |found, cx| found.described(server, held, cx));
+                }
+                _ => run.out.push(Action::Command(server, Command::Close(job))),
+            }
+        }
+        let Some(known) = self.common.servers.get(server) else { return };
+        let (incarnation, address) = (known.incarnation, known.address.clone());
+        let process = Server { id: server, incarnation, address };
+        for name in self.common.index.users_of(&process) {
+            self.visit(&name, run, |job, cx| {
+                let holds = ids.contains(&job.id);
+                job.abandoned_by(&process, holds, cx);
+            });
+        }
+        for name in self.common.index.recovering() {
+            self.visit(&name, run, Job::try_recover);
+        }
+        // After the server was told to close what it holds of an earlier placement.
+        for name in self.common.index.short() {
+            self.visit(&name, run, Job::restore_redundancy);
+        }
+        self.probe_missing(run);
+    }
+
+    /// A worker may have asked for the job before a server has described it. It asks again.
+    /// And a server that was away may have described an earlier job of the name, or this job
+    /// without steps and epochs that another coordinator has made since.
+    fn make_way_for(&mut self, held: &Held, server: ServerId, run: &mut Run<'_>) {
+        let name = &held.spec.name;
+        let Some(found) = self.jobs.get(name) else { return };
+        if found.is_new() {
+            let error = unknown_yet(name);
+            self.visit(name, run, |job, cx| job.give_way(&error, cx));
+        } else if found.id != held.id && found.is_older_than(held) {
+            let error = Error::JobReplaced { job: name.clone() };
+            self.visit(name, run, |job, cx| job.give_way(&error, cx));
+        } else if found.lacks_what(held) {
+            self.learn_again(name, server, run);
+        }
+    }
+
+    /// Another coordinator has had an open job meanwhile. Its servers keep it, and those other than
+    /// `server` describe it again. Its ranks keep their leases, and open new streams.
+    fn learn_again(&mut self, name: &str, server: ServerId, run: &mut Run<'_>) {
+        let servers = &self.common.servers;
+        let placement = self.jobs.get(name).and_then(|job| job.phase.placement());
+        let placed = placement.into_iter().flat_map(|placement| placement.servers());
+        let others = placed.map(|of| of.id).filter(|&other| other != server);
+        let link = |server| Some(Link { server, stream: servers.get(server)?.stream });
+        let links: Vec<Link> = others.filter_map(link).collect();
+        self.visit(name, run, Job::learn_again);
+        let cause = format!("another coordinator has had job {name:?} meanwhile");
+        links.into_iter().for_each(|link| self.server_lost(link, &cause, run));
+    }
+
+    /// A server is about to stop. No further slices are placed on it. Jobs that would be lost are
+    /// saved first, if they have a checkpoint policy.
+    ///
+    /// A departing server keeps its jobs until the coordinator releases it, or until its time limit
+    /// has passed. Jobs with replicas are not saved, because their backups take over when the
+    /// server has stopped.
+    fn departing(&mut self, server: ServerId, run: &mut Run<'_>) {
+        let note = format!("{} is about to stop", self.common.servers.name(server));
+        run.out.push(Action::Note(note));
+        self.common.servers.depart(server);
+        self.visit_users(server, run, |job, cx| {
+            if job.spec.replicas <= 1 && job.phase.uses(server) {
+                job.save_last(cx);
+            }
+        });
+    }
+
+    /// Releases the departing servers of which no job is being saved.
+    fn release(&mut self, run: &mut Run<'_>) {
+        let Common { servers, index, .. } = &mut self.common;
+        let released: Vec<ServerId> =
+            servers.unreleased().filter(|&server| !index.saves_on(server)).collect();
+        for server in released {
+            servers.release(server);
+            run.out.push(Action::Command(server, Command::Release));
+        }
+    }
+
+    /// Cordons a server, or uncordons it.
+    fn set_cordoned(&mut self, name: &str, cordoned: bool, run: &mut Run<'_>) -> Result<Server> {
+        let server = self.common.servers.find(name).map_err(|unknown| {
+            match self.common.learning.is_learning() {
+                true => Error::Unavailable {
+                    peer: format!("shard server {name:?}"),
+                    cause: "the coordinator was started, and the server has not connected".into(),
+                },
+                false => unknown,
+            }
+        })?;
+        if self.common.servers.set_cordoned(server.id, cordoned) {
+            run.out.push(Action::Command(server.id, Command::Cordon { cordoned }));
+            let what = if cordoned { "cordoned" } else { "no longer cordoned" };
+            let note = format!("{} is {what}", self.common.servers.name(server.id));
+            run.out.push(Action::Note(note));
+        }
+        if !cordoned {
+            // Any job may have refused it.
+            let names: Vec<String> = self.jobs.keys().cloned().collect();
+            for name in names {
+                self.visit(&name, run, |job, cx| job.uncordoned(server.id, cx));
+            }
+        }
+        Ok(server)
+    }
+
+    /// Cordons a server, and begins or continues to move its slices to other servers. A lost server
+    /// is not missed any more, if no job waits for it.
+    fn drain(&mut self, name: &str, restore: bool, run: &mut Run<'_>) -> Result<Drained> {
+        let server = match self.set_cordoned(name, true, run) {
+            Ok(server) => server,
+            Err(unknown) => {
+                let missing = self.common.servers.find_missing(name).ok_or(unknown.clone())?;
+                if self.jobs.values().any(|job| job.phase.uses(missing.id)) {
+                    return Err(unknown);
+                }
+                self.common.servers.forget_missing(missing.id);
+                let name = self.common.servers.name_at(missing.id, &missing.address);
+                run.out.push(Action::Note(format!("{name} is not missed any more")));
+                return Ok(Drained { server: missing, stays: Vec::new(), degraded: 0 });
+            }
+        };
+        let mut stays = Vec::new();
+        self.visit_users(server.id, run, |job, cx| {
+            stays.extend(job.move_off(&server, restore, cx).err());
+        });
+        let degraded = self.jobs.values().map(Job::degraded_slices).sum();
+        Ok(Drained { server, stays, degraded })
     }
 }
 
-/// The longest interval between two checks of the clock while no call waits.
-pub const IDLE: Duration = Duration::from_secs(3600);
+/// The time of an event, and its actions so far.
+struct Run<'a> {
+    now: Now,
+    out: &'a mut Vec<Action>,
+}

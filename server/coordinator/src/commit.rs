@@ -10,12 +10,12 @@ use bytes::Bytes;
 use zeroshard_model::{Attempt, Error, JobSpec, Result, listing::some_of};
 
 use super::{
-    cluster::Cluster,
+    context::{Common, Context},
     decisions::Report,
-    events::{Action, Caller, Commit, JobRef, Now, Reply, ServerId, Turn, Waiter},
+    events::{Action, Caller, Commit, Now, Reply, ServerId, Turn, Waiter},
     figures::Waits,
     leases::check_rank,
-    reduce::{Reduced, Reducer},
+    reduce::{Reduced, Reducer, late_servers},
     state::{Job, Open, Phase},
     terms::{Difference, Terms},
     user_data::UserData,
@@ -216,21 +216,14 @@ impl Open {
     }
 }
 
-impl Cluster {
-    pub(super) fn commit(
-        &mut self,
-        caller: Caller,
-        commit: Commit,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        match self.try_commit(caller, &commit, now, out) {
-            Ok(None) => self.advance(&commit.turn.job.name, now, out),
+impl Job {
+    pub(super) fn commit(&mut self, caller: Caller, commit: Commit, cx: &mut Context<'_>) {
+        match self.try_commit(caller, &commit, cx) {
+            Ok(None) => self.advance(cx),
             Ok(Some(report)) => {
-                let epoch = self.jobs.get(&commit.turn.job.name).map_or(0, |job| job.epoch);
-                out.push(Action::Answer(caller, Ok(Reply::Report(report, epoch))));
+                cx.push(Action::Answer(caller, Ok(Reply::Report(report, self.epoch))));
             }
-            Err(error) => out.push(Action::Answer(caller, Err(error))),
+            Err(error) => cx.push(Action::Answer(caller, Err(error))),
         }
     }
 
@@ -240,15 +233,14 @@ impl Cluster {
         &mut self,
         caller: Caller,
         commit: &Commit,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) -> Result<Option<Report>> {
         let Commit { turn, .. } = commit;
         let name = &turn.job.name;
-        let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
+        let Self { spec, epoch, phase, .. } = self;
         let open = phase.open_mut(name)?;
         check_rank(name, turn.rank, spec.world)?;
-        let waiter = Waiter::new(caller, now, commit.wait);
+        let waiter = Waiter::new(caller, cx.now, commit.wait);
         // This check precedes the checks of the membership, so that a decided step is never
         // reported as aborted.
         if let Some(decided) = open.decided(turn.attempt.step) {
@@ -256,8 +248,8 @@ impl Cluster {
         }
         open.check_turn(turn, open.attempt(*epoch))?;
         let terms = Terms::of(commit, spec)?;
-        open.round.side_with_commits(turn, out)?;
-        open.round.vote(waiter, commit, terms, spec, out)?;
+        open.round.side_with_commits(turn, cx.out)?;
+        open.round.vote(waiter, commit, terms, spec, cx.out)?;
         Ok(None)
     }
 
@@ -265,64 +257,63 @@ impl Cluster {
     pub(super) fn ready(
         &mut self,
         server: ServerId,
-        job: &JobRef,
         attempt: Attempt,
         report: Reduced,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
-            return;
+        let open = match &mut self.phase {
+            Phase::Recovering(recovery) => return recovery.ready(server, attempt, report),
+            Phase::Open(open) => open,
+            _ => return,
         };
-        if attempt != open.attempt(*epoch) {
+        if attempt != open.attempt(self.epoch) {
             return;
         }
         if let Err(what) = check_report(&report, open.trainable.get(&server)) {
             let step = open.step();
             let reason =
-                format!("{} reported {what} at step {step}; this is a bug", self.name(server));
-            return self.fail(&job.name, &reason, now, out);
+                format!("{} reported {what} at step {step}; this is a bug", cx.name(server));
+            return self.fail(&reason, cx);
         }
         // A server without trained slices does not have to report.
         if open.awaits(server) && open.replicas.is_current(server, report.copies) {
             open.round.reports.insert(server, report);
         }
-        self.advance(&job.name, now, out);
+        self.advance(cx);
     }
 
-    /// Advances the open step of `name` as far as the registered votes and reports allow.
-    pub(super) fn advance(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        self.resume_if_all_rest(name, out);
-        self.answer_reducers(name, out);
-        self.discard_if_all_have(name, out);
-        self.decide(name, now, out);
+    /// Advances the open step as far as the registered votes and reports allow.
+    pub(super) fn advance(&mut self, cx: &mut Context<'_>) {
+        self.resume_if_all_rest(cx);
+        self.answer_reducers(cx);
+        self.discard_if_all_have(cx);
+        self.decide(cx);
     }
 
-    pub(super) fn expire_commits(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
-        let expired = open.round.expire(now);
+    pub(super) fn expire_commits(&mut self, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
+        let expired = open.round.expire(cx.now);
         if expired.is_empty() {
             return;
         }
-        let waiting_for = self.commits_wait_for(name);
-        let timeout =
-            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
-        out.extend(expired.into_iter().map(timeout));
+        let waiting_for = self.commits_wait_for(cx.common);
+        cx.time_out(expired, &waiting_for);
     }
 
     /// Describes the missing input: ranks, and servers with the input that they wait for.
-    fn commits_wait_for(&self, name: &str) -> String {
-        let Some(job) = self.jobs.get(name) else { return String::new() };
-        let Phase::Open(open) = &job.phase else { return String::new() };
-        let (step, epoch, parts) = (open.step(), job.epoch, self.step_lacks(job, open));
+    fn commits_wait_for(&self, common: &Common) -> String {
+        let Self { name, epoch, phase: Phase::Open(open), .. } = self else {
+            return String::new();
+        };
+        let (step, parts) = (open.step(), self.step_lacks(open, common));
         format!("step {step} of job {name:?} (epoch {epoch}): {}", some_of(parts))
     }
 
     /// Describes the missing input of the open step: ranks, and the input that servers wait for.
-    pub(super) fn step_lacks(&self, job: &Job, open: &Open) -> Vec<String> {
+    pub(super) fn step_lacks(&self, open: &Open, common: &Common) -> Vec<String> {
         let late = "ranks that have not committed";
-        let mut parts = missing_ranks(&job.spec, open, &open.round.votes, late);
-        parts.extend(self.late_servers(job.id, open));
+        let mut parts = missing_ranks(&self.spec, open, &open.round.votes, late);
+        parts.extend(late_servers(self.id, open, &common.servers));
         parts
     }
 }

@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, btree_map::Entry};
 
 use super::{
-    cluster::Cluster,
-    events::{Action, JobRef, Now, ServerId},
+    context::Context,
+    events::ServerId,
     state::{Job, Phase},
 };
 
@@ -46,20 +46,16 @@ impl Comparison {
     }
 }
 
-impl Cluster {
+impl Job {
     /// A server has sent the hashes of its slices at a version, which was decided in an epoch.
     pub(super) fn hashes(
         &mut self,
         server: ServerId,
-        job: &JobRef,
         (decided_in, version): (u64, u64),
         slices: &[(u32, u64)],
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
-            return;
-        };
+        let Self { spec, epoch, phase: Phase::Open(open), .. } = self else { return };
         // The job may have been restored since, or may have other servers.
         if decided_in != *epoch {
             return;
@@ -73,16 +69,14 @@ impl Cluster {
         let end = of.offset + of.numel;
         let range = format!("elements {} to {} of tensor {tensor:?}", of.offset, end - 1);
         let equal = version.saturating_sub(spec.compare_every);
-        let [one, other] = [server, other].map(|id| self.name(id));
+        let [one, other] = [server, other].map(|id| cx.name(id));
         let reason = format!(
             "{one} and {other} have different content of slice {slice} ({range}) at version \
              {version}; the memory of one of them is damaged: test it, delete the job, remove its \
              checkpoints after version {equal}, and continue from an earlier one"
         );
-        self.fail(&job.name, &reason, now, out);
-        if let Some(Job { phase: Phase::Failed { is_damaged, .. }, .. }) =
-            self.jobs.get_mut(&job.name)
-        {
+        self.fail(&reason, cx);
+        if let Phase::Failed { is_damaged, .. } = &mut self.phase {
             *is_damaged = true;
         }
     }

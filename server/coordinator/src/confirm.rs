@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    cluster::Cluster,
     events::{Action, Command, Now, Reply, ServerId, Waiter},
+    servers::Servers,
 };
 
 /// Calls that wait for servers. The key is the number of the [`Command::Confirm`].
@@ -30,9 +30,7 @@ impl Confirmations {
     pub(super) fn next_deadline(&self) -> Option<Now> {
         self.open.values().flat_map(|open| &open.waiters).map(|waiter| waiter.deadline).min()
     }
-}
 
-impl Cluster {
     /// Answers the calls when the connected ones of `servers` have received all commands that were
     /// sent before. A server that is lost counts as one that has received them: when it comes back,
     /// it receives what it lacks. `what` is what the servers are to receive.
@@ -40,56 +38,49 @@ impl Cluster {
         &mut self,
         waiters: Vec<Waiter>,
         reply: Reply,
-        servers: impl IntoIterator<Item = ServerId>,
+        connected: BTreeSet<ServerId>,
         what: String,
         out: &mut Vec<Action>,
     ) {
-        let connected = servers.into_iter().filter(|server| self.servers.contains_key(server));
-        let pending: BTreeSet<ServerId> = connected.collect();
-        self.confirmations.last += 1;
-        let number = self.confirmations.last;
-        out.extend(pending.iter().map(|&id| Action::Command(id, Command::Confirm { number })));
-        self.confirmations.open.insert(number, Confirmation { waiters, reply, pending, what });
-        self.answer_confirmed(out);
+        self.last += 1;
+        let number = self.last;
+        out.extend(connected.iter().map(|&id| Action::Command(id, Command::Confirm { number })));
+        self.open.insert(number, Confirmation { waiters, reply, pending: connected, what });
+        self.answer(out);
     }
 
     /// A server has received all commands up to [`Command::Confirm`].
     pub(super) fn confirmed(&mut self, server: ServerId, number: u64, out: &mut Vec<Action>) {
-        if let Some(confirmation) = self.confirmations.open.get_mut(&number) {
+        if let Some(confirmation) = self.open.get_mut(&number) {
             confirmation.pending.remove(&server);
-            self.answer_confirmed(out);
+            self.answer(out);
         }
     }
 
     /// No call waits for the server any more.
-    pub(super) fn confirms_nothing(&mut self, server: ServerId, out: &mut Vec<Action>) {
-        for confirmation in self.confirmations.open.values_mut() {
+    pub(super) fn lose(&mut self, server: ServerId, out: &mut Vec<Action>) {
+        for confirmation in self.open.values_mut() {
             confirmation.pending.remove(&server);
         }
-        self.answer_confirmed(out);
+        self.answer(out);
     }
 
-    fn answer_confirmed(&mut self, out: &mut Vec<Action>) {
+    fn answer(&mut self, out: &mut Vec<Action>) {
         let is_complete = |_: &u64, open: &mut Confirmation| open.pending.is_empty();
-        for (_, Confirmation { waiters, reply, .. }) in
-            self.confirmations.open.extract_if(.., is_complete)
-        {
+        for (_, Confirmation { waiters, reply, .. }) in self.open.extract_if(.., is_complete) {
             let answer = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
             out.extend(waiters.into_iter().map(answer));
         }
     }
 
     /// Answers calls at their deadline with the servers that have not confirmed.
-    pub(super) fn expire_confirmations(&mut self, now: Now, out: &mut Vec<Action>) {
-        let mut expired = Vec::new();
-        for Confirmation { waiters, pending, what, .. } in self.confirmations.open.values_mut() {
-            let late = waiters.extract_if(.., |waiter| waiter.deadline <= now);
-            expired.extend(late.map(|waiter| (waiter, pending.clone(), what.clone())));
+    pub(super) fn expire(&mut self, servers: &Servers, now: Now, out: &mut Vec<Action>) {
+        for Confirmation { waiters, pending, what, .. } in self.open.values_mut() {
+            for waiter in waiters.extract_if(.., |waiter| waiter.deadline <= now) {
+                let waiting_for = format!("{} to receive {what}", servers.names_of(pending));
+                out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));
+            }
         }
-        self.confirmations.open.retain(|_, open| !open.waiters.is_empty());
-        for (waiter, pending, what) in expired {
-            let waiting_for = format!("{} to receive {what}", self.names_of(&pending));
-            out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));
-        }
+        self.open.retain(|_, open| !open.waiters.is_empty());
     }
 }

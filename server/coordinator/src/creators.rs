@@ -3,81 +3,74 @@
 use zeroshard_model::JobVersion;
 
 use super::{
-    cluster::Cluster,
-    events::{Action, Caller, Now, Waiter},
+    context::{Common, Context},
+    events::{Caller, Waiter},
     state::{Job, Phase},
 };
 
-impl Cluster {
+impl Job {
     /// Answers creators at their deadline. A job that has never been open and has no waiting
     /// creator is removed.
-    pub(super) fn expire_creators(&mut self, now: Now, out: &mut Vec<Action>) {
-        let names: Vec<String> = self.jobs.keys().cloned().collect();
-        for name in names {
-            let waiting_for = self.creators_wait_for(&name);
-            let Some(creators) = self.creators(&name) else { continue };
-            let expired = creators.extract_if(.., |waiter| waiter.deadline <= now);
-            out.extend(
-                expired.map(|w| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())))),
-            );
-            self.remove_if_unwanted(&name, out);
-        }
+    pub(super) fn expire_creators(&mut self, cx: &mut Context<'_>) {
+        let waiting_for = self.creators_wait_for(cx.common);
+        let Some(creators) = self.creators() else { return };
+        let expired: Vec<Waiter> =
+            creators.extract_if(.., |waiter| waiter.deadline <= cx.now).collect();
+        cx.time_out(expired, &waiting_for);
+        self.remove_if_unwanted(cx);
     }
 
-    /// A caller of CreateJob has disconnected.
-    pub(super) fn creator_gone(&mut self, name: &str, caller: Caller, out: &mut Vec<Action>) {
-        if let Some(creators) = self.creators(name) {
-            creators.retain(|waiter| waiter.caller != caller);
-            self.remove_if_unwanted(name, out);
-        }
-    }
-
-    fn remove_if_unwanted(&mut self, name: &str, out: &mut Vec<Action>) {
-        let is_new = match self.jobs.get(name).map(|job| &job.phase) {
-            Some(Phase::Waiting { interrupted, .. } | Phase::Opening { interrupted, .. }) => {
-                interrupted.is_none()
+    /// A caller has disconnected: that of CreateJob, or a rank that waited for an answer.
+    pub(super) fn caller_gone(&mut self, caller: Caller, rank: Option<u32>, cx: &mut Context<'_>) {
+        match (rank, &mut self.phase) {
+            (Some(rank), Phase::Open(open)) => open.forget_caller(rank, caller),
+            (Some(_), _) => {}
+            (None, _) => {
+                if let Some(creators) = self.creators() {
+                    creators.retain(|waiter| waiter.caller != caller);
+                    self.remove_if_unwanted(cx);
+                }
             }
-            _ => false,
-        };
-        if is_new && self.creators(name).is_some_and(|creators| creators.is_empty()) {
-            self.remove(name, "nobody waits for its creation any more", out);
+        }
+    }
+
+    fn remove_if_unwanted(&mut self, cx: &mut Context<'_>) {
+        if self.is_new() && self.creators().is_some_and(|creators| creators.is_empty()) {
+            self.remove("nobody waits for its creation any more", cx);
         }
     }
 
     /// The calls that wait for the job to open; `None` once it has opened or failed.
-    fn creators(&mut self, name: &str) -> Option<&mut Vec<Waiter>> {
-        match &mut self.jobs.get_mut(name)?.phase {
+    fn creators(&mut self) -> Option<&mut Vec<Waiter>> {
+        match &mut self.phase {
             Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => Some(creators),
-            Phase::Open(_) | Phase::Recovering(_) | Phase::Failed { .. } => None,
+            Phase::Open(_) | Phase::Recovering(_) | Phase::Failed { .. } | Phase::Gone => None,
         }
     }
 
     /// Describes what a job that is being created or restored waits for, for messages.
-    pub(super) fn creators_wait_for(&self, name: &str) -> String {
-        match self.jobs.get(name) {
-            Some(Job { phase: Phase::Waiting { placing: false, .. }, .. })
-                if self.completes(name) =>
-            {
+    pub(super) fn creators_wait_for(&self, common: &Common) -> String {
+        let (name, servers) = (&self.name, &common.servers);
+        match &self.phase {
+            Phase::Waiting { placing: false, .. } if common.saves.completes(name) => {
                 format!("the manifest of an earlier save of job {name:?} to be written")
             }
-            Some(Job { spec, phase: Phase::Waiting { .. }, .. })
-                if self.is_learning() && self.servers.len() >= spec.min_servers as usize =>
+            Phase::Waiting { .. }
+                if common.learning.is_learning()
+                    && servers.connected().len() >= self.spec.min_servers as usize =>
             {
                 format!("shard servers that may hold a job {name:?} of the last coordinator")
             }
-            Some(Job {
-                spec,
-                phase: Phase::Waiting { placing: false, interrupted: Some(interrupted), .. },
-                ..
-            }) => {
-                let waits_for = interrupted.waits_for(self.placeable().len(), spec.replicas);
+            Phase::Waiting { placing: false, interrupted: Some(interrupted), .. } => {
+                let connected = servers.placeable().len();
+                let waits_for = interrupted.waits_for(connected, self.spec.replicas);
                 format!(
                     "job {name:?} to be restored from its last checkpoint, and before that {waits_for}"
                 )
             }
-            Some(Job { spec, phase: Phase::Waiting { placing: false, .. }, .. }) => {
-                let (connected, needed) = (self.placeable().len(), spec.min_servers);
-                let cordoned = match self.servers.len() - connected {
+            Phase::Waiting { placing: false, .. } => {
+                let (connected, needed) = (servers.placeable().len(), self.spec.min_servers);
+                let cordoned = match servers.connected().len() - connected {
                     0 => String::new(),
                     cordoned => format!(", and {cordoned} more are cordoned"),
                 };
@@ -85,18 +78,18 @@ impl Cluster {
                     "shard servers for job {name:?}: {connected} of {needed} are connected{cordoned}"
                 )
             }
-            Some(Job { phase: Phase::Waiting { placing: true, .. }, .. }) => {
-                format!("the placement of job {name:?}")
-            }
-            Some(Job { epoch, succession, phase: Phase::Opening { pending, .. }, .. }) => {
-                let copy = succession.as_ref().map_or(String::new(), |succession| {
+            Phase::Waiting { placing: true, .. } => format!("the placement of job {name:?}"),
+            Phase::Opening { pending, .. } => {
+                let copy = self.succession.as_ref().map_or(String::new(), |succession| {
                     let JobVersion { job, version, .. } = &succession.from;
                     format!(", and to copy version {version} of job {job:?}")
                 });
-                let servers = self.names_of(pending);
+                let (servers, epoch) = (servers.names_of(pending), self.epoch);
                 format!("{servers} to allocate memory for job {name:?} (epoch {epoch}){copy}")
             }
-            _ => String::new(),
+            Phase::Open(_) | Phase::Recovering(_) | Phase::Failed { .. } | Phase::Gone => {
+                String::new()
+            }
         }
     }
 }

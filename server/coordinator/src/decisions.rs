@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use zeroshard_model::{Attempt, Error, JobSpec, Optimizer, Result};
 
 use super::{
-    cluster::Cluster,
-    events::{Action, Command, JobRef, Now, Reply, ServerId, Waiter},
+    context::Context,
+    events::{Action, Command, JobRef, Reply, ServerId, Waiter},
     history::Step,
     reduce::{Absent, Gradient, Norm, Overflow},
     state::{Job, Open, Phase},
@@ -190,12 +190,10 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
     (decision, report)
 }
 
-impl Cluster {
-    /// Decides the open step of `name`, if every rank has committed it and every server is ready.
-    pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, progress, phase: Phase::Open(open), .. }) =
-            self.jobs.get_mut(name)
-        else {
+impl Job {
+    /// Decides the open step, if every rank has committed it and every server is ready.
+    pub(super) fn decide(&mut self, cx: &mut Context<'_>) {
+        let Self { name, spec, id, epoch, progress, phase: Phase::Open(open), .. } = self else {
             return;
         };
         // A rank that is done or rests counts as having committed. If all ranks are done, the job
@@ -210,84 +208,72 @@ impl Cluster {
             return;
         };
         if let Err(error) = check_written(name, spec, open, terms) {
-            let voters = open.round.withdraw_votes().into_iter();
-            return out.extend(voters.map(|w| Action::Answer(w.caller, Err(error.clone()))));
+            return cx.refuse(open.round.withdraw_votes(), &error);
         }
         let (decision, report) = decide(spec, *epoch, open, terms);
-        let job = JobRef { name: name.to_owned(), id: *id };
-        open.send(&Command::Decide { job: job.clone(), decision: decision.clone() }, out);
+        let job = JobRef { name: spec.name.clone(), id: *id };
+        open.send(&Command::Decide { job: job.clone(), decision: decision.clone() }, cx.out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         open.lateness.add(&open.round.lateness());
         let &Report { version, applied, loss, ref norm, .. } = &report;
-        let waits = open.round.waits(now);
+        let waits = open.round.waits(cx.now);
         let (attempt, began) = (decision.attempt, progress.since());
         let step = Step { version, attempt, began, applied, loss, norm: norm.value, waits };
-        out.push(Action::Decided { job, step });
+        cx.push(Action::Decided { job, step });
         if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
-            out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
+            cx.note(skipped(name, spec, open.step(), overflow));
         }
         open.version = Some(report.version);
         open.saves.user_data = open.round.user_data();
         let waiters = open.round.drop_all();
         let mut decided = Box::new(Decided { waiters, ..Decided::new(decision, report, pending) });
-        decided.answer(*epoch, out);
+        decided.answer(*epoch, cx.out);
         open.last = Some(decided);
         // A rank sends its data before it commits the next step.
         if let Some((save, error)) = open.saves.without_data_of(name, |_| true) {
-            let job = JobRef { name: name.to_owned(), id: *id };
-            self.save_ended(&job, save, Err(error), now, out);
+            self.save_ended(save, Err(error), cx);
         }
-        self.save_if_due(name, now, out);
+        self.save_if_due(cx);
     }
 
     /// A server has stored the decision about a step.
-    pub(super) fn stored(
-        &mut self,
-        server: ServerId,
-        job: &JobRef,
-        epoch: u64,
-        step: u64,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+    pub(super) fn stored(&mut self, server: ServerId, epoch: u64, step: u64, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
         let Some(decided) = open.decided(step).filter(|of| of.decision.attempt.epoch == epoch)
         else {
             return;
         };
         if decided.pending.remove(&server) && decided.pending.is_empty() {
             // The ranks have not been told yet, so none has begun the next step.
-            self.continue_drains(&job.name, now, out);
-            let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
-                return;
-            };
-            if let Some(decided) = &mut open.last {
-                decided.answer(*epoch, out);
+            self.continue_drains(cx);
+            if let Phase::Open(open) = &mut self.phase
+                && let Some(decided) = &mut open.last
+            {
+                decided.answer(self.epoch, cx.out);
             }
-            self.serve_version(&job.name, out);
-            self.copy_next(&job.name, out);
-            self.advance(&job.name, now, out);
+            self.serve_version(cx);
+            self.copy_next(cx);
+            self.advance(cx);
         }
     }
 
     /// Answers commits at their deadline with the servers that have not stored the decision.
-    pub(super) fn expire_stored(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+    pub(super) fn expire_stored(&mut self, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
         let Some(last) = &mut open.last else { return };
         let expired: Vec<Waiter> =
-            last.waiters.extract_if(.., |waiter| waiter.deadline <= now).collect();
+            last.waiters.extract_if(.., |waiter| waiter.deadline <= cx.now).collect();
         if expired.is_empty() {
             return;
         }
         let (step, epoch, pending) =
             (last.report.version - 1, last.decision.attempt.epoch, last.pending.clone());
-        let servers = self.names_of(&pending);
+        let servers = cx.common.servers.names_of(&pending);
         let waiting_for = format!(
-            "{servers} to store the decision about step {step} of job {name:?} (epoch {epoch})"
+            "{servers} to store the decision about step {step} of job {:?} (epoch {epoch})",
+            self.name
         );
-        let timeout =
-            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
-        out.extend(expired.into_iter().map(timeout));
+        cx.time_out(expired, &waiting_for);
     }
 }
 

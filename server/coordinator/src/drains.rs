@@ -9,11 +9,11 @@
 //! The client repeats its request until no job is left on the server. The move continues without
 //! it, until the server is no longer cordoned.
 
-use zeroshard_model::{Error, JobSpec, Server, listing::some_of};
+use zeroshard_model::{JobSpec, Server, listing::some_of};
 
 use super::{
-    cluster::Cluster,
-    events::{Action, Caller, Now, Reply, ServerId},
+    context::{Common, Context},
+    events::ServerId,
     replicas::Change,
     state::{Job, Open, Phase},
 };
@@ -36,92 +36,36 @@ pub struct Stays {
     pub transient: bool,
 }
 
-impl Cluster {
-    /// Cordons a server, and begins or continues to move its slices to other servers.
-    pub(super) fn drain(
+impl Job {
+    /// Moves the job off the server, unless a slice would be lost.
+    ///
+    /// # Errors
+    /// Why the job still has slices there.
+    pub(super) fn move_off(
         &mut self,
-        caller: Caller,
-        server: &str,
-        restore: bool,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let server = match self.set_cordoned(server, true, now, out) {
-            Ok(server) => server,
-            Err(error) if let Some(missing) = self.find_missing(server) => {
-                return self.drain_missing(caller, missing, error, out);
-            }
-            Err(error) => return out.push(Action::Answer(caller, Err(error))),
-        };
-        let holds = |job: &&Job| {
-            job.phase.uses(server.id) || job.phase.holders().any(|holder| holder == server.id)
-        };
-        let jobs = self.jobs.values().filter(holds).map(|job| job.spec.name.clone());
-        let jobs: Vec<String> = jobs.collect();
-        let stays = jobs
-            .into_iter()
-            .filter_map(|job| self.move_off(job, &server, restore, now, out).err())
-            .collect();
-        let degraded = |job: &Job| match &job.phase {
-            Phase::Open(open) => open.degraded_slices(&job.spec) as u64,
-            _ => 0,
-        };
-        let degraded = self.jobs.values().map(degraded).sum();
-        let drained = Drained { server, stays, degraded };
-        out.push(Action::Answer(caller, Ok(Reply::Drained(drained))));
-    }
-
-    /// Misses a lost server no more, if no job waits for it.
-    fn drain_missing(
-        &mut self,
-        caller: Caller,
-        server: Server,
-        error: Error,
-        out: &mut Vec<Action>,
-    ) {
-        if self.jobs.values().any(|job| job.phase.uses(server.id)) {
-            return out.push(Action::Answer(caller, Err(error)));
-        }
-        self.missing.remove(&server.id);
-        let name = self.name_at(server.id, &server.address);
-        out.push(Action::Note(format!("{name} is not missed any more")));
-        let drained = Drained { server, stays: Vec::new(), degraded: 0 };
-        out.push(Action::Answer(caller, Ok(Reply::Drained(drained))));
-    }
-
-    /// Moves a job off the server, unless a slice would be lost.
-    fn move_off(
-        &mut self,
-        job: String,
         server: &Server,
         restore: bool,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) -> Result<(), Stays> {
-        let stays = |job: &String, reason: String, transient: bool| {
-            Err(Stays { job: job.clone(), reason, transient })
+        let job = self.spec.name.clone();
+        let stays = |reason: String, transient: bool| Err(Stays { job, reason, transient });
+        let Phase::Open(open) = &self.phase else {
+            let waits_for = self.wait(cx.common).map(|wait| wait.reason).unwrap_or_default();
+            return stays(format!("it is not open: it waits for {waits_for}"), true);
         };
-        let Some(found) = self.jobs.get(&job) else { return Ok(()) };
-        let open = match &found.phase {
-            Phase::Open(open) => open,
-            _ => {
-                let waits_for = self.wait_of(found).map(|wait| wait.reason).unwrap_or_default();
-                return stays(&job, format!("it is not open: it waits for {waits_for}"), true);
-            }
-        };
-        let gone = format!("{} is being drained", self.name(server.id));
-        if found.spec.replicas > 1 {
+        let gone = format!("{} is being drained", cx.name(server.id));
+        if self.spec.replicas > 1 {
             if !open.replicas.leaving.contains(&server.id)
-                && let Some((reason, transient)) = self.keeps(found, open, server.id)
+                && let Some((reason, transient)) = self.keeps(open, server.id, cx.common)
             {
-                return stays(&job, reason, transient);
+                return stays(reason, transient);
             }
-            return match self.copy_then_release(&job, server.id, now, out) {
+            return match self.copy_then_release(server.id, cx) {
                 None => Ok(()),
-                Some((reason, transient)) => stays(&job, reason, transient),
+                Some((reason, transient)) => stays(reason, transient),
             };
         }
-        let reason = match found.spec.is_restored_on_loss() {
+        let reason = match self.spec.is_restored_on_loss() {
             false => {
                 "it has no replicas and does not return to checkpoints (on_loss): wait until it \
                       ends, or save it, delete it and restore it (zsctl checkpoint)"
@@ -134,32 +78,35 @@ impl Cluster {
                 "no checkpoint has been completed since the coordinator started: save the job \
                  first (zsctl checkpoint save)"
             }
-            true if self.interrupt(&job, &gone, now, out) => {
+            true if self.interrupt(&gone, cx) => {
                 let reason = "it is being restored from its last checkpoint on other servers";
-                return stays(&job, reason.to_owned(), true);
+                return stays(reason.to_owned(), true);
             }
             true => "its initial parameters are not complete",
         };
-        stays(&job, reason.to_owned(), false)
+        stays(reason.to_owned(), false)
     }
 
     /// The reason why a job with replicas needs the server, and whether this can change without an
     /// action of the operator.
-    fn keeps(&self, job: &Job, open: &Open, server: ServerId) -> Option<(String, bool)> {
+    fn keeps(&self, open: &Open, server: ServerId, common: &Common) -> Option<(String, bool)> {
         if open.version.is_none() {
             return Some(("its initial parameters are being uploaded".to_owned(), true));
         }
         if let Some(&away) = open.away.keys().next() {
-            return Some((format!("it waits for the return of {}", self.name(away)), true));
+            return Some((
+                format!("it waits for the return of {}", common.servers.name(away)),
+                true,
+            ));
         }
-        let degraded = open.degraded_slices(&job.spec);
+        let degraded = open.degraded_slices(&self.spec);
         if degraded > 0 {
             let reason = format!("{degraded} of its slices have too few replicas");
             return Some((reason, open.replicas.is_copying()));
         }
-        let others = self.placeable().into_iter().filter(|other| other.id != server);
+        let others = common.servers.placeable().into_iter().filter(|other| other.id != server);
         let others: Vec<Server> = others.collect();
-        let (needed, found) = (job.spec.replicas as usize, others.len());
+        let (needed, found) = (self.spec.replicas as usize, others.len());
         if found < needed {
             let reason = format!(
                 "its {needed} replicas need {needed} other servers that are not cordoned, but only \
@@ -168,7 +115,7 @@ impl Cluster {
             return Some((reason, false));
         }
         let load = open.loads.get(&server).copied().unwrap_or_default();
-        let rooms = self.rooms();
+        let rooms = common.rooms();
         let free = others
             .iter()
             .try_fold(0u64, |sum, other| Some(sum.saturating_add(rooms.free(other.id)?.bytes)));
@@ -185,27 +132,29 @@ impl Cluster {
     /// this can change without an action of the operator.
     fn copy_then_release(
         &mut self,
-        name: &str,
         server: ServerId,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) -> Option<(String, bool)> {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return None;
-        };
+        let Phase::Open(open) = &mut self.phase else { return None };
         open.replicas.leaving.insert(server);
         if open.members.is_empty() {
-            self.continue_drains(name, now, out);
+            self.continue_drains(cx);
         }
-        let job = self.jobs.get(name).filter(|job| job.phase.uses(server))?;
-        let Phase::Open(open) = &job.phase else { return None };
-        Some(self.drain_waits_for(job, open, server))
+        match &self.phase {
+            Phase::Open(open) if self.phase.uses(server) => {
+                Some(self.drain_waits_for(open, server, cx.common))
+            }
+            _ => None,
+        }
     }
 
     /// The next change of placement by which servers are drained, if the last one has been
     /// completed. No rank has begun the open step.
-    pub(super) fn continue_drains(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+    pub(super) fn continue_drains(&mut self, cx: &mut Context<'_>) {
+        let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
+        if !open.replicas.are_wanted() {
+            return;
+        }
         let is_calm = open.away.is_empty() && open.resting.len() == 0 && open.round.is_empty();
         if !is_calm || open.version.is_none() || !open.is_stored() {
             return;
@@ -220,41 +169,36 @@ impl Cluster {
         if let Some(server) = spare
             && let Some(kept) = open.kept_without(Some(server))
         {
-            out.push(Action::Note(format!(
+            cx.note(format!(
                 "job {name:?} has copied its slices from {}, and releases it",
-                self.name(server)
-            )));
-            return self.change_placement(name, Change::Release(server), kept, now, out);
+                cx.name(server)
+            ));
+            return self.change_placement(Change::Release(server), kept, cx);
         }
-        let lacks = (0..open.placement.slices()).any(|slice| self.can_copy(open, spec, slice));
+        let live = cx.common.servers.placeable();
+        let lacks = (0..open.placement.slices()).any(|slice| can_copy(&live, open, spec, slice));
         if lacks && let Some(kept) = open.kept_without(None) {
-            self.change_placement(name, Change::Copy, kept, now, out);
+            self.change_placement(Change::Copy, kept, cx);
         }
-    }
-
-    /// Returns whether a slice is to have another server, and there is one.
-    fn can_copy(&self, open: &Open, spec: &JobSpec, slice: usize) -> bool {
-        open.lacks_servers(spec, slice)
-            && self.placeable().iter().any(|server| {
-                let owners = open.placement.owners(slice);
-                let is_owner = |&at: &u32| open.placement.servers()[at as usize].id == server.id;
-                !open.replicas.cannot_hold(server) && !owners.iter().any(is_owner)
-            })
     }
 
     /// What a job waits for that is being moved off the server, and whether this can change without
     /// an action of the operator.
-    fn drain_waits_for(&self, job: &Job, open: &Open, server: ServerId) -> (String, bool) {
-        let wanted = job.spec.replicas as usize;
+    fn drain_waits_for(&self, open: &Open, server: ServerId, common: &Common) -> (String, bool) {
+        let (spec, live) = (&self.spec, common.servers.placeable());
+        let wanted = spec.replicas as usize;
         let others = |slice| open.holders(slice).filter(|&holder| holder != server).count();
         let slices: Vec<usize> = open.placement.slices_of(server).map(|(slice, _)| slice).collect();
         let copied = slices.iter().filter(|&&slice| others(slice) >= wanted).count();
         let of = format!("{copied} of {} slices have been copied", slices.len());
-        let lacking = slices.iter().filter(|&&slice| open.lacks_servers(&job.spec, slice)).count();
+        let lacking = slices.iter().filter(|&&slice| open.lacks_servers(spec, slice)).count();
         if let Some(&away) = open.away.keys().next() {
-            return (format!("{of}; it waits for the return of {}", self.name(away)), true);
+            return (
+                format!("{of}; it waits for the return of {}", common.servers.name(away)),
+                true,
+            );
         }
-        if lacking > 0 && !slices.iter().any(|&slice| self.can_copy(open, &job.spec, slice)) {
+        if lacking > 0 && !slices.iter().any(|&slice| can_copy(&live, open, spec, slice)) {
             let reason = format!(
                 "{of}, but no other server has room for {lacking} slices: start another shard \
                  server"
@@ -270,16 +214,17 @@ impl Cluster {
         if open.saves.awaits(server) {
             return (format!("{of}; it waits for the end of a save"), true);
         }
-        let lacks = some_of(self.step_lacks(job, open));
+        let lacks = some_of(self.step_lacks(open, common));
         (format!("{of}; it waits for the end of step {}: {lacks}", open.step()), true)
     }
+}
 
-    /// Jobs do not move off the server any more.
-    pub(super) fn cancel_drain(&mut self, server: ServerId) {
-        for job in self.jobs.values_mut() {
-            if let Phase::Open(open) = &mut job.phase {
-                open.replicas.leaving.remove(&server);
-            }
-        }
-    }
+/// Returns whether a slice is to have another server, and one of the `live` ones can hold it.
+fn can_copy(live: &[Server], open: &Open, spec: &JobSpec, slice: usize) -> bool {
+    open.lacks_servers(spec, slice)
+        && live.iter().any(|server| {
+            let owners = open.placement.owners(slice);
+            let is_owner = |&at: &u32| open.placement.servers()[at as usize].id == server.id;
+            !open.replicas.cannot_hold(server) && !owners.iter().any(is_owner)
+        })
 }

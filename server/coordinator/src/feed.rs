@@ -13,7 +13,6 @@ use std::{
 use zeroshard_model::{JobSpec, Placement};
 
 use super::{
-    cluster::Cluster,
     events::Lease,
     state::{Job, Open, Phase},
 };
@@ -110,13 +109,11 @@ pub struct Peer {
     pub address: Option<String>,
 }
 
-impl Cluster {
+impl Job {
     /// The next message for the member with `lease`: `None` if nothing has changed, or if it has
     /// not joined yet.
-    pub fn next_membership(&mut self, name: &str, lease: Lease) -> Option<Change> {
-        let Job { spec, id, epoch, phase: Phase::Open(open), .. } = self.jobs.get_mut(name)? else {
-            return None;
-        };
+    pub(super) fn next_membership(&mut self, lease: Lease) -> Option<Change> {
+        let Self { spec, id, epoch, phase: Phase::Open(open), .. } = self else { return None };
         let now = open.news(*epoch);
         let (version, restored, revision) = (open.version, open.rolled_back, now.peers);
         let Open { members, peers, .. } = open.as_mut();

@@ -2,10 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{
-    cluster::Cluster,
-    state::{Job, Phase},
-};
+use super::state::{Job, Phase};
 
 /// The state of a job, as operators see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,13 +120,14 @@ impl Phase {
             Self::Opening { interrupted: None, .. } => JobState::Opening,
             Self::Open(_) => JobState::Open,
             Self::Recovering(_) => JobState::Recovering,
-            Self::Failed { .. } => JobState::Failed,
+            Self::Failed { .. } | Self::Gone => JobState::Failed,
         }
     }
 }
 
 impl Job {
-    pub(super) fn figures(&self) -> JobFigures {
+    /// The figures for the metrics.
+    pub fn figures(&self) -> JobFigures {
         let open = match &self.phase {
             Phase::Open(open) => Some(open),
             _ => None,
@@ -143,14 +141,6 @@ impl Job {
             broken_links: open.map_or(0, |open| open.links.number()),
             slowest: open.and_then(|open| open.lateness.slowest()),
         }
-    }
-}
-
-impl Cluster {
-    /// The numbers of connected and of missing servers, and the figures of each job.
-    pub fn figures(&self) -> (usize, usize, impl Iterator<Item = (&str, JobFigures)>) {
-        let jobs = self.jobs.iter().map(|(name, job)| (name.as_str(), job.figures()));
-        (self.servers.len(), self.missing.len(), jobs)
     }
 }
 

@@ -10,7 +10,7 @@ use zeroshard_model::{Attempt, JobSpec, Restore, Succession};
 use super::{
     decisions::Decision,
     events::{Lease, ServerId},
-    jobs::Plan,
+    plan::Plan,
     reduce::Reduced,
 };
 

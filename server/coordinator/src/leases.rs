@@ -3,116 +3,81 @@
 //! Within one epoch a rank has at most one lease. When a lease ends, the epoch changes: at once,
 //! or, if the rank left because it is done, before the rank is given to another worker.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::collections::BTreeSet;
 
-use zeroshard_model::{Attempt, Departure, Error, JobSpec, Result};
+use zeroshard_model::{Attempt, Departure, Error, Result};
 
 use super::{
-    cluster::Cluster,
-    events::{
-        Action, Attach, Caller, Command, JobRef, Join, Lease, Leave, Now, Reply, ServerId, Waiter,
-    },
-    history::Severity,
+    context::Context,
+    epochs::Cause,
+    events::{Action, Attach, Caller, Command, Join, Lease, Leave, Reply, ServerId, Waiter},
+    learning::unknown_yet,
     members::{Joining, Member},
-    recovery::unknown_yet,
-    state::{Job, Open, Phase},
+    state::{Job, Phase},
 };
 
 /// The maximum number of epochs by which a worker may be ahead of its servers.
 pub(super) const MAX_AHEAD: u64 = 1 << 32;
 
-/// The cause of a new epoch.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Cause {
-    /// The rank's worker was lost.
-    Lost,
-    /// An operator has ended the lease, for example because the worker hangs.
-    Evicted,
-    /// The rank's worker cannot reach servers.
-    Unreachable,
-    /// The rank's worker left in order.
-    Left,
-    /// The rank's worker left in order and has no more data, and the other ranks continue without
-    /// it.
-    Done,
-    /// A worker takes a rank that was done.
-    Returned,
-    /// After a restart of the coordinator, a worker knows a later attempt than the servers.
-    Recovered,
-}
-
-impl Cluster {
-    pub(super) fn join(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) {
-        if let Err(error) = self.try_join(caller, join, now, out) {
-            out.push(Action::Answer(caller, Err(error)));
+impl Job {
+    pub(super) fn join(&mut self, caller: Caller, join: Join, cx: &mut Context<'_>) {
+        if let Err(error) = self.try_join(caller, join, cx) {
+            cx.push(Action::Answer(caller, Err(error)));
         }
     }
 
-    fn try_join(
-        &mut self,
-        caller: Caller,
-        join: Join,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) -> Result<()> {
-        let (name, rank) = (join.job.clone(), join.rank);
-        let job = self.job_mut(&name)?;
-        check_rank(&name, rank, job.spec.world)?;
-        let open = job.phase.open_mut(&name)?;
+    fn try_join(&mut self, caller: Caller, join: Join, cx: &mut Context<'_>) -> Result<()> {
+        let rank = join.rank;
+        check_rank(&self.name, rank, self.spec.world)?;
+        let open = self.phase.open_mut(&self.name)?;
         if open.members.get(rank).is_some() {
             // A free rank has no queue: when a rank becomes free, it is given to the next worker in
             // the queue.
-            open.queue.push(Waiter::new(caller, now, join.rank_wait), join);
+            open.queue.push(Waiter::new(caller, cx.now, join.rank_wait), join);
             return Ok(());
         }
-        self.admit(caller, join, now, out);
+        self.admit(caller, join, cx);
         Ok(())
     }
 
     /// Gives a free rank to a worker, and informs the servers.
-    fn admit(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) {
-        let Join { job: name, rank, address, lease, wait, .. } = join;
-        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name)
-            && open.done.remove(&rank).is_some()
-        {
-            self.new_epoch(&name, rank, Cause::Returned, out);
+    fn admit(&mut self, caller: Caller, join: Join, cx: &mut Context<'_>) {
+        let Join { rank, address, lease, wait, .. } = join;
+        let job = self.reference();
+        let Phase::Open(open) = &mut self.phase else { return };
+        if open.done.remove(&rank).is_some() {
+            self.new_epoch(rank, Cause::Returned, cx);
         }
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name) else {
-            return;
-        };
+        let Phase::Open(open) = &mut self.phase else { return };
         open.left.remove(&rank);
-        let job = JobRef { name: name.clone(), id: *id };
-        open.send(&Command::Grant { job, rank, lease }, out);
+        open.send(&Command::Grant { job, rank, lease }, cx.out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
-        let joining = Some(Joining { waiter: Waiter::new(caller, now, wait), pending });
+        let joining = Some(Joining { waiter: Waiter::new(caller, cx.now, wait), pending });
         open.members.insert(rank, Member { lease, address, joining, told: None, detached: None });
-        self.finish_join(&name, lease, out);
+        self.finish_join(lease, cx);
     }
 
     /// A server has accepted a lease.
     pub(super) fn granted(
         &mut self,
         server: ServerId,
-        job: &JobRef,
         rank: u32,
         lease: Lease,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+        let Phase::Open(open) = &mut self.phase else { return };
         if open.members.rank_of(lease) != Some(rank) {
             return;
         }
         if let Some(joining) = open.members.of(lease).and_then(|member| member.joining.as_mut()) {
             joining.pending.remove(&server);
-            self.finish_join(&job.name, lease, out);
+            self.finish_join(lease, cx);
         }
     }
 
     /// Answers the Join when every server has accepted the lease.
-    fn finish_join(&mut self, name: &str, lease: Lease, out: &mut Vec<Action>) {
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    fn finish_join(&mut self, lease: Lease, cx: &mut Context<'_>) {
+        let Self { name, epoch, phase: Phase::Open(open), .. } = self else { return };
         let Some(rank) = open.members.rank_of(lease) else { return };
         let Some(member) = open.members.of(lease) else { return };
         let Some(joining) = member.joining.take_if(|joining| joining.pending.is_empty()) else {
@@ -121,47 +86,37 @@ impl Cluster {
         let address = member.address.clone();
         if address.is_some() {
             open.peers.set(rank, address);
-            open.wake_all(out);
+            open.wake_all(cx.out);
         }
-        out.push(Action::Note(format!("rank {rank} of job {name:?} joined, epoch {epoch}")));
-        out.push(Action::Answer(joining.waiter.caller, Ok(Reply::Joined)));
+        cx.note(format!("rank {rank} of job {name:?} joined, epoch {epoch}"));
+        cx.answer(joining.waiter, Ok(Reply::Joined));
     }
 
     /// A worker continues its lease with a new stream.
-    pub(super) fn attach(
-        &mut self,
-        caller: Caller,
-        attach: Attach,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        self.asked_by(&attach, now, out);
-        if let Err(error) = self.try_attach(caller, &attach, out) {
-            return out.push(Action::Answer(caller, Err(error)));
+    pub(super) fn attach(&mut self, caller: Caller, attach: Attach, cx: &mut Context<'_>) {
+        if let Err(error) = self.try_attach(caller, &attach, cx) {
+            return cx.push(Action::Answer(caller, Err(error)));
         }
-        out.push(Action::Answer(caller, Ok(Reply::Joined)));
-        self.attached_data(&attach, out);
-        self.move_ahead(&attach, out);
-        self.advance(&attach.job.name, now, out);
+        cx.push(Action::Answer(caller, Ok(Reply::Joined)));
+        self.attached_data(&attach, cx);
+        self.move_ahead(&attach, cx);
+        self.advance(cx);
     }
 
     /// Begins a new epoch if a worker knows a later attempt than the servers: it was told of it,
     /// and the coordinator died before a server was.
-    fn move_ahead(&mut self, attach: &Attach, out: &mut Vec<Action>) {
-        let name = &attach.job.name;
-        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
-            return;
-        };
-        if is_ahead(attach.attempt, open.attempt(*epoch)) {
-            let world = spec.world;
-            self.see_epoch(attach.attempt.epoch);
-            self.new_epoch(name, world, Cause::Recovered, out);
+    fn move_ahead(&mut self, attach: &Attach, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &self.phase else { return };
+        if is_ahead(attach.attempt, open.attempt(self.epoch)) {
+            let world = self.spec.world;
+            cx.common.epochs.see(attach.attempt.epoch);
+            self.new_epoch(world, Cause::Recovered, cx);
         }
     }
 
-    fn try_attach(&mut self, caller: Caller, attach: &Attach, out: &mut Vec<Action>) -> Result<()> {
+    fn try_attach(&mut self, caller: Caller, attach: &Attach, cx: &mut Context<'_>) -> Result<()> {
         let Attach { job, rank, address, lease, attempt, .. } = attach;
-        let Job { epoch, phase, .. } = self.member_job(job)?;
+        let Self { epoch, phase, .. } = self;
         let limit = epoch.saturating_add(MAX_AHEAD);
         let open = phase.open_mut(&job.name)?;
         if open.members.rank_of(*lease) != Some(*rank) {
@@ -187,118 +142,89 @@ impl Cluster {
             return Err(Error::Unavailable { peer, cause });
         }
         (member.address, member.told) = (address.clone(), None);
-        out.push(Action::Attached(*lease, caller));
+        cx.push(Action::Attached(*lease, caller));
         if address.is_some() {
             open.peers.set(*rank, address.clone());
-            open.wake_all(out);
+            open.wake_all(cx.out);
         }
         Ok(())
     }
 
     /// A worker gives its rank back. An unknown lease has already ended.
     /// The answer follows when the servers know it.
-    pub(super) fn leave(&mut self, waiter: Waiter, leave: &Leave, now: Now, out: &mut Vec<Action>) {
-        let &Leave { ref job, lease, done } = leave;
-        let found = match self.member_job(job) {
-            Ok(found) => found,
-            Err(error) => return out.push(Action::Answer(waiter.caller, Err(error))),
-        };
-        if matches!(found.phase, Phase::Recovering(_)) {
-            return out.push(Action::Answer(waiter.caller, Err(unknown_yet(&job.name))));
+    pub(super) fn leave(&mut self, waiter: Waiter, leave: &Leave, cx: &mut Context<'_>) {
+        let &Leave { lease, done, .. } = leave;
+        if matches!(self.phase, Phase::Recovering(_)) {
+            return cx.answer(waiter, Err(unknown_yet(&self.name)));
         }
-        let absent = done && found.spec.departure == Departure::Absent;
+        let absent = done && self.spec.departure == Departure::Absent;
         let cause = if absent { Cause::Done } else { Cause::Left };
-        let rank = match &mut found.phase {
+        let rank = match &mut self.phase {
             Phase::Open(open) => open.members.rank_of(lease),
             Phase::Waiting { interrupted: Some(interrupted), .. }
             | Phase::Opening { interrupted: Some(interrupted), .. } => {
                 if let Some(rank) = interrupted.members.rank_of(lease) {
                     interrupted.lose(rank, lease, cause);
-                    out.push(Action::End(lease, None));
+                    cx.push(Action::End(lease, None));
                 }
                 None
             }
             _ => None,
         };
         // The job may be deleted when its last rank leaves.
-        let servers = self.servers_of(&job.name);
+        let servers = self.servers(cx.common);
         if let Some(rank) = rank {
-            out.push(Action::Note(format!("rank {rank} of job {:?} left", job.name)));
-            out.push(Action::End(lease, None));
-            self.end_lease(&job.name, rank, cause, now, out);
+            cx.note(format!("rank {rank} of job {:?} left", self.name));
+            cx.push(Action::End(lease, None));
+            self.end_lease(rank, cause, cx);
         }
-        let what = format!("the end of a lease of job {:?}", job.name);
-        self.answer_when_received(vec![waiter], Reply::Left, servers, what, out);
+        let what = format!("the end of a lease of job {:?}", self.name);
+        cx.answer_when_received(vec![waiter], Reply::Left, servers, what);
     }
 
     /// A worker's stream has ended, or its Join was given up.
-    pub(super) fn lease_ended(
-        &mut self,
-        name: &str,
-        rank: u32,
-        lease: Lease,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        self.end_any_lease(name, rank, lease, Cause::Lost, now, out);
+    pub(super) fn lease_ended(&mut self, rank: u32, lease: Lease, cx: &mut Context<'_>) {
+        self.end_any_lease(rank, lease, Cause::Lost, cx);
     }
 
     /// Ends the lease of a rank, and tells its worker.
-    pub(super) fn expel(
-        &mut self,
-        name: &str,
-        rank: u32,
-        lease: Lease,
-        cause: Cause,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let lost = Error::LeaseLost { job: name.to_owned(), rank };
-        out.push(Action::End(lease, Some(lost)));
-        self.end_any_lease(name, rank, lease, cause, now, out);
+    pub(super) fn expel(&mut self, rank: u32, lease: Lease, cause: Cause, cx: &mut Context<'_>) {
+        let lost = Error::LeaseLost { job: self.spec.name.clone(), rank };
+        cx.push(Action::End(lease, Some(lost)));
+        self.end_any_lease(rank, lease, cause, cx);
     }
 
     /// Ends a lease, whatever the phase of the job.
-    pub(super) fn end_any_lease(
-        &mut self,
-        name: &str,
-        rank: u32,
-        lease: Lease,
-        cause: Cause,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let open = match self.jobs.get_mut(name).map(|job| &mut job.phase) {
-            Some(Phase::Open(open)) => open,
-            Some(
-                Phase::Waiting { interrupted: Some(interrupted), .. }
-                | Phase::Opening { interrupted: Some(interrupted), .. },
-            ) => return interrupted.lose(rank, lease, cause),
+    fn end_any_lease(&mut self, rank: u32, lease: Lease, cause: Cause, cx: &mut Context<'_>) {
+        let open = match &mut self.phase {
+            Phase::Open(open) => open,
+            Phase::Waiting { interrupted: Some(interrupted), .. }
+            | Phase::Opening { interrupted: Some(interrupted), .. } => {
+                return interrupted.lose(rank, lease, cause);
+            }
             _ => return,
         };
         if open.members.rank_of(lease) == Some(rank) {
-            self.end_lease(name, rank, cause, now, out);
+            self.end_lease(rank, cause, cx);
         } else {
             open.queue.remove(rank, lease);
         }
     }
 
     /// Frees the rank, and gives it to the next worker in the queue.
-    fn end_lease(&mut self, name: &str, rank: u32, cause: Cause, now: Now, out: &mut Vec<Action>) {
-        if self.without_data_of(name, rank, cause, now, out) {
+    fn end_lease(&mut self, rank: u32, cause: Cause, cx: &mut Context<'_>) {
+        if self.without_data_of(rank, cause, cx) {
             return;
         }
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let job = self.reference();
+        let Phase::Open(open) = &mut self.phase else { return };
         let Some(member) = open.members.remove(rank) else { return };
-        let lost = |waiter: Waiter| {
-            let error = Error::LeaseLost { job: name.to_owned(), rank };
-            Action::Answer(waiter.caller, Err(error))
-        };
+        let lost = Error::LeaseLost { job: job.name.clone(), rank };
         match member.joining {
-            Some(joining) => out.push(lost(joining.waiter)),
+            Some(joining) => cx.answer(joining.waiter, Err(lost.clone())),
             None if member.address.is_some() => {
                 open.peers.set(rank, None);
-                open.wake_all(out);
+                open.wake_all(cx.out);
             }
             None => {}
         }
@@ -317,151 +243,54 @@ impl Cluster {
         }
         if matches!(cause, Cause::Done) && open.version.is_some() {
             let waiters = open.round.forget_rank(rank).into_iter().chain(open.resting.forget(rank));
-            out.extend(waiters.map(lost));
+            cx.refuse(waiters, &lost);
         } else {
             // Before version 0, the epoch also changes for a rank that is done: the servers may
             // have only a part of its uploads, so all ranks upload again.
-            self.new_epoch(name, rank, cause, out);
+            self.new_epoch(rank, cause, cx);
         }
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+        let Phase::Open(open) = &mut self.phase else { return };
         if matches!(cause, Cause::Done) {
-            let job = JobRef { name: name.to_owned(), id: *id };
-            open.send(&Command::RankDone { job, rank }, out);
+            open.send(&Command::RankDone { job, rank }, cx.out);
         }
-        self.admit_next(name, rank, now, out);
-        self.advance(name, now, out);
-        self.unused_from(name, now, out);
+        self.admit_next(rank, cx);
+        self.advance(cx);
+        self.unused_from_now(cx);
     }
 
     /// Gives a free rank to the next worker in the queue.
-    pub(super) fn admit_next(&mut self, name: &str, rank: u32, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+    pub(super) fn admit_next(&mut self, rank: u32, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
         if let Some((waiter, join)) = open.queue.pop(rank) {
-            self.admit(waiter.caller, join, now, out);
+            self.admit(waiter.caller, join, cx);
         }
-    }
-
-    /// Drops the gradients of the open step on the servers, because they may contain a part of the
-    /// rank's gradients.
-    pub(super) fn new_epoch(&mut self, name: &str, rank: u32, cause: Cause, out: &mut Vec<Action>) {
-        let Some(Job { id, .. }) = self.jobs.get(name) else { return };
-        let job = JobRef { name: name.to_owned(), id: *id };
-        let left = matches!(cause, Cause::Left);
-        let announce = |_: &Arc<JobSpec>, open: &mut Open, epoch, out: &mut Vec<Action>| {
-            open.send(&Command::NewEpoch { job, epoch, rank, left }, out);
-        };
-        let error = |step, epoch| {
-            let job = name.to_owned();
-            let cause = match cause {
-                Cause::Left => return Error::RankLeft { job, rank, step },
-                Cause::Lost => format!("rank {rank} was lost"),
-                Cause::Evicted => format!("rank {rank} was evicted by an operator"),
-                Cause::Unreachable => format!("rank {rank} cannot reach its shard servers"),
-                Cause::Done => format!("rank {rank} left before version 0"),
-                Cause::Returned => format!("rank {rank} joined again"),
-                Cause::Recovered => "the coordinator was restarted".to_owned(),
-            };
-            Error::StepAborted { job, step, epoch, cause }
-        };
-        self.enter_epoch(name, announce, error, out);
-        if matches!(cause, Cause::Lost) {
-            let text = format!("rank {rank} of job {name:?} was lost");
-            out.push(Action::Alarm(Severity::Warning, text));
-        }
-    }
-
-    /// Begins an epoch: the open attempt and all rests end. `announce` tells the servers. `error`
-    /// is the one for waiting calls, of a step in the epoch.
-    pub(super) fn enter_epoch(
-        &mut self,
-        name: &str,
-        announce: impl FnOnce(&Arc<JobSpec>, &mut Open, u64, &mut Vec<Action>),
-        error: impl Fn(u64, u64) -> Error,
-        out: &mut Vec<Action>,
-    ) {
-        let new = self.next_epoch();
-        let Some(job) = self.jobs.get_mut(name) else { return };
-        let Job { spec, id, epoch, progress, phase: Phase::Open(open), .. } = job else { return };
-        let (attempt, began) = (open.attempt(*epoch), progress.since());
-        *epoch = new;
-        let ended = error(open.step(), new);
-        // At the end of training, ranks leave in order, and none has committed the open step.
-        let is_interrupted = open.version.is_some()
-            && !(open.round.is_empty() && matches!(ended, Error::RankLeft { .. }));
-        progress.disturbed(ended);
-        let (job, step) = (JobRef { name: name.to_owned(), id: *id }, open.step());
-        if open.version.is_none() {
-            open.uninitialised = open.servers().collect();
-        }
-        // The servers come first: when a worker learns of the epoch, the command to the servers has
-        // been sent.
-        let (rested, mut waiters) = open.resting.end();
-        for rank in rested {
-            open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, out);
-        }
-        announce(spec, open, new, out);
-        // Ranks compute and push before the first of them commits.
-        if !open.round.is_empty() || is_interrupted && !open.members.is_empty() {
-            out.push(Action::Aborted { job: name.to_owned() });
-        }
-        if is_interrupted {
-            out.push(Action::Interrupted { job, attempt, began });
-        }
-        waiters.extend(open.round.drop_all());
-        let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error(step, new)));
-        out.extend(waiters.into_iter().map(answer));
-        open.wake_all(out);
-    }
-
-    /// Begins an epoch between two steps: no rank has begun the open step, and none rests, so
-    /// nothing ends. `announce` tells the servers.
-    pub(super) fn enter_epoch_between_steps(
-        &mut self,
-        name: &str,
-        announce: impl FnOnce(&Arc<JobSpec>, &mut Open, u64, &mut Vec<Action>),
-        out: &mut Vec<Action>,
-    ) {
-        let new = self.next_epoch();
-        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
-        else {
-            return;
-        };
-        *epoch = new;
-        announce(spec, open, new, out);
-        open.wake_all(out);
     }
 
     /// Refuses Joins whose rank has not become free in time, and those whose lease the servers have
     /// not accepted in time. Ranks that have not attached in time are lost.
-    pub(super) fn expire_joins(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
-        let epoch = *epoch;
-        for (waiter, rank) in open.queue.expire(now) {
-            let taken = Error::RankTaken { job: name.to_owned(), rank };
-            out.push(Action::Answer(waiter.caller, Err(taken)));
+    pub(super) fn expire_joins(&mut self, cx: &mut Context<'_>) {
+        let epoch = self.epoch;
+        let Phase::Open(open) = &mut self.phase else { return };
+        for (waiter, rank) in open.queue.expire(cx.now) {
+            cx.answer(waiter, Err(Error::RankTaken { job: self.spec.name.clone(), rank }));
         }
-        for rank in open.members.expired(now) {
-            let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-                return;
-            };
+        for rank in open.members.expired(cx.now) {
+            let Phase::Open(open) = &mut self.phase else { return };
             let Some(member) = open.members.get_mut(rank) else { continue };
             if member.detached.is_some() {
-                self.end_lease(name, rank, Cause::Lost, now, out);
+                self.end_lease(rank, Cause::Lost, cx);
                 continue;
             }
             let Some(Joining { waiter, pending }) = member.joining.take() else { continue };
             // The address was not announced to any peer.
             member.address = None;
-            let servers = self.names_of(&pending);
+            let servers = cx.common.servers.names_of(&pending);
             let waiting_for = format!(
-                "{servers} to accept the lease of rank {rank} of job {name:?} (epoch {epoch})"
+                "{servers} to accept the lease of rank {rank} of job {:?} (epoch {epoch})",
+                self.name
             );
-            out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));
-            self.end_lease(name, rank, Cause::Lost, now, out);
+            cx.time_out([waiter], &waiting_for);
+            self.end_lease(rank, Cause::Lost, cx);
         }
     }
 }

@@ -16,10 +16,10 @@ use std::{
 use zeroshard_model::{Result, Server, listing::some_of};
 
 use super::{
-    cluster::Cluster,
+    context::Context,
+    epochs::Cause,
     events::{Action, Caller, Lease, LinkReport, Now, Reply, ServerId},
     history::Severity,
-    leases::Cause,
     state::{Job, Open, Phase},
 };
 
@@ -46,6 +46,8 @@ pub struct Links {
     broken: BTreeMap<(ServerId, u32), Broken>,
     /// When the job has last continued without a server because of reports.
     dropped: Option<Now>,
+    /// When they are looked at again.
+    due: Option<Now>,
 }
 
 /// A link that does not work.
@@ -74,8 +76,12 @@ impl Links {
         self.broken.len()
     }
 
+    pub(super) fn due(&self) -> Option<Now> {
+        self.due
+    }
+
     /// The next time at which a report expires, or has lasted for long enough.
-    pub(super) fn next_deadline(&self, now: Now) -> Option<Now> {
+    fn next_deadline(&self, now: Now) -> Option<Now> {
         let of = |link: &Broken| {
             let judged = [SERVER_PATIENCE, RANK_PATIENCE].map(|patience| link.since + patience);
             judged.into_iter().filter(|&at| at > now).chain([link.until]).min()
@@ -157,28 +163,26 @@ impl Open {
     }
 }
 
-impl Cluster {
+impl Job {
     /// A rank cannot reach a server.
     pub(super) fn link_reported(
         &mut self,
         caller: Caller,
         report: LinkReport,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let name = report.turn.job.name.clone();
-        let noted = self.note_link(report, now, out).map(|()| Reply::LinkNoted);
-        out.push(Action::Answer(caller, noted));
-        self.expire_links(&name, now, out);
+        let noted = self.note_link(report, cx).map(|()| Reply::LinkNoted);
+        cx.push(Action::Answer(caller, noted));
+        self.expire_links(cx);
     }
 
-    fn note_link(&mut self, report: LinkReport, now: Now, out: &mut Vec<Action>) -> Result<()> {
+    fn note_link(&mut self, report: LinkReport, cx: &mut Context<'_>) -> Result<()> {
         let LinkReport { turn, server, incarnation, cause } = report;
         let name = &turn.job.name;
-        let Job { spec, phase, .. } = self.member_job(&turn.job)?;
+        let Self { spec, phase, .. } = self;
         let open = phase.open_mut(name)?;
         open.check_lease(&turn)?;
-        open.forget_links(now);
+        open.forget_links(cx.now);
         let is_it = |of: &&Server| (of.id, of.incarnation) == (server, incarnation);
         let Some(found) = open.placement.servers().iter().find(is_it) else {
             // The rank does not know the current placement yet.
@@ -186,75 +190,65 @@ impl Cluster {
         };
         let (who, address) = (spec.describe_rank(turn.rank), found.address.clone());
         let cause: String = cause.chars().take(CAUSE_CHARS).collect();
-        let (key, lease, until) = ((server, turn.rank), turn.lease, now + REPORT_LIFE);
+        let (key, lease, until) = ((server, turn.rank), turn.lease, cx.now + REPORT_LIFE);
         let before = open.links.broken.get(&key).map(|link| link.since);
-        let since = before.unwrap_or(now);
+        let since = before.unwrap_or(cx.now);
         let link = Broken { lease, since, until, cause: cause.clone() };
         open.links.broken.insert(key, link);
         if before.is_none() {
-            let server = self.name_at(server, &address);
+            let server = cx.common.servers.name_at(server, &address);
             let text = format!("{who} of job {name:?} cannot reach {server}: {cause}");
-            out.push(Action::Alarm(Severity::Warning, text));
+            cx.alarm(Severity::Warning, text);
         }
         Ok(())
     }
 
     /// Forgets old reports, and continues without a server or ranks that have been reported for too
     /// long.
-    pub(super) fn expire_links(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    pub(super) fn expire_links(&mut self, cx: &mut Context<'_>) {
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
+        open.links.due = None;
         if open.links.broken.is_empty() {
             return;
         }
-        open.forget_links(now);
+        open.forget_links(cx.now);
         let is_judged = spec.replicas > 1 && open.version.is_some();
-        let verdict = is_judged.then(|| open.judge(spec.group_size, now)).flatten();
-        if let Some(next) = open.links.next_deadline(now) {
-            out.push(Action::Tick(next));
-        }
+        let verdict = is_judged.then(|| open.judge(spec.group_size, cx.now)).flatten();
+        open.links.due = open.links.next_deadline(cx.now);
+        cx.out.extend(open.links.due.map(Action::Tick));
         match verdict {
-            Some(Verdict::Drop(server)) => self.drop_unreachable(name, server, now, out),
-            Some(Verdict::End(ranks)) => self.end_unreachable(name, &ranks, now, out),
+            Some(Verdict::Drop(server)) => self.drop_unreachable(server, cx),
+            Some(Verdict::End(ranks)) => self.end_unreachable(&ranks, cx),
             None => {}
         }
     }
 
     /// The job continues without a server.
-    fn drop_unreachable(&mut self, name: &str, server: ServerId, now: Now, out: &mut Vec<Action>) {
-        let about = self.name(server);
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
-        open.links.dropped = Some(now);
-        let ranks = open.ranks_without(server, Duration::ZERO, now).into_iter();
+    fn drop_unreachable(&mut self, server: ServerId, cx: &mut Context<'_>) {
+        let about = cx.name(server);
+        let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
+        open.links.dropped = Some(cx.now);
+        let ranks = open.ranks_without(server, Duration::ZERO, cx.now).into_iter();
         let ranks: Vec<_> = ranks.map(|rank| spec.describe_rank(rank)).collect();
         let gone = format!(
             "{} cannot reach {about}, which gets no slices of job {name:?} until it is restarted or \
              uncordoned (zsctl uncordon)",
             some_of(ranks)
         );
-        self.refuse_on(name, server, &gone, now, out);
+        self.refuse_on(server, &gone, cx);
     }
 
     /// Ends the leases of ranks that cannot reach what the others reach.
-    fn end_unreachable(
-        &mut self,
-        name: &str,
-        ranks: &BTreeSet<u32>,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
+    fn end_unreachable(&mut self, ranks: &BTreeSet<u32>, cx: &mut Context<'_>) {
         for &rank in ranks {
-            let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+            let Self { name, phase: Phase::Open(open), .. } = self else { return };
             let Some(lease) = open.members.get(rank).map(|member| member.lease) else { continue };
             let text = format!(
                 "rank {rank} of job {name:?} counts as lost, because it cannot reach its shard \
                  servers: start its worker on another machine"
             );
-            out.push(Action::Alarm(Severity::Warning, text));
-            self.expel(name, rank, lease, Cause::Unreachable, now, out);
+            cx.alarm(Severity::Warning, text);
+            self.expel(rank, lease, Cause::Unreachable, cx);
         }
     }
 }

@@ -6,13 +6,13 @@ use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
 use zeroshard_model::{JobSpec, Placement, memory::Capacity};
 
 use super::{
-    advice::Advice,
+    advice::{Advice, advice},
     cluster::Cluster,
     events::{Now, ServerId},
     history::{Happened, History, Severity},
-    missing::Missing,
     reports::Stats,
-    state::{Job, Phase, ServerState},
+    servers::{Missing, ServerState, Servers},
+    state::{Job, Phase},
 };
 use crate::figures::{JobFigures, JobState};
 
@@ -134,19 +134,20 @@ pub struct Details {
     pub waiting_for: Option<String>,
 }
 
-impl Cluster {
-    pub fn overview(
-        &self,
+impl Overview {
+    /// The overview of a cluster.
+    pub fn of(
+        cluster: &Cluster,
         view: View,
         histories: &BTreeMap<String, History>,
         now: Now,
     ) -> Overview {
         let mut jobs: Vec<(&Job, JobFigures)> =
-            self.jobs.values().map(|job| (job, job.figures())).collect();
+            cluster.jobs.values().map(|job| (job, job.figures())).collect();
         let workers = jobs.iter().map(|(_, figures)| figures.workers).sum();
         let has_failed = |(_, figures): &&(&Job, JobFigures)| figures.state == JobState::Failed;
         let failed_jobs = jobs.iter().filter(has_failed).count();
-        let (servers, memory) = self.servers_overview();
+        let (servers, memory) = servers_overview(cluster);
         let idle = |job: &Job| histories.get(&job.spec.name).and_then(|of| of.idle(now));
         jobs.sort_by_cached_key(|(job, figures)| {
             (Reverse(urgency(figures)), idle(job).unwrap_or(Duration::MAX), &job.spec.name)
@@ -157,142 +158,144 @@ impl Cluster {
         let shown = jobs.into_iter().skip(page * MAX_JOBS).take(MAX_JOBS);
         let jobs = selected.into_iter().chain(shown).enumerate().map(|(at, (job, figures))| {
             let history = histories.get(&job.spec.name);
-            self.job_overview(job, figures, history, at < MAX_DETAILED, now)
+            job_overview(cluster, job, figures, history, at < MAX_DETAILED, now)
         });
-        Overview {
+        Self {
             view: View { page, ..view },
-            advice: self.advice(),
+            advice: advice(cluster),
             servers,
-            connected: self.servers.len(),
-            missing: self.missing().len(),
+            connected: cluster.common.servers.connected().len(),
+            missing: cluster.missing().len(),
             jobs: jobs.collect(),
             pages,
-            all_jobs: self.jobs.len(),
+            all_jobs: cluster.jobs.len(),
             failed_jobs,
             workers,
             memory,
-            is_learning: self.is_learning(),
+            is_learning: cluster.common.learning.is_learning(),
             events: Vec::new(),
             counts: Default::default(),
         }
     }
+}
 
-    fn servers_overview(&self) -> (Vec<ServerOverview>, (u64, Option<u64>)) {
-        let assigned = self.assigned();
-        let assigned = |id: ServerId| assigned.get(&id).map_or(0, |load| load.bytes);
-        let connected = self.servers.iter().map(|(&id, known)| {
-            let ServerState { address, capacity, stats, cordoned, .. } = known;
-            ServerOverview {
-                id,
-                address: address.clone(),
-                name: self.names.get(&id).cloned().unwrap_or_default(),
-                zone: self.zones.get(&id).cloned().unwrap_or_default(),
-                capacity: *capacity,
-                assigned: assigned(id),
-                stats: stats.clone(),
-                awaited_by: 0,
-                lost: None,
-                cordoned: *cordoned,
-            }
-        });
-        let mut servers: Vec<_> = connected.collect();
-        let in_use = servers.iter().map(|server| server.assigned).fold(0, u64::saturating_add);
-        let capacity = servers.iter().try_fold(0u64, |sum, server| {
-            server.capacity.map(|capacity| sum.saturating_add(capacity.bytes))
-        });
-        servers.extend(self.awaited_servers(assigned));
-        let fullness = |server: &ServerOverview| {
-            server.capacity.map_or(0.0, |room| server.assigned as f64 / room.bytes.max(1) as f64)
-        };
-        servers.sort_by(|a, b| {
-            let by_fullness = fullness(b).total_cmp(&fullness(a));
-            let by_loss = b.lost.is_some().cmp(&a.lost.is_some());
-            by_loss
-                .then(b.awaited_by.cmp(&a.awaited_by))
-                .then(by_fullness)
-                .then(a.address.cmp(&b.address))
-        });
-        servers.truncate(MAX_SERVERS);
-        (servers, (in_use, capacity))
-    }
-
-    /// The missing servers, and the number of open jobs that wait for each.
-    fn awaited_servers(&self, assigned: impl Fn(ServerId) -> u64) -> Vec<ServerOverview> {
-        let overview = |Missing { server, cause, .. }: Missing| ServerOverview {
-            id: server.id,
-            name: self.names.get(&server.id).cloned().unwrap_or_default(),
-            zone: self.zones.get(&server.id).cloned().unwrap_or_default(),
-            capacity: None,
-            assigned: assigned(server.id),
-            stats: None,
+fn servers_overview(cluster: &Cluster) -> (Vec<ServerOverview>, (u64, Option<u64>)) {
+    let servers = &cluster.common.servers;
+    let assigned = cluster.common.index.assigned();
+    let assigned = |id: ServerId| assigned.get(&id).map_or(0, |load| load.bytes);
+    let connected = servers.connected().iter().map(|(&id, known)| {
+        let ServerState { address, capacity, stats, cordoned, .. } = known;
+        ServerOverview {
+            id,
+            address: address.clone(),
+            name: servers.given_name(id),
+            zone: servers.zone_of(id),
+            capacity: *capacity,
+            assigned: assigned(id),
+            stats: stats.clone(),
             awaited_by: 0,
-            lost: Some(cause),
-            cordoned: false,
-            address: server.address,
-        };
-        let missing = self.missing().into_iter().map(|of| (of.server.id, overview(of)));
-        let mut awaited: BTreeMap<ServerId, ServerOverview> = missing.collect();
-        for job in self.jobs.values() {
-            let Phase::Open(open) = &job.phase else { continue };
-            let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
-            for server in away {
-                let cause = "it is not connected".to_owned();
-                let new = || overview(Missing { server: server.clone(), since: Now::ZERO, cause });
-                awaited.entry(server.id).or_insert_with(new).awaited_by += 1;
-            }
+            lost: None,
+            cordoned: *cordoned,
         }
-        awaited.into_values().collect()
-    }
+    });
+    let mut all: Vec<_> = connected.collect();
+    let in_use = all.iter().map(|server| server.assigned).fold(0, u64::saturating_add);
+    let capacity = all.iter().try_fold(0u64, |sum, server| {
+        server.capacity.map(|capacity| sum.saturating_add(capacity.bytes))
+    });
+    all.extend(awaited_servers(cluster, assigned));
+    let fullness = |server: &ServerOverview| {
+        server.capacity.map_or(0.0, |room| server.assigned as f64 / room.bytes.max(1) as f64)
+    };
+    all.sort_by(|a, b| {
+        let by_fullness = fullness(b).total_cmp(&fullness(a));
+        let by_loss = b.lost.is_some().cmp(&a.lost.is_some());
+        by_loss
+            .then(b.awaited_by.cmp(&a.awaited_by))
+            .then(by_fullness)
+            .then(a.address.cmp(&b.address))
+    });
+    all.truncate(MAX_SERVERS);
+    (all, (in_use, capacity))
+}
 
-    fn job_overview(
-        &self,
-        job: &Job,
-        figures: JobFigures,
-        history: Option<&History>,
-        is_detailed: bool,
-        now: Now,
-    ) -> JobOverview {
-        let (open, failure) = match &job.phase {
-            Phase::Open(open) => (Some(open), open.saves.failure.clone()),
-            Phase::Failed { reason, .. } => (None, Some(reason.clone())),
-            _ => (None, None),
-        };
-        let last = history.and_then(|history| history.points().last());
-        let details = || Details {
-            history: history.cloned().unwrap_or_default(),
-            placement: open.map(|open| open.placement.clone()),
-            late: open.map_or(Vec::new(), |open| open.lateness.latest(MAX_LATE)),
-            waiting_for: self.waiting_for(job),
-        };
-        JobOverview {
-            id: job.id,
-            spec: job.spec.clone(),
-            figures,
-            failure,
-            advice: self.advice_for(job),
-            uninitialised: open.map_or(0, |open| open.uninitialised.len()),
-            resting: open.map_or(0, |open| open.resting.ranks().count()),
-            done: open.map_or(0, |open| open.done.len()),
-            saved: open.and_then(|open| open.saves.last()),
-            saving: open.and_then(|open| open.saves.current()),
-            saved_ago: open.and_then(|open| open.saves.completed).map(|at| now.saturating_sub(at)),
-            failed_saves: open.map_or(0, |open| open.saves.failures),
-            rate: history.and_then(|history| history.rate(now)),
-            idle: history.and_then(|history| history.idle(now)),
-            loss: last.and_then(|last| last.loss()),
-            norm: last.and_then(|last| last.norm()),
-            details: is_detailed.then(details),
+/// The missing servers, and the number of open jobs that wait for each.
+fn awaited_servers(cluster: &Cluster, assigned: impl Fn(ServerId) -> u64) -> Vec<ServerOverview> {
+    let servers = &cluster.common.servers;
+    let overview = |Missing { server, cause, .. }: Missing| ServerOverview {
+        id: server.id,
+        name: servers.given_name(server.id),
+        zone: servers.zone_of(server.id),
+        capacity: None,
+        assigned: assigned(server.id),
+        stats: None,
+        awaited_by: 0,
+        lost: Some(cause),
+        cordoned: false,
+        address: server.address,
+    };
+    let missing = cluster.missing().into_iter().map(|of| (of.server.id, overview(of)));
+    let mut awaited: BTreeMap<ServerId, ServerOverview> = missing.collect();
+    for job in cluster.jobs.values() {
+        let Phase::Open(open) = &job.phase else { continue };
+        let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
+        for server in away {
+            let cause = "it is not connected".to_owned();
+            let new = || overview(Missing { server: server.clone(), since: Now::ZERO, cause });
+            awaited.entry(server.id).or_insert_with(new).awaited_by += 1;
         }
     }
+    awaited.into_values().collect()
+}
 
-    /// The input that the first waiting server of the job lacks.
-    fn waiting_for(&self, job: &Job) -> Option<String> {
-        let servers = job.phase.placement()?.servers().iter();
-        servers.filter_map(|server| self.servers.get(&server.id)).find_map(|known| {
-            let waiting_for = known.stats.as_ref()?.waiting_for(job.id)?;
-            Some(format!("{} waits for {waiting_for}", known.address))
-        })
+fn job_overview(
+    cluster: &Cluster,
+    job: &Job,
+    figures: JobFigures,
+    history: Option<&History>,
+    is_detailed: bool,
+    now: Now,
+) -> JobOverview {
+    let (open, failure) = match &job.phase {
+        Phase::Open(open) => (Some(open), open.saves.failure.clone()),
+        Phase::Failed { reason, .. } => (None, Some(reason.clone())),
+        _ => (None, None),
+    };
+    let last = history.and_then(|history| history.points().last());
+    let details = || Details {
+        history: history.cloned().unwrap_or_default(),
+        placement: open.map(|open| open.placement.clone()),
+        late: open.map_or(Vec::new(), |open| open.lateness.latest(MAX_LATE)),
+        waiting_for: waiting_for(&cluster.common.servers, job),
+    };
+    JobOverview {
+        id: job.id,
+        spec: job.spec.clone(),
+        figures,
+        failure,
+        advice: job.advice(&cluster.common),
+        uninitialised: open.map_or(0, |open| open.uninitialised.len()),
+        resting: open.map_or(0, |open| open.resting.ranks().count()),
+        done: open.map_or(0, |open| open.done.len()),
+        saved: open.and_then(|open| open.saves.last()),
+        saving: open.and_then(|open| open.saves.current()),
+        saved_ago: open.and_then(|open| open.saves.completed).map(|at| now.saturating_sub(at)),
+        failed_saves: open.map_or(0, |open| open.saves.failures),
+        rate: history.and_then(|history| history.rate(now)),
+        idle: history.and_then(|history| history.idle(now)),
+        loss: last.and_then(|last| last.loss()),
+        norm: last.and_then(|last| last.norm()),
+        details: is_detailed.then(details),
     }
+}
+
+/// The input that the first waiting server of the job lacks.
+fn waiting_for(servers: &Servers, job: &Job) -> Option<String> {
+    let placed = job.phase.placement()?.servers().iter();
+    placed.filter_map(|server| servers.get(server.id)).find_map(|known| {
+        let waiting_for = known.stats.as_ref()?.waiting_for(job.id)?;
+        Some(format!("{} waits for {waiting_for}", known.address))
+    })
 }
 
 /// The urgency of a job for an operator. Jobs with a higher value come first.

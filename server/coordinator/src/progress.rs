@@ -4,7 +4,7 @@
 use zeroshard_model::{Error, Server, listing::some_of};
 
 use super::{
-    cluster::Cluster,
+    context::Common,
     events::Now,
     figures::JobState,
     state::{Job, Open, Phase},
@@ -49,35 +49,33 @@ impl Progress {
     }
 }
 
-impl Cluster {
-    /// Updates the progress of all jobs after an event at `now`.
+impl Job {
+    /// Updates the progress after an event at `now`.
     pub(super) fn note_progress(&mut self, now: Now) {
-        for job in self.jobs.values_mut() {
-            let version = match &job.phase {
-                Phase::Open(open) => open.version,
-                _ => None,
-            };
-            let (mark, progress) = (Some((job.phase.shown(), version)), &mut job.progress);
-            if progress.mark != mark {
-                (progress.mark, progress.since) = (mark, now);
-            }
-            if let Some(error) = progress.fresh.take() {
-                progress.trouble = Some((error, now));
-            }
+        let version = match &self.phase {
+            Phase::Open(open) => open.version,
+            _ => None,
+        };
+        let (mark, progress) = (Some((self.phase.shown(), version)), &mut self.progress);
+        if progress.mark != mark {
+            (progress.mark, progress.since) = (mark, now);
+        }
+        if let Some(error) = progress.fresh.take() {
+            progress.trouble = Some((error, now));
         }
     }
 
     /// The input that the job waits for; `None` if nothing is missing, the job has failed, or all
     /// of its ranks have ended.
-    pub fn wait_of(&self, job: &Job) -> Option<Wait> {
-        let name = &job.spec.name;
+    pub fn wait(&self, common: &Common) -> Option<Wait> {
         let servers =
             |reason, lacks_servers| Some(Wait { reason, lacks_workers: false, lacks_servers });
-        match &job.phase {
-            Phase::Waiting { placing, .. } => servers(self.creators_wait_for(name), !placing),
-            Phase::Opening { .. } => servers(self.creators_wait_for(name), false),
+        match &self.phase {
+            Phase::Waiting { placing, .. } => servers(self.creators_wait_for(common), !placing),
+            Phase::Opening { .. } => servers(self.creators_wait_for(common), false),
             Phase::Recovering(recovery) => {
-                let missing = recovery.missing().map(|of| self.name_at(of.id, &of.address));
+                let missing =
+                    recovery.missing().map(|of| common.servers.name_at(of.id, &of.address));
                 let missing: Vec<String> = missing.collect();
                 match missing.is_empty() {
                     true => servers("its workers to continue".to_owned(), false),
@@ -87,22 +85,22 @@ impl Cluster {
                     }
                 }
             }
-            Phase::Open(open) => self.open_waits_for(job, open),
-            Phase::Failed { .. } => None,
+            Phase::Open(open) => self.open_waits_for(open, common),
+            Phase::Failed { .. } | Phase::Gone => None,
         }
     }
 
-    fn open_waits_for(&self, job: &Job, open: &Open) -> Option<Wait> {
-        if open.has_ended(job.spec.world) {
+    fn open_waits_for(&self, open: &Open, common: &Common) -> Option<Wait> {
+        if open.has_ended(self.spec.world) {
             return None;
         }
         let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
-        let name = |of: &Server| self.name_at(of.id, &of.address);
+        let name = |of: &Server| common.servers.name_at(of.id, &of.address);
         let away = away.map(|of| format!("{}, which is not connected", name(of)));
         let mut parts: Vec<String> = away.collect();
         parts.extend(open.broken_links().into_iter().map(|(server, ranks, cause)| {
             let ranks: Vec<_> =
-                ranks.into_iter().map(|rank| job.spec.describe_rank(rank)).collect();
+                ranks.into_iter().map(|rank| self.spec.describe_rank(rank)).collect();
             format!("{}, which cannot be reached by {}: {cause}", name(server), some_of(ranks))
         }));
         let lacks_servers = !parts.is_empty();
@@ -112,14 +110,14 @@ impl Cluster {
             let has_left = is_ending && open.left.contains(&rank);
             open.takes_part(rank) && open.members.get(rank).is_none() && !has_left
         };
-        let lacks_workers = (0..job.spec.world).any(is_lost);
+        let lacks_workers = (0..self.spec.world).any(is_lost);
         if is_ending && !lacks_workers && !lacks_servers {
             return None;
         }
         if open.replicas.is_copying() {
             parts.push("the copies of slices to a backup".to_owned());
         }
-        parts.extend(self.step_lacks(job, open));
+        parts.extend(self.step_lacks(open, common));
         let step = open.step();
         let is_missing = !parts.is_empty();
         let reason = format!("step {step} waits for {}", some_of(parts));

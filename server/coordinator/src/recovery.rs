@@ -17,39 +17,23 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     mem,
-    time::Duration,
 };
 
-use zeroshard_model::{Attempt, Error, Server, listing::some_of};
+use zeroshard_model::{Attempt, Server, listing::some_of};
 
 use super::{
-    cluster::Cluster,
-    events::{
-        Action, Attach, Command, FailedThere, JobRef, Lease, Link, Now, Said, ServerId, Waiter,
-    },
+    context::{Consequence, Context},
+    events::{Action, Attach, Command, FailedThere, Lease, Link, Now, ServerId},
     held::{Held, Ranks},
-    jobs::Plan,
+    index::Name,
+    learning::{RECOVERY, unknown_yet},
     leases::MAX_AHEAD,
+    plan::Plan,
     progress::Progress,
     rebuild::Recovered,
+    reduce::Reduced,
     state::{Job, Phase},
 };
-
-/// How long a job waits for its servers, and then for its ranks. A server notices that the host of
-/// the coordinator is gone after 30 s at most (`KEEPALIVE_INTERVAL` and `KEEPALIVE_TIMEOUT`), dials
-/// for 5 s (`CONNECT_TIMEOUT`), and describes its jobs in 8 s (`DESCRIPTION_LIMIT`). Calls of
-/// clients wait for 60 s by default.
-pub const RECOVERY: Duration = Duration::from_secs(45);
-
-/// The part of [`LEARNING`] in which servers of an earlier coordinator may return after the first
-/// new one. They dial again after half a second (`shard::RECONNECT`).
-pub const SETTLING: Duration = Duration::from_secs(1);
-
-/// How long a coordinator that has just started waits before it places new jobs, and tells those
-/// who are not members of a job that it does not exist: a server may describe a job of that name.
-/// Servers of a coordinator whose process has ended dial again at once. Members of a job know that
-/// it exists, and wait for [`RECOVERY`].
-pub const LEARNING: Duration = Duration::from_secs(10);
 
 /// A job some of whose servers have described it.
 #[derive(Debug)]
@@ -68,6 +52,38 @@ pub struct Recovery {
 }
 
 impl Recovery {
+    /// That of a job that one server has described.
+    fn new(server: ServerId, held: Held, deadline: Now) -> Self {
+        Self {
+            plan: held.plan.clone(),
+            held: BTreeMap::from([(server, held)]),
+            away: BTreeMap::new(),
+            lost: BTreeMap::new(),
+            doubted: BTreeMap::new(),
+            asked: BTreeMap::new(),
+            deadline,
+        }
+    }
+
+    /// Returns whether a server that is connected has described the job.
+    pub(super) fn is_held_by(&self, server: ServerId) -> bool {
+        self.held.contains_key(&server)
+    }
+
+    /// A server has all initial parameters since it has described the job.
+    pub(super) fn initialised(&mut self, server: ServerId, epoch: u64) {
+        if let Some(held) = self.held.get_mut(&server).filter(|of| of.attempt.epoch == epoch) {
+            held.initialised = true;
+        }
+    }
+
+    /// A server has all gradients of the attempt since it has described the job.
+    pub(super) fn ready(&mut self, server: ServerId, attempt: Attempt, reduced: Reduced) {
+        if let Some(held) = self.held.get_mut(&server).filter(|of| of.attempt == attempt) {
+            held.ready = Some(reduced);
+        }
+    }
+
     pub(super) fn deadline(&self) -> Now {
         self.deadline
     }
@@ -175,155 +191,82 @@ impl Recovery {
     }
 }
 
-impl Cluster {
-    /// A server has described the jobs that it holds. It has followed another coordinator before if
-    /// it `is_new` here; a job that this coordinator has dropped is closed.
-    pub(super) fn take_over(
-        &mut self,
-        server: ServerId,
-        held: Vec<Held>,
-        is_new: bool,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let ids: BTreeSet<u64> = held.iter().map(|held| held.id).collect();
-        for held in held {
-            let job = JobRef { name: held.spec.name.clone(), id: held.id };
-            if is_new {
-                self.make_way_for(&job, &held, server, now, out);
-            }
-            match self.jobs.get_mut(&job.name) {
-                None if is_new => {
-                    out.push(Action::Tick(now + RECOVERY));
-                    self.jobs.insert(job.name.clone(), Job::recovering(server, held, now));
-                }
-                Some(Job { id, learned, phase: Phase::Recovering(recovery), .. })
-                    if *id == job.id =>
-                {
-                    *learned = (*learned).max(Some(held.age()));
-                    if let Some((other, difference)) = recovery.difference(&held) {
-                        let [one, other] = [other, server].map(|server| self.name(server));
-                        let reason = format!("{one} and {other} describe different {difference}");
-                        self.fail(&job.name, &reason, now, out);
-                        out.push(Action::Command(server, Command::Close(job)));
-                        continue;
-                    }
-                    recovery.take(server, held);
-                }
-                Some(Job { id, phase: Phase::Open(open), .. })
-                    if *id == job.id && open.away.contains_key(&server) =>
-                {
-                    self.rejoin(server, &job, &held, now, out);
-                }
-                // It will be told to open the job again, or to close it once all others have.
-                Some(Job {
-                    id,
-                    phase:
-                        Phase::Waiting { interrupted: Some(interrupted), .. }
-                        | Phase::Opening { interrupted: Some(interrupted), .. },
-                    ..
-                }) if *id == job.id => {
-                    interrupted.holds(server);
-                    self.skip_epochs(held.attempt.epoch);
-                }
-                _ => out.push(Action::Command(server, Command::Close(job))),
-            }
-        }
-        self.abandoned_by(server, &ids, now, out);
-        let recovering = |job: &&Job| matches!(job.phase, Phase::Recovering(_));
-        let names: Vec<String> =
-            self.jobs.values().filter(recovering).map(|job| job.spec.name.clone()).collect();
-        for name in names {
-            self.try_recover(&name, now, out);
-        }
-        // After the server was told to close what it holds of an earlier placement.
-        let names: Vec<String> = self.jobs.keys().cloned().collect();
-        for name in names {
-            self.restore_redundancy(&name, now, out);
-        }
-        self.probe_missing(out);
-    }
-
-    /// A worker may have asked for the job before a server has described it. It asks again.
-    /// And a server that was away may have described an earlier job of the name, or this job
-    /// without steps and epochs that another coordinator has made since.
-    fn make_way_for(
-        &mut self,
-        job: &JobRef,
-        held: &Held,
-        server: ServerId,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(found) = self.jobs.get(&job.name) else { return };
-        let is_earlier = found.learned.is_some_and(|learned| learned < held.age());
-        let error = match &found.phase {
-            Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. } => {
-                unknown_yet(&job.name)
-            }
-            _ if found.id != job.id && is_earlier => Error::JobReplaced { job: job.name.clone() },
-            Phase::Open(open)
-                if is_earlier
-                    && open.rolled_back.is_none()
-                    && (open.step() < held.attempt.step || found.epoch < held.attempt.epoch) =>
-            {
-                return self.learn_again(&job.name, server, now, out);
-            }
-            _ => return,
-        };
-        if let Some(Job { id, phase, .. }) = self.jobs.remove(&job.name) {
-            self.dissolve(&job.name, id, phase, &error, out);
+impl Job {
+    /// A job that a server has described to a new coordinator.
+    pub(super) fn recovering(server: ServerId, held: Held, now: Now) -> Self {
+        Self {
+            name: Name::from(held.spec.name.as_str()),
+            spec: held.spec.clone(),
+            id: held.id,
+            epoch: 0,
+            unused_since: now,
+            succession: held.succession.clone(),
+            restore: held.restore.clone(),
+            learned: Some(held.age()),
+            progress: Progress::default(),
+            phase: Phase::Recovering(Box::new(Recovery::new(server, held, now + RECOVERY))),
         }
     }
 
-    /// Another coordinator has had an open job meanwhile. Its servers keep it, and those other than
-    /// `server` describe it again. Its ranks keep their leases, and open new streams.
-    fn learn_again(&mut self, name: &str, server: ServerId, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase, .. }) = self.jobs.remove(name) else { return };
-        let connected = |of: &Server| Some((of.id, self.servers.get(&of.id)?.stream));
-        let placed = phase.placement().into_iter().flat_map(|placement| placement.servers());
-        let connected: Vec<(ServerId, u64)> = placed.filter_map(connected).collect();
-        let (waiters, leases) = phase.into_waiting();
-        let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(unknown_yet(name)));
-        out.extend(waiters.into_iter().map(answer));
-        out.extend(leases.into_iter().map(|lease| Action::End(lease, Some(unknown_yet(name)))));
-        let cause = format!("another coordinator has had job {name:?} meanwhile");
-        for (server, stream) in connected.into_iter().filter(|(other, _)| *other != server) {
-            self.server_lost(Link { server, stream }, &cause, now, out);
+    /// A server has connected, and describes the job. One that the job does not need is told to
+    /// close it.
+    pub(super) fn described(&mut self, server: ServerId, held: Held, cx: &mut Context<'_>) {
+        match &mut self.phase {
+            Phase::Recovering(recovery) => {
+                self.learned = self.learned.max(Some(held.age()));
+                if let Some((other, difference)) = recovery.difference(&held) {
+                    let [one, other] = [other, server].map(|server| cx.name(server));
+                    let reason = format!("{one} and {other} describe different {difference}");
+                    self.fail(&reason, cx);
+                    return cx.command(server, Command::Close(self.reference()));
+                }
+                recovery.take(server, held);
+            }
+            Phase::Open(open) if open.away.contains_key(&server) => {
+                self.rejoin(server, &held, cx);
+            }
+            // It will be told to open the job again, or to close it once all others have.
+            Phase::Waiting { interrupted: Some(interrupted), .. }
+            | Phase::Opening { interrupted: Some(interrupted), .. } => {
+                interrupted.holds(server);
+                cx.common.epochs.skip(held.attempt.epoch);
+            }
+            _ => cx.command(server, Command::Close(self.reference())),
         }
     }
 
-    /// Returns whether servers may still describe jobs: the coordinator has just started, and
-    /// servers of an earlier one have registered, or have had no time to.
-    pub fn is_learning(&self) -> bool {
-        let has_settled = self.settles_until.is_none() && self.has_returning == Some(false);
-        self.learns_until.is_some() && !has_settled
+    /// Returns whether the job was learned from descriptions that are older than this one.
+    pub(super) fn is_older_than(&self, held: &Held) -> bool {
+        self.learned.is_some_and(|learned| learned < held.age())
     }
 
-    /// Ends the time in which servers may describe jobs.
-    pub(super) fn expire_learning(&mut self, now: Now, out: &mut Vec<Action>) {
-        self.members_wait_until.take_if(|until| *until <= now);
-        let has_settled = self.settles_until.take_if(|until| *until <= now).is_some();
-        if has_settled | self.learns_until.take_if(|until| *until <= now).is_some() {
-            let names: Vec<String> = self.jobs.keys().cloned().collect();
-            for name in names {
-                self.try_place(&name, now, out);
-                self.try_recover(&name, now, out);
-            }
+    /// Returns whether another coordinator has made steps or epochs of the open job since.
+    pub(super) fn lacks_what(&self, held: &Held) -> bool {
+        let Phase::Open(open) = &self.phase else { return false };
+        self.is_older_than(held)
+            && open.rolled_back.is_none()
+            && (open.step() < held.attempt.step || self.epoch < held.attempt.epoch)
+    }
+
+    /// Another coordinator has had the open job meanwhile, so it is learned again. Its servers keep
+    /// it. Its ranks keep their leases, and open new streams.
+    pub(super) fn learn_again(&mut self, cx: &mut Context<'_>) {
+        let unknown = unknown_yet(&self.name);
+        let (waiters, leases) = mem::replace(&mut self.phase, Phase::Gone).into_waiting();
+        cx.refuse(waiters, &unknown);
+        for lease in leases {
+            cx.push(Action::End(lease, Some(unknown.clone())));
         }
     }
 
     /// Continues a job that all of its servers have described.
-    pub(super) fn try_recover(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, phase: Phase::Recovering(recovery), .. }) = self.jobs.get(name)
-        else {
-            return;
-        };
+    pub(super) fn try_recover(&mut self, cx: &mut Context<'_>) {
+        let Self { spec, id, phase: Phase::Recovering(recovery), .. } = &*self else { return };
         let mut is_complete = true;
         let has_replicas = spec.replicas > 1;
         let mut lost = BTreeMap::new();
         for server in recovery.plan.placement.servers() {
-            match self.servers.get(&server.id) {
+            match cx.common.servers.get(server.id) {
                 _ if recovery.lost.contains_key(&server.id) => {}
                 None => is_complete = false,
                 Some(known) if known.incarnation != server.incarnation && has_replicas => {
@@ -334,53 +277,51 @@ impl Cluster {
                 }
                 Some(known) if known.incarnation != server.incarnation => {
                     let server = server.id;
-                    return self.give_up(name, server, "it was restarted", now, out);
+                    return self.give_up(server, "it was restarted", cx);
                 }
                 Some(known) if !recovery.held.contains_key(&server.id) => {
                     let failed = known.failed.get(id).cloned();
-                    return self.recover_without(name, server.id, failed, now, out);
+                    return self.recover_without(server.id, failed, cx);
                 }
                 Some(_) => {}
             }
         }
-        let waits = self.is_learning();
-        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+        let waits = cx.common.learning.is_learning();
+        let Phase::Recovering(recovery) = &mut self.phase else { return };
         recovery.lost.extend(lost);
         // A server that is not back yet may describe a later placement, without the lost servers.
         let is_latest = recovery.lost.is_empty() || recovery.is_latest();
         let is_certain = !has_replicas || is_latest && recovery.has_every_slice();
         if is_complete && (is_certain || !waits) {
-            self.recover(name, now, out);
+            self.recover(cx);
         }
     }
 
     /// A worker asks to continue with a job that is being learned or restored. A restoration must
     /// begin in an epoch that it does not know.
-    pub(super) fn asked_by(&mut self, attach: &Attach, now: Now, out: &mut Vec<Action>) {
-        let Attach { job, rank, lease, attempt, .. } = attach;
+    pub(super) fn asked_by(&mut self, attach: &Attach, cx: &mut Context<'_>) {
+        let Attach { rank, lease, attempt, .. } = attach;
         let known = attempt.epoch;
-        let Some(Job { spec, epoch, phase, .. }) = self.reported_job(job) else { return };
+        let Self { spec, epoch, phase, .. } = self;
         let is_possible = known <= epoch.saturating_add(MAX_AHEAD);
         match phase {
             Phase::Recovering(recovery) if *rank < spec.world => {
                 recovery.asked.insert(*rank, (*lease, known));
-                self.try_recover(&job.name, now, out);
+                self.try_recover(cx);
             }
             Phase::Waiting { interrupted: Some(interrupted), .. }
                 if is_possible && interrupted.members.rank_of(*lease) == Some(*rank) =>
             {
-                self.skip_epochs(known);
+                cx.common.epochs.skip(known);
             }
             Phase::Opening { interrupted: Some(interrupted), .. }
                 if is_possible
                     && known >= *epoch
                     && interrupted.members.rank_of(*lease) == Some(*rank) =>
             {
-                self.skip_epochs(known);
+                cx.common.epochs.skip(known);
                 let reason = format!("rank {rank} knows a later epoch, {known}");
-                self.interrupt(&job.name, &reason, now, out);
+                self.interrupt(&reason, cx);
             }
             _ => {}
         }
@@ -392,33 +333,27 @@ impl Cluster {
     /// disposed of because nobody uses it.
     fn recover_without(
         &mut self,
-        name: &str,
         server: ServerId,
         failed: Option<FailedThere>,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let server = self.name(server);
+        let server = cx.name(server);
         match failed {
             // It could not read the checkpoint to which the last coordinator returned the job.
             Some(FailedThere { reason, transient: true }) => {
-                self.interrupt_or_fail(name, &format!("{server}: {reason}"), now, out);
+                self.interrupt_or_fail(&format!("{server}: {reason}"), cx);
             }
             Some(FailedThere { reason, .. }) => {
-                self.fail(name, &format!("{server}: {reason}"), now, out);
+                self.fail(&format!("{server}: {reason}"), cx);
             }
-            None if self.interrupt(name, &format!("{server} does not hold it"), now, out) => {}
-            None => self.remove(name, "it was closed", out),
+            None if self.interrupt(&format!("{server} does not hold it"), cx) => {}
+            None => self.remove("it was closed", cx),
         }
     }
 
-    fn recover(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, phase: Phase::Recovering(recovery), .. }) =
-            self.jobs.get_mut(name)
-        else {
-            return;
-        };
-        let job = JobRef { name: name.to_owned(), id: *id };
+    fn recover(&mut self, cx: &mut Context<'_>) {
+        let job = self.reference();
+        let Self { name, spec, phase: Phase::Recovering(recovery), .. } = self else { return };
         let is_published = recovery.described().any(|held| held.published);
         if spec.replicas > 1 && is_published && !recovery.has_every_slice() {
             let servers = recovery.plan.placement.servers().iter();
@@ -426,113 +361,72 @@ impl Cluster {
             let lost = lost.map(|(address, why)| format!("shard server {address}: {why}"));
             let lost: Vec<String> = lost.collect();
             let reason = format!("all servers of a slice were lost ({})", some_of(lost));
-            return self.interrupt_or_fail(name, &reason, now, out);
+            return self.interrupt_or_fail(&reason, cx);
         }
         for server in recovery.drop_others() {
-            out.push(Action::Command(server, Command::Close(job.clone())));
+            cx.command(server, Command::Close(job.clone()));
         }
         if recovery.is_half_restored() {
             let reason = "the coordinator was lost while the job was being restored";
-            return self.interrupt_or_fail(name, reason, now, out);
+            return self.interrupt_or_fail(reason, cx);
         }
-        let recovered = match recovery.rebuild(&job, spec, now, now + RECOVERY) {
+        let recovered = match recovery.rebuild(&job, spec, cx.now, cx.now + RECOVERY) {
             Ok(recovered) => recovered,
-            Err((server, what)) => return self.contradicted(name, server, &what, now, out),
+            Err((server, what)) => return self.contradicted(server, &what, cx),
         };
         let lost = recovery.lost.clone();
         let Recovered { mut open, epoch, commands } = recovered;
         if spec.replicas > 1 {
             open.uninitialised.retain(|server| !lost.contains_key(server));
         }
-        out.push(Action::Note(format!(
+        cx.note(format!(
             "job {name:?} continues at step {} in epoch {epoch}, with {} of {} ranks",
             open.step(),
             open.members.len(),
             spec.world
-        )));
-        out.extend(commands.into_iter().map(|(server, command)| Action::Command(server, command)));
-        out.push(Action::Tick(now + RECOVERY));
-        self.see_epoch(epoch);
-        if let Some(job) = self.jobs.get_mut(name) {
-            (job.epoch, job.phase) = (epoch, Phase::Open(Box::new(open)));
+        ));
+        for (server, command) in commands {
+            cx.command(server, command);
         }
-        self.publish_if_initialised(name, out);
-        if self.return_without_data(name, now, out) {
+        cx.push(Action::Tick(cx.now + RECOVERY));
+        cx.common.epochs.see(epoch);
+        (self.epoch, self.phase) = (epoch, Phase::Open(Box::new(open)));
+        self.publish_if_initialised(cx);
+        if self.return_without_data(cx) {
             return;
         }
         for (server, why) in lost {
-            self.give_up(name, server, &why, now, out);
+            self.give_up(server, &why, cx);
         }
-        self.serve_version(name, out);
-        self.copy_next(name, out);
-        self.unused_from(name, now, out);
-        self.advance(name, now, out);
+        self.serve_version(cx);
+        self.copy_next(cx);
+        self.unused_from_now(cx);
+        self.advance(cx);
     }
 
     /// The description by a server does not fit those by the others. If it is older, the server may
     /// have followed another coordinator since: it is dismissed, and describes its jobs again.
-    fn contradicted(
-        &mut self,
-        name: &str,
-        server: ServerId,
-        what: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    fn contradicted(&mut self, server: ServerId, what: &str, cx: &mut Context<'_>) {
+        let Phase::Recovering(recovery) = &mut self.phase else { return };
         let Some(attempt) = recovery.held.get(&server).map(|held| held.attempt) else { return };
         let is_old = recovery.held.values().any(|other| other.attempt.step > attempt.step)
             && recovery.doubted.insert(server, attempt) != Some(attempt);
-        let stream = self.servers.get(&server).map(|known| known.stream);
+        let stream = cx.common.servers.get(server).map(|known| known.stream);
         match stream.filter(|_| is_old) {
             Some(stream) => {
-                let cause = format!("its description of job {name:?} is out of date");
-                self.server_lost(Link { server, stream }, &cause, now, out);
+                let cause = format!("its description of job {:?} is out of date", self.name);
+                let link = Link { server, stream };
+                cx.consequences.push(Consequence::Dismiss { link, cause });
             }
-            None => {
-                let reason = format!("{} {what}", self.name(server));
-                self.fail(name, &reason, now, out);
-            }
-        }
-    }
-
-    /// Notes what a server says about a job after it has described the job.
-    pub(super) fn amend(&mut self, server: ServerId, said: &Said, now: Now, out: &mut Vec<Action>) {
-        let (Said::Ready { job, .. } | Said::Initialised { job, .. } | Said::Failed { job, .. }) =
-            said
-        else {
-            return;
-        };
-        let name = self.name(server);
-        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.reported_job(job) else {
-            return;
-        };
-        let Some(held) = recovery.held.get_mut(&server) else { return };
-        match said {
-            Said::Ready { attempt, reduced, .. } if *attempt == held.attempt => {
-                held.ready = Some(reduced.clone());
-            }
-            Said::Initialised { epoch, .. } if *epoch == held.attempt.epoch => {
-                held.initialised = true;
-            }
-            Said::Failed { reason, .. } => {
-                let reason = format!("{name}: {reason}");
-                self.fail(&job.name, &reason, now, out);
-            }
-            _ => {}
+            None => self.fail(&format!("{} {what}", cx.name(server)), cx),
         }
     }
 
     /// At its deadline, a job with replicas continues without the servers that have not described
     /// it. Another job returns to its last checkpoint or, if its policy does not ask for it, fails.
-    pub(super) fn expire_recovery(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name)
-        else {
-            return;
-        };
-        if recovery.deadline > now {
+    pub(super) fn expire_recovery(&mut self, cx: &mut Context<'_>) {
+        let Self { spec, phase: Phase::Recovering(recovery), .. } = self else { return };
+        if recovery.deadline > cx.now {
             return;
         }
         let why = format!("did not connect within {RECOVERY:?} of the coordinator's start");
@@ -542,35 +436,11 @@ impl Cluster {
         if spec.replicas > 1 {
             let late: Vec<_> = late.map(|server| (server.id, format!("it {why}"))).collect();
             lost.extend(late);
-            return self.recover(name, now, out);
+            return self.recover(cx);
         }
         let late: Vec<Server> = late.cloned().collect();
-        let late = late.iter().map(|of| self.name_at(of.id, &of.address));
+        let late = late.iter().map(|of| cx.common.servers.name_at(of.id, &of.address));
         let reason = format!("{} {why}", some_of(late));
-        self.interrupt_or_fail(name, &reason, now, out);
-    }
-}
-
-impl Job {
-    fn recovering(server: ServerId, held: Held, now: Now) -> Self {
-        let (id, spec, succession) = (held.id, held.spec.clone(), held.succession.clone());
-        let restore = held.restore.clone();
-        let (plan, deadline, learned) = (held.plan.clone(), now + RECOVERY, Some(held.age()));
-        let held = BTreeMap::from([(server, held)]);
-        let (away, lost, doubted) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        let asked = BTreeMap::new();
-        let recovery = Recovery { plan, held, away, lost, doubted, asked, deadline };
-        let phase = Phase::Recovering(Box::new(recovery));
-        let progress = Progress::default();
-        let unused_since = now;
-        Self { spec, id, epoch: 0, unused_since, succession, restore, learned, progress, phase }
-    }
-}
-
-/// The error for a member's call about a job that a new coordinator may still learn.
-pub(super) fn unknown_yet(job: &str) -> Error {
-    Error::Unavailable {
-        peer: format!("job {job:?}"),
-        cause: "the coordinator was started and its shard servers have not all connected".into(),
+        self.interrupt_or_fail(&reason, cx);
     }
 }

@@ -6,10 +6,11 @@ use std::{collections::BTreeMap, sync::Arc};
 use zeroshard_model::{JobSpec, Result, TensorSpec, listing::some_of};
 
 use super::{
-    cluster::Cluster,
+    context::{Common, Context},
     decisions::Report,
-    events::{Action, Caller, Now, Reduce, Reply, ServerId, Waiter},
+    events::{Action, Caller, Reduce, Reply, ServerId, Waiter},
     leases::check_rank,
+    servers::Servers,
     state::{Job, Open, Phase},
 };
 
@@ -153,25 +154,24 @@ pub(super) struct Reducer {
     loss_scale: f64,
 }
 
-impl Cluster {
-    pub(super) fn reduce(
-        &mut self,
-        caller: Caller,
-        reduce: Reduce,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        match self.try_reduce(caller, &reduce, now) {
-            Ok(None) => self.answer_reducers(&reduce.turn.job.name, out),
-            Ok(Some(reply)) => out.push(Action::Answer(caller, Ok(reply))),
-            Err(error) => out.push(Action::Answer(caller, Err(error))),
+impl Job {
+    pub(super) fn reduce(&mut self, caller: Caller, reduce: Reduce, cx: &mut Context<'_>) {
+        match self.try_reduce(caller, &reduce, cx) {
+            Ok(None) => self.answer_reducers(cx),
+            Ok(Some(reply)) => cx.push(Action::Answer(caller, Ok(reply))),
+            Err(error) => cx.push(Action::Answer(caller, Err(error))),
         }
     }
 
     /// Registers the call. Returns the answer if the step was decided.
-    fn try_reduce(&mut self, caller: Caller, reduce: &Reduce, now: Now) -> Result<Option<Reply>> {
+    fn try_reduce(
+        &mut self,
+        caller: Caller,
+        reduce: &Reduce,
+        cx: &mut Context<'_>,
+    ) -> Result<Option<Reply>> {
         let Reduce { turn, loss_scale, wait } = reduce;
-        let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
+        let Self { spec, epoch, phase, .. } = self;
         let open = phase.open_mut(&turn.job.name)?;
         check_rank(&turn.job.name, turn.rank, spec.world)?;
         if let Some(decided) = open.decided(turn.attempt.step) {
@@ -179,17 +179,14 @@ impl Cluster {
             return Ok(Some(Reply::Reduced(norm.clone(), resting.clone())));
         }
         open.check_turn(turn, open.attempt(*epoch))?;
-        let waiter = Waiter::new(caller, now, *wait);
+        let waiter = Waiter::new(caller, cx.now, *wait);
         open.round.reducers.push(Reducer { rank: turn.rank, waiter, loss_scale: *loss_scale });
         Ok(None)
     }
 
-    /// Answers the calls that wait for the norm, if all gradients of the open step of `name` are
-    /// complete.
-    pub(super) fn answer_reducers(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    /// Answers the calls that wait for the norm, if all gradients of the open step are complete.
+    pub(super) fn answer_reducers(&mut self, cx: &mut Context<'_>) {
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         if open.round.reducers.is_empty() || !open.is_reduced() {
             return;
         }
@@ -197,51 +194,48 @@ impl Cluster {
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
             let norm = gradient.norm(spec, open.scale_of_mean(spec.world, loss_scale));
             let reply = Reply::Reduced(norm, open.resting.ranks().collect());
-            out.push(Action::Answer(waiter.caller, Ok(reply)));
+            cx.answer(waiter, Ok(reply));
         }
     }
 
-    pub(super) fn expire_reducers(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
-        let late = |reducer: &mut Reducer| reducer.waiter.deadline <= now;
+    pub(super) fn expire_reducers(&mut self, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
+        let late = |reducer: &mut Reducer| reducer.waiter.deadline <= cx.now;
         let expired: Vec<Reducer> = open.round.reducers.extract_if(.., late).collect();
         if expired.is_empty() {
             return;
         }
-        let waiting_for = self.gradients_wait_for(name);
-        let timeout = |Reducer { waiter, .. }| {
-            Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for.clone())))
-        };
-        out.extend(expired.into_iter().map(timeout));
+        let waiting_for = self.gradients_wait_for(cx.common);
+        cx.time_out(expired.into_iter().map(|reducer| reducer.waiter), &waiting_for);
     }
 
-    fn gradients_wait_for(&self, name: &str) -> String {
-        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+    fn gradients_wait_for(&self, common: &Common) -> String {
+        let Self { name, id, epoch, phase: Phase::Open(open), .. } = self else {
             return String::new();
         };
-        let parts = some_of(self.late_servers(*id, open));
+        let parts = some_of(late_servers(*id, open, &common.servers));
         format!("the gradients of step {} of job {name:?} (epoch {epoch}): {parts}", open.step())
     }
+}
 
-    /// Servers without all parameters or gradients, each with the input that it waits for.
-    pub(super) fn late_servers(&self, job_id: u64, open: &Open) -> Vec<String> {
-        let uninitialised = open.uninitialised.iter();
-        let uninitialised = uninitialised
-            .map(|&server| format!("{}, which waits for initial parameters", self.name(server)));
-        let late = open.servers().filter(|&server| open.awaits(server));
-        let late = late.filter(|server| !open.round.reports.contains_key(server));
-        let late =
-            late.map(|server| format!("{}{}", self.name(server), self.lacks(server, job_id)));
-        uninitialised.chain(late).collect()
-    }
+/// Servers without all parameters or gradients, each with the input that it waits for.
+pub(super) fn late_servers(job_id: u64, open: &Open, servers: &Servers) -> Vec<String> {
+    let uninitialised = open.uninitialised.iter();
+    let uninitialised = uninitialised
+        .map(|&server| format!("{}, which waits for initial parameters", servers.name(server)));
+    let late = open.servers().filter(|&server| open.awaits(server));
+    let late = late.filter(|server| !open.round.reports.contains_key(server));
+    let late =
+        late.map(|server| format!("{}{}", servers.name(server), lacks(server, job_id, servers)));
+    uninitialised.chain(late).collect()
+}
 
-    /// The missing input according to the server's last report.
-    fn lacks(&self, server: ServerId, job_id: u64) -> String {
-        let stats = self.servers.get(&server).and_then(|known| known.stats.as_ref());
-        match stats.and_then(|stats| stats.waiting_for(job_id)) {
-            Some(missing) => format!(", which waits for {missing}"),
-            None => ", which has not reported that its gradients are complete".to_owned(),
-        }
+/// The missing input according to the server's last report.
+fn lacks(server: ServerId, job_id: u64, servers: &Servers) -> String {
+    let stats = servers.get(server).and_then(|known| known.stats.as_ref());
+    match stats.and_then(|stats| stats.waiting_for(job_id)) {
+        Some(missing) => format!(", which waits for {missing}"),
+        None => ", which has not reported that its gradients are complete".to_owned(),
     }
 }
 

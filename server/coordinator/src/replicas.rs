@@ -14,12 +14,12 @@ use std::{
 use zeroshard_model::{Error, JobSpec, Placement, Restore, Server, Succession};
 
 use super::{
-    cluster::Cluster,
-    events::{Action, Command, JobRef, Now, OpenJob, ServerId},
+    context::Context,
+    events::{Action, Command, Now, OpenJob, ServerId},
     held::Held,
     history::Severity,
-    jobs::{Plan, weights},
     placement::{Unfit, replace_lost},
+    plan::{Plan, weights},
     state::{Job, Open, Phase},
 };
 
@@ -54,6 +54,8 @@ pub struct Replicas {
     full: BTreeSet<ServerId>,
     /// Since when there have been slices with too few replicas.
     degraded: Option<Now>,
+    /// `true` if the placement has fewer replicas of slices than the job asks for.
+    is_short: bool,
     /// The servers from which the job moves away (`drains`), also if they hold no slices any more.
     pub(super) leaving: BTreeSet<ServerId>,
 }
@@ -92,7 +94,19 @@ struct Copying {
 impl Replicas {
     /// The backups of a job whose servers have all their slices.
     pub(super) fn new(spec: &JobSpec, placement: &Placement) -> Self {
-        Self { active: active(spec, placement, &BTreeMap::new()), ..Self::default() }
+        let is_short = is_short(spec, placement);
+        Self { active: active(spec, placement, &BTreeMap::new()), is_short, ..Self::default() }
+    }
+
+    /// Returns whether further servers could hold replicas of slices.
+    pub(super) fn are_wanted(&self) -> bool {
+        self.is_short || !self.full.is_empty() || !self.leaving.is_empty()
+    }
+
+    /// A server is not cordoned any more: the job does not move off it, and does not refuse it.
+    pub(super) fn uncordoned(&mut self, server: ServerId) {
+        self.leaving.remove(&server);
+        self.refused.retain(|(refused, _)| *refused != server);
     }
 
     /// Returns whether slices are being copied, for which the open step waits.
@@ -127,6 +141,7 @@ impl Replicas {
             told: current.map(|(&server, held)| (server, held.copies)).collect(),
             last_copy: held.values().map(|held| held.copies).max().unwrap_or(0),
             degraded,
+            is_short: is_short(spec, placement),
             ..Self::default()
         }
     }
@@ -153,6 +168,11 @@ impl Replicas {
         let copies = |copy: &Copying| copy.server == server && copy.slices.contains(&slice);
         !self.empty.get(&server).is_some_and(lacks) && !self.copying.as_ref().is_some_and(copies)
     }
+}
+
+/// Returns whether a placement has fewer replicas of slices than the job asks for.
+fn is_short(spec: &JobSpec, placement: &Placement) -> bool {
+    placement.replicas() < spec.replicas as usize || placement.is_uneven()
 }
 
 /// The slices that a server holds, or is to hold.
@@ -252,37 +272,35 @@ impl Open {
     }
 }
 
-impl Cluster {
-    /// Returns whether every slice of a running job has all its replicas, on servers that are
-    /// connected.
-    pub fn is_redundant(&self, name: &str) -> bool {
-        self.jobs.get(name).is_some_and(|job| match &job.phase {
-            Phase::Open(open) => open.version.is_some() && open.degraded_slices(&job.spec) == 0,
-            _ => false,
-        })
+impl Job {
+    /// The number of slices of an open job with too few replicas.
+    pub fn degraded_slices(&self) -> u64 {
+        match &self.phase {
+            Phase::Open(open) => open.degraded_slices(&self.spec) as u64,
+            _ => 0,
+        }
     }
 
-    /// Returns whether a server counts as one that has the content of a slice of a running job.
-    pub fn has_content(&self, name: &str, server: ServerId, slice: u32) -> bool {
-        self.jobs.get(name).is_some_and(|job| match &job.phase {
+    /// Returns whether the job runs, and every slice has all its replicas on servers that are
+    /// connected.
+    pub fn is_redundant(&self) -> bool {
+        matches!(&self.phase, Phase::Open(open) if open.version.is_some())
+            && self.degraded_slices() == 0
+    }
+
+    /// Returns whether a server counts as one that has the content of a slice of the job, once that
+    /// runs.
+    pub fn has_content(&self, server: ServerId, slice: u32) -> bool {
+        match &self.phase {
             Phase::Open(open) => open.replicas.has(server, slice),
             _ => true,
-        })
+        }
     }
 
     /// Continues a job with replicas without the server `lost`, in a new epoch. Returns `false` if
     /// that is not possible, because the server had the only copy of a slice.
-    pub(super) fn fail_over(
-        &mut self,
-        name: &str,
-        lost: ServerId,
-        gone: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) -> bool {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return false;
-        };
+    pub(super) fn fail_over(&mut self, lost: ServerId, gone: &str, cx: &mut Context<'_>) -> bool {
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
         if spec.replicas <= 1 || open.placement.servers().len() <= 1 {
             return false;
         }
@@ -291,17 +309,17 @@ impl Cluster {
         open.replicas.full.clear();
         // If the other servers have all initial parameters, the ranks may have been told so.
         open.uninitialised.remove(&lost);
-        self.publish_if_initialised(name, out);
-        let text = format!("{gone}; job {name:?} continues with its backups");
-        out.push(Action::Alarm(Severity::Warning, text));
-        self.change_placement(name, Change::Lost(lost), kept, now, out);
+        self.publish_if_initialised(cx);
+        let text = format!("{gone}; job {:?} continues with its backups", self.name);
+        cx.alarm(Severity::Warning, text);
+        self.change_placement(Change::Lost(lost), kept, cx);
         true
     }
 
     /// Adds backups of slices for which the job has had too few servers with enough memory so far,
     /// if another server is connected now.
-    pub(super) fn restore_redundancy(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+    pub(super) fn restore_redundancy(&mut self, cx: &mut Context<'_>) {
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let (placement, replicas) = (&open.placement, &open.replicas);
         let refused = replicas.full.iter().filter_map(|server| replicas.empty.get(server));
         let refused = refused.flatten().map(|&slice| slice as usize);
@@ -313,7 +331,7 @@ impl Cluster {
             let mut owners = placement.owners(slice).iter();
             owners.all(|&owner| placement.servers()[owner as usize] != *server)
         };
-        let mut live = self.placeable();
+        let mut live = cx.common.servers.placeable();
         live.retain(|server| !replicas.cannot_hold(server));
         let is_possible =
             lacking.iter().any(|&slice| live.iter().any(|server| can_hold(server, slice)));
@@ -321,7 +339,7 @@ impl Cluster {
             && is_possible
             && let Some(kept) = open.kept_without(None)
         {
-            self.change_placement(name, Change::More, kept, now, out);
+            self.change_placement(Change::More, kept, cx);
         }
     }
 
@@ -329,30 +347,24 @@ impl Cluster {
     /// job asks for, connected servers become backups.
     pub(super) fn change_placement(
         &mut self,
-        name: &str,
         change: Change,
         kept: Vec<Vec<Server>>,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let (live, zones, lost) = (self.placeable(), self.zones.clone(), change.without());
-        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+        let lost = change.without();
+        let spec = self.spec.clone();
+        let Phase::Open(open) = &mut self.phase else { return };
         open.replicas.leaving.retain(|server| Some(*server) != lost);
-        let refused = &open.replicas.refused;
-        let live: Vec<Server> = live
-            .into_iter()
-            .filter(|server| !refused.contains(&(server.id, server.incarnation)))
-            .collect();
+        let mut live = cx.common.servers.placeable();
+        live.retain(|of| !open.replicas.refused.contains(&(of.id, of.incarnation)));
+        let zones = cx.common.servers.zones();
         let unfit = Unfit { full: &open.replicas.full, leaving: &open.replicas.leaving };
         let placed =
-            replace_lost(&kept, &live, &zones, unfit, &weights(spec), spec.replicas as usize);
+            replace_lost(&kept, &live, zones, unfit, &weights(&spec), spec.replicas as usize);
         let placement = match placed {
             Ok(placement) => placement,
-            Err(error) => return self.fail(name, &error.to_string(), now, out),
+            Err(error) => return self.fail(&error.to_string(), cx),
         };
-        let (spec, job) = (spec.clone(), JobRef { name: name.to_owned(), id: *id });
         // A server that has lost the job may be connected, and get slices again.
         let before = open.placement.servers().iter().filter(|server| Some(server.id) != lost);
         let before: Vec<Server> = before.cloned().collect();
@@ -372,54 +384,48 @@ impl Cluster {
             refused: std::mem::take(&mut replicas.refused),
             full: std::mem::take(&mut replicas.full),
             degraded: replicas.degraded,
+            is_short: is_short(&spec, &placement),
             leaving: std::mem::take(&mut replicas.leaving),
             ..Replicas::default()
         };
         (open.placement, open.trainable, open.loads) = (placement, trainable, loads);
         if open.degraded_slices(&spec) > 0 {
-            open.replicas.degraded.get_or_insert(now);
+            open.replicas.degraded.get_or_insert(cx.now);
         }
         if let Some(lost) = lost {
             open.away.remove(&lost);
             if open.servers().all(|server| server != lost) {
-                out.push(Action::Command(lost, Command::Close(job.clone())));
+                cx.command(lost, Command::Close(self.reference()));
             }
-            self.wait_no_more_for(lost, &job, now, out);
+            self.wait_no_more_for(lost, cx);
         }
-        self.enter_placement(job, &before, change, out);
-        self.serve_version(name, out);
-        self.copy_next(name, out);
-        self.probe_missing(out);
+        self.enter_placement(&before, change, cx);
+        self.serve_version(cx);
+        self.copy_next(cx);
+        self.probe_missing(cx);
     }
 
     /// A save, a decision and joins do not wait for a lost server any more.
-    fn wait_no_more_for(&mut self, lost: ServerId, job: &JobRef, now: Now, out: &mut Vec<Action>) {
-        self.save_without(lost, &job.name, "it was lost", now, out);
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
-            return;
-        };
-        let epoch = *epoch;
+    fn wait_no_more_for(&mut self, lost: ServerId, cx: &mut Context<'_>) {
+        self.save_without(lost, "it was lost", cx);
+        let epoch = self.epoch;
+        let Phase::Open(open) = &mut self.phase else { return };
         if let Some(last) = &mut open.last {
-            last.without(lost, epoch, out);
+            last.without(lost, epoch, cx.out);
         }
         let lease = |rank| Some((rank, open.members.get(rank)?.lease));
         let leases: Vec<_> = open.members.ranks().filter_map(lease).collect();
         for (rank, lease) in leases {
-            self.granted(lost, job, rank, lease, out);
+            self.granted(lost, rank, lease, cx);
         }
     }
 
     /// Tells the servers of the new placement, of which those in `before` have the job, and begins
     /// the epoch.
-    fn enter_placement(
-        &mut self,
-        job: JobRef,
-        before: &[Server],
-        change: Change,
-        out: &mut Vec<Action>,
-    ) {
+    fn enter_placement(&mut self, before: &[Server], change: Change, cx: &mut Context<'_>) {
+        let (job, spec) = (self.reference(), self.spec.clone());
         let cause = match change {
-            Change::Lost(server) => format!("{} was lost", self.name(server)),
+            Change::Lost(server) => format!("{} was lost", cx.name(server)),
             _ => "a shard server has joined".to_owned(),
         };
         let error = |step, epoch| Error::StepAborted {
@@ -428,10 +434,8 @@ impl Cluster {
             epoch,
             cause: cause.clone(),
         };
-        let found = self.jobs.get(&job.name);
-        let origin = found.map(|job| (job.succession.clone(), job.restore.clone()));
-        let origin = origin.unwrap_or_default();
-        let announce = |spec: &Arc<JobSpec>, open: &mut Open, epoch, out: &mut Vec<Action>| {
+        let origin = (self.succession.clone(), self.restore.clone());
+        let announce = |open: &mut Open, epoch, out: &mut Vec<Action>| {
             let placement = open.placement.clone();
             for server in placement.servers() {
                 if before.contains(server) {
@@ -442,30 +446,13 @@ impl Cluster {
                 }
                 open.replicas.opening.insert(server.id, epoch);
                 let command =
-                    Command::Open(open.as_backup(spec, &origin, (job.id, epoch), server.id));
+                    Command::Open(open.as_backup(&spec, &origin, (job.id, epoch), server.id));
                 out.push(Action::Command(server.id, command));
             }
         };
         match change {
-            Change::Lost(_) | Change::More => self.enter_epoch(&job.name, announce, error, out),
-            Change::Copy | Change::Release(_) => {
-                self.enter_epoch_between_steps(&job.name, announce, out);
-            }
-        }
-    }
-
-    /// A server cannot hold a job. Returns whether the job has replicas and continues without it.
-    pub(super) fn refused_by(
-        &mut self,
-        server: ServerId,
-        job: &JobRef,
-        reason: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) -> bool {
-        match self.reported_job(job) {
-            Some(_) => self.refuse_on(&job.name, server, reason, now, out),
-            None => false,
+            Change::Lost(_) | Change::More => self.enter_epoch(announce, error, cx),
+            Change::Copy | Change::Release(_) => self.enter_epoch_between_steps(announce, cx),
         }
     }
 
@@ -473,41 +460,27 @@ impl Cluster {
     /// until it is restarted or uncordoned. Returns whether the job has replicas and continues.
     pub(super) fn refuse_on(
         &mut self,
-        name: &str,
         server: ServerId,
         reason: &str,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) -> bool {
-        let incarnation = self.servers.get(&server).map_or(0, |known| known.incarnation);
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return false;
-        };
+        let incarnation = cx.common.servers.get(server).map_or(0, |known| known.incarnation);
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
         if spec.replicas <= 1 || !open.servers().any(|id| id == server) {
             return false;
         }
         open.replicas.refused.insert((server, incarnation));
-        self.fail_over(name, server, reason, now, out)
-    }
-
-    /// Jobs may place slices again on a server that they have been refusing.
-    pub(super) fn accept_again(&mut self, server: ServerId) {
-        for job in self.jobs.values_mut() {
-            if let Phase::Open(open) = &mut job.phase {
-                open.replicas.refused.retain(|(refused, _)| *refused != server);
-            }
-        }
+        self.fail_over(server, reason, cx)
     }
 
     /// Allows the servers of a job with replicas to serve the current version, if all of them have
     /// stored the decision that leads to it.
-    pub(super) fn serve_version(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
-            return;
-        };
-        if let Some(version) = open.version.filter(|_| spec.replicas > 1 && open.is_stored()) {
-            let job = JobRef { name: name.to_owned(), id: *id };
-            open.send(&Command::ServeVersion { job, version }, out);
+    pub(super) fn serve_version(&mut self, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &self.phase else { return };
+        let is_ready = self.spec.replicas > 1 && open.is_stored();
+        if let Some(version) = open.version.filter(|_| is_ready) {
+            let job = self.reference();
+            open.send(&Command::ServeVersion { job, version }, cx.out);
         }
     }
 }

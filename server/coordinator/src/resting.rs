@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use zeroshard_model::{Attempt, Error, JobSpec, Result, listing::some_of};
 
 use super::{
-    cluster::Cluster,
     commit::missing_ranks,
+    context::Context,
     events::{Action, Caller, Command, JobRef, Now, Reply, Rest, Turn, Waiter},
     leases::check_rank,
     state::{Job, Open, Phase},
@@ -154,15 +154,15 @@ impl Open {
     }
 }
 
-impl Cluster {
-    pub(super) fn rest(&mut self, caller: Caller, rest: Rest, now: Now, out: &mut Vec<Action>) {
-        match self.try_rest(caller, &rest, now, out) {
-            Ok(None) => self.advance(&rest.turn.job.name, now, out),
+impl Job {
+    pub(super) fn rest(&mut self, caller: Caller, rest: Rest, cx: &mut Context<'_>) {
+        match self.try_rest(caller, &rest, cx) {
+            Ok(None) => self.advance(cx),
             Ok(Some(rested)) => {
-                let waiter = Waiter::new(caller, now, rest.wait);
-                self.answer_attempt(&rest.turn.job.name, vec![waiter], Reply::Rested(rested), out);
+                let waiter = Waiter::new(caller, cx.now, rest.wait);
+                self.answer_attempt(vec![waiter], Reply::Rested(rested), cx);
             }
-            Err(error) => out.push(Action::Answer(caller, Err(error))),
+            Err(error) => cx.push(Action::Answer(caller, Err(error))),
         }
     }
 
@@ -171,17 +171,16 @@ impl Cluster {
         &mut self,
         caller: Caller,
         rest: &Rest,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) -> Result<Option<Rested>> {
         let Rest { turn, excluded, wait } = rest;
         let (name, rank) = (&turn.job.name, turn.rank);
-        let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
+        let Self { spec, epoch, phase, .. } = self;
         let open = phase.open_mut(name)?;
         check_rank(name, rank, spec.world)?;
         check_replicated(spec)?;
         open.check_lease(turn)?;
-        let (current, waiter) = (open.attempt(*epoch), Waiter::new(caller, now, *wait));
+        let (current, waiter) = (open.attempt(*epoch), Waiter::new(caller, cx.now, *wait));
         if let Some(rester) = open.resting.ranks.get_mut(&rank) {
             rester.waiters.push(waiter);
             return Ok(None);
@@ -194,21 +193,17 @@ impl Cluster {
         open.check_turn(turn, current)?;
         open.resting.check_alike(turn, *excluded)?;
         let withdrawn = open.round.forget_rank(rank);
-        let lost = || Error::LeaseLost { job: name.clone(), rank };
-        out.extend(withdrawn.into_iter().map(|w| Action::Answer(w.caller, Err(lost()))));
+        cx.refuse(withdrawn, &Error::LeaseLost { job: name.clone(), rank });
         let (since, excluded) = (current.step, *excluded);
         open.resting.ranks.insert(rank, Rester { since, excluded, waiters: vec![waiter] });
         let begins = Some(Begins { since, excluded });
-        open.send(&Command::RankRests { job: turn.job.clone(), rank, begins }, out);
+        open.send(&Command::RankRests { job: turn.job.clone(), rank, begins }, cx.out);
         Ok(None)
     }
 
     /// When every rank rests, all take part again in a new attempt.
-    pub(super) fn resume_if_all_rest(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
-        else {
-            return;
-        };
+    pub(super) fn resume_if_all_rest(&mut self, cx: &mut Context<'_>) {
+        let Self { name, spec, id, epoch, phase: Phase::Open(open), .. } = self else { return };
         let resters = &open.resting.ranks;
         if resters.is_empty() || open.active(spec.world) > 0 {
             return;
@@ -221,28 +216,24 @@ impl Cluster {
         let calls = open.round.drop_all();
         open.round.attempt = ended.number.saturating_add(1);
         let attempt = open.attempt(*epoch);
-        let stale = |w: Waiter| Action::Answer(w.caller, Err(ended.refusal(name, attempt)));
-        out.extend(calls.into_iter().map(stale));
-        let job = JobRef { name: name.to_owned(), id: *id };
+        cx.refuse(calls, &ended.refusal(name, attempt));
+        let job = JobRef { name: spec.name.clone(), id: *id };
         for rank in ranks {
-            open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, out);
+            open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, cx.out);
         }
-        open.send(&Command::NewAttempt { job, attempt, rested: Some(last) }, out);
+        open.send(&Command::NewAttempt { job, attempt, rested: Some(last) }, cx.out);
         let rested = Rested { attempt, last };
         open.resting.last = Some(rested);
-        self.answer_attempt(name, waiters, Reply::Rested(rested), out);
+        self.answer_attempt(waiters, Reply::Rested(rested), cx);
     }
 
     /// Answers resting ranks at their deadline with the ranks that still take part. They continue
     /// to rest.
-    pub(super) fn expire_rests(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
-        else {
-            return;
-        };
+    pub(super) fn expire_rests(&mut self, cx: &mut Context<'_>) {
+        let Self { name, spec, epoch, phase: Phase::Open(open), .. } = self else { return };
         let mut expired = Vec::new();
         for rester in open.resting.ranks.values_mut() {
-            expired.extend(rester.waiters.extract_if(.., |waiter| waiter.deadline <= now));
+            expired.extend(rester.waiters.extract_if(.., |waiter| waiter.deadline <= cx.now));
         }
         if expired.is_empty() {
             return;
@@ -251,8 +242,6 @@ impl Cluster {
         let (step, late) = (open.step(), some_of(late));
         let waiting_for =
             format!("every rank to rest at step {step} of job {name:?} (epoch {epoch}): {late}");
-        let timeout =
-            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
-        out.extend(expired.into_iter().map(timeout));
+        cx.time_out(expired, &waiting_for);
     }
 }

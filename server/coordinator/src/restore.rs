@@ -18,14 +18,14 @@ use std::{
 use zeroshard_model::{Error, Restore, RestoreVersion};
 
 use super::{
-    cluster::Cluster,
-    events::{Action, Checkpoint, Command, JobRef, Lease, Now, ServerId, Waiter},
+    context::Context,
+    epochs::Cause,
+    events::{Action, Checkpoint, Command, Lease, Now, ServerId, Waiter},
     feed::Peers,
     held::Ranks,
     history::Severity,
-    leases::Cause,
+    learning::RECOVERY,
     members::{Member, Members, Queue},
-    recovery::RECOVERY,
     state::{Job, Open, Phase},
     user_data::UserData,
 };
@@ -39,10 +39,6 @@ pub const SERVERS_LIMIT: Duration = Duration::from_secs(10);
 
 /// The pause after a failed try to restore a job.
 pub const RETRY: Duration = Duration::from_secs(5);
-
-/// The number of epochs that a restoration skips. The servers that are left may not know the last
-/// epochs of the job, which its workers know.
-const SKIPPED_EPOCHS: u64 = 1024;
 
 /// The ranks of a job that was open and is being restored.
 #[derive(Debug)]
@@ -193,47 +189,37 @@ pub(super) fn same_checkpoint(created: Option<&Restore>, requested: Option<&Rest
     }
 }
 
-impl Cluster {
-    /// Forgets a failed job whose workers create it again from its latest checkpoint, unless that
-    /// may be wrong.
-    pub(super) fn make_way_for_restored(
-        &mut self,
-        name: &str,
-        requested: Option<&Restore>,
-        out: &mut Vec<Action>,
-    ) {
+impl Job {
+    /// A failed job makes way for itself, if its workers create it again from its latest
+    /// checkpoint, unless that may be wrong.
+    pub(super) fn make_way_for(&mut self, requested: Option<&Restore>, cx: &mut Context<'_>) {
         let is_latest = requested.is_some_and(|r| !matches!(r.version, RestoreVersion::Exactly(_)));
-        let phase = self.jobs.get(name).map(|job| &job.phase);
-        if is_latest && matches!(phase, Some(Phase::Failed { is_damaged: false, .. })) {
-            self.remove(name, "it is created again from a checkpoint", out);
+        if is_latest && matches!(self.phase, Phase::Failed { is_damaged: false, .. }) {
+            self.remove("it is created again from a checkpoint", cx);
         }
     }
 
     /// Returns an open job to its last checkpoint, if its policy asks for it. `gone` describes the
     /// loss.
-    pub(super) fn interrupt(
-        &mut self,
-        name: &str,
-        gone: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) -> bool {
-        let Some(Job { id, spec, epoch, progress, phase, .. }) = self.jobs.get_mut(name) else {
-            return false;
-        };
+    pub(super) fn interrupt(&mut self, gone: &str, cx: &mut Context<'_>) -> bool {
+        let job = self.reference();
+        let Self { name, spec, epoch, progress, phase, .. } = self;
         let attempt = match phase {
             Phase::Open(open) => Some(open.attempt(*epoch)),
             _ => None,
         };
         let policy = spec.checkpoints.as_ref().filter(|_| spec.is_restored_on_loss());
         let Some(policy) = policy else { return false };
-        let (url, job) = (policy.url.clone(), name.to_owned());
-        let checkpoint = Arc::new(Restore { url, job, version: RestoreVersion::Latest });
+        let checkpoint = Arc::new(Restore {
+            url: policy.url.clone(),
+            job: spec.name.clone(),
+            version: RestoreVersion::Latest,
+        });
         let mut creators = Vec::new();
         let mut known = *epoch;
         let (interrupted, waiters) = match phase {
             Phase::Open(open) if open.version.is_some() => {
-                let (interrupted, waiters) = open.interrupt(checkpoint, now + RESTORE_LIMIT);
+                let (interrupted, waiters) = open.interrupt(checkpoint, cx.now + RESTORE_LIMIT);
                 (Box::new(interrupted), waiters)
             }
             Phase::Opening { plan, creators: waiting, interrupted, .. } => {
@@ -249,7 +235,8 @@ impl Cluster {
                 let placed = recovery.plan.placement.servers();
                 let holders = placed.iter().map(|of| of.id).chain(recovery.held.keys().copied());
                 let (holders, servers) = (holders.collect(), placed.len());
-                let interrupted = Interrupted::detached(checkpoint, ranks, holders, servers, now);
+                let interrupted =
+                    Interrupted::detached(checkpoint, ranks, holders, servers, cx.now);
                 (Box::new(interrupted), Vec::new())
             }
             _ => return false,
@@ -257,68 +244,47 @@ impl Cluster {
         *phase = Phase::Waiting { creators, placing: false, interrupted: Some(interrupted) };
         let cause = format!("it returns to its last checkpoint, because {gone}");
         progress.disturbed(Error::Unavailable { peer: format!("job {name:?}"), cause });
-        let error = being_restored(name);
-        out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error.clone()))));
-        out.push(Action::Aborted { job: name.to_owned() });
+        cx.refuse(waiters, &being_restored(name));
+        cx.push(Action::Aborted { job: job.name.clone() });
         if let Some(attempt) = attempt {
-            let job = JobRef { name: name.to_owned(), id: *id };
-            out.push(Action::Interrupted { job, attempt, began: progress.since() });
+            cx.push(Action::Interrupted { job, attempt, began: progress.since() });
         }
         let text = format!("{gone}; job {name:?} is restored from its last checkpoint");
-        out.push(Action::Alarm(Severity::Warning, text));
-        out.push(Action::Tick(now + RESTORE_LIMIT));
-        self.skip_epochs(known);
-        self.try_place(name, now, out);
+        cx.alarm(Severity::Warning, text);
+        cx.push(Action::Tick(cx.now + RESTORE_LIMIT));
+        cx.common.epochs.skip(known);
+        self.try_place(cx);
         true
     }
 
     /// Returns a job to its last checkpoint, or fails it if its policy does not ask for that.
-    pub(super) fn interrupt_or_fail(
-        &mut self,
-        name: &str,
-        reason: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        if !self.interrupt(name, reason, now, out) {
-            self.fail(name, reason, now, out);
+    pub(super) fn interrupt_or_fail(&mut self, reason: &str, cx: &mut Context<'_>) {
+        if !self.interrupt(reason, cx) {
+            self.fail(reason, cx);
         }
     }
 
-    /// A restoration begins in an epoch that no worker knows, if servers know this one. If two
-    /// coordinators restore the job at the same time, on different servers, they use different
-    /// epochs. Otherwise the descriptions by these servers would seem to fit together.
-    pub(super) fn skip_epochs(&mut self, known: u64) {
-        self.see_epoch(known.saturating_add(SKIPPED_EPOCHS + self.lane));
-    }
-
     /// A try to restore an interrupted job has failed. Another one follows.
-    pub(super) fn restore_again(
-        &mut self,
-        name: &str,
-        failure: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Phase::Waiting { interrupted, .. } | Phase::Opening { interrupted, .. }) =
-            self.jobs.get_mut(name).map(|job| &mut job.phase)
+    pub(super) fn restore_again(&mut self, failure: &str, cx: &mut Context<'_>) {
+        let (Phase::Waiting { interrupted, .. } | Phase::Opening { interrupted, .. }) =
+            &mut self.phase
         else {
             return;
         };
         let Some(interrupted) = interrupted else { return };
-        interrupted.retry = Some((now + RETRY, failure.to_owned()));
-        out.push(Action::Tick(now + RETRY));
+        interrupted.retry = Some((cx.now + RETRY, failure.to_owned()));
+        cx.push(Action::Tick(cx.now + RETRY));
+        let name = &self.name;
         let again = format!("job {name:?} could not be restored: {failure}; again in {RETRY:?}");
-        match self.jobs.get(name).map(|job| &job.phase) {
-            Some(Phase::Opening { .. }) => _ = self.interrupt(name, &again, now, out),
-            _ => out.push(Action::Alarm(Severity::Warning, again)),
+        match &self.phase {
+            Phase::Opening { .. } => _ = self.interrupt(&again, cx),
+            _ => cx.alarm(Severity::Warning, again),
         }
     }
 
     /// The lease of a rank of a job that has just been interrupted ends.
-    pub(super) fn end_interrupted(&mut self, name: &str, rank: u32, cause: Cause) {
-        if let Some(Job { phase: Phase::Waiting { interrupted: Some(interrupted), .. }, .. }) =
-            self.jobs.get_mut(name)
+    pub(super) fn end_interrupted(&mut self, rank: u32, cause: Cause) {
+        if let Phase::Waiting { interrupted: Some(interrupted), .. } = &mut self.phase
             && let Some(lease) = interrupted.members.get(rank).map(|member| member.lease)
         {
             interrupted.lose(rank, lease, cause);
@@ -326,19 +292,12 @@ impl Cluster {
     }
 
     /// The servers of a restored job have read their slices: its ranks continue.
-    pub(super) fn resume(
-        &mut self,
-        name: &str,
-        interrupted: Interrupted,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    pub(super) fn resume(&mut self, interrupted: Interrupted, cx: &mut Context<'_>) {
+        let close = Command::Close(self.reference());
+        let Self { name, epoch, phase: Phase::Open(open), .. } = self else { return };
         let Interrupted { mut members, queue, left, done, peers, lost, holders, .. } = interrupted;
-        members.wait_for_streams_until(now + RECOVERY);
-        out.push(Action::Tick(now + RECOVERY));
+        members.wait_for_streams_until(cx.now + RECOVERY);
+        cx.out.push(Action::Tick(cx.now + RECOVERY));
         let cause = |rank| if left.contains(&rank) { Cause::Left } else { Cause::Lost };
         let lost: Vec<_> = lost.into_iter().map(|rank| (rank, cause(rank))).collect();
         (open.members, open.queue, open.left, open.done) = (members, queue, left, done);
@@ -346,69 +305,57 @@ impl Cluster {
         open.rolled_back = Some((*epoch, open.step()));
         // Commands to servers that are lost are dropped.
         let placed: BTreeSet<ServerId> = open.servers().collect();
-        let close = Command::Close(JobRef { name: name.to_owned(), id: *id });
-        let others = holders.difference(&placed);
-        out.extend(others.map(|&server| Action::Command(server, close.clone())));
-        out.push(Action::Note(format!(
-            "job {name:?} continues from version {}, epoch {epoch}",
-            open.step()
-        )));
-        open.wake_all(out);
+        for &server in holders.difference(&placed) {
+            cx.command(server, close.clone());
+        }
+        cx.note(format!("job {name:?} continues from version {}, epoch {epoch}", open.step()));
+        open.wake_all(cx.out);
         for (rank, cause) in lost {
-            self.new_epoch(name, rank, cause, out);
-            self.admit_next(name, rank, now, out);
+            self.new_epoch(rank, cause, cx);
+            self.admit_next(rank, cx);
         }
         // Those before them in the queue were joining when the job was interrupted.
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+        let Phase::Open(open) = &self.phase else { return };
         let free = open.queue.ranks().filter(|&rank| open.members.get(rank).is_none());
         for rank in free.collect::<Vec<u32>>() {
-            self.admit_next(name, rank, now, out);
+            self.admit_next(rank, cx);
         }
     }
 
     /// The placement of a job or its checkpoint has not been found: creators receive `error`. A job
     /// that was open is tried again if the cause may pass; otherwise it fails.
-    pub(super) fn cannot_open(
-        &mut self,
-        name: &str,
-        error: &Error,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        match self.jobs.get(name) {
-            Some(Job { phase: Phase::Waiting { interrupted: Some(_), .. }, .. }) => match error {
-                Error::Storage { .. } | Error::Unavailable { .. } | Error::Timeout { .. } => {
-                    self.restore_again(name, &error.to_string(), now, out);
-                }
-                _ => self.fail(name, &format!("it cannot be restored: {error}"), now, out),
-            },
-            _ => self.abandon(name, error, out),
+    pub(super) fn cannot_open(&mut self, error: &Error, cx: &mut Context<'_>) {
+        match (&self.phase, error) {
+            (
+                Phase::Waiting { interrupted: Some(_), .. },
+                Error::Storage { .. } | Error::Unavailable { .. } | Error::Timeout { .. },
+            ) => self.restore_again(&error.to_string(), cx),
+            (Phase::Waiting { interrupted: Some(_), .. }, _) => {
+                self.fail(&format!("it cannot be restored: {error}"), cx);
+            }
+            _ => self.abandon(error, cx),
         }
     }
 
     /// Answers joins at their deadline, begins the next try, and fails a job that could not be
     /// restored in time.
-    pub(super) fn expire_interrupted(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let interrupted = match self.jobs.get_mut(name).map(|job| &mut job.phase) {
-            Some(
-                Phase::Waiting { interrupted: Some(interrupted), .. }
-                | Phase::Opening { interrupted: Some(interrupted), .. },
-            ) => interrupted,
-            _ => return,
+    pub(super) fn expire_interrupted(&mut self, cx: &mut Context<'_>) {
+        let (Phase::Waiting { interrupted: Some(interrupted), .. }
+        | Phase::Opening { interrupted: Some(interrupted), .. }) = &mut self.phase
+        else {
+            return;
         };
-        let error = being_restored(name);
-        for (waiter, _) in interrupted.queue.expire(now) {
-            out.push(Action::Answer(waiter.caller, Err(error.clone())));
-        }
-        if interrupted.deadline <= now {
-            let waits_for = self.creators_wait_for(name);
+        let expired = interrupted.queue.expire(cx.now).into_iter().map(|(waiter, _)| waiter);
+        cx.refuse(expired, &being_restored(&self.name));
+        if interrupted.deadline <= cx.now {
+            let waits_for = self.creators_wait_for(cx.common);
             let reason = format!(
                 "it could not be restored within {RESTORE_LIMIT:?}; it has waited for {waits_for}"
             );
-            return self.fail(name, &reason, now, out);
+            return self.fail(&reason, cx);
         }
-        interrupted.retry.take_if(|(at, _)| *at <= now);
-        self.try_place(name, now, out);
+        interrupted.retry.take_if(|(at, _)| *at <= cx.now);
+        self.try_place(cx);
     }
 }
 

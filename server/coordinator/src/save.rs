@@ -18,7 +18,7 @@ use zeroshard_model::{
 };
 
 use super::{
-    cluster::Cluster,
+    context::Context,
     events::{Action, Caller, Checkpoint, Command, JobRef, Now, Reply, ServerId, Waiter},
     history::Severity,
     reports::Files,
@@ -193,11 +193,7 @@ impl Saves {
 impl Job {
     /// States that the job is over where it has claimed the checkpoints of its name.
     pub(super) fn end_claims(&self) -> Action {
-        Action::EndClaims { job: self.named(), urls: self.claimed() }
-    }
-
-    fn named(&self) -> JobRef {
-        JobRef { name: self.spec.name.clone(), id: self.id }
+        Action::EndClaims { job: self.reference(), urls: self.claimed() }
     }
 
     /// The places at which the job has claimed the checkpoints of its name.
@@ -209,74 +205,64 @@ impl Job {
         }
         urls
     }
-}
 
-impl Cluster {
-    /// The jobs that have claimed the checkpoints of their names and have not failed, with the
-    /// places.
-    pub fn claims(&self) -> Vec<(JobRef, BTreeSet<String>)> {
-        let lives = |job: &&Job| match &job.phase {
+    /// The job and the places at which it has claimed the checkpoints of its name; `None` if it has
+    /// failed or was never placed.
+    pub fn claims(&self) -> Option<(JobRef, BTreeSet<String>)> {
+        let lives = match &self.phase {
             Phase::Waiting { interrupted, .. } => interrupted.is_some(),
-            Phase::Failed { .. } => false,
+            Phase::Failed { .. } | Phase::Gone => false,
             Phase::Opening { .. } | Phase::Open(_) | Phase::Recovering(_) => true,
         };
-        self.jobs.values().filter(lives).map(|job| (job.named(), job.claimed())).collect()
+        lives.then(|| (self.reference(), self.claimed()))
     }
 
     /// The place where an open job is saved on request, the job, and how it began, for its claim;
     /// `None` if the request fails for another reason.
     pub fn saved_at(&self, save: &Save) -> Option<(String, JobRef, Start)> {
-        let job = self.jobs.get(&save.job.name)?;
-        let Phase::Open(open) = &job.phase else { return None };
-        let policy = job.spec.checkpoints.as_ref().map(|policy| &policy.url);
+        let Phase::Open(open) = &self.phase else { return None };
+        let policy = self.spec.checkpoints.as_ref().map(|policy| &policy.url);
         let url = save.url.as_ref().or(policy)?;
-        let is_here = |of: &&Checkpoint| is_same_place(&of.url, url) && of.job == save.job.name;
+        let is_here = |of: &&Checkpoint| is_same_place(&of.url, url) && of.job == self.spec.name;
         let start = match open.saves.origin.as_ref().filter(is_here) {
             Some(of) => Start::From(of.job_id, of.version),
             None => Start::Anew,
         };
-        Some((url.clone(), JobRef { name: save.job.name.clone(), id: job.id }, start))
+        Some((url.clone(), self.reference(), start))
     }
 
     /// A client has asked for a checkpoint of the current version.
-    pub(super) fn save(&mut self, caller: Caller, save: Save, now: Now, out: &mut Vec<Action>) {
-        if let Err(error) = self.try_save(caller, save, now, out) {
-            out.push(Action::Answer(caller, Err(error)));
+    pub(super) fn save(&mut self, caller: Caller, save: Save, cx: &mut Context<'_>) {
+        if let Err(error) = self.try_save(caller, save, cx) {
+            cx.push(Action::Answer(caller, Err(error)));
         }
     }
 
-    fn try_save(
-        &mut self,
-        caller: Caller,
-        save: Save,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) -> Result<()> {
+    fn try_save(&mut self, caller: Caller, save: Save, cx: &mut Context<'_>) -> Result<()> {
         let Save { job: JobRef { name, id }, url, unless_saved, wait } = save;
-        let job = self.job_mut(&name)?;
-        if id != 0 && id != job.id {
+        if id != 0 && id != self.id {
             return Err(Error::JobReplaced { job: name });
         }
-        let policy = job.spec.checkpoints.as_ref();
+        let policy = self.spec.checkpoints.as_ref();
         let by_policy = policy.filter(|policy| url.as_ref().is_none_or(|url| *url == policy.url));
         let keep = by_policy.map_or(0, |policy| policy.keep);
         let url = url.or_else(|| policy.map(|policy| policy.url.clone())).ok_or_else(|| {
             let expected = "the directory for the checkpoint: the job has no policy with one";
             Error::invalid(format!("url of the checkpoint of job {name:?}"), "absent", expected)
         })?;
-        let open = job.phase.open_mut(&name)?;
-        let waiter = Waiter::new(caller, now, wait);
+        let open = self.phase.open_mut(&name)?;
+        let waiter = Waiter::new(caller, cx.now, wait);
         let Some(version) = open.version else {
             let cause = "its initial parameters have not all been uploaded yet".to_owned();
             return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         };
         let saves = &mut open.saves;
         if let Some(saved) = saves.saved(version, &url).filter(|_| unless_saved) {
-            out.push(Action::Answer(caller, Ok(Reply::Saved(saved))));
+            cx.push(Action::Answer(caller, Ok(Reply::Saved(saved))));
             return Ok(());
         }
         let Some(saving) = &mut saves.current else {
-            self.begin_save(&name, url, keep, vec![waiter], now, out);
+            self.begin_save(url, keep, vec![waiter], cx);
             return Ok(());
         };
         if saving.plan.version == version && saving.plan.url == url {
@@ -291,84 +277,63 @@ impl Cluster {
                 format!("its version {running} is being saved, and the next at {}", next.url);
             return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         }
-        out.push(Action::Tick(waiter.deadline));
+        cx.push(Action::Tick(waiter.deadline));
         next.waiters.push(waiter);
         Ok(())
     }
 
     /// Begins a save of the current version of an open job.
-    fn begin_save(
-        &mut self,
-        name: &str,
-        url: String,
-        keep: u32,
-        waiters: Vec<Waiter>,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        self.saves = self.saves.wrapping_add(1).max(1);
-        let save = self.saves;
-        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    fn begin_save(&mut self, url: String, keep: u32, waiters: Vec<Waiter>, cx: &mut Context<'_>) {
+        let job = self.reference();
+        let save = cx.common.saves.next();
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let Some(version) = open.version else { return };
         if let Some(rank) = open.saves.user_data.lost(open.has_ended(spec.world)) {
-            let error = Error::UserDataLost { job: name.to_owned(), version, rank };
-            let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error.clone()));
-            return out.extend(waiters.into_iter().map(answer));
+            let error = Error::UserDataLost { job: job.name, version, rank };
+            return cx.refuse(waiters, &error);
         }
         let plan = SavePlan { save, version, url, keep };
-        let job = JobRef { name: name.to_owned(), id: *id };
-        open.send(&Command::Write { job, plan: plan.clone() }, out);
-        open.saves.began = Some(now);
+        open.send(&Command::Write { job, plan: plan.clone() }, cx.out);
+        open.saves.began = Some(cx.now);
         open.saves.current = Some(Saving {
             plan,
-            since: now,
-            deadline: now + SAVE_LIMIT,
+            since: cx.now,
+            deadline: cx.now + SAVE_LIMIT,
             pending: open.servers().collect(),
             files: Vec::new(),
             user_data: open.saves.user_data.clone(),
             waiters,
         });
-        out.push(Action::Tick(now + SAVE_LIMIT));
-        self.complete_if_written(name, out);
+        cx.push(Action::Tick(cx.now + SAVE_LIMIT));
+        self.complete_if_written(cx);
     }
 
     /// Begins a save if the policy of the job asks for one of the version that has just been made.
-    pub(super) fn save_if_due(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    pub(super) fn save_if_due(&mut self, cx: &mut Context<'_>) {
+        let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
         let Some(policy) = &spec.checkpoints else { return };
-        let began = *open.saves.began.get_or_insert(now);
+        let began = *open.saves.began.get_or_insert(cx.now);
         let version = open.step();
         let by_steps = policy.every_steps.is_some_and(|every| version.is_multiple_of(every));
-        let by_time = policy.every.is_some_and(|every| now.saturating_sub(began) >= every);
+        let by_time = policy.every.is_some_and(|every| cx.now.saturating_sub(began) >= every);
         if !by_steps && !by_time {
             return;
         }
         if let Some(saving) = &open.saves.current {
             let running = saving.plan.version;
-            return out.push(Action::Note(format!(
+            return cx.note(format!(
                 "version {version} of job {name:?} is not saved, because version {running} is \
                  still being saved"
-            )));
+            ));
         }
         let (url, keep) = (policy.url.clone(), policy.keep);
-        self.begin_save(name, url, keep, Vec::new(), now, out);
+        self.begin_save(url, keep, Vec::new(), cx);
     }
 
     /// Saves an unused job a last time, if it has a policy and steps that are not saved. Returns
     /// whether the job is to be kept for it.
-    pub(super) fn save_before_disposal(
-        &mut self,
-        name: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) -> bool {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
-            return false;
-        };
+    pub(super) fn save_before_disposal(&mut self, cx: &mut Context<'_>) -> bool {
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
         let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
         let is_saving = open.saves.current.is_some();
         let is_saved = open.saves.saved(version, &policy.url).is_some();
@@ -378,20 +343,18 @@ impl Cluster {
         }
         if !is_saving {
             let (url, keep) = (policy.url.clone(), policy.keep);
-            self.begin_save(name, url, keep, Vec::new(), now, out);
+            self.begin_save(url, keep, Vec::new(), cx);
         }
         true
     }
 
     /// Saves the current version of a job before one of its servers or the coordinator stops. Does
     /// nothing if the job has no checkpoint policy or no unsaved steps.
-    pub(super) fn save_last(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        if !self.save_before_disposal(name, now, out) {
+    pub(super) fn save_last(&mut self, cx: &mut Context<'_>) {
+        if !self.save_before_disposal(cx) {
             return;
         }
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let (Some(policy), Some(saving)) = (&spec.checkpoints, &open.saves.current) else { return };
         if Some(saving.plan.version) != open.version {
             let (url, keep) = (policy.url.clone(), policy.keep);
@@ -403,36 +366,34 @@ impl Cluster {
     pub(super) fn written(
         &mut self,
         server: ServerId,
-        job: &JobRef,
         save: u64,
         files: Files,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let saving = match self.reported_job(job) {
-            Some(Job { phase: Phase::Open(open), .. }) => open.saves.of(save),
+        let job = self.reference();
+        let saving = match &mut self.phase {
+            Phase::Open(open) => open.saves.of(save),
             _ => None,
         };
         let Some(saving) = saving else {
-            let cancel = Command::CancelSave { job: job.clone(), save };
-            return out.push(Action::Command(server, cancel));
+            return cx.command(server, Command::CancelSave { job, save });
         };
         if saving.pending.remove(&server) {
             saving.files.push(files);
-            self.complete_if_written(&job.name, out);
+            self.complete_if_written(cx);
         }
     }
 
-    pub(super) fn complete_if_written(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    pub(super) fn complete_if_written(&mut self, cx: &mut Context<'_>) {
+        let job = self.reference();
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let is_complete =
             |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.is_complete();
         let saving = open.saves.current.as_mut().filter(is_complete);
         if let Some(saving) = saving {
-            self.completing.insert(saving.plan.save, name.to_owned());
-            out.push(Action::Complete(Completion {
-                job: JobRef { name: name.to_owned(), id: *id },
+            cx.common.saves.complete(saving.plan.save, &job.name);
+            cx.push(Action::Complete(Completion {
+                job,
                 spec: spec.clone(),
                 plan: saving.plan.clone(),
                 files: std::mem::take(&mut saving.files),
@@ -442,21 +403,10 @@ impl Cluster {
         }
     }
 
-    /// Returns whether the manifest of a save of the job is being written.
-    pub(super) fn completes(&self, name: &str) -> bool {
-        self.completing.values().any(|job| job == name)
-    }
-
     /// A save is complete, or has failed on a server or in the driver.
-    pub(super) fn save_ended(
-        &mut self,
-        job: &JobRef,
-        save: u64,
-        outcome: Result<u64>,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+    pub(super) fn save_ended(&mut self, save: u64, outcome: Result<u64>, cx: &mut Context<'_>) {
+        let job = self.reference();
+        let Phase::Open(open) = &mut self.phase else { return };
         let Some(saving) = open.saves.current.take_if(|saving| saving.plan.save == save) else {
             return;
         };
@@ -466,78 +416,63 @@ impl Cluster {
                 let saved = Saved { version, bytes: *bytes };
                 open.saves.last = Some((saved, saving.plan.url.clone()));
                 (open.saves.completed, open.saves.failures, open.saves.failure) =
-                    (Some(now), 0, None);
-                out.push(Action::Note(format!(
+                    (Some(cx.now), 0, None);
+                cx.note(format!(
                     "version {version} of job {name:?} is saved: {bytes} bytes at {}",
                     saving.plan.url
-                )));
+                ));
             }
             Err(error) => {
-                open.saves.retry_at = now + RETRY;
+                open.saves.retry_at = cx.now + RETRY;
                 open.saves.failures = open.saves.failures.saturating_add(1);
                 open.saves.failure = Some(error.to_string());
                 let job = job.clone();
-                open.send(&Command::CancelSave { job, save }, out);
-                out.push(Action::Alarm(
-                    Severity::Warning,
-                    format!("version {version} of job {name:?} is not saved: {error}"),
-                ));
+                open.send(&Command::CancelSave { job, save }, cx.out);
+                let text = format!("version {version} of job {name:?} is not saved: {error}");
+                cx.alarm(Severity::Warning, text);
             }
         }
-        let complete = outcome.is_ok().then(|| (version, now.saturating_sub(saving.since)));
-        out.push(Action::SaveEnded { job: name.clone(), complete });
+        let complete = outcome.is_ok().then(|| (version, cx.now.saturating_sub(saving.since)));
+        cx.push(Action::SaveEnded { job: name.clone(), complete });
         let reply = outcome.map(|bytes| Reply::Saved(Saved { version, bytes }));
-        let answers = saving.waiters.into_iter();
-        out.extend(answers.map(|waiter| Action::Answer(waiter.caller, reply.clone())));
-        if let Some(Next { url, keep, waiters }) = open.saves.next.take() {
-            self.begin_save(name, url, keep, waiters, now, out);
+        for waiter in saving.waiters {
+            cx.answer(waiter, reply.clone());
         }
-        self.dispose(name, now, out);
+        if let Some(Next { url, keep, waiters }) = open.saves.next.take() {
+            self.begin_save(url, keep, waiters, cx);
+        }
+        self.dispose(cx);
     }
 
     /// A server cannot write its part of a checkpoint.
     pub(super) fn save_failed(
         &mut self,
         server: ServerId,
-        job: &JobRef,
         save: u64,
         cause: Error,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let text = format!("{}: {cause}", self.name(server));
-        out.push(Action::Alarm(Severity::Warning, text));
-        self.save_ended(job, save, Err(cause), now, out);
+        cx.alarm(Severity::Warning, format!("{}: {cause}", cx.name(server)));
+        self.save_ended(save, Err(cause), cx);
     }
 
     /// Gives up a save of which a server may not have received the command, because its control
     /// stream has broken.
-    pub(super) fn save_without(
-        &mut self,
-        server: ServerId,
-        name: &str,
-        cause: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+    pub(super) fn save_without(&mut self, server: ServerId, cause: &str, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &self.phase else { return };
         let saving = open.saves.current.as_ref().filter(|of| of.pending.contains(&server));
         let Some(save) = saving.map(|saving| saving.plan.save) else { return };
-        let job = JobRef { name: name.to_owned(), id: *id };
-        let (peer, cause) = (self.name(server), cause.to_owned());
-        self.save_ended(&job, save, Err(Error::Unavailable { peer, cause }), now, out);
+        let (peer, cause) = (cx.name(server), cause.to_owned());
+        self.save_ended(save, Err(Error::Unavailable { peer, cause }), cx);
     }
 
     /// Answers callers at their deadline, and gives up a save at its own.
-    pub(super) fn expire_saves(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
-        let expired = open.saves.take_waiters(|waiter| waiter.deadline <= now);
+    pub(super) fn expire_saves(&mut self, cx: &mut Context<'_>) {
+        let Self { name, phase: Phase::Open(open), .. } = self else { return };
+        let expired = open.saves.take_waiters(|waiter| waiter.deadline <= cx.now);
         let Some(saving) = &mut open.saves.current else { return };
         let (save, version) = (saving.plan.save, saving.plan.version);
-        let (is_late, pending) = (saving.deadline <= now, saving.pending.clone());
-        let job = JobRef { name: name.to_owned(), id: *id };
+        let (is_late, pending) = (saving.deadline <= cx.now, saving.pending.clone());
         let waiting_for = match (pending.is_empty(), saving.user_data.awaited.first()) {
             (true, None) => {
                 format!("the manifest of version {version} of job {name:?} to be written")
@@ -546,23 +481,21 @@ impl Cluster {
                 format!("rank {rank} to send its data of version {version} of job {name:?}")
             }
             (false, _) => {
-                let servers = self.names_of(&pending);
+                let servers = cx.common.servers.names_of(&pending);
                 format!("{servers} to write version {version} of job {name:?}")
             }
         };
-        out.extend(expired.into_iter().map(|waiter| {
-            Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for.clone())))
-        }));
+        cx.time_out(expired, &waiting_for);
         if is_late {
             let waited_ms = SAVE_LIMIT.as_millis() as u64;
             let error = Error::Timeout { waiting_for, waited_ms };
-            self.save_ended(&job, save, Err(error), now, out);
+            self.save_ended(save, Err(error), cx);
         }
     }
 
     /// The caller of a save has disconnected. The save continues.
-    pub(super) fn saver_gone(&mut self, name: &str, caller: Caller) {
-        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) {
+    pub(super) fn saver_gone(&mut self, caller: Caller) {
+        if let Phase::Open(open) = &mut self.phase {
             open.saves.take_waiters(|waiter| waiter.caller == caller);
         }
     }

@@ -1,67 +1,42 @@
-//! The coordinator's data about servers and jobs.
+//! The coordinator's data about a job.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
 };
 
-use zeroshard_model::{
-    Attempt, Error, JobSpec, Placement, Restore, Result, Succession, memory::Capacity,
-};
+use zeroshard_model::{Attempt, Error, JobSpec, Placement, Restore, Result, Succession};
 
 use super::{
     absence::Away,
     admission::Loads,
     commit::Round,
     compare::Comparison,
+    context::{Common, Context},
     decisions::Decided,
-    events::{Action, Checkpoint, Command, FailedThere, Lease, Now, ServerId, Turn, Waiter},
+    events::{Action, Checkpoint, Command, JobRef, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
     figures::Lateness,
     held::Age,
-    jobs::Plan,
+    index::{Entry, Interests, Name},
+    learning::unknown_yet,
     links::Links,
     members::{Members, Queue},
+    plan::Plan,
     progress::Progress,
-    recovery::{Recovery, unknown_yet},
+    recovery::Recovery,
     replicas::Replicas,
-    reports::Stats,
     resting::Resting,
     restore::Interrupted,
     save::Saves,
     user_data::UserData,
 };
 
-/// A connected shard server.
-#[derive(Debug)]
-pub struct ServerState {
-    /// Its control stream.
-    pub stream: u64,
-    pub incarnation: u64,
-    pub address: String,
-    /// Its room for the arrays of slices; `None` if it has no known limit.
-    pub capacity: Option<Capacity>,
-    /// Its last report.
-    pub stats: Option<Stats>,
-    /// Why jobs had failed on it when it connected, by the id of the job.
-    pub failed: BTreeMap<u64, FailedThere>,
-    /// The version of the server; empty if it is unknown.
-    pub version: String,
-    /// `true` if the server is cordoned: it receives no new slices.
-    pub cordoned: bool,
-}
-
-impl ServerState {
-    /// Why the server does not have a job that it has had.
-    pub(super) fn lacks(&self, job_id: u64) -> String {
-        let failed = self.failed.get(&job_id).map(|failed| failed.reason.clone());
-        failed.unwrap_or_else(|| "it has dropped the job".to_owned())
-    }
-}
-
 /// A job in any phase.
 #[derive(Debug)]
 pub struct Job {
+    /// That of the spec.
+    pub(super) name: Name,
     pub spec: Arc<JobSpec>,
     /// Random, never 0.
     pub id: u64,
@@ -78,6 +53,16 @@ pub struct Job {
     pub learned: Option<Age>,
     pub progress: Progress,
     pub phase: Phase,
+}
+
+/// The content of a DescribeJob response, which the service converts without the driver's lock.
+#[derive(Debug)]
+pub struct Description {
+    pub spec: Arc<JobSpec>,
+    pub placement: Arc<Placement>,
+    pub epoch: u64,
+    pub version: Option<u64>,
+    pub job_id: u64,
 }
 
 /// The phase of a job.
@@ -111,6 +96,107 @@ pub enum Phase {
         /// `true` if its state, and with it its latest checkpoint, may be wrong.
         is_damaged: bool,
     },
+    /// The job has ended, and the cluster is about to forget it.
+    Gone,
+}
+
+impl Job {
+    /// The job, as its members and servers name it.
+    pub(super) fn reference(&self) -> JobRef {
+        JobRef { name: self.spec.name.clone(), id: self.id }
+    }
+
+    /// Returns whether the job is being created: it has never been open.
+    pub(super) fn is_new(&self) -> bool {
+        matches!(
+            self.phase,
+            Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. }
+        )
+    }
+
+    /// What a reader needs to know of the job.
+    ///
+    /// # Errors
+    /// Those of [`Phase::open`].
+    pub fn describe(&self) -> Result<Description> {
+        let open = self.phase.open(&self.name)?;
+        Ok(Description {
+            spec: self.spec.clone(),
+            placement: open.placement.clone(),
+            epoch: self.epoch,
+            version: open.version,
+            job_id: self.id,
+        })
+    }
+
+    /// The attempt that was decided last.
+    pub fn last_decision(&self) -> Option<Attempt> {
+        let Phase::Open(open) = &self.phase else { return None };
+        Some(open.last.as_ref()?.decision.attempt)
+    }
+
+    /// Why the job has failed, if it has.
+    pub fn failure(&self) -> Option<&str> {
+        match &self.phase {
+            Phase::Failed { reason, .. } => Some(reason),
+            _ => None,
+        }
+    }
+
+    /// What the cluster knows of the job without visiting it.
+    pub(super) fn entry(&self, common: &Common) -> Entry {
+        let open = match &self.phase {
+            Phase::Open(open) => Some(open),
+            _ => None,
+        };
+        let from = self.succession.as_ref().filter(|_| self.is_new());
+        Entry {
+            placement: self.phase.placement_arc().cloned(),
+            holders: self.phase.holders().collect(),
+            deadline: self.next_deadline(common),
+            predecessor: from.map(|succession| succession.from.job_id),
+            interests: Interests {
+                servers: matches!(self.phase, Phase::Waiting { .. }),
+                descriptions: matches!(self.phase, Phase::Recovering(_)),
+                replicas: open.is_some_and(|open| open.replicas.are_wanted()),
+                saving: open.is_some_and(|open| open.saves.current().is_some()),
+            },
+        }
+    }
+
+    /// The earliest deadline of a waiting call or of the job itself, when it has to be visited.
+    pub(super) fn next_deadline(&self, common: &Common) -> Option<Now> {
+        let of_phase = match &self.phase {
+            Phase::Waiting { creators, interrupted, .. }
+            | Phase::Opening { creators, interrupted, .. } => {
+                let deadlines = creators.iter().map(|waiter| waiter.deadline);
+                let interrupted = interrupted.iter().filter_map(|of| of.next_deadline());
+                deadlines.chain(interrupted).min()
+            }
+            Phase::Open(open) => open.next_deadline(),
+            Phase::Recovering(recovery) => Some(recovery.deadline()),
+            Phase::Failed { .. } | Phase::Gone => None,
+        };
+        of_phase.into_iter().chain(self.disposal(common)).min()
+    }
+
+    /// Does what is due: calls whose deadline has passed are answered, and what has been waited for
+    /// too long is given up.
+    pub(super) fn expire(&mut self, cx: &mut Context<'_>) {
+        self.expire_creators(cx);
+        self.expire_recovery(cx);
+        self.expire_interrupted(cx);
+        self.expire_absence(cx);
+        self.expire_links(cx);
+        self.expire_joins(cx);
+        self.expire_commits(cx);
+        self.expire_stored(cx);
+        self.expire_reducers(cx);
+        self.expire_discards(cx);
+        self.expire_rests(cx);
+        self.expire_saves(cx);
+        self.dispose(cx);
+    }
 }
 
 /// The state of a job that workers can join.
@@ -178,6 +264,21 @@ impl Open {
             comparison: Comparison::default(),
             lateness: Lateness::default(),
         }
+    }
+
+    fn next_deadline(&self) -> Option<Now> {
+        let last =
+            self.last.iter().flat_map(|last| last.waiters.iter().map(|waiter| waiter.deadline));
+        let others = [
+            self.round.next_deadline(),
+            self.resting.next_deadline(),
+            self.saves.next_deadline(),
+            self.queue.next_deadline(),
+            self.members.next_deadline(),
+            self.links.due(),
+        ];
+        let away = self.away.values().map(|away| away.until);
+        last.chain(others.into_iter().flatten()).chain(away).min()
     }
 
     /// The open step. It can be pushed and committed before the initial parameters are complete.
@@ -266,8 +367,12 @@ impl Open {
 
 impl Phase {
     pub fn placement(&self) -> Option<&Placement> {
+        self.placement_arc().map(|placement| &**placement)
+    }
+
+    fn placement_arc(&self) -> Option<&Arc<Placement>> {
         match self {
-            Self::Waiting { .. } | Self::Failed { .. } => None,
+            Self::Waiting { .. } | Self::Failed { .. } | Self::Gone => None,
             Self::Opening { plan, .. } => Some(&plan.placement),
             Self::Recovering(recovery) => Some(&recovery.plan.placement),
             Self::Open(open) => Some(&open.placement),
@@ -277,7 +382,7 @@ impl Phase {
     /// The bytes that the job needs of each server, once it is placed.
     pub fn loads(&self) -> Option<&Loads> {
         match self {
-            Self::Waiting { .. } | Self::Failed { .. } => None,
+            Self::Waiting { .. } | Self::Failed { .. } | Self::Gone => None,
             Self::Opening { plan, .. } => Some(&plan.loads),
             Self::Recovering(recovery) => Some(&recovery.plan.loads),
             Self::Open(open) => Some(&open.loads),
@@ -288,7 +393,7 @@ impl Phase {
     pub fn holders(&self) -> impl Iterator<Item = ServerId> {
         let interrupted = match self {
             Self::Waiting { interrupted, .. } | Self::Opening { interrupted, .. } => interrupted,
-            Self::Open(_) | Self::Recovering(_) | Self::Failed { .. } => &None,
+            Self::Open(_) | Self::Recovering(_) | Self::Failed { .. } | Self::Gone => &None,
         };
         interrupted.iter().flat_map(|interrupted| interrupted.holders())
     }
@@ -320,7 +425,7 @@ impl Phase {
                 waiters.extend(open.members.into_joining());
                 (waiters, leases)
             }
-            Self::Recovering(_) | Self::Failed { .. } => (Vec::new(), Vec::new()),
+            Self::Recovering(_) | Self::Failed { .. } | Self::Gone => (Vec::new(), Vec::new()),
         }
     }
 
@@ -345,6 +450,7 @@ impl Phase {
                 Error::JobFailed { job: job.to_owned(), reason: reason.clone() }
             }
             Self::Recovering(_) => unknown_yet(job),
+            Self::Gone => Error::UnknownJob { job: job.to_owned() },
             Self::Waiting { .. } | Self::Opening { .. } | Self::Open(_) => Error::Unavailable {
                 peer: format!("job {job:?}"),
                 cause: "its shard servers have not all opened it yet".to_owned(),

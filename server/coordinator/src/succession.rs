@@ -9,11 +9,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use zeroshard_model::{Error, JobSpec, Placement, Result, SliceSpec, Succession};
 
-use super::{
-    cluster::Cluster,
-    events::{Action, ServerId},
-    state::{Job, Phase},
-};
+use super::{events::ServerId, state::Job};
 
 /// A succession, with the spec and the placement of the predecessor.
 #[derive(Debug, Clone, PartialEq)]
@@ -108,23 +104,22 @@ impl Source {
     }
 }
 
-impl Cluster {
-    /// The predecessor, if its current version is the one to copy.
+impl Job {
+    /// This job as the predecessor of another one, if its current version is the one to copy.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`]; [`Error::VersionGone`]
-    /// if it has a later version, [`Error::Invalid`] if it has not reached the version.
-    pub(super) fn source(&self, succession: &Arc<Succession>) -> Result<Source> {
+    /// [`Error::JobReplaced`], [`Error::JobFailed`]; [`Error::VersionGone`] if it has a later
+    /// version, [`Error::Invalid`] if it has not reached the version.
+    pub(super) fn as_source(&self, succession: &Arc<Succession>) -> Result<Source> {
         let from = &succession.from;
-        let Job { spec, id, phase, .. } = self.job(&from.job)?;
-        if *id != from.job_id {
+        if self.id != from.job_id {
             return Err(Error::JobReplaced { job: from.job.clone() });
         }
-        let open = phase.open(&from.job)?;
+        let open = self.phase.open(&from.job)?;
         match open.version {
             Some(version) if version == from.version => Ok(Source {
                 succession: succession.clone(),
-                spec: spec.clone(),
+                spec: self.spec.clone(),
                 placement: open.placement.clone(),
             }),
             Some(current) if current > from.version => {
@@ -142,26 +137,5 @@ impl Cluster {
                 },
             )),
         }
-    }
-
-    /// The names of the jobs that are being created and continue from the job with this id.
-    pub(super) fn successors(&self, id: u64) -> impl Iterator<Item = &str> {
-        self.jobs.iter().filter_map(move |(name, job)| {
-            let is_new = matches!(
-                job.phase,
-                Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. }
-            );
-            let from = &job.succession.as_ref()?.from;
-            (is_new && from.job_id == id).then_some(name.as_str())
-        })
-    }
-
-    /// Ends the creation of a job.
-    pub(super) fn abandon(&mut self, name: &str, error: &Error, out: &mut Vec<Action>) {
-        let Some(job) = self.jobs.remove(name) else { return };
-        out.push(Action::Note(format!("job {name:?} was not created: {error}")));
-        out.push(job.end_claims());
-        self.dissolve(name, job.id, job.phase, error, out);
-        out.push(Action::Forgotten { job: name.to_owned() });
     }
 }

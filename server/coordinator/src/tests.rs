@@ -27,6 +27,7 @@ mod restore;
 mod saves;
 mod succession;
 mod user_data;
+mod visits;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
@@ -47,12 +48,12 @@ use super::{
         Lease, Leave, Link, Now, Placed, Placing, Reduce, Reply, Rest, Said, Turn,
     },
     feed::Change,
-    jobs::Plan,
     placement::Zones,
+    plan::Plan,
     reduce::{Absent, Norm, Overflow, Reduced},
     reports::{Files, JobStats, Stats},
     save::{Completion, Save, Saved},
-    state::Open,
+    state::{Description, Job, Open},
     user_data::UserData,
 };
 
@@ -145,6 +146,7 @@ impl Script {
                 timers.extend(if let Action::Tick(at) = action { Some(at) } else { None });
                 events.extend(self.act(action));
             }
+            self.check_index();
             // The timer of the driver is set again after a tick. Otherwise an earlier deadline must
             // be announced.
             let after = self.cluster.next_deadline();
@@ -239,7 +241,7 @@ impl Script {
 
     /// The process of a server ends.
     fn lose_server(&mut self, server: u64) {
-        let live = self.cluster.live();
+        let live = self.cluster.common.servers.live();
         self.lose_link(self.links[&server]);
         let dead = live.into_iter().find(|live| live.id == server);
         dead.into_iter().for_each(|dead| self.event(Event::Refused(dead)));
@@ -325,17 +327,21 @@ impl Script {
         self.cluster.jobs["job"].phase.open("job").expect("open")
     }
 
+    fn describe(&self, job: &str) -> Result<Description> {
+        self.cluster.job(job).and_then(Job::describe)
+    }
+
     /// Why the job has failed, if it has.
     fn failure(&self) -> Option<&str> {
-        self.cluster.failure_of("job")
+        self.cluster.jobs.get("job").and_then(Job::failure)
     }
 
     fn epoch(&self) -> u64 {
-        self.cluster.describe("job").expect("open").epoch
+        self.describe("job").expect("open").epoch
     }
 
     fn version(&self) -> Option<u64> {
-        self.cluster.describe("job").expect("open").version
+        self.describe("job").expect("open").version
     }
 
     fn initialise_all(&mut self) {
@@ -412,7 +418,7 @@ impl Script {
     }
 
     fn servers(&self) -> Vec<u64> {
-        self.cluster.servers.keys().copied().collect()
+        self.cluster.common.servers.connected().keys().copied().collect()
     }
 
     /// A server reports its slices for the first attempt at `step` in the current epoch.
@@ -434,7 +440,7 @@ impl Script {
     }
 
     fn gradients(&self, server: u64) -> Reduced {
-        let described = self.cluster.describe("job").expect("open");
+        let described = self.describe("job").expect("open");
         let manifest = spec(1).manifest;
         let slices =
             described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
@@ -531,7 +537,7 @@ fn the_weight_of_a_slice_is_its_memory_on_the_servers() {
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("f", [10]) };
     let manifest = Manifest::new(vec![TensorSpec::new("w", [10]), bf16, frozen]).unwrap();
     let weights = |name: &str| {
-        super::jobs::weights(&JobSpec::new("job", manifest.clone(), vec![name.parse().unwrap()]))
+        super::plan::weights(&JobSpec::new("job", manifest.clone(), vec![name.parse().unwrap()]))
     };
     assert_eq!(weights("adamw"), [160, 180, 40]);
     assert_eq!(weights("sgd"), [80, 100, 40]);

@@ -11,9 +11,9 @@ use bytes::Bytes;
 use zeroshard_model::{Error, Result};
 
 use super::{
-    cluster::Cluster,
-    events::{Action, Attach, Caller, JobRef, Lease, Now, Reply},
-    leases::Cause,
+    context::Context,
+    epochs::Cause,
+    events::{Action, Attach, Caller, JobRef, Lease, Reply},
     members::Members,
     state::{Job, Phase},
 };
@@ -83,15 +83,15 @@ impl UserData {
     }
 }
 
-impl Cluster {
-    pub(super) fn user_data(&mut self, caller: Caller, data: RankData, out: &mut Vec<Action>) {
-        let stored = self.try_user_data(data, out);
-        out.push(Action::Answer(caller, stored.map(|()| Reply::UserDataStored)));
+impl Job {
+    pub(super) fn user_data(&mut self, caller: Caller, data: RankData, cx: &mut Context<'_>) {
+        let stored = self.try_user_data(data, cx);
+        cx.push(Action::Answer(caller, stored.map(|()| Reply::UserDataStored)));
     }
 
-    fn try_user_data(&mut self, data: RankData, out: &mut Vec<Action>) -> Result<()> {
+    fn try_user_data(&mut self, data: RankData, cx: &mut Context<'_>) -> Result<()> {
         let RankData { job, rank, lease, version, data } = data;
-        let open = self.member_job(&job)?.phase.open_mut(&job.name)?;
+        let open = self.phase.open_mut(&job.name)?;
         if open.members.rank_of(lease) != Some(rank) {
             return Err(Error::LeaseLost { job: job.name, rank });
         }
@@ -99,46 +99,32 @@ impl Cluster {
         if version > current {
             return Err(Error::RolledBack { job: job.name, version: current });
         }
-        self.store_data(&job.name, rank, version, &data, out);
+        self.store_data(rank, version, &data, cx);
         Ok(())
     }
 
-    fn store_data(
-        &mut self,
-        name: &str,
-        rank: u32,
-        version: u64,
-        data: &Bytes,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+    fn store_data(&mut self, rank: u32, version: u64, data: &Bytes, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
         if version == open.step() {
             open.saves.user_data.set(rank, data.clone());
         }
         if open.saves.set_user_data(version, rank, data) {
-            self.complete_if_written(name, out);
+            self.complete_if_written(cx);
         }
     }
 
     /// A worker has continued its lease with a new coordinator, and sends its data again.
-    pub(super) fn attached_data(&mut self, attach: &Attach, out: &mut Vec<Action>) {
+    pub(super) fn attached_data(&mut self, attach: &Attach, cx: &mut Context<'_>) {
         if let Some((version, data)) = &attach.user_data {
-            self.store_data(&attach.job.name, attach.rank, *version, data, out);
+            self.store_data(attach.rank, *version, data, cx);
         }
     }
 
     /// If the data of a rank was lost with the last coordinator, returns the job to its last
     /// checkpoint, if the policy asks for it. A job that all ranks have left stays at its last
     /// version, because its training has ended. Returns whether the job returns to a checkpoint.
-    pub(super) fn return_without_data(
-        &mut self,
-        name: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) -> bool {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
-            return false;
-        };
+    pub(super) fn return_without_data(&mut self, cx: &mut Context<'_>) -> bool {
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
         let Some(&rank) = open.saves.user_data.missing.first() else { return false };
         if open.has_ended(spec.world) {
             return false;
@@ -148,7 +134,7 @@ impl Cluster {
             "the data of rank {rank} for checkpoints of version {version} was lost with the \
              coordinator"
         );
-        self.interrupt(name, &loss, now, out)
+        self.interrupt(&loss, cx)
     }
 
     /// The lease of a rank ends. If its data of the current version is missing, returns the job to
@@ -156,29 +142,26 @@ impl Cluster {
     /// Returns whether the job returns to a checkpoint.
     pub(super) fn without_data_of(
         &mut self,
-        name: &str,
         rank: u32,
         cause: Cause,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) -> bool {
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return false;
-        };
+        let Phase::Open(open) = &mut self.phase else { return false };
         if !open.saves.user_data.awaited.remove(&rank) {
             return false;
         }
         open.saves.user_data.missing.insert(rank);
-        let (job, version) = (JobRef { name: name.to_owned(), id: *id }, open.step());
+        let version = open.step();
         let loss = format!("rank {rank} ended before it had sent its data of version {version}");
-        if self.interrupt(name, &loss, now, out) {
-            self.end_interrupted(name, rank, cause);
+        if self.interrupt(&loss, cx) {
+            self.end_interrupted(rank, cause);
             return true;
         }
-        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name)
-            && let Some((save, error)) = open.saves.without_data_of(name, |other| other == rank)
+        if let Phase::Open(open) = &self.phase
+            && let Some((save, error)) =
+                open.saves.without_data_of(&self.name, |other| other == rank)
         {
-            self.save_ended(&job, save, Err(error), now, out);
+            self.save_ended(save, Err(error), cx);
         }
         false
     }

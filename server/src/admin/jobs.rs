@@ -6,8 +6,8 @@ use std::{fmt::Write as _, time::Duration};
 use zeroshard_coordinator::{
     figures::JobState,
     history::{History, Phases, Point},
-    jobs::weights,
     overview::{Details, JobOverview, Overview, View},
+    plan::weights,
 };
 use zeroshard_model::{Placement, Server};
 

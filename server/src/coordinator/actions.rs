@@ -8,7 +8,7 @@ use zeroshard_checkpoint::{Claimant, Storage};
 use zeroshard_coordinator::{
     events::{Action, Command, Event, JobRef, Link, Placed, Placing, ServerId},
     history::Severity,
-    jobs::Plan,
+    plan::Plan,
     save::Completion,
 };
 use zeroshard_model::{Result, checkpoint::Start};
@@ -173,18 +173,17 @@ impl Driver {
         });
     }
 
-    /// Shows the current state in the metrics.
+    /// Shows the servers, and the jobs that have changed, in the metrics.
     pub(super) fn show(&self, inner: &mut Inner) {
         let Inner { cluster, series, .. } = inner;
         let metrics = &self.metrics.coordinator;
-        let (servers, missing, jobs) = cluster.figures();
-        metrics.show_servers(servers, missing);
-        for (job, figures) in jobs {
-            let series = match series.get_mut(job) {
-                Some(series) => series,
-                None => series.entry(job.to_owned()).or_insert_with(|| metrics.job(job)),
-            };
-            metrics.show(series, &figures);
+        let changed = cluster.take_changed();
+        let servers = &cluster.common().servers;
+        metrics.show_servers(servers.connected().len(), servers.missing().len());
+        for name in changed {
+            let Some(job) = cluster.jobs().get(&*name) else { continue };
+            let series = series.entry(name.to_string()).or_insert_with(|| metrics.job(&name));
+            metrics.show(series, &job.figures());
         }
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use futures_util::{StreamExt, stream};
 use tokio::task::JoinHandle;
 use zeroshard_checkpoint::{BEAT, Storage};
-use zeroshard_coordinator::{cluster::Cluster, events::JobRef};
+use zeroshard_coordinator::{cluster::Cluster, events::JobRef, state::Job};
 use zeroshard_model::{Error, Result};
 
 use super::driver::Driver;
@@ -25,7 +25,10 @@ pub(super) async fn run(driver: Arc<Driver>) {
     let mut places: HashMap<String, JoinHandle<Option<Storage>>> = HashMap::new();
     loop {
         tokio::time::sleep(BEAT).await;
-        let Ok(claims) = driver.read(Cluster::claims) else { continue };
+        let read = |cluster: &Cluster| -> Vec<_> {
+            cluster.jobs().values().filter_map(Job::claims).collect()
+        };
+        let Ok(claims) = driver.read(read) else { continue };
         let mut jobs: BTreeMap<String, Vec<JobRef>> = BTreeMap::new();
         for (job, urls) in claims {
             for url in urls {

@@ -11,7 +11,7 @@ use zeroshard_coordinator::{
     decisions::{Decision, Figures, Replicated, Update},
     events::{About, Command, Event, FailedThere, JobRef, Lease, Link, OpenJob, Said},
     held::{Held, Ranks},
-    jobs::Plan,
+    plan::Plan,
     reduce::{Absent, Overflow, Reduced},
     reports::Files,
     resting::Begins,

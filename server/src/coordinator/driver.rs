@@ -227,7 +227,7 @@ impl Driver {
     pub(crate) fn overview(&self, view: &View) -> Option<Overview> {
         let now = self.now();
         let read = self.inspect(|inner| {
-            let mut overview = inner.cluster.overview(*view, &inner.histories, now);
+            let mut overview = Overview::of(&inner.cluster, *view, &inner.histories, now);
             overview.events = inner.journal.newest(view.events);
             overview.counts = Severity::ALL.map(|least| inner.journal.count(least));
             overview
@@ -328,7 +328,8 @@ impl Driver {
     /// [`Error::StaleTerm`] if the coordinator has been replaced.
     fn pass(&self, seen: u64, server: ServerId, inner: &mut Inner) -> Result<()> {
         let term = self.term();
-        let is_own = inner.servers.contains_key(&server) || inner.cluster.misses(server);
+        let is_missed = inner.cluster.common().servers.misses(server);
+        let is_own = inner.servers.contains_key(&server) || is_missed;
         if !self.leadership.pass(seen, is_own) {
             tracing::warn!(server = %format_args!("{server:016x}"), seen, term, is_own,
                 "a server has a later coordinator and is refused");
@@ -404,7 +405,7 @@ impl Driver {
     pub(crate) async fn run(&self, shutdown: &Shutdown, drain: Duration) {
         let (mut leaving, mut asked_at) = (Some(shutdown.leaving()), None);
         loop {
-            if asked_at.is_some() && self.lock().cluster.is_settled() {
+            if asked_at.is_some() && !self.lock().cluster.common().index.is_saving() {
                 leaving = None;
             }
             let until = {

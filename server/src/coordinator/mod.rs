@@ -24,8 +24,8 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::service::Routes;
 use zeroshard_coordinator::{
     cluster::{Cluster, JobLimits},
+    learning::RECOVERY,
     overview::{Overview, View},
-    recovery::RECOVERY,
 };
 use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use tokio::{net::TcpStream, time::timeout};
-use zeroshard_coordinator::{events::Event, recovery::RECOVERY};
+use zeroshard_coordinator::{events::Event, learning::RECOVERY};
 use zeroshard_model::Server;
 use zeroshard_net::{
     Deadline,
@@ -53,6 +53,6 @@ impl Driver {
     /// Returns whether the server need not be dialled any more, also because this coordinator has
     /// stopped.
     fn is_connected(&self, server: &Server) -> bool {
-        self.read(|cluster| cluster.servers.contains_key(&server.id)).unwrap_or(true)
+        self.read(|cluster| cluster.common().servers.is_connected(server.id)).unwrap_or(true)
     }
 }

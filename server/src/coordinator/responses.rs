@@ -1,19 +1,20 @@
 //! Converts the answers of the coordinator into messages.
 
 use zeroshard_coordinator::{
-    advice::Advice,
-    cluster::{Cluster, Description},
+    advice::{Advice, advice},
+    cluster::Cluster,
+    context::Common,
     decisions::Report,
     drains::{Drained, Stays},
     events::Now,
     feed::{Change, Peer},
     figures::JobState,
-    missing::Missing,
     progress::Wait,
     reduce::{Absent, Norm, Overflow},
     reports::{JobStats, Stats},
     resting::Rested,
-    state::{Job, Phase, ServerState},
+    servers::{Missing, ServerState},
+    state::{Description, Job, Phase},
 };
 use zeroshard_model::{Attempt, JobSpec, Server, version::VERSION};
 use zeroshard_proto::pb;
@@ -158,19 +159,20 @@ pub(super) fn stats(stats: pb::Stats) -> Stats {
 
 /// The response to `Status`.
 pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
-    let assigned = cluster.assigned();
-    let server = |(server, known): (Server, &ServerState)| pb::ServerStatus {
+    let Common { servers, index, learning, .. } = cluster.common();
+    let assigned = index.assigned();
+    let server = |server: Server, known: &ServerState| pb::ServerStatus {
         capacity: known.capacity.map(Into::into),
         assigned_bytes: assigned.get(&server.id).map_or(0, |load| load.bytes),
-        name: cluster.names.get(&server.id).cloned().unwrap_or_default(),
-        zone: cluster.zones.get(&server.id).cloned().unwrap_or_default(),
+        name: servers.given_name(server.id),
+        zone: servers.zone_of(server.id),
         version: known.version.clone(),
         cordoned: known.cordoned,
         server: Some(server.into()),
         stats: known.stats.clone().map(Message::message),
     };
     let job = |job: &Job| {
-        let wait = cluster.wait_of(job);
+        let wait = job.wait(cluster.common());
         let waited_ms = now.saturating_sub(job.progress.since()).as_millis() as u64;
         let wait = wait.map(|wait| {
             let Wait { reason, lacks_workers, lacks_servers } = wait;
@@ -181,24 +183,25 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
             _ => None,
         };
         let saved_ms_ago = saved_ms_ago.map(|at| now.saturating_sub(at).as_millis() as u64);
-        let advice = cluster.advice_for(job).map(Message::message);
+        let advice = job.advice(cluster.common()).map(Message::message);
         pb::JobStatus { wait, trouble: trouble(job, now), saved_ms_ago, advice, ..job.message() }
     };
     let missing = |Missing { server, since, cause }| pb::MissingServer {
-        name: cluster.names.get(&server.id).cloned().unwrap_or_default(),
+        name: servers.given_name(server.id),
         server: Some(server.into()),
         missing_ms: now.saturating_sub(since).as_millis() as u64,
         cause,
     };
+    let live = servers.live().into_iter();
     pb::StatusResponse {
-        servers: cluster.live().into_iter().zip(cluster.servers.values()).map(server).collect(),
-        jobs: cluster.jobs.values().map(job).collect(),
+        servers: live.filter_map(|of| Some(server(of.clone(), servers.get(of.id)?))).collect(),
+        jobs: cluster.jobs().values().map(job).collect(),
         version: VERSION.to_owned(),
         unix_ms: unix_ms(),
         leading_ms: now.as_millis() as u64,
-        recovering: cluster.is_learning(),
+        recovering: learning.is_learning(),
         missing: cluster.missing().into_iter().map(missing).collect(),
-        advice: cluster.advice().map(Message::message),
+        advice: advice(cluster).map(Message::message),
     }
 }
 

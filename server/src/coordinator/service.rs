@@ -9,8 +9,10 @@ use std::{
 use futures_util::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 use zeroshard_coordinator::{
+    cluster::Cluster,
     events::{self, Attach, Event, JobRef, Join, Lease, Leave, Reply},
     save::Saved,
+    state::Job,
 };
 use zeroshard_model::{
     Attempt, Error, Result,
@@ -98,7 +100,8 @@ impl coordinator_service_server::CoordinatorService for Service {
             let caller = Caller::of(request.extensions())?;
             let job = request.into_inner().job;
             caller.check_read(&job)?;
-            let description = self.driver.read(|cluster| cluster.describe(&job))??;
+            let description =
+                self.driver.read(|cluster| cluster.job(&job).and_then(Job::describe))??;
             Ok(self
                 .driver
                 .failure
@@ -194,7 +197,9 @@ impl coordinator_service_server::CoordinatorService for Service {
             Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
             self.urls.check(&request.get_ref().url)?;
             let save = self.waits.save(request)?;
-            if let Some((url, job, start)) = self.driver.read(|cluster| cluster.saved_at(&save))? {
+            let job = &save.job.name;
+            let place = |cluster: &Cluster| cluster.jobs().get(job)?.saved_at(&save);
+            if let Some((url, job, start)) = self.driver.read(place)? {
                 self.driver.claim(&url, &job, start).await?;
             }
             match self.driver.call(|caller| Event::Save { caller, save }).await? {
@@ -346,7 +351,8 @@ impl coordinator_service_server::CoordinatorService for Service {
         tokio::spawn(async move {
             let ended = dismissal.until(listen(&driver, from, &heard, &mut events)).await;
             // A server that is stopped may close its connection before the streams on it.
-            let was_stopped = driver.read(|cluster| cluster.is_departing(from.server));
+            let was_stopped =
+                driver.read(|cluster| cluster.common().servers.is_departing(from.server));
             let cause = match ended {
                 _ if was_stopped == Ok(true) => "it was stopped".to_owned(),
                 Ok(Ok(())) => "its control stream ended".to_owned(),

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use zeroshard_checkpoint::Part;
 use zeroshard_coordinator::{
     events::{Checkpoint, Event, Placed, Placing},
-    jobs::Plan,
+    plan::Plan,
     save::Completion,
     user_data::UserData,
 };

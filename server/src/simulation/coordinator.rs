@@ -9,6 +9,7 @@ use std::{
 use zeroshard_coordinator::{
     cluster::Cluster,
     events::{Action, Caller, Command, Event, Lease, Link, Now, Reply},
+    state::Job,
 };
 use zeroshard_model::Server;
 use zeroshard_proto::pb::serve_request;
@@ -143,6 +144,11 @@ impl World {
         kept.filter_map(|(_, of)| of.cluster.as_ref())
     }
 
+    /// The job in these clusters.
+    fn jobs(&self) -> impl Iterator<Item = &Job> {
+        self.clusters().filter_map(|cluster| cluster.jobs().get(JOB))
+    }
+
     /// The process of a coordinator ends: nobody receives what is under way.
     pub(super) fn kill_coordinator(&mut self, index: usize) {
         let Coordinator { life, last, .. } = self.coordinators[index];
@@ -253,7 +259,8 @@ impl World {
         else {
             return false;
         };
-        let is_own = coordinator.streams.contains_key(&server) || cluster.misses(server as u64 + 1);
+        let is_own = coordinator.streams.contains_key(&server)
+            || cluster.common().servers.misses(server as u64 + 1);
         if !leadership.pass(seen, is_own) {
             if !leadership.is_valid() {
                 self.kill_coordinator(index);
@@ -332,7 +339,7 @@ impl World {
 
     /// A job that has begun must not fail: of each slice there is always a copy, or a checkpoint.
     fn check_not_failed(&mut self) {
-        let reason = self.clusters().find_map(|cluster| cluster.failure_of(JOB));
+        let reason = self.jobs().find_map(Job::failure);
         if let Some(reason) = reason.map(|reason| format!("the job has failed: {reason}")) {
             self.fail(reason);
         }
@@ -398,7 +405,8 @@ impl World {
     /// A rank receives the report of the last decision.
     fn shows_decision(&mut self, index: usize) {
         let cluster = self.coordinators[index].cluster.as_ref();
-        if let Some((job, attempt)) = cluster.and_then(|cluster| cluster.last_decision(JOB)) {
+        let job = cluster.and_then(|cluster| cluster.jobs().get(JOB));
+        if let Some((job, attempt)) = job.and_then(|job| Some((job.id, job.last_decision()?))) {
             let outcome = self.decisions.shown(job, attempt);
             self.check(outcome);
         }
@@ -471,7 +479,7 @@ impl World {
 
     /// The servers of the running job.
     pub(super) fn placed(&self) -> Vec<usize> {
-        let job = self.clusters().find_map(|cluster| cluster.describe(JOB).ok());
+        let job = self.jobs().find_map(|job| job.describe().ok());
         let servers = job.iter().flat_map(|job| job.placement.servers());
         servers.map(|server| (server.id - 1) as usize).collect()
     }
@@ -479,12 +487,12 @@ impl World {
     /// Returns whether every slice of the running job has all its replicas, on servers that are
     /// alive.
     pub(super) fn is_redundant(&self) -> bool {
-        self.is_whole() && self.clusters().any(|cluster| cluster.is_redundant(JOB))
+        self.is_whole() && self.jobs().any(Job::is_redundant)
     }
 
     /// Returns whether the job runs on servers that are alive.
     pub(super) fn is_whole(&self) -> bool {
-        let Some(job) = self.clusters().find_map(|cluster| cluster.describe(JOB).ok()) else {
+        let Some(job) = self.jobs().find_map(|job| job.describe().ok()) else {
             return false;
         };
         // The coordinator may not have noticed yet that a server is gone.

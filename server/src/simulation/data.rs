@@ -202,7 +202,10 @@ impl World {
             let Some(theirs) = of.jobs.get(&job.id).map(|of| of.job.attempt()) else { continue };
             // It may have the job of an earlier placement, and become a backup without content.
             let counts = match self.only_cluster() {
-                Some(cluster) => cluster.has_content(&job.spec.name, server.id, slice),
+                Some(cluster) => {
+                    let known = cluster.jobs().get(&job.spec.name);
+                    known.is_some_and(|job| job.has_content(server.id, slice))
+                }
                 None => theirs.epoch == job.attempt().epoch,
             };
             if counts && theirs.step < version {

@@ -5,8 +5,8 @@ use zeroshard_model::JobSpec;
 
 use super::{Copying, Replicas};
 use crate::{
-    cluster::Cluster,
-    events::{Action, Command, JobRef, Now, ServerId},
+    context::Context,
+    events::{Action, Command, ServerId},
     history::Severity,
     state::{Job, Open, Phase},
 };
@@ -14,31 +14,23 @@ use crate::{
 /// The size of a part: the memory of its slices, in bytes.
 const PART_BYTES: u64 = 64 << 20;
 
-impl Cluster {
+impl Job {
     /// A server has opened the job. Returns whether it was told to do so as a backup, which can now
     /// copy its slices.
-    pub(crate) fn opened_as_backup(
-        &mut self,
-        server: ServerId,
-        job: &JobRef,
-        out: &mut Vec<Action>,
-    ) -> bool {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else {
-            return false;
-        };
+    pub(crate) fn opened_as_backup(&mut self, server: ServerId, cx: &mut Context<'_>) -> bool {
+        let Phase::Open(open) = &mut self.phase else { return false };
         let was_opening = open.replicas.opening.remove(&server).is_some();
         if was_opening {
-            self.copy_next(&job.name, out);
+            self.copy_next(cx);
         }
         was_opening
     }
 
     /// Tells a server to copy the next part of its slices. While all ranks wait for a decision, the
     /// step comes first.
-    pub(crate) fn copy_next(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    pub(crate) fn copy_next(&mut self, cx: &mut Context<'_>) {
+        let job = self.reference();
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let voters = open.active(spec.world);
         let is_busy =
             open.replicas.is_copying() || open.round.agreed(voters).is_some() || !open.is_stored();
@@ -52,20 +44,17 @@ impl Cluster {
         replicas.told.insert(server, number);
         replicas.copying = Some(Copying { number, server, slices: slices.clone() });
         open.round.reports.remove(&server);
-        let job = JobRef { name: name.to_owned(), id: *id };
-        let command = Command::Copy { job, number, version, slices };
-        out.push(Action::Command(server, command));
+        cx.command(server, Command::Copy { job, number, version, slices });
     }
 
     /// Repeats the command to copy slices to a server that was away: the command or the answer may
     /// have been lost.
-    pub(crate) fn copy_again(&self, server: ServerId, job: &JobRef, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(&job.name) else { return };
+    pub(crate) fn copy_again(&self, server: ServerId, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &self.phase else { return };
         let copying = open.replicas.copying.as_ref().filter(|copying| copying.server == server);
         if let Some((Copying { number, slices, .. }, version)) = copying.zip(open.version) {
-            let (job, number, slices) = (job.clone(), *number, slices.clone());
-            let command = Command::Copy { job, number, version, slices };
-            out.push(Action::Command(server, command));
+            let (job, number, slices) = (self.reference(), *number, slices.clone());
+            cx.command(server, Command::Copy { job, number, version, slices });
         }
     }
 
@@ -74,15 +63,11 @@ impl Cluster {
     pub(crate) fn copy_refused(
         &mut self,
         server: ServerId,
-        job: &JobRef,
         number: u64,
         reason: &str,
-        now: Now,
-        out: &mut Vec<Action>,
+        cx: &mut Context<'_>,
     ) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
-            return;
-        };
+        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let Open { replicas, .. } = &mut **open;
         let Some(Copying { slices, .. }) = replicas.end_copy(server, number) else { return };
         let trained = slices.iter().filter(|&&slice| spec.manifest.trains(slice as usize)).count();
@@ -93,48 +78,36 @@ impl Cluster {
         replicas.empty.entry(server).or_default().extend(slices);
         let text = format!(
             "{} cannot hold more backups of job {:?}: {reason}",
-            self.name(server),
-            job.name
+            cx.name(server),
+            self.name
         );
-        out.push(Action::Alarm(Severity::Warning, text));
-        self.restore_redundancy(&job.name, now, out);
-        self.advance(&job.name, now, out);
-        self.copy_next(&job.name, out);
+        cx.alarm(Severity::Warning, text);
+        self.restore_redundancy(cx);
+        self.advance(cx);
+        self.copy_next(cx);
     }
 
     /// A server has copied slices.
-    pub(crate) fn copied(
-        &mut self,
-        server: ServerId,
-        job: &JobRef,
-        number: u64,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else {
-            return;
-        };
+    pub(crate) fn copied(&mut self, server: ServerId, number: u64, cx: &mut Context<'_>) {
+        let Phase::Open(open) = &mut self.phase else { return };
         if open.replicas.end_copy(server, number).is_none() {
             return;
         }
-        self.note_redundancy(&job.name, now, out);
-        self.advance(&job.name, now, out);
-        self.copy_next(&job.name, out);
+        self.note_redundancy(cx);
+        self.advance(cx);
+        self.copy_next(cx);
     }
 
     /// Notes that all slices have their replicas again, if some had too few until now.
-    pub(crate) fn note_redundancy(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
-            return;
-        };
+    pub(crate) fn note_redundancy(&mut self, cx: &mut Context<'_>) {
+        let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
         if open.degraded_slices(spec) == 0
             && let Some(since) = open.replicas.degraded.take()
         {
-            let after = now.saturating_sub(since);
-            out.push(Action::Redundant { after });
+            let after = cx.now.saturating_sub(since);
+            cx.push(Action::Redundant { after });
             let seconds = after.as_secs_f64();
-            let text = format!("job {name:?} has all its replicas again after {seconds:.1} s");
-            out.push(Action::Note(text));
+            cx.note(format!("job {name:?} has all its replicas again after {seconds:.1} s"));
         }
     }
 }

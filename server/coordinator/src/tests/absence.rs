@@ -7,7 +7,7 @@ use zeroshard_model::Departure;
 
 use super::*;
 use crate::held::{Held, Ranks};
-use crate::recovery::RECOVERY;
+use crate::learning::RECOVERY;
 
 /// The commands and reports of a server, in order.
 #[derive(Debug, Clone)]

@@ -73,7 +73,7 @@ fn slices_are_on_the_servers_that_have_room_for_them() {
     let spec = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
     let mut script = servers(&[200, 900]);
     script.admit(1, spec.clone()).unwrap();
-    let loads = script.cluster.assigned();
+    let loads = script.cluster.common.index.assigned();
     assert_eq!([1, 2].map(|server| loads[&server].bytes), [160, 800]);
     let two = JobSpec { replicas: 2, min_servers: 2, ..spec };
     let (bytes, free, text) = shortage(servers(&[400, 2000]).admit(1, two));
@@ -104,7 +104,7 @@ fn a_server_without_a_known_limit_takes_any_job() {
 fn a_new_coordinator_knows_what_the_jobs_need() {
     let before = recovery::Before::new();
     let script = before.recover([before.held(), before.held()]);
-    let needed: u64 = script.cluster.assigned().values().map(|load| load.bytes).sum();
+    let needed: u64 = script.cluster.common.index.assigned().values().map(|load| load.bytes).sum();
     assert_eq!(needed, before.spec.required().bytes);
 }
 

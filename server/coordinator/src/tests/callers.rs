@@ -37,7 +37,7 @@ fn an_open_job_remains_when_its_creator_disconnects() {
     let caller = script.create(spec(1));
     script.open_all();
     gone(&mut script, caller, None);
-    assert!(script.cluster.describe("job").is_ok());
+    assert!(script.describe("job").is_ok());
 }
 
 #[test]

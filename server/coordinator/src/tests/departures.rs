@@ -54,10 +54,11 @@ fn a_server_without_jobs_to_save_is_released_at_once_and_gets_no_more_slices() {
         script.step_all(&leases, 0);
         script.said(1, Said::Departing);
         assert_eq!((script.versions(), script.released()), (vec![], vec![1]));
-        let live: Vec<u64> = script.cluster.live().iter().map(|server| server.id).collect();
+        let live: Vec<u64> =
+            script.cluster.common.servers.live().iter().map(|server| server.id).collect();
         assert_eq!(live, [2, 3]);
         script.server(1);
-        assert_eq!(script.cluster.live().len(), 3, "it has been started again");
+        assert_eq!(script.cluster.common.servers.live().len(), 3, "it has been started again");
     }
 }
 
@@ -71,7 +72,7 @@ fn a_job_does_not_wait_for_a_server_that_has_departed() {
     script.found = found(1);
     script.commands.clear();
     script.lose_link(script.links[&1]);
-    assert!(script.cluster.describe("job").is_err(), "it returns to its checkpoint at once");
+    assert!(script.describe("job").is_err(), "it returns to its checkpoint at once");
     // After this time, another server may take the place of the departed one.
     script.after(SERVERS_LIMIT);
     script.open_all();
@@ -84,11 +85,11 @@ fn a_job_does_not_wait_for_a_server_that_has_departed() {
 fn a_coordinator_saves_all_jobs_before_it_stops() {
     let (mut script, leases) = Script::training_of(policy(1, 100), 2);
     script.step_all(&leases, 0);
-    assert!(script.cluster.is_settled() && !script.cluster.is_stopping());
+    assert!(!script.cluster.common.index.is_saving() && !script.cluster.is_stopping());
     script.event(Event::Stopping);
     assert_eq!(script.versions(), [1, 1]);
-    assert!(!script.cluster.is_settled() && script.cluster.is_stopping());
+    assert!(script.cluster.common.index.is_saving() && script.cluster.is_stopping());
     script.write_all();
     script.completed(completion_save(&script), Ok(1));
-    assert!(script.cluster.is_settled());
+    assert!(!script.cluster.common.index.is_saving());
 }

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     events::FailedThere,
     held::{Held, Ranks},
-    recovery::{LEARNING, RECOVERY, SETTLING},
+    learning::{LEARNING, RECOVERY, SETTLING},
 };
 
 #[test]
@@ -118,7 +118,7 @@ fn a_job_that_is_created_before_its_servers_return_does_not_replace_the_one_they
     let unavailable = |error: &Error| matches!(error, Error::Unavailable { .. });
     let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
     // No server is there: nothing is known about any job.
-    assert!(unavailable(&script.cluster.describe("job").unwrap_err()));
+    assert!(unavailable(&script.describe("job").unwrap_err()));
     let deleting = script.delete(0);
     assert!(unavailable(script.error(deleting)));
     let creating = script.create(JobSpec { min_servers: 1, ..JobSpec::clone(&before.spec) });
@@ -237,7 +237,7 @@ fn a_job_that_another_coordinator_has_had_meanwhile_is_learned_again() {
         script.dismissed.clear();
         let later = Held { term: 9, attempt, ..before.held() };
         script.returns(1, 1, vec![later.clone()]);
-        assert!(matches!(script.cluster.describe("job"), Err(Error::Unavailable { .. })));
+        assert!(matches!(script.describe("job"), Err(Error::Unavailable { .. })));
         assert_eq!(script.dismissed, [2], "it describes the job again");
         let (lease, error) = script.ended.last().expect("the rank opens a new stream");
         assert_eq!(*lease, before.leases[1]);

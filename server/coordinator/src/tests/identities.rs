@@ -23,7 +23,7 @@ fn a_call_about_an_earlier_job_of_the_name_is_refused() {
     for caller in calls {
         assert_eq!(script.error(caller), &replaced);
     }
-    assert_eq!(script.cluster.describe("job").unwrap().job_id, 8);
+    assert_eq!(script.describe("job").unwrap().job_id, 8);
     assert_eq!(script.cluster.jobs["job"].id, 8);
     let caller = script.delete(8);
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Deleted)));
@@ -77,7 +77,7 @@ fn a_new_incarnation_of_a_server_first_removes_the_old_one() {
     script.event(Event::Said { from: old, said: Said::Stats(stats("a gradient")) });
     script.lose_link(old);
     assert_eq!(script.servers(), [1]);
-    let server = &script.cluster.servers[&1];
+    let server = script.cluster.common.servers.get(1).unwrap();
     assert_eq!((server.incarnation, &server.stats), (2, &None));
     assert!(!script.commands.iter().any(|(_, command)| matches!(command, Command::Close(_))));
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     held::Held,
-    recovery::RECOVERY,
+    learning::RECOVERY,
     restore::{RESTORE_LIMIT, RETRY, SERVERS_LIMIT},
 };
 

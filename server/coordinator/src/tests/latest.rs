@@ -9,7 +9,7 @@ use super::{
     *,
 };
 use crate::held::Held;
-use crate::recovery::{LEARNING, RECOVERY};
+use crate::learning::{LEARNING, RECOVERY};
 
 fn server(id: u64) -> Server {
     Server { id, incarnation: 1, address: format!("host:{id}") }
@@ -46,10 +46,7 @@ fn without_server_2(moved: &Moved) -> Script {
 fn a_server_with_an_earlier_placement_does_not_continue_without_the_servers_of_the_latest() {
     let moved = moved_job(spec(2));
     let mut script = without_server_2(&moved);
-    assert!(
-        script.cluster.describe("job").is_err(),
-        "another server may describe a later placement"
-    );
+    assert!(script.describe("job").is_err(), "another server may describe a later placement");
     script.returns(3, 1, vec![moved.latest.clone()]);
     script.after(LEARNING);
     assert_eq!((script.version(), script.failure()), (Some(9), None));
@@ -66,7 +63,7 @@ fn a_description_whose_stream_has_broken_is_not_forgotten_for_an_earlier_one() {
     script.returns(1, 1, vec![moved.earlier]);
     script.event(Event::Refused(server(2)));
     script.after(LEARNING);
-    assert!(script.cluster.describe("job").is_err(), "server 3 has all slices, and may return");
+    assert!(script.describe("job").is_err(), "server 3 has all slices, and may return");
     script.returns(3, 1, vec![moved.latest]);
     assert_eq!((script.version(), script.failure()), (Some(9), None));
 }

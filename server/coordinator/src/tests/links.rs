@@ -35,7 +35,7 @@ impl Script {
 
     fn wait(&self) -> String {
         let job = &self.cluster.jobs["job"];
-        self.cluster.wait_of(job).map(|wait| wait.reason).unwrap_or_default()
+        job.wait(&self.cluster.common).map(|wait| wait.reason).unwrap_or_default()
     }
 
     /// Returns whether the server has slices of the job.
@@ -62,7 +62,7 @@ fn a_job_continues_without_a_server_that_its_ranks_cannot_reach_until_it_is_unco
     assert_eq!(script.failure(), None);
     script.open_all();
     assert!(!script.wait().contains("reached"), "{}", script.wait());
-    assert!(script.cluster.servers.contains_key(&server), "other jobs keep it");
+    assert!(script.cluster.common.servers.is_connected(server), "other jobs keep it");
     // Another server is lost. Its slices need a second replica.
     let other = script.open().placement.servers()[0].id;
     script.lose_server(other);

@@ -115,7 +115,7 @@ fn a_lost_server_fails_its_jobs_and_all_waiting_calls_are_answered() {
     assert_eq!(script.ended.len(), 2);
     assert_eq!(script.closed(), [1]);
     assert!(is_failed(&script.join(0).unwrap_err()));
-    assert!(is_failed(&script.cluster.describe("job").unwrap_err()));
+    assert!(is_failed(&script.describe("job").unwrap_err()));
     let caller = script.create(spec(2));
     assert!(is_failed(script.error(caller)));
     assert!(script.failure().is_some());
@@ -126,7 +126,7 @@ fn a_server_without_slices_of_a_job_can_leave() {
     let (mut script, _) = Script::training(1, 1);
     script.server(2);
     script.lose_server(2);
-    assert!(script.cluster.describe("job").is_ok());
+    assert!(script.describe("job").is_ok());
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use super::*;
 use crate::{
     drains::{Drained, Stays},
-    recovery::LEARNING,
+    learning::LEARNING,
 };
 
 /// Creates a job with two replicas on this number of servers, and publishes version 0. No worker
@@ -49,7 +49,7 @@ fn placed_on(script: &Script) -> Vec<u64> {
 
 /// The reason of the wait, and whether workers or servers are missing.
 fn wait(script: &Script) -> Option<(String, bool, bool)> {
-    let wait = script.cluster.wait_of(&script.cluster.jobs["job"])?;
+    let wait = script.cluster.jobs["job"].wait(&script.cluster.common)?;
     Some((wait.reason, wait.lacks_workers, wait.lacks_servers))
 }
 

@@ -7,7 +7,7 @@ use crate::{
     decisions::Figures,
     events::{Attach, FailedThere},
     held::{Held, Ranks},
-    recovery::RECOVERY,
+    learning::RECOVERY,
     resting::{Begins, Rested},
 };
 
@@ -82,7 +82,7 @@ impl Before {
     pub(super) fn recover(&self, held: [Held; 2]) -> Script {
         let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
         for (id, held) in (1..).zip(held) {
-            assert!(script.cluster.describe("job").is_err(), "not before all servers are there");
+            assert!(script.describe("job").is_err(), "not before all servers are there");
             script.returns(id, 1, vec![held]);
         }
         script

@@ -4,7 +4,7 @@ use zeroshard_model::{Placement, Restore, RestoreVersion};
 
 use super::*;
 use crate::held::{Held, Ranks};
-use crate::recovery::{LEARNING, RECOVERY};
+use crate::learning::{LEARNING, RECOVERY};
 
 const REPLICAS: u32 = 2;
 

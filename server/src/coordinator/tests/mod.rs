@@ -10,11 +10,12 @@ use zeroshard_coordinator::{
     cluster::Cluster,
     decisions::{Decision, Figures, Report, Update},
     events::{
-        About, Action, Caller, Command, Create, Event, JobRef, Join, Lease, OpenJob, Reply, Said,
+        About, Action, Caller, Command, Create, Event, JobRef, Join, Lease, Link, Now, OpenJob,
+        Reply, Said,
     },
     feed::{Change, Peer},
-    jobs::Plan,
     placement::Zones,
+    plan::Plan,
     reduce::{Absent, Norm, Overflow},
     succession::Source,
 };

@@ -276,3 +276,20 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
         assert!(error.contains(what) && error.contains("description of job"), "{error}");
     }
 }
+
+#[test]
+fn a_status_shows_each_server_with_its_own_data_while_another_one_departs() {
+    let mut cluster = Cluster::default();
+    for id in [1, 2] {
+        let server = Server { id, incarnation: 1, address: format!("host:{id}") };
+        let about = About { version: format!("version {id}"), ..About::default() };
+        let (held, is_new) = (Vec::new(), true);
+        let joined = Event::ServerJoined { stream: id, server, about, held, is_new };
+        cluster.handle(joined, Now::ZERO);
+    }
+    let from = Link { server: 1, stream: 1 };
+    cluster.handle(Event::Said { from, said: Said::Departing }, Now::ZERO);
+    let status = responses::status(&cluster, Now::ZERO);
+    let shown: Vec<_> = status.servers.iter().map(|of| of.version.as_str()).collect();
+    assert_eq!(shown, ["version 2"]);
+}
