@@ -232,6 +232,48 @@ fn recovery_measures_the_time_from_a_death_to_the_next_step_and_to_all_replicas(
 }
 
 #[test]
+fn control_measures_every_event_with_each_number_of_jobs_and_decisions_and_placements() {
+    let case = ["control", "--jobs", "1,2", "--ranks", "3", "--servers", "3", "--slices", "300"];
+    let lines = bench(&[&case[..], &["--rounds", "1", "--repeat", "1"]].concat(), &[]);
+    let rows = |bench: &str, labels: &[&str], numbers: &[&str]| -> Vec<String> {
+        let rows = lines.iter().filter(|line| line["bench"] == bench);
+        let row = |line: &Value| {
+            for field in numbers {
+                let number = line[field].as_f64();
+                assert!(number.is_some_and(|number| number > 0.0), "{field} in {line}");
+            }
+            let labels = labels.iter().filter_map(|label| match &line[label] {
+                Value::String(text) => Some(text.clone()),
+                Value::Null => None,
+                other => Some(other.to_string()),
+            });
+            labels.collect::<Vec<_>>().join(" ")
+        };
+        rows.map(row).collect()
+    };
+    let numbers = ["number", "handle_us", "handle_p99_us", "event_us", "event_p99_us", "ratio"];
+    let of_jobs = ["commit", "ready", "stored", "lease-ended", "join", "granted"];
+    let of_jobs = of_jobs
+        .iter()
+        .flat_map(|event| ["large 1", "large 2", "small 2"].map(|job| format!("{event} {job}")));
+    let others = ["stats 1", "stats 2", "tick 1", "tick 2"].map(str::to_owned);
+    let expected: Vec<String> = of_jobs.chain(others).collect();
+    assert_eq!(rows("control", &["event", "job", "jobs"], &numbers), expected);
+    let steps = ["decided-ready-before", "decided-ready-after", "all-events"];
+    let expected: Vec<String> =
+        steps.iter().flat_map(|step| [1, 2].map(|jobs| format!("{step} {jobs}"))).collect();
+    let numbers = ["number", "p50_ms", "p99_ms", "ratio"];
+    assert_eq!(rows("control-step", &["step", "jobs"], &numbers), expected);
+    let placements = rows(
+        "control-placement",
+        &["placement", "slices", "servers", "replicas"],
+        &["seconds", "largest_seconds", "goal_seconds"],
+    );
+    let expected = ["balanced 300 3 1", "replicas-in-zones 300 3 2", "within-memory 300 3 1"];
+    assert_eq!(placements, expected);
+}
+
+#[test]
 fn neighbours_reports_the_slowdown_by_each_manner() {
     let case = ["neighbours", "--jobs", "2", "--tensors", "2", "--numel", "1000"];
     let length = ["--large", "100000", "--seconds", "1", "--rounds", "1"];

@@ -2,6 +2,7 @@
 //! table, or with `--json` one object per line.
 
 mod checkpoint;
+mod control;
 mod kernels;
 mod neighbours;
 mod optimizer;
@@ -37,6 +38,7 @@ enum Bench {
     Step(step::Options),
     Checkpoint(checkpoint::Options),
     Recovery(recovery::Options),
+    Control(control::Options),
     Neighbours(neighbours::Options),
     Tiers(tiers::Options),
     Torch(torch::Options),
@@ -62,6 +64,7 @@ fn main() -> std::process::ExitCode {
         Bench::Step(options) => step::run(&options, json),
         Bench::Checkpoint(options) => checkpoint::run(&options, json),
         Bench::Recovery(options) => recovery::run(&options, json),
+        Bench::Control(options) => control::run(&options, json),
         Bench::Neighbours(options) => neighbours::run(&options, json),
         Bench::Tiers(options) => tiers::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
