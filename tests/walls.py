@@ -28,7 +28,6 @@ LIMIT = 3
 KNOWN = {
     "zeroshard-client": [7],
     "zeroshard-fake-cuda": [5],
-    "zeroshard-coordinator": [34],
     "zeroshard-server": [6, 5],
     "zeroshard-worker": [5],
 }

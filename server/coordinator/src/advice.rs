@@ -3,13 +3,13 @@
 
 use zeroshard_model::listing::some_of;
 
-use super::{
+use crate::figures::JobState;
+use crate::progress::Wait;
+use crate::{
     cluster::Cluster,
     context::Common,
-    figures::JobState,
-    progress::Wait,
+    job::{Job, Phase},
     servers::Missing,
-    state::{Job, Phase},
 };
 
 /// A recommended action.

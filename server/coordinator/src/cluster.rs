@@ -13,21 +13,20 @@ use std::{
 
 use zeroshard_model::{Error, Result, Server, limits::MAX_JOBS};
 
-use super::{
+use crate::{
     admission::check_quota,
+    calls::{Create, Drained, Reply},
+    commands::{About, Command, Said},
     context::{Common, Consequence, Context},
-    drains::Drained,
-    events::{
-        About, Action, Caller, Command, Create, Event, JobRef, Lease, Link, Now, Reply, Said,
-        ServerId, Waiter,
-    },
+    events::{Action, Event},
     feed::Change,
     held::Held,
     history::Severity,
+    ids::{Caller, JobRef, Lease, Link, Now, ServerId, Waiter},
     index::Name,
+    job::{Job, Phase},
     learning::{Learning, unknown_yet},
     servers::Missing,
-    state::{Job, Phase},
     succession::Source,
 };
 
@@ -46,13 +45,13 @@ pub struct JobLimits {
 /// The state of the coordinator, initially empty.
 #[derive(Debug)]
 pub struct Cluster {
-    pub(super) jobs: BTreeMap<String, Job>,
+    pub(crate) jobs: BTreeMap<String, Job>,
     /// What the jobs have in common.
-    pub(super) common: Common,
+    pub(crate) common: Common,
     /// `true` if this coordinator is about to stop.
     is_stopping: bool,
     /// The maximum number of jobs.
-    pub(super) max_jobs: usize,
+    pub(crate) max_jobs: usize,
     /// The jobs that have been visited since they were last asked for.
     changed: BTreeSet<Name>,
     /// The number of visits to jobs so far.

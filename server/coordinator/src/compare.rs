@@ -1,15 +1,8 @@
-//! Servers of a slice compare its content from time to time ([`JobSpec::compare_every`]): each
-//! sends a hash, and the job fails if they differ, since no one knows which server is right.
-//!
-//! [`JobSpec::compare_every`]: zeroshard_model::JobSpec::compare_every
+//! The hashes of slices that their servers have sent for comparison.
 
 use std::collections::{BTreeMap, btree_map::Entry};
 
-use super::{
-    context::Context,
-    events::ServerId,
-    state::{Job, Phase},
-};
+use crate::ids::ServerId;
 
 /// The hashes of slices at one version.
 #[derive(Debug, Default)]
@@ -21,7 +14,7 @@ pub struct Comparison {
 
 impl Comparison {
     /// Adds hashes of a server. Returns the first slice whose hash differs, and the other server.
-    fn add(
+    pub(crate) fn add(
         &mut self,
         server: ServerId,
         version: u64,
@@ -43,41 +36,5 @@ impl Comparison {
                 (known != hash).then_some((slice, other))
             }
         })
-    }
-}
-
-impl Job {
-    /// A server has sent the hashes of its slices at a version, which was decided in an epoch.
-    pub(super) fn hashes(
-        &mut self,
-        server: ServerId,
-        (decided_in, version): (u64, u64),
-        slices: &[(u32, u64)],
-        cx: &mut Context<'_>,
-    ) {
-        let Self { spec, epoch, phase: Phase::Open(open), .. } = self else { return };
-        // The job may have been restored since, or may have other servers.
-        if decided_in != *epoch {
-            return;
-        }
-        let known = spec.manifest.slices().len() as u32;
-        let slices: Vec<(u32, u64)> =
-            slices.iter().copied().filter(|&(slice, _)| slice < known).collect();
-        let Some((slice, other)) = open.comparison.add(server, version, &slices) else { return };
-        let of = spec.manifest.slices()[slice as usize];
-        let tensor = &spec.manifest.tensors()[of.tensor].name;
-        let end = of.offset + of.numel;
-        let range = format!("elements {} to {} of tensor {tensor:?}", of.offset, end - 1);
-        let equal = version.saturating_sub(spec.compare_every);
-        let [one, other] = [server, other].map(|id| cx.name(id));
-        let reason = format!(
-            "{one} and {other} have different content of slice {slice} ({range}) at version \
-             {version}; the memory of one of them is damaged: test it, delete the job, remove its \
-             checkpoints after version {equal}, and continue from an earlier one"
-        );
-        self.fail(&reason, cx);
-        if let Phase::Failed { is_damaged, .. } = &mut self.phase {
-            *is_damaged = true;
-        }
     }
 }

@@ -5,8 +5,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{
-    events::{Action, Command, Now, Reply, ServerId, Waiter},
+use crate::{
+    calls::Reply,
+    commands::Command,
+    events::Action,
+    ids::{Now, ServerId, Waiter},
     servers::Servers,
 };
 
@@ -27,14 +30,14 @@ struct Confirmation {
 }
 
 impl Confirmations {
-    pub(super) fn next_deadline(&self) -> Option<Now> {
+    pub(crate) fn next_deadline(&self) -> Option<Now> {
         self.open.values().flat_map(|open| &open.waiters).map(|waiter| waiter.deadline).min()
     }
 
     /// Answers the calls when the connected ones of `servers` have received all commands that were
     /// sent before. A server that is lost counts as one that has received them: when it comes back,
     /// it receives what it lacks. `what` is what the servers are to receive.
-    pub(super) fn answer_when_received(
+    pub(crate) fn answer_when_received(
         &mut self,
         waiters: Vec<Waiter>,
         reply: Reply,
@@ -50,7 +53,7 @@ impl Confirmations {
     }
 
     /// A server has received all commands up to [`Command::Confirm`].
-    pub(super) fn confirmed(&mut self, server: ServerId, number: u64, out: &mut Vec<Action>) {
+    pub(crate) fn confirmed(&mut self, server: ServerId, number: u64, out: &mut Vec<Action>) {
         if let Some(confirmation) = self.open.get_mut(&number) {
             confirmation.pending.remove(&server);
             self.answer(out);
@@ -58,7 +61,7 @@ impl Confirmations {
     }
 
     /// No call waits for the server any more.
-    pub(super) fn lose(&mut self, server: ServerId, out: &mut Vec<Action>) {
+    pub(crate) fn lose(&mut self, server: ServerId, out: &mut Vec<Action>) {
         for confirmation in self.open.values_mut() {
             confirmation.pending.remove(&server);
         }
@@ -74,7 +77,7 @@ impl Confirmations {
     }
 
     /// Answers calls at their deadline with the servers that have not confirmed.
-    pub(super) fn expire(&mut self, servers: &Servers, now: Now, out: &mut Vec<Action>) {
+    pub(crate) fn expire(&mut self, servers: &Servers, now: Now, out: &mut Vec<Action>) {
         for Confirmation { waiters, pending, what, .. } in self.open.values_mut() {
             for waiter in waiters.extract_if(.., |waiter| waiter.deadline <= now) {
                 let waiting_for = format!("{} to receive {what}", servers.names_of(pending));

@@ -4,10 +4,13 @@ use std::{collections::BTreeSet, time::Duration};
 
 use zeroshard_model::{Error, Result};
 
-use super::{
+use crate::{
+    calls::Reply,
+    commands::Command,
     confirm::Confirmations,
-    events::{Action, Command, Link, Now, Reply, ServerId, Waiter},
+    events::Action,
     history::Severity,
+    ids::{Link, Now, ServerId, Waiter},
     index::Index,
     learning::Learning,
     numbers::{Epochs, SaveNumbers},
@@ -20,17 +23,17 @@ pub struct Common {
     pub servers: Servers,
     pub learning: Learning,
     pub index: Index,
-    pub(super) epochs: Epochs,
-    pub(super) saves: SaveNumbers,
-    pub(super) confirmations: Confirmations,
+    pub(crate) epochs: Epochs,
+    pub(crate) saves: SaveNumbers,
+    pub(crate) confirmations: Confirmations,
     /// The idle timeout of jobs that have none of their own; `None`: they are kept.
-    pub(super) job_timeout: Option<Duration>,
+    pub(crate) job_timeout: Option<Duration>,
 }
 
 /// A consequence of an event for other jobs or for the whole cluster, which the cluster carries
 /// out after the job has handled its event.
 #[derive(Debug)]
-pub(super) enum Consequence {
+pub(crate) enum Consequence {
     /// A job has ended: those that are being created from it cannot be.
     Ended { job_id: u64, error: Error },
     /// A control stream is of no use.
@@ -40,48 +43,48 @@ pub(super) enum Consequence {
 /// The surroundings of a job that handles an event at a time.
 #[derive(Debug)]
 pub struct Context<'a> {
-    pub(super) now: Now,
-    pub(super) common: &'a mut Common,
-    pub(super) out: &'a mut Vec<Action>,
-    pub(super) consequences: &'a mut Vec<Consequence>,
+    pub(crate) now: Now,
+    pub(crate) common: &'a mut Common,
+    pub(crate) out: &'a mut Vec<Action>,
+    pub(crate) consequences: &'a mut Vec<Consequence>,
 }
 
 impl Context<'_> {
-    pub(super) fn name(&self, server: ServerId) -> String {
+    pub(crate) fn name(&self, server: ServerId) -> String {
         self.common.servers.name(server)
     }
 
-    pub(super) fn push(&mut self, action: Action) {
+    pub(crate) fn push(&mut self, action: Action) {
         self.out.push(action);
     }
 
     /// Logs an event of normal operation.
-    pub(super) fn note(&mut self, text: String) {
+    pub(crate) fn note(&mut self, text: String) {
         self.out.push(Action::Note(text));
     }
 
     /// Logs an event of higher severity.
-    pub(super) fn alarm(&mut self, severity: Severity, text: String) {
+    pub(crate) fn alarm(&mut self, severity: Severity, text: String) {
         self.out.push(Action::Alarm(severity, text));
     }
 
-    pub(super) fn command(&mut self, server: ServerId, command: Command) {
+    pub(crate) fn command(&mut self, server: ServerId, command: Command) {
         self.out.push(Action::Command(server, command));
     }
 
-    pub(super) fn answer(&mut self, waiter: Waiter, answer: Result<Reply>) {
+    pub(crate) fn answer(&mut self, waiter: Waiter, answer: Result<Reply>) {
         self.out.push(Action::Answer(waiter.caller, answer));
     }
 
     /// Ends calls with an error.
-    pub(super) fn refuse(&mut self, waiters: impl IntoIterator<Item = Waiter>, error: &Error) {
+    pub(crate) fn refuse(&mut self, waiters: impl IntoIterator<Item = Waiter>, error: &Error) {
         for waiter in waiters {
             self.answer(waiter, Err(error.clone()));
         }
     }
 
     /// Ends calls whose deadline has passed.
-    pub(super) fn time_out(
+    pub(crate) fn time_out(
         &mut self,
         waiters: impl IntoIterator<Item = Waiter>,
         waiting_for: &str,
@@ -93,7 +96,7 @@ impl Context<'_> {
 
     /// Answers the calls when the connected ones of `servers` have received all commands that were
     /// sent before: see [`Confirmations::answer_when_received`].
-    pub(super) fn answer_when_received(
+    pub(crate) fn answer_when_received(
         &mut self,
         waiters: Vec<Waiter>,
         reply: Reply,

@@ -12,10 +12,7 @@ use std::{
 
 use zeroshard_model::{JobSpec, Placement};
 
-use super::{
-    events::Lease,
-    state::{Job, Open, Phase},
-};
+use crate::ids::Lease;
 
 /// The addresses of a job's peers, with the order of their changes. INVARIANT: one entry per rank
 /// that ever had an address, in both maps.
@@ -25,12 +22,12 @@ pub struct Peers {
     ranks: BTreeMap<u32, (u64, Option<String>)>,
     /// The rank that changed last in each revision.
     changes: BTreeMap<u64, u32>,
-    revision: u64,
+    pub(crate) revision: u64,
 }
 
 impl Peers {
     /// Records the address of a peer, or its departure (no address).
-    pub(super) fn set(&mut self, rank: u32, address: Option<String>) {
+    pub(crate) fn set(&mut self, rank: u32, address: Option<String>) {
         self.revision += 1;
         match self.ranks.entry(rank) {
             Entry::Occupied(mut known) => {
@@ -45,7 +42,7 @@ impl Peers {
     }
 
     /// The current peers, by rank.
-    fn present(&self) -> Vec<Peer> {
+    pub(crate) fn present(&self) -> Vec<Peer> {
         let peer = |(&rank, (_, address)): (&u32, &(u64, Option<String>))| Peer {
             rank,
             address: address.clone(),
@@ -55,7 +52,7 @@ impl Peers {
 
     /// The peers that have joined or left after `revision`, by rank; peers that have left have no
     /// address.
-    fn since(&self, revision: u64) -> Vec<Peer> {
+    pub(crate) fn since(&self, revision: u64) -> Vec<Peer> {
         let later = self.changes.range((Bound::Excluded(revision), Bound::Unbounded));
         let peer = |(_, &rank): (&u64, &u32)| {
             let address = self.ranks.get(&rank).and_then(|(_, address)| address.clone());
@@ -68,7 +65,7 @@ impl Peers {
 
     /// The number of ranks in the maps.
     #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         assert_eq!(self.ranks.len(), self.changes.len());
         self.ranks.len()
     }
@@ -77,10 +74,10 @@ impl Peers {
 /// The state that a member has been sent.
 #[derive(Debug, Clone)]
 pub struct Told {
-    epoch: u64,
-    initialised: bool,
-    placement: Arc<Placement>,
-    peers: u64,
+    pub(crate) epoch: u64,
+    pub(crate) initialised: bool,
+    pub(crate) placement: Arc<Placement>,
+    pub(crate) peers: u64,
 }
 
 /// A membership message, which the service converts outside of the driver's lock.
@@ -109,50 +106,9 @@ pub struct Peer {
     pub address: Option<String>,
 }
 
-impl Job {
-    /// The next message for the member with `lease`: `None` if nothing has changed, or if it has
-    /// not joined yet.
-    pub(super) fn next_membership(&mut self, lease: Lease) -> Option<Change> {
-        let Self { spec, id, epoch, phase: Phase::Open(open), .. } = self else { return None };
-        let now = open.news(*epoch);
-        let (version, restored, revision) = (open.version, open.rolled_back, now.peers);
-        let Open { members, peers, .. } = open.as_mut();
-        let member = members.of(lease).filter(|member| member.joining.is_none())?;
-        let told = member.told.replace(now.clone());
-        if told.as_ref().is_some_and(|told| told.is(&now)) {
-            return None;
-        }
-        let same_placement =
-            told.as_ref().is_some_and(|told| Arc::ptr_eq(&told.placement, &now.placement));
-        Some(Change {
-            lease,
-            job_id: *id,
-            epoch: *epoch,
-            world: spec.world,
-            version,
-            restored,
-            spec: told.is_none().then(|| spec.clone()),
-            placement: (!same_placement).then_some(now.placement),
-            peers: match told {
-                None => peers.present(),
-                Some(told) if told.peers == revision => Vec::new(),
-                Some(told) => peers.since(told.peers),
-            },
-        })
-    }
-}
-
 impl Told {
-    fn is(&self, other: &Self) -> bool {
+    pub(crate) fn is(&self, other: &Self) -> bool {
         let plain = |told: &Self| (told.epoch, told.initialised, told.peers);
         plain(self) == plain(other) && Arc::ptr_eq(&self.placement, &other.placement)
-    }
-}
-
-impl Open {
-    /// The state of a member that has read everything.
-    fn news(&self, epoch: u64) -> Told {
-        let (initialised, placement) = (self.version.is_some(), self.placement.clone());
-        Told { epoch, initialised, placement, peers: self.peers.revision }
     }
 }

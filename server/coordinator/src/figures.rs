@@ -2,8 +2,6 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::state::{Job, Phase};
-
 /// The state of a job, as operators see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobState {
@@ -82,7 +80,7 @@ pub struct Lateness {
 
 impl Lateness {
     /// Adds a step: how much later than the first rank each of its ranks has committed.
-    pub(super) fn add(&mut self, step: &[(u32, Duration)]) {
+    pub(crate) fn add(&mut self, step: &[(u32, Duration)]) {
         let mean = |&(rank, late): &(u32, Duration)| {
             let late = late.as_secs_f64();
             let mean = self.mean.get(&rank).map_or(late, |mean| mean + WEIGHT * (late - mean));
@@ -102,45 +100,12 @@ impl Lateness {
 
     /// At most `count` ranks with the highest averages, highest first. Empty for a job with one
     /// rank.
-    pub(super) fn latest(&self, count: usize) -> Vec<(u32, f64)> {
+    pub(crate) fn latest(&self, count: usize) -> Vec<(u32, f64)> {
         let ranks = self.mean.iter().filter(|_| self.mean.len() > 1);
         let mut ranks: Vec<_> = ranks.map(|(&rank, &mean)| (rank, mean)).collect();
         ranks.sort_by(|(_, a), (_, b)| b.total_cmp(a));
         ranks.truncate(count);
         ranks
-    }
-}
-
-impl Phase {
-    pub fn shown(&self) -> JobState {
-        match self {
-            Self::Waiting { interrupted: Some(_), .. }
-            | Self::Opening { interrupted: Some(_), .. } => JobState::Restoring,
-            Self::Waiting { interrupted: None, .. } => JobState::Waiting,
-            Self::Opening { interrupted: None, .. } => JobState::Opening,
-            Self::Open(_) => JobState::Open,
-            Self::Recovering(_) => JobState::Recovering,
-            Self::Failed { .. } | Self::Gone => JobState::Failed,
-        }
-    }
-}
-
-impl Job {
-    /// The figures for the metrics.
-    pub fn figures(&self) -> JobFigures {
-        let open = match &self.phase {
-            Phase::Open(open) => Some(open),
-            _ => None,
-        };
-        JobFigures {
-            state: self.phase.shown(),
-            epoch: self.epoch,
-            version: open.and_then(|open| open.version),
-            workers: open.map_or(0, |open| open.members.len()),
-            degraded: open.map_or(0, |open| open.degraded_slices(&self.spec)),
-            broken_links: open.map_or(0, |open| open.links.number()),
-            slowest: open.and_then(|open| open.lateness.slowest()),
-        }
     }
 }
 

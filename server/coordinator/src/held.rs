@@ -7,11 +7,11 @@ use std::{
 
 use zeroshard_model::{Attempt, JobSpec, Restore, Succession};
 
-use super::{
-    decisions::Decision,
-    events::{Lease, ServerId},
+use crate::{
+    decision::Decision,
+    gradient::Reduced,
+    ids::{Lease, ServerId},
     plan::Plan,
-    reduce::Reduced,
 };
 
 /// A job as one of its servers describes it.
@@ -64,12 +64,12 @@ pub struct Ranks {
 pub type Age = (u64, u64);
 
 impl Held {
-    pub(super) fn age(&self) -> Age {
+    pub(crate) fn age(&self) -> Age {
         (self.term, self.attempt.epoch)
     }
 
     /// The slices whose content `server` has. It must be the one that has sent this description.
-    pub(super) fn full_slices(&self, server: ServerId) -> BTreeSet<u32> {
+    pub(crate) fn full_slices(&self, server: ServerId) -> BTreeSet<u32> {
         let slices = self.plan.placement.slices_of(server).map(|(slice, _)| slice as u32);
         slices.filter(|slice| !self.restoring && !self.empty.contains(slice)).collect()
     }

@@ -8,14 +8,17 @@ use std::{
 
 use zeroshard_model::Attempt;
 
-use super::{events::Now, figures::Waits};
+use crate::{figures::Waits, ids::Now};
 
 /// The maximum number of points of a curve.
 const POINTS: usize = 240;
+
 /// The number of recent steps from which the current rate and phases are computed.
 const RECENT: usize = 32;
+
 /// The maximum number of events.
 const EVENTS: usize = 100;
+
 /// The maximum length of an event in bytes. Events may contain text that clients have sent.
 const MAX_EVENT: usize = 600;
 

@@ -10,9 +10,9 @@ use std::{
 
 use zeroshard_model::{Placement, Server, memory::Required};
 
-use super::{
-    admission::Loads,
-    events::{Now, ServerId},
+use crate::{
+    ids::{Now, ServerId},
+    plan::Loads,
 };
 
 /// The name of a job.
@@ -20,29 +20,29 @@ pub type Name = Arc<str>;
 
 /// What is known of one job.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Entry {
+pub(crate) struct Entry {
     /// The placement of its slices, once there is one.
-    pub(super) placement: Option<Arc<Placement>>,
+    pub(crate) placement: Option<Arc<Placement>>,
     /// The servers that may hold it as it was before it returned to a checkpoint.
-    pub(super) holders: BTreeSet<ServerId>,
+    pub(crate) holders: BTreeSet<ServerId>,
     /// When it has to be visited at the latest.
-    pub(super) deadline: Option<Now>,
+    pub(crate) deadline: Option<Now>,
     /// The id of the job that it is being created from, if it is.
-    pub(super) predecessor: Option<u64>,
-    pub(super) interests: Interests,
+    pub(crate) predecessor: Option<u64>,
+    pub(crate) interests: Interests,
 }
 
 /// The events of other jobs and of servers that can change a job.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Interests {
+pub(crate) struct Interests {
     /// It waits for servers, or for the end of the learning.
-    pub(super) servers: bool,
+    pub(crate) servers: bool,
     /// It waits for the descriptions by its servers.
-    pub(super) descriptions: bool,
+    pub(crate) descriptions: bool,
     /// Its slices could have more replicas.
-    pub(super) replicas: bool,
+    pub(crate) replicas: bool,
     /// It is being saved.
-    pub(super) saving: bool,
+    pub(crate) saving: bool,
 }
 
 /// The entries of all jobs, by what they are looked up for.
@@ -68,7 +68,7 @@ pub struct Index {
 impl Index {
     /// Replaces the entry of a job; `None`: the job is gone. `loads` is what it needs of each
     /// server. Returns whether the job is not being created from another one any more.
-    pub(super) fn set(&mut self, job: &Name, entry: Option<Entry>, loads: Option<&Loads>) -> bool {
+    pub(crate) fn set(&mut self, job: &Name, entry: Option<Entry>, loads: Option<&Loads>) -> bool {
         let is_gone = entry.is_none();
         let (old, new) = (self.entries.remove(job).unwrap_or_default(), entry.unwrap_or_default());
         if !same(old.placement.as_ref(), new.placement.as_ref()) {
@@ -134,7 +134,7 @@ impl Index {
 
     /// The entry of a job.
     #[cfg(test)]
-    pub(super) fn entry(&self, job: &str) -> Option<&Entry> {
+    pub(crate) fn entry(&self, job: &str) -> Option<&Entry> {
         self.entries.get(job)
     }
 
@@ -166,23 +166,23 @@ impl Index {
     }
 
     /// The jobs that have slices on a server, or may hold some there.
-    pub(super) fn users(&self, server: ServerId) -> Vec<Name> {
+    pub(crate) fn users(&self, server: ServerId) -> Vec<Name> {
         self.users.get(&server).into_iter().flatten().cloned().collect()
     }
 
     /// The same, and the jobs that have slices on another server with its address.
-    pub(super) fn users_of(&self, server: &Server) -> BTreeSet<Name> {
+    pub(crate) fn users_of(&self, server: &Server) -> BTreeSet<Name> {
         let users = self.users.get(&server.id).into_iter().flatten();
         users.chain(self.addresses.get(&server.address).into_iter().flatten()).cloned().collect()
     }
 
     /// The servers that jobs use, with the jobs.
-    pub(super) fn used(&self) -> impl Iterator<Item = (ServerId, &BTreeSet<Name>)> {
+    pub(crate) fn used(&self) -> impl Iterator<Item = (ServerId, &BTreeSet<Name>)> {
         self.users.iter().map(|(&server, jobs)| (server, jobs))
     }
 
     /// The jobs that have to be visited now.
-    pub(super) fn due(&self, now: Now) -> Vec<Name> {
+    pub(crate) fn due(&self, now: Now) -> Vec<Name> {
         let due = self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now);
         let mut due: Vec<Name> = due.map(|(_, job)| job.clone()).collect();
         due.sort_unstable();
@@ -190,37 +190,37 @@ impl Index {
     }
 
     /// When the next job has to be visited.
-    pub(super) fn next_deadline(&self) -> Option<Now> {
+    pub(crate) fn next_deadline(&self) -> Option<Now> {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
     /// The jobs that are being created from the job with this id.
-    pub(super) fn successors(&self, id: u64) -> Vec<Name> {
+    pub(crate) fn successors(&self, id: u64) -> Vec<Name> {
         self.successors.get(&id).into_iter().flatten().cloned().collect()
     }
 
     /// Returns whether jobs are being created from the job with this id.
-    pub(super) fn has_successors(&self, id: u64) -> bool {
+    pub(crate) fn has_successors(&self, id: u64) -> bool {
         self.successors.contains_key(&id)
     }
 
     /// The jobs that wait for servers, or for the end of the learning.
-    pub(super) fn waiting(&self) -> Vec<Name> {
+    pub(crate) fn waiting(&self) -> Vec<Name> {
         self.waiting.iter().cloned().collect()
     }
 
     /// The jobs that wait for the descriptions by their servers.
-    pub(super) fn recovering(&self) -> Vec<Name> {
+    pub(crate) fn recovering(&self) -> Vec<Name> {
         self.recovering.iter().cloned().collect()
     }
 
     /// The jobs whose slices could have more replicas.
-    pub(super) fn short(&self) -> Vec<Name> {
+    pub(crate) fn short(&self) -> Vec<Name> {
         self.short.iter().cloned().collect()
     }
 
     /// Returns whether a job that uses the server is being saved.
-    pub(super) fn saves_on(&self, server: ServerId) -> bool {
+    pub(crate) fn saves_on(&self, server: ServerId) -> bool {
         let users = self.users.get(&server).into_iter().flatten();
         users.into_iter().any(|job| self.saving.contains(job))
     }

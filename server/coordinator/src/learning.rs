@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use zeroshard_model::Error;
 
-use super::events::Now;
+use crate::ids::Now;
 
 /// How long a job waits for its servers, and then for its ranks. A server notices that the host of
 /// the coordinator is gone after 30 s at most (`KEEPALIVE_INTERVAL` and `KEEPALIVE_TIMEOUT`), dials
@@ -39,7 +39,7 @@ pub struct Learning {
 
 impl Learning {
     /// That of a coordinator that starts at time 0.
-    pub(super) fn starting() -> Self {
+    pub(crate) fn starting() -> Self {
         Self {
             learns_until: Some(LEARNING),
             members_wait_until: Some(RECOVERY),
@@ -49,7 +49,7 @@ impl Learning {
     }
 
     /// A server has registered, which has followed another coordinator before if it `is_new` here.
-    pub(super) fn registered(&mut self, is_new: bool) {
+    pub(crate) fn registered(&mut self, is_new: bool) {
         self.has_returning = Some(is_new || self.has_returning == Some(true));
     }
 
@@ -61,26 +61,26 @@ impl Learning {
     }
 
     /// Returns whether members of a job that no server has described wait for its servers.
-    pub(super) fn members_wait(&self) -> bool {
+    pub(crate) fn members_wait(&self) -> bool {
         self.members_wait_until.is_some()
     }
 
     /// Ends the times that are over. Returns whether jobs may be placed or recovered now that
     /// could not be before.
-    pub(super) fn expire(&mut self, now: Now) -> bool {
+    pub(crate) fn expire(&mut self, now: Now) -> bool {
         self.members_wait_until.take_if(|until| *until <= now);
         let has_settled = self.settles_until.take_if(|until| *until <= now).is_some();
         has_settled | self.learns_until.take_if(|until| *until <= now).is_some()
     }
 
-    pub(super) fn next_deadline(&self) -> Option<Now> {
+    pub(crate) fn next_deadline(&self) -> Option<Now> {
         let times = [self.learns_until, self.members_wait_until, self.settles_until];
         times.into_iter().flatten().min()
     }
 }
 
 /// The error for a member's call about a job that a new coordinator may still learn.
-pub(super) fn unknown_yet(job: &str) -> Error {
+pub(crate) fn unknown_yet(job: &str) -> Error {
     Error::Unavailable {
         peer: format!("job {job:?}"),
         cause: "the coordinator was started and its shard servers have not all connected".into(),

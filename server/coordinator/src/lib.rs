@@ -1,12 +1,17 @@
 //! Membership, placement and the decision about each step.
 //!
 //! [`cluster::Cluster`] takes events and returns actions: it is a pure function of state, event and
-//! time, without networking, tasks or a clock. There is one file for each subject. Jobs: `jobs`,
-//! `admission`, `placement`, `disposal`. Checkpoints: `save`, `restore`. Servers: `servers`,
-//! `absence`, `departures`, `replicas`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`,
-//! `members`, `resting`, `feed`. Steps: `commit`, `confirm`, `terms`, `reduce`, `attempts`,
-//! `decisions`. Metrics and the status page: `figures`, `overview`, `history`. Operators:
-//! `operators`, `progress`, `advice`.
+//! time, without networking, tasks or a clock. Imports go downwards only:
+//!
+//! - `cluster` knows servers and names, and passes an event to the jobs that it is about (`index`).
+//!   `overview` and `advice` read all of it for operators.
+//! - `job` handles the events of one job, in a file for each subject: `opening` and `endings`;
+//!   `leases`, `epochs` and `resting` of ranks; `commit`, `reduce`, `attempts` and `decisions` of a
+//!   step; `absence`, `replicas`, `copies`, `drains` and `links` of servers; `save` and `restore`;
+//!   `recovery`, `rebuild` and `catch_up` after the loss of a coordinator.
+//! - The parts of a job's state: `members`, `round`, `decided`, `replicas`, `saves`, `interrupted`,
+//!   `recovery` and so on. What jobs share: `context`, with `servers`, `learning` and `numbers`.
+//! - The vocabulary: `calls`, `commands`, `events`, `ids`, `decision`, `gradient`, `held`.
 //!
 //! The coordinator stores nothing on disk: the durable state is on the servers.
 
@@ -15,46 +20,40 @@
 pub mod absence;
 pub mod admission;
 pub mod advice;
-pub mod attempts;
-pub mod catch_up;
+pub mod calls;
 pub mod cluster;
-pub mod commit;
+pub mod commands;
 pub mod compare;
 pub mod confirm;
 pub mod context;
-pub mod creators;
-pub mod decisions;
-pub mod disposal;
-pub mod drains;
-pub mod endings;
-pub mod epochs;
+pub mod decided;
+pub mod decision;
 pub mod events;
 pub mod feed;
 pub mod figures;
+pub mod gradient;
 pub mod held;
 pub mod history;
+pub mod ids;
 pub mod index;
-pub mod jobs;
+pub mod interrupted;
+pub mod job;
 pub mod learning;
-pub mod leases;
 pub mod links;
 pub mod members;
 pub mod numbers;
-pub mod operators;
 pub mod overview;
 pub mod placement;
 pub mod plan;
 pub mod progress;
-pub mod rebuild;
 pub mod recovery;
-pub mod reduce;
 pub mod replicas;
 pub mod reports;
 pub mod resting;
-pub mod restore;
-pub mod save;
+pub mod rooms;
+pub mod round;
+pub mod saves;
 pub mod servers;
-pub mod state;
 pub mod succession;
 pub mod terms;
 pub mod user_data;

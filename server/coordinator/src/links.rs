@@ -1,254 +1,54 @@
-//! Links: a rank reports that it cannot reach a shard server which is connected to the coordinator.
-//!
-//! If half of the ranks of a job with replicas cannot reach a server, the job continues with its
-//! backups, as if the server were lost. The server gets no slices of this job until it is restarted
-//! or uncordoned, and other jobs keep it. If fewer ranks cannot reach it and the job waits only for
-//! them, or if a rank reaches no server at all, these ranks count as lost. A job without replicas
-//! only shows the reports.
-//!
-//! A rank repeats its report while it is true, so that an old report needs no correction.
+//! The links from ranks to servers that do not work.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::{collections::BTreeMap, time::Duration};
 
-use zeroshard_model::{Result, Server, listing::some_of};
-
-use super::{
-    context::Context,
-    epochs::Cause,
-    events::{Action, Caller, Lease, LinkReport, Now, Reply, ServerId},
-    history::Severity,
-    state::{Job, Open, Phase},
-};
-
-/// How long a report counts.
-const REPORT_LIFE: Duration = Duration::from_secs(8);
+use crate::ids::{Lease, Now, ServerId};
 
 /// How long a server must be reported until the job continues without it. It is longer than the
 /// interval of a rank's reports, so that the ranks have repeated them.
-const SERVER_PATIENCE: Duration = Duration::from_secs(4);
+pub(crate) const SERVER_PATIENCE: Duration = Duration::from_secs(4);
 
 /// How long a rank must report a server until it counts as lost.
-const RANK_PATIENCE: Duration = Duration::from_secs(15);
-
-/// The time between two servers without which one job continues.
-const PAUSE: Duration = Duration::from_secs(60);
-
-/// The number of characters of a cause that are kept.
-const CAUSE_CHARS: usize = 200;
+pub(crate) const RANK_PATIENCE: Duration = Duration::from_secs(15);
 
 /// The links of a job that do not work.
 #[derive(Debug, Default)]
 pub struct Links {
     /// By server and rank.
-    broken: BTreeMap<(ServerId, u32), Broken>,
+    pub(crate) broken: BTreeMap<(ServerId, u32), Broken>,
     /// When the job has last continued without a server because of reports.
-    dropped: Option<Now>,
+    pub(crate) dropped: Option<Now>,
     /// When they are looked at again.
-    due: Option<Now>,
+    pub(crate) due: Option<Now>,
 }
 
 /// A link that does not work.
 #[derive(Debug)]
-struct Broken {
+pub(crate) struct Broken {
     /// The lease of the rank that has reported it.
-    lease: Lease,
-    since: Now,
+    pub(crate) lease: Lease,
+    pub(crate) since: Now,
     /// When the last report expires.
-    until: Now,
-    cause: String,
-}
-
-/// The consequence of a job's broken links.
-#[derive(Debug, PartialEq, Eq)]
-enum Verdict {
-    /// It continues without the server.
-    Drop(ServerId),
-    /// These ranks count as lost.
-    End(BTreeSet<u32>),
+    pub(crate) until: Now,
+    pub(crate) cause: String,
 }
 
 impl Links {
     /// The number of links that do not work.
-    pub(super) fn number(&self) -> usize {
+    pub(crate) fn number(&self) -> usize {
         self.broken.len()
     }
 
-    pub(super) fn due(&self) -> Option<Now> {
+    pub(crate) fn due(&self) -> Option<Now> {
         self.due
     }
 
     /// The next time at which a report expires, or has lasted for long enough.
-    fn next_deadline(&self, now: Now) -> Option<Now> {
+    pub(crate) fn next_deadline(&self, now: Now) -> Option<Now> {
         let of = |link: &Broken| {
             let judged = [SERVER_PATIENCE, RANK_PATIENCE].map(|patience| link.since + patience);
             judged.into_iter().filter(|&at| at > now).chain([link.until]).min()
         };
         self.broken.values().filter_map(of).min()
-    }
-}
-
-impl Open {
-    /// The servers of the placement that ranks cannot reach: the address, the ranks, and the cause.
-    pub(super) fn broken_links(&self) -> Vec<(&Server, BTreeSet<u32>, &str)> {
-        let servers = self.placement.servers().iter();
-        let links = servers.map(|server| {
-            let of = self.links.broken.range((server.id, 0)..=(server.id, u32::MAX));
-            let ranks: BTreeSet<u32> = of.clone().map(|((_, rank), _)| *rank).collect();
-            (server, ranks, of.map(|(_, link)| &*link.cause).next().unwrap_or_default())
-        });
-        links.filter(|(_, ranks, _)| !ranks.is_empty()).collect()
-    }
-
-    /// The ranks that have reported the server for `patience`.
-    fn ranks_without(&self, server: ServerId, patience: Duration, now: Now) -> BTreeSet<u32> {
-        let of = self.links.broken.range((server, 0)..=(server, u32::MAX));
-        let lasting = of.filter(|(_, link)| link.since + patience <= now);
-        lasting.map(|((_, rank), _)| *rank).collect()
-    }
-
-    /// Drops reports that have expired, and those about other servers or by earlier workers.
-    fn forget_links(&mut self, now: Now) {
-        let Self { links, members, placement, .. } = self;
-        links.broken.retain(|&(server, rank), link| {
-            link.until > now
-                && members.get(rank).is_some_and(|member| member.lease == link.lease)
-                && placement.servers().iter().any(|of| of.id == server)
-        });
-    }
-
-    /// Decides about a job with replicas.
-    fn judge(&self, group_size: u32, now: Now) -> Option<Verdict> {
-        let members: BTreeSet<u32> = self.members.ranks().collect();
-        let reported = self.broken_links();
-        let servers = reported.iter().map(|(server, ..)| server.id);
-        let unreachable: BTreeSet<ServerId> = servers.collect();
-        let is_due = self.links.dropped.is_none_or(|dropped| dropped + PAUSE <= now);
-        for &server in &unreachable {
-            // Ranks of a group send parts of the gradients, and need not all use the same servers.
-            let ranks = self.ranks_without(server, SERVER_PATIENCE, now);
-            let are_most = 2 * ranks.len() >= members.len() || group_size > 1;
-            if !ranks.is_empty() && are_most && is_due && self.can_do_without(server, &unreachable)
-            {
-                return Some(Verdict::Drop(server));
-            }
-            let ranks = self.ranks_without(server, RANK_PATIENCE, now);
-            // The others have sent everything of this step.
-            let has_sent = |&rank: &u32| self.round.has_voted(rank) || !self.takes_part(rank);
-            let is_last = !are_most && members.difference(&ranks).all(has_sent);
-            if !ranks.is_empty() && is_last {
-                return Some(Verdict::End(ranks));
-            }
-        }
-        let reaches_none = |rank: &u32| {
-            self.servers()
-                .all(|server| self.ranks_without(server, RANK_PATIENCE, now).contains(rank))
-        };
-        let ranks: BTreeSet<u32> = members.into_iter().filter(reaches_none).collect();
-        (!ranks.is_empty()).then_some(Verdict::End(ranks))
-    }
-
-    /// Returns whether every slice has a backup that all ranks reach and that becomes its primary
-    /// without the server.
-    fn can_do_without(&self, server: ServerId, unreachable: &BTreeSet<ServerId>) -> bool {
-        self.away.is_empty()
-            && self.kept_without(Some(server)).is_some_and(|kept| {
-                let reaches = |next: &Vec<Server>| {
-                    next.first().is_some_and(|next| !unreachable.contains(&next.id))
-                };
-                kept.iter().all(reaches)
-            })
-    }
-}
-
-impl Job {
-    /// A rank cannot reach a server.
-    pub(super) fn link_reported(
-        &mut self,
-        caller: Caller,
-        report: LinkReport,
-        cx: &mut Context<'_>,
-    ) {
-        let noted = self.note_link(report, cx).map(|()| Reply::LinkNoted);
-        cx.push(Action::Answer(caller, noted));
-        self.expire_links(cx);
-    }
-
-    fn note_link(&mut self, report: LinkReport, cx: &mut Context<'_>) -> Result<()> {
-        let LinkReport { turn, server, incarnation, cause } = report;
-        let name = &turn.job.name;
-        let Self { spec, phase, .. } = self;
-        let open = phase.open_mut(name)?;
-        open.check_lease(&turn)?;
-        open.forget_links(cx.now);
-        let is_it = |of: &&Server| (of.id, of.incarnation) == (server, incarnation);
-        let Some(found) = open.placement.servers().iter().find(is_it) else {
-            // The rank does not know the current placement yet.
-            return Ok(());
-        };
-        let (who, address) = (spec.describe_rank(turn.rank), found.address.clone());
-        let cause: String = cause.chars().take(CAUSE_CHARS).collect();
-        let (key, lease, until) = ((server, turn.rank), turn.lease, cx.now + REPORT_LIFE);
-        let before = open.links.broken.get(&key).map(|link| link.since);
-        let since = before.unwrap_or(cx.now);
-        let link = Broken { lease, since, until, cause: cause.clone() };
-        open.links.broken.insert(key, link);
-        if before.is_none() {
-            let server = cx.common.servers.name_at(server, &address);
-            let text = format!("{who} of job {name:?} cannot reach {server}: {cause}");
-            cx.alarm(Severity::Warning, text);
-        }
-        Ok(())
-    }
-
-    /// Forgets old reports, and continues without a server or ranks that have been reported for too
-    /// long.
-    pub(super) fn expire_links(&mut self, cx: &mut Context<'_>) {
-        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
-        open.links.due = None;
-        if open.links.broken.is_empty() {
-            return;
-        }
-        open.forget_links(cx.now);
-        let is_judged = spec.replicas > 1 && open.version.is_some();
-        let verdict = is_judged.then(|| open.judge(spec.group_size, cx.now)).flatten();
-        open.links.due = open.links.next_deadline(cx.now);
-        cx.out.extend(open.links.due.map(Action::Tick));
-        match verdict {
-            Some(Verdict::Drop(server)) => self.drop_unreachable(server, cx),
-            Some(Verdict::End(ranks)) => self.end_unreachable(&ranks, cx),
-            None => {}
-        }
-    }
-
-    /// The job continues without a server.
-    fn drop_unreachable(&mut self, server: ServerId, cx: &mut Context<'_>) {
-        let about = cx.name(server);
-        let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
-        open.links.dropped = Some(cx.now);
-        let ranks = open.ranks_without(server, Duration::ZERO, cx.now).into_iter();
-        let ranks: Vec<_> = ranks.map(|rank| spec.describe_rank(rank)).collect();
-        let gone = format!(
-            "{} cannot reach {about}, which gets no slices of job {name:?} until it is restarted or \
-             uncordoned (zsctl uncordon)",
-            some_of(ranks)
-        );
-        self.refuse_on(server, &gone, cx);
-    }
-
-    /// Ends the leases of ranks that cannot reach what the others reach.
-    fn end_unreachable(&mut self, ranks: &BTreeSet<u32>, cx: &mut Context<'_>) {
-        for &rank in ranks {
-            let Self { name, phase: Phase::Open(open), .. } = self else { return };
-            let Some(lease) = open.members.get(rank).map(|member| member.lease) else { continue };
-            let text = format!(
-                "rank {rank} of job {name:?} counts as lost, because it cannot reach its shard \
-                 servers: start its worker on another machine"
-            );
-            cx.alarm(Severity::Warning, text);
-            self.expel(rank, lease, Cause::Unreachable, cx);
-        }
     }
 }

@@ -2,10 +2,31 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-use super::{
-    events::{Join, Lease, Now, ServerId, Waiter},
+use crate::{
+    calls::Join,
     feed::Told,
+    ids::{Lease, Now, ServerId, Waiter},
 };
+
+/// The cause of a new epoch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Cause {
+    /// The rank's worker was lost.
+    Lost,
+    /// An operator has ended the lease, for example because the worker hangs.
+    Evicted,
+    /// The rank's worker cannot reach servers.
+    Unreachable,
+    /// The rank's worker left in order.
+    Left,
+    /// The rank's worker left in order and has no more data, and the other ranks continue without
+    /// it.
+    Done,
+    /// A worker takes a rank that was done.
+    Returned,
+    /// After a restart of the coordinator, a worker knows a later attempt than the servers.
+    Recovered,
+}
 
 /// A worker that holds a rank.
 #[derive(Debug)]
@@ -23,7 +44,7 @@ pub struct Member {
 
 impl Member {
     /// A member that has no stream.
-    pub(super) fn detached(lease: Lease, deadline: Now) -> Self {
+    pub(crate) fn detached(lease: Lease, deadline: Now) -> Self {
         Self { lease, address: None, joining: None, told: None, detached: Some(deadline) }
     }
 
@@ -50,39 +71,39 @@ pub struct Members {
 }
 
 impl Members {
-    pub(super) fn insert(&mut self, rank: u32, member: Member) {
+    pub(crate) fn insert(&mut self, rank: u32, member: Member) {
         self.leases.insert(member.lease, rank);
         self.ranks.insert(rank, member);
     }
 
-    pub(super) fn remove(&mut self, rank: u32) -> Option<Member> {
+    pub(crate) fn remove(&mut self, rank: u32) -> Option<Member> {
         let member = self.ranks.remove(&rank)?;
         self.leases.remove(&member.lease);
         Some(member)
     }
 
-    pub(super) fn get(&self, rank: u32) -> Option<&Member> {
+    pub(crate) fn get(&self, rank: u32) -> Option<&Member> {
         self.ranks.get(&rank)
     }
 
-    pub(super) fn get_mut(&mut self, rank: u32) -> Option<&mut Member> {
+    pub(crate) fn get_mut(&mut self, rank: u32) -> Option<&mut Member> {
         self.ranks.get_mut(&rank)
     }
 
-    pub(super) fn rank_of(&self, lease: Lease) -> Option<u32> {
+    pub(crate) fn rank_of(&self, lease: Lease) -> Option<u32> {
         self.leases.get(&lease).copied()
     }
 
     /// The member that holds `lease`.
-    pub(super) fn of(&mut self, lease: Lease) -> Option<&mut Member> {
+    pub(crate) fn of(&mut self, lease: Lease) -> Option<&mut Member> {
         self.ranks.get_mut(self.leases.get(&lease)?)
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.ranks.len()
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.ranks.is_empty()
     }
 
@@ -92,17 +113,17 @@ impl Members {
     }
 
     /// The leases, by rank.
-    pub(super) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
+    pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
         self.ranks.values().map(|member| member.lease)
     }
 
     /// The Joins that wait for servers.
-    pub(super) fn into_joining(self) -> impl Iterator<Item = Waiter> {
+    pub(crate) fn into_joining(self) -> impl Iterator<Item = Waiter> {
         self.ranks.into_values().filter_map(|member| Some(member.joining?.waiter))
     }
 
     /// Removes the members whose Join waits for servers, and returns these calls.
-    pub(super) fn give_up_joining(&mut self) -> Vec<Waiter> {
+    pub(crate) fn give_up_joining(&mut self) -> Vec<Waiter> {
         let joining = |member: &Member| member.joining.is_some();
         let ranks: Vec<u32> = self
             .ranks
@@ -115,18 +136,18 @@ impl Members {
     }
 
     /// Members without a stream are lost at this time, and not before.
-    pub(super) fn wait_for_streams_until(&mut self, deadline: Now) {
+    pub(crate) fn wait_for_streams_until(&mut self, deadline: Now) {
         for member in self.ranks.values_mut().filter(|member| member.detached.is_some()) {
             member.detached = Some(deadline);
         }
     }
 
-    pub(super) fn next_deadline(&self) -> Option<Now> {
+    pub(crate) fn next_deadline(&self) -> Option<Now> {
         self.ranks.values().filter_map(Member::deadline).min()
     }
 
     /// The ranks whose Join has reached its deadline, and those that have not attached in time.
-    pub(super) fn expired(&self, now: Now) -> Vec<u32> {
+    pub(crate) fn expired(&self, now: Now) -> Vec<u32> {
         let late = |member: &Member| member.deadline().is_some_and(|deadline| deadline <= now);
         self.ranks.iter().filter(|(_, member)| late(member)).map(|(&rank, _)| rank).collect()
     }
@@ -138,17 +159,17 @@ impl Members {
 pub struct Queue(BTreeMap<u32, VecDeque<(Waiter, Join)>>);
 
 impl Queue {
-    pub(super) fn push(&mut self, waiter: Waiter, join: Join) {
+    pub(crate) fn push(&mut self, waiter: Waiter, join: Join) {
         self.0.entry(join.rank).or_default().push_back((waiter, join));
     }
 
-    pub(super) fn pop(&mut self, rank: u32) -> Option<(Waiter, Join)> {
+    pub(crate) fn pop(&mut self, rank: u32) -> Option<(Waiter, Join)> {
         let first = self.0.get_mut(&rank)?.pop_front();
         self.tidy(rank);
         first
     }
 
-    pub(super) fn remove(&mut self, rank: u32, lease: Lease) {
+    pub(crate) fn remove(&mut self, rank: u32, lease: Lease) {
         if let Some(joins) = self.0.get_mut(&rank) {
             joins.retain(|(_, join)| join.lease != lease);
             self.tidy(rank);
@@ -156,7 +177,7 @@ impl Queue {
     }
 
     /// The ranks for which Joins wait.
-    pub(super) fn ranks(&self) -> impl Iterator<Item = u32> {
+    pub(crate) fn ranks(&self) -> impl Iterator<Item = u32> {
         self.0.keys().copied()
     }
 
@@ -167,7 +188,7 @@ impl Queue {
     }
 
     /// Removes the Joins whose deadline has passed, and returns them with their ranks.
-    pub(super) fn expire(&mut self, now: Now) -> Vec<(Waiter, u32)> {
+    pub(crate) fn expire(&mut self, now: Now) -> Vec<(Waiter, u32)> {
         let mut expired = Vec::new();
         self.0.retain(|&rank, joins| {
             expired
@@ -178,11 +199,11 @@ impl Queue {
         expired
     }
 
-    pub(super) fn into_waiters(self) -> impl Iterator<Item = Waiter> {
+    pub(crate) fn into_waiters(self) -> impl Iterator<Item = Waiter> {
         self.0.into_values().flatten().map(|(waiter, _)| waiter)
     }
 
-    pub(super) fn next_deadline(&self) -> Option<Now> {
+    pub(crate) fn next_deadline(&self) -> Option<Now> {
         self.0.values().flatten().map(|(waiter, _)| waiter.deadline).min()
     }
 }

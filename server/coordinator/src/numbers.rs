@@ -21,25 +21,25 @@ pub struct Epochs {
 
 impl Epochs {
     /// A new epoch, which no job has had before.
-    pub(super) fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.last += 1;
         self.last
     }
 
     /// No job gets this epoch or an earlier one any more.
-    pub(super) fn see(&mut self, epoch: u64) {
+    pub(crate) fn see(&mut self, epoch: u64) {
         self.last = self.last.max(epoch);
     }
 
     /// A restoration begins in an epoch that no worker knows, if servers know this one. If two
     /// coordinators restore the job at the same time, on different servers, they use different
     /// epochs. Otherwise the descriptions by these servers would seem to fit together.
-    pub(super) fn skip(&mut self, known: u64) {
+    pub(crate) fn skip(&mut self, known: u64) {
         self.see(known.saturating_add(SKIPPED_EPOCHS + self.lane));
     }
 
     /// Restorations under this term use epochs that differ from those of other terms.
-    pub(super) fn set_term(&mut self, term: u64) {
+    pub(crate) fn set_term(&mut self, term: u64) {
         self.lane = term & ((1 << RANDOM) - 1);
     }
 }
@@ -54,28 +54,28 @@ pub struct SaveNumbers {
 
 impl SaveNumbers {
     /// Numbers saves differently from coordinators of other terms.
-    pub(super) fn set_term(&mut self, term: u64) {
+    pub(crate) fn set_term(&mut self, term: u64) {
         self.last = term << 20;
     }
 
     /// The number of a new save; never 0.
-    pub(super) fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.last = self.last.wrapping_add(1).max(1);
         self.last
     }
 
     /// The manifest of a save is being written.
-    pub(super) fn complete(&mut self, save: u64, job: &str) {
+    pub(crate) fn complete(&mut self, save: u64, job: &str) {
         self.completing.insert(save, job.to_owned());
     }
 
     /// The manifest of a save has been written, or could not be written.
-    pub(super) fn completed(&mut self, save: u64) {
+    pub(crate) fn completed(&mut self, save: u64) {
         self.completing.remove(&save);
     }
 
     /// Returns whether the manifest of a save of the job is being written.
-    pub(super) fn completes(&self, job: &str) -> bool {
+    pub(crate) fn completes(&self, job: &str) -> bool {
         self.completing.values().any(|name| name == job)
     }
 }

@@ -5,23 +5,26 @@ use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
 
 use zeroshard_model::{JobSpec, Placement, memory::Capacity};
 
-use super::{
+use crate::{
     advice::{Advice, advice},
     cluster::Cluster,
-    events::{Now, ServerId},
+    figures::{JobFigures, JobState},
     history::{Happened, History, Severity},
+    ids::{Now, ServerId},
+    job::{Job, Phase},
     reports::Stats,
     servers::{Missing, ServerState, Servers},
-    state::{Job, Phase},
 };
-use crate::figures::{JobFigures, JobState};
 
 /// The maximum number of jobs in the overview.
-const MAX_JOBS: usize = 100;
+pub(crate) const MAX_JOBS: usize = 100;
+
 /// The maximum number of jobs whose details are in the overview.
 pub const MAX_DETAILED: usize = 12;
+
 /// The maximum number of servers in the overview.
 const MAX_SERVERS: usize = 200;
+
 /// The maximum number of late ranks of a job in the overview.
 const MAX_LATE: usize = 8;
 

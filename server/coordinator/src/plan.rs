@@ -2,13 +2,15 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use zeroshard_model::{JobSpec, Placement, Result, Server};
+use zeroshard_model::{JobSpec, Placement, Result, Server, memory::Required};
 
-use super::{
-    admission::Loads,
-    events::ServerId,
+use crate::{
+    ids::ServerId,
     placement::{Zones, place},
 };
+
+/// The bytes that a job needs of each server.
+pub type Loads = BTreeMap<ServerId, Required>;
 
 /// The memory that a server needs for each slice, in bytes.
 pub fn weights(spec: &JobSpec) -> Vec<u64> {

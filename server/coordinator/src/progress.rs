@@ -1,25 +1,19 @@
-//! The progress of each job for operators: the input that it waits for, the duration of the wait,
-//! and the last error.
+//! What operators see of the progress of a job.
 
-use zeroshard_model::{Error, Server, listing::some_of};
+use zeroshard_model::Error;
 
-use super::{
-    context::Common,
-    events::Now,
-    figures::JobState,
-    state::{Job, Open, Phase},
-};
+use crate::{figures::JobState, ids::Now};
 
 /// The progress of a job.
 #[derive(Debug, Default)]
 pub struct Progress {
     /// The state and the version of the job, which it has had since `since`.
-    mark: Option<(JobState, Option<u64>)>,
-    since: Now,
+    pub(crate) mark: Option<(JobState, Option<u64>)>,
+    pub(crate) since: Now,
     /// The last error that has ended a step or an attempt, and its time.
-    trouble: Option<(Error, Now)>,
+    pub(crate) trouble: Option<(Error, Now)>,
     /// Such an error that the current event has caused.
-    fresh: Option<Error>,
+    pub(crate) fresh: Option<Error>,
 }
 
 /// The input that a job waits for.
@@ -34,7 +28,7 @@ pub struct Wait {
 
 impl Progress {
     /// Records an error that has ended a step or an attempt.
-    pub(super) fn disturbed(&mut self, error: Error) {
+    pub(crate) fn disturbed(&mut self, error: Error) {
         self.fresh = Some(error);
     }
 
@@ -46,81 +40,5 @@ impl Progress {
     /// The last error that has ended a step or an attempt, and its time.
     pub fn trouble(&self) -> Option<&(Error, Now)> {
         self.trouble.as_ref()
-    }
-}
-
-impl Job {
-    /// Updates the progress after an event at `now`.
-    pub(super) fn note_progress(&mut self, now: Now) {
-        let version = match &self.phase {
-            Phase::Open(open) => open.version,
-            _ => None,
-        };
-        let (mark, progress) = (Some((self.phase.shown(), version)), &mut self.progress);
-        if progress.mark != mark {
-            (progress.mark, progress.since) = (mark, now);
-        }
-        if let Some(error) = progress.fresh.take() {
-            progress.trouble = Some((error, now));
-        }
-    }
-
-    /// The input that the job waits for; `None` if nothing is missing, the job has failed, or all
-    /// of its ranks have ended.
-    pub fn wait(&self, common: &Common) -> Option<Wait> {
-        let servers =
-            |reason, lacks_servers| Some(Wait { reason, lacks_workers: false, lacks_servers });
-        match &self.phase {
-            Phase::Waiting { placing, .. } => servers(self.creators_wait_for(common), !placing),
-            Phase::Opening { .. } => servers(self.creators_wait_for(common), false),
-            Phase::Recovering(recovery) => {
-                let missing =
-                    recovery.missing().map(|of| common.servers.name_at(of.id, &of.address));
-                let missing: Vec<String> = missing.collect();
-                match missing.is_empty() {
-                    true => servers("its workers to continue".to_owned(), false),
-                    false => {
-                        let missing = some_of(missing);
-                        servers(format!("{missing} to connect to the coordinator again"), true)
-                    }
-                }
-            }
-            Phase::Open(open) => self.open_waits_for(open, common),
-            Phase::Failed { .. } | Phase::Gone => None,
-        }
-    }
-
-    fn open_waits_for(&self, open: &Open, common: &Common) -> Option<Wait> {
-        if open.has_ended(self.spec.world) {
-            return None;
-        }
-        let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
-        let name = |of: &Server| common.servers.name_at(of.id, &of.address);
-        let away = away.map(|of| format!("{}, which is not connected", name(of)));
-        let mut parts: Vec<String> = away.collect();
-        parts.extend(open.broken_links().into_iter().map(|(server, ranks, cause)| {
-            let ranks: Vec<_> =
-                ranks.into_iter().map(|rank| self.spec.describe_rank(rank)).collect();
-            format!("{}, which cannot be reached by {}: {cause}", name(server), some_of(ranks))
-        }));
-        let lacks_servers = !parts.is_empty();
-        // At the end of training, ranks leave in order, and none has committed the open step.
-        let is_ending = !open.left.is_empty() && open.round.is_empty();
-        let is_lost = |rank: u32| {
-            let has_left = is_ending && open.left.contains(&rank);
-            open.takes_part(rank) && open.members.get(rank).is_none() && !has_left
-        };
-        let lacks_workers = (0..self.spec.world).any(is_lost);
-        if is_ending && !lacks_workers && !lacks_servers {
-            return None;
-        }
-        if open.replicas.is_copying() {
-            parts.push("the copies of slices to a backup".to_owned());
-        }
-        parts.extend(self.step_lacks(open, common));
-        let step = open.step();
-        let is_missing = !parts.is_empty();
-        let reason = format!("step {step} waits for {}", some_of(parts));
-        is_missing.then_some(Wait { reason, lacks_workers, lacks_servers })
     }
 }

@@ -42,7 +42,7 @@ pub struct JobStats {
 
 impl Stats {
     /// The first tensor and rank of which the server lacks data of the job.
-    pub(super) fn waiting_for(&self, job_id: u64) -> Option<&str> {
+    pub(crate) fn waiting_for(&self, job_id: u64) -> Option<&str> {
         self.jobs.iter().find(|job| job.job_id == job_id)?.waiting_for.as_deref()
     }
 }

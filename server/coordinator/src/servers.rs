@@ -4,8 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use zeroshard_model::{Error, Result, Server, listing::some_of, memory::Capacity, name::server_id};
 
-use super::{
-    events::{About, Action, Command, FailedThere, Link, Now, ServerId},
+use crate::{
+    commands::{About, Command, FailedThere},
+    events::Action,
+    ids::{Link, Now, ServerId},
     placement::Zones,
     reports::Stats,
 };
@@ -34,7 +36,7 @@ pub struct ServerState {
 
 impl ServerState {
     /// Why the server does not have a job that it has had.
-    pub(super) fn lacks(&self, job_id: u64) -> String {
+    pub(crate) fn lacks(&self, job_id: u64) -> String {
         let failed = self.failed.get(&job_id).map(|failed| failed.reason.clone());
         failed.unwrap_or_else(|| "it has dropped the job".to_owned())
     }
@@ -67,7 +69,7 @@ pub struct Servers {
 
 impl Servers {
     /// Adds a server, which is not missed any more, and welcomes it.
-    pub(super) fn join(
+    pub(crate) fn join(
         &mut self,
         stream: u64,
         server: Server,
@@ -101,7 +103,7 @@ impl Servers {
 
     /// The streams that end when this server joins, and why: those of an earlier connection or
     /// process with its id, and of another server with its address.
-    pub(super) fn replaced_by(&self, server: &Server) -> Vec<(Link, &'static str)> {
+    pub(crate) fn replaced_by(&self, server: &Server) -> Vec<(Link, &'static str)> {
         let old = self.connected.get(&server.id).map(|old| {
             let is_same = old.incarnation == server.incarnation;
             let cause = if is_same { "it connected again" } else { "it was restarted" };
@@ -123,20 +125,20 @@ impl Servers {
     }
 
     /// Removes a server. Returns its state, and whether it was about to stop.
-    pub(super) fn remove(&mut self, id: ServerId) -> Option<(ServerState, bool)> {
+    pub(crate) fn remove(&mut self, id: ServerId) -> Option<(ServerState, bool)> {
         let has_departed = self.departing.remove(&id).is_some();
         Some((self.connected.remove(&id)?, has_departed))
     }
 
     /// Misses a server that has left.
-    pub(super) fn miss(&mut self, missing: Missing) {
+    pub(crate) fn miss(&mut self, missing: Missing) {
         if self.missing.len() < MAX_MISSING {
             self.missing.insert(missing.server.id, missing);
         }
     }
 
     /// Does not miss a server any more.
-    pub(super) fn forget_missing(&mut self, id: ServerId) {
+    pub(crate) fn forget_missing(&mut self, id: ServerId) {
         self.missing.remove(&id);
     }
 
@@ -146,7 +148,7 @@ impl Servers {
     }
 
     /// The missing server that an operator means.
-    pub(super) fn find_missing(&self, name: &str) -> Option<Server> {
+    pub(crate) fn find_missing(&self, name: &str) -> Option<Server> {
         let mut servers = self.missing.values().map(|missing| &missing.server);
         servers.find(|server| is_named(server, name)).cloned()
     }
@@ -155,7 +157,7 @@ impl Servers {
     ///
     /// # Errors
     /// [`Error::Invalid`] if there is none.
-    pub(super) fn find(&self, name: &str) -> Result<Server> {
+    pub(crate) fn find(&self, name: &str) -> Result<Server> {
         self.live().into_iter().find(|server| is_named(server, name)).ok_or_else(|| {
             let expected = "the address, the id or the name (--id) of a connected shard server; \
                             `zsctl status` lists them";
@@ -164,20 +166,20 @@ impl Servers {
     }
 
     /// Cordons a connected server or uncordons it. Returns whether that changes its state.
-    pub(super) fn set_cordoned(&mut self, id: ServerId, cordoned: bool) -> bool {
+    pub(crate) fn set_cordoned(&mut self, id: ServerId, cordoned: bool) -> bool {
         let Some(known) = self.connected.get_mut(&id) else { return false };
         std::mem::replace(&mut known.cordoned, cordoned) != cordoned
     }
 
     /// Stores the last report of a server.
-    pub(super) fn report(&mut self, id: ServerId, stats: Stats) {
+    pub(crate) fn report(&mut self, id: ServerId, stats: Stats) {
         if let Some(known) = self.connected.get_mut(&id) {
             known.stats = Some(stats);
         }
     }
 
     /// A server is about to stop.
-    pub(super) fn depart(&mut self, id: ServerId) {
+    pub(crate) fn depart(&mut self, id: ServerId) {
         self.departing.insert(id, false);
     }
 
@@ -187,12 +189,12 @@ impl Servers {
     }
 
     /// The departing servers that were not released.
-    pub(super) fn unreleased(&self) -> impl Iterator<Item = ServerId> {
+    pub(crate) fn unreleased(&self) -> impl Iterator<Item = ServerId> {
         self.departing.iter().filter(|(_, is_released)| !**is_released).map(|(&id, _)| id)
     }
 
     /// A departing server may stop.
-    pub(super) fn release(&mut self, id: ServerId) {
+    pub(crate) fn release(&mut self, id: ServerId) {
         self.departing.insert(id, true);
     }
 
@@ -212,7 +214,7 @@ impl Servers {
     }
 
     /// Returns whether the control stream is the current stream of a connected server.
-    pub(super) fn is_current(&self, link: Link) -> bool {
+    pub(crate) fn is_current(&self, link: Link) -> bool {
         self.connected.get(&link.server).is_some_and(|known| known.stream == link.stream)
     }
 
@@ -229,14 +231,14 @@ impl Servers {
 
     /// The shard servers that may receive new slices, by id: they are connected, not about to stop,
     /// and not cordoned.
-    pub(super) fn placeable(&self) -> Vec<Server> {
+    pub(crate) fn placeable(&self) -> Vec<Server> {
         let mut servers = self.live();
         servers.retain(|server| !self.connected[&server.id].cordoned);
         servers
     }
 
     /// The zones of servers that have one.
-    pub(super) fn zones(&self) -> &Zones {
+    pub(crate) fn zones(&self) -> &Zones {
         &self.zones
     }
 
@@ -251,7 +253,7 @@ impl Servers {
     }
 
     /// `shard server 127.0.0.1:7401`, or `shard server NAME (127.0.0.1:7401)`.
-    pub(super) fn name(&self, server: ServerId) -> String {
+    pub(crate) fn name(&self, server: ServerId) -> String {
         let missing = self.missing.get(&server).map(|missing| &missing.server.address);
         match self.connected.get(&server).map(|known| &known.address).or(missing) {
             Some(address) => self.name_at(server, address),
@@ -260,7 +262,7 @@ impl Servers {
     }
 
     /// The same for a server at this address, which may not be connected.
-    pub(super) fn name_at(&self, server: ServerId, address: &str) -> String {
+    pub(crate) fn name_at(&self, server: ServerId, address: &str) -> String {
         match self.names.get(&server) {
             Some(name) => format!("shard server {name} ({address})"),
             None => format!("shard server {address}"),
@@ -268,7 +270,7 @@ impl Servers {
     }
 
     /// Lists some of the servers, by name.
-    pub(super) fn names_of(&self, servers: &BTreeSet<ServerId>) -> String {
+    pub(crate) fn names_of(&self, servers: &BTreeSet<ServerId>) -> String {
         some_of(servers.iter().map(|&server| self.name(server)))
     }
 }

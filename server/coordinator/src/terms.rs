@@ -2,27 +2,27 @@
 
 use zeroshard_model::{Error, JobSpec, Optimizer, Result};
 
-use super::events::Commit;
+use crate::calls::Commit;
 
 /// The arguments of a commit that must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Terms {
-    pub(super) groups: Vec<Optimizer>,
-    pub(super) loss_scale: f64,
-    pub(super) max_norm: Option<f64>,
+pub(crate) struct Terms {
+    pub(crate) groups: Vec<Optimizer>,
+    pub(crate) loss_scale: f64,
+    pub(crate) max_norm: Option<f64>,
     /// Empty, or one for each tensor.
-    pub(super) gradient_factors: Vec<f64>,
+    pub(crate) gradient_factors: Vec<f64>,
     /// Hashes of the values that the program has written. Empty, or one for each tensor; 0
     /// for a tensor without such values.
-    pub(super) written: Vec<u64>,
+    pub(crate) written: Vec<u64>,
 }
 
 /// The first field in which two terms differ.
 #[derive(Debug, PartialEq)]
-pub(super) struct Difference {
-    pub(super) what: String,
+pub(crate) struct Difference {
+    pub(crate) what: String,
     /// The value of both.
-    pub(super) values: [String; 2],
+    pub(crate) values: [String; 2],
 }
 
 impl Terms {
@@ -30,7 +30,7 @@ impl Terms {
     ///
     /// # Errors
     /// [`Error::Invalid`] if they do not fit to the job.
-    pub(super) fn of(commit: &Commit, spec: &JobSpec) -> Result<Self> {
+    pub(crate) fn of(commit: &Commit, spec: &JobSpec) -> Result<Self> {
         let terms = Self {
             groups: commit.groups.clone().unwrap_or_else(|| spec.groups.clone()),
             loss_scale: commit.loss_scale,
@@ -44,7 +44,7 @@ impl Terms {
         Ok(terms)
     }
 
-    pub(super) fn difference(&self, other: &Self, spec: &JobSpec) -> Option<Difference> {
+    pub(crate) fn difference(&self, other: &Self, spec: &JobSpec) -> Option<Difference> {
         if self == other {
             return None;
         }

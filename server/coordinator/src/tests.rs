@@ -40,20 +40,19 @@ use zeroshard_model::{
     memory::Capacity,
 };
 
-use super::{
+use crate::{
+    calls::{Commit, Create, Discard, Join, Leave, Reduce, Reply, Rest, Save, Saved, Turn},
     cluster::Cluster,
-    decisions::{Decision, Report, Update},
-    events::{
-        About, Action, Caller, Checkpoint, Command, Commit, Create, Discard, Event, JobRef, Join,
-        Lease, Leave, Link, Now, Placed, Placing, Reduce, Reply, Rest, Said, Turn,
-    },
+    commands::{About, Checkpoint, Command, Said},
+    decision::{Decision, Report, Update},
+    events::{Action, Completion, Event, Placed, Placing},
     feed::Change,
+    gradient::{Absent, Norm, Overflow, Reduced},
+    ids::{Caller, JobRef, Lease, Link, Now},
+    job::{Description, Job, Open},
     placement::Zones,
     plan::Plan,
-    reduce::{Absent, Norm, Overflow, Reduced},
     reports::{Files, JobStats, Stats},
-    save::{Completion, Save, Saved},
-    state::{Description, Job, Open},
     user_data::UserData,
 };
 

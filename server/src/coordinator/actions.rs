@@ -6,10 +6,11 @@ use std::{collections::BTreeSet, task::Waker};
 use tokio::sync::mpsc::error::TrySendError;
 use zeroshard_checkpoint::{Claimant, Storage};
 use zeroshard_coordinator::{
-    events::{Action, Command, Event, JobRef, Link, Placed, Placing, ServerId},
+    commands::Command,
+    events::{Action, Completion, Event, Placed, Placing},
     history::Severity,
+    ids::{JobRef, Link, ServerId},
     plan::Plan,
-    save::Completion,
 };
 use zeroshard_model::{Result, checkpoint::Start};
 

@@ -11,7 +11,7 @@ use std::{
 use futures_util::{StreamExt, stream};
 use tokio::task::JoinHandle;
 use zeroshard_checkpoint::{BEAT, Storage};
-use zeroshard_coordinator::{cluster::Cluster, events::JobRef, state::Job};
+use zeroshard_coordinator::{cluster::Cluster, ids::JobRef, job::Job};
 use zeroshard_model::{Error, Result};
 
 use super::driver::Driver;

@@ -8,14 +8,14 @@ use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_coordinator::{
-    decisions::{Decision, Figures, Replicated, Update},
-    events::{About, Command, Event, FailedThere, JobRef, Lease, Link, OpenJob, Said},
+    commands::{About, Begins, Command, FailedThere, OpenJob, Said, SavePlan},
+    decision::{Decision, Figures, Replicated, Update},
+    events::Event,
+    gradient::{Absent, Overflow, Reduced},
     held::{Held, Ranks},
+    ids::{JobRef, Lease, Link},
     plan::Plan,
-    reduce::{Absent, Overflow, Reduced},
     reports::Files,
-    resting::Begins,
-    save::SavePlan,
     succession::SliceCopy,
 };
 use zeroshard_model::{

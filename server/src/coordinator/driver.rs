@@ -26,10 +26,13 @@ use tokio_util::{
     task::TaskTracker,
 };
 use zeroshard_coordinator::{
+    calls::Reply,
     cluster::{Cluster, IDLE},
-    events::{Caller, Command, Event, Lease, Link, Now, Reply, ServerId},
+    commands::Command,
+    events::Event,
     feed::Change,
     history::{History, Journal, Severity},
+    ids::{Caller, Lease, Link, Now, ServerId},
     overview::{Overview, View},
 };
 use zeroshard_model::{Error, Result, Server};

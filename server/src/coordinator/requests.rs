@@ -5,9 +5,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use tonic::Request;
 use zeroshard_coordinator::{
-    events::{Commit, Create, Discard, JobRef, Lease, LinkReport, Reduce, Rest, Turn},
-    save::Save,
-    user_data::RankData,
+    calls::{Commit, Create, Discard, LinkReport, RankData, Reduce, Rest, Save, Turn},
+    ids::{JobRef, Lease},
 };
 use zeroshard_model::{
     Attempt, Error, JobSpec, Restore, Result, Succession,

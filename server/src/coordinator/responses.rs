@@ -2,19 +2,18 @@
 
 use zeroshard_coordinator::{
     advice::{Advice, advice},
+    calls::{Drained, Rested, Stays},
     cluster::Cluster,
     context::Common,
-    decisions::Report,
-    drains::{Drained, Stays},
-    events::Now,
+    decision::Report,
     feed::{Change, Peer},
     figures::JobState,
+    gradient::{Absent, Norm, Overflow},
+    ids::Now,
+    job::{Description, Job, Phase},
     progress::Wait,
-    reduce::{Absent, Norm, Overflow},
     reports::{JobStats, Stats},
-    resting::Rested,
     servers::{Missing, ServerState},
-    state::{Description, Job, Phase},
 };
 use zeroshard_model::{Attempt, JobSpec, Server, version::VERSION};
 use zeroshard_proto::pb;

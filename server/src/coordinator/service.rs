@@ -9,10 +9,11 @@ use std::{
 use futures_util::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 use zeroshard_coordinator::{
+    calls::{Attach, Join, Leave, Reply, Saved},
     cluster::Cluster,
-    events::{self, Attach, Event, JobRef, Join, Lease, Leave, Reply},
-    save::Saved,
-    state::Job,
+    events::Event,
+    ids::{self, JobRef, Lease},
+    job::Job,
 };
 use zeroshard_model::{
     Attempt, Error, Result,
@@ -406,7 +407,7 @@ pub(crate) struct Memberships {
     rank: u32,
     lease: Lease,
     /// The call that has opened the stream.
-    opened_by: events::Caller,
+    opened_by: ids::Caller,
     /// The first message, which is large.
     first: Option<pb::JoinResponse>,
 }

@@ -7,8 +7,9 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use prost::Message;
 use zeroshard_checkpoint::{Manifest, Storage};
 use zeroshard_coordinator::{
-    events::{Checkpoint, JobRef, Placing},
-    save::{Completion, SavePlan},
+    commands::{Checkpoint, SavePlan},
+    events::{Completion, Placing},
+    ids::JobRef,
     user_data::UserData,
 };
 use zeroshard_model::{

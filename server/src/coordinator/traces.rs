@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use zeroshard_coordinator::{
-    events::{JobRef, Now},
     figures::Waits,
     history::Step,
+    ids::{JobRef, Now},
 };
 use zeroshard_model::Attempt;
 use zeroshard_net::trace::{Span, SpanKind, Trace};

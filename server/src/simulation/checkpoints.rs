@@ -9,9 +9,9 @@ use std::{
 use bytes::Bytes;
 use zeroshard_checkpoint::Part;
 use zeroshard_coordinator::{
-    events::{Checkpoint, Event, Placed, Placing},
+    commands::Checkpoint,
+    events::{Completion, Event, Placed, Placing},
     plan::Plan,
-    save::Completion,
     user_data::UserData,
 };
 use zeroshard_kernels::Cpu;

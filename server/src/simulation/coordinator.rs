@@ -7,9 +7,12 @@ use std::{
 };
 
 use zeroshard_coordinator::{
+    calls::Reply,
     cluster::Cluster,
-    events::{Action, Caller, Command, Event, Lease, Link, Now, Reply},
-    state::Job,
+    commands::Command,
+    events::{Action, Event},
+    ids::{Caller, Lease, Link, Now},
+    job::Job,
 };
 use zeroshard_model::Server;
 use zeroshard_proto::pb::serve_request;

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use zeroshard_coordinator::{cluster::Cluster, events::Now};
+use zeroshard_coordinator::{cluster::Cluster, ids::Now};
 
 use super::{
     coordinator::{Coordinator, HungUp},

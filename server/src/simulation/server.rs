@@ -12,10 +12,7 @@ use std::{
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_coordinator::{
-    events::{About, Event, Now},
-    held::Held,
-};
+use zeroshard_coordinator::{commands::About, events::Event, held::Held, ids::Now};
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{Attempt, JobSpec, Placement, Result, Server};
 use zeroshard_proto::pb::{self, serve_request, serve_response};

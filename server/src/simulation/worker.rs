@@ -5,11 +5,11 @@ use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duratio
 
 use bytes::Bytes;
 use zeroshard_coordinator::{
-    decisions::Report,
-    events::{Attach, Caller, Commit, Create, Event, JobRef, Join, Lease, Now, Reply, Turn},
+    calls::{Attach, Commit, Create, Join, RankData, Reply, Save, Turn},
+    decision::Report,
+    events::Event,
     feed::Change,
-    save::Save,
-    user_data::RankData,
+    ids::{Caller, JobRef, Lease, Now},
 };
 use zeroshard_model::{Attempt, Error, Placement, Restore, RestoreVersion};
 

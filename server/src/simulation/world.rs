@@ -8,8 +8,8 @@ use std::{
 
 use fastrand::Rng;
 use zeroshard_coordinator::{
-    events::{Event, Lease, Now, Placing},
-    save::Completion,
+    events::{Completion, Event, Placing},
+    ids::{Lease, Now},
 };
 use zeroshard_model::{
     CheckpointPolicy, JobSpec, Manifest, OnLoss, OnMemoryShortage, Server, TensorSpec,

@@ -9,10 +9,7 @@ use std::{collections::BTreeMap, num::NonZero, time::Duration};
 
 use clap::Args;
 use serde_json::{Value, json};
-use zeroshard_coordinator::{
-    events::{Event, Said, ServerId},
-    reports::Stats,
-};
+use zeroshard_coordinator::{commands::Said, events::Event, ids::ServerId, reports::Stats};
 
 use self::{
     driver::{Costs, Driver, Kind},

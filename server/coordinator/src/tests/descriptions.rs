@@ -8,7 +8,7 @@ use super::{
     *,
 };
 use crate::{
-    events::FailedThere,
+    commands::FailedThere,
     held::{Held, Ranks},
     learning::{LEARNING, RECOVERY, SETTLING},
 };

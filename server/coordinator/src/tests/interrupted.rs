@@ -10,8 +10,9 @@ use super::{
 };
 use crate::{
     held::Held,
+    interrupted::{RESTORE_LIMIT, SERVERS_LIMIT},
+    job::restore::RETRY,
     learning::RECOVERY,
-    restore::{RESTORE_LIMIT, RETRY, SERVERS_LIMIT},
 };
 
 /// A job with this policy after two steps, which are saved, on servers 1, 2, ...

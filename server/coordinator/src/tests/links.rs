@@ -5,7 +5,7 @@ use std::time::Duration;
 use zeroshard_model::Placement;
 
 use super::*;
-use crate::events::LinkReport;
+use crate::calls::LinkReport;
 
 const PATIENCE: Duration = Duration::from_secs(4);
 

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::{
-    drains::{Drained, Stays},
+    calls::{Drained, Stays},
     learning::LEARNING,
 };
 

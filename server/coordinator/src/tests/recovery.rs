@@ -4,11 +4,11 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use super::*;
 use crate::{
-    decisions::Figures,
-    events::{Attach, FailedThere},
+    calls::{Attach, Rested},
+    commands::{Begins, FailedThere},
+    decision::Figures,
     held::{Held, Ranks},
     learning::RECOVERY,
-    resting::{Begins, Rested},
 };
 
 /// A job of two servers and two ranks in epoch 3.

@@ -9,7 +9,7 @@ use super::{
     saves::{URL, found, policy},
     *,
 };
-use crate::{held::Held, learning::RECOVERY, restore::SERVERS_LIMIT};
+use crate::{held::Held, interrupted::SERVERS_LIMIT, learning::RECOVERY};
 
 #[test]
 fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {

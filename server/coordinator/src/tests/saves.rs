@@ -3,7 +3,7 @@
 use zeroshard_model::{CheckpointPolicy, OnLoss, OnMemoryShortage};
 
 use super::*;
-use crate::save::SAVE_LIMIT;
+use crate::job::save::SAVE_LIMIT;
 
 pub(super) const URL: &str = "file:///checkpoints";
 const SECOND: Duration = Duration::from_secs(1);

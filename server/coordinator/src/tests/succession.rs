@@ -5,7 +5,7 @@ use zeroshard_model::{JobVersion, Policy};
 
 use super::*;
 use crate::{
-    events::OpenJob,
+    commands::OpenJob,
     succession::{SliceCopy, Source},
 };
 

@@ -9,7 +9,7 @@ use super::{
     saves::{URL, completion_save, found, policy},
     *,
 };
-use crate::{held::Held, learning::RECOVERY, restore::SERVERS_LIMIT, user_data::RankData};
+use crate::{calls::RankData, held::Held, interrupted::SERVERS_LIMIT, learning::RECOVERY};
 
 /// What two ranks send for a version.
 fn data(version: u64) -> BTreeMap<u32, Bytes> {

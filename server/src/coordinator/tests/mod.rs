@@ -7,16 +7,16 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use zeroshard_coordinator::{
+    calls::{Create, Join, Reply},
     cluster::Cluster,
-    decisions::{Decision, Figures, Report, Update},
-    events::{
-        About, Action, Caller, Command, Create, Event, JobRef, Join, Lease, Link, Now, OpenJob,
-        Reply, Said,
-    },
+    commands::{About, Command, OpenJob, Said},
+    decision::{Decision, Figures, Report, Update},
+    events::{Action, Event},
     feed::{Change, Peer},
+    gradient::{Absent, Norm, Overflow},
+    ids::{Caller, JobRef, Lease, Link, Now},
     placement::Zones,
     plan::Plan,
-    reduce::{Absent, Norm, Overflow},
     succession::Source,
 };
 use zeroshard_model::{Attempt, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use prost::Message as _;
-use zeroshard_coordinator::{decisions::Replicated, resting::Begins};
+use zeroshard_coordinator::{commands::Begins, decision::Replicated};
 use zeroshard_model::{JobVersion, Optimizer, Placement};
 use zeroshard_proto::pb::{self, serve_response::Command as Wire};
 

@@ -1,7 +1,7 @@
 //! What a worker sends to and receives from the servers: parameters and gradients.
 
 use bytes::Bytes;
-use zeroshard_coordinator::events::Lease;
+use zeroshard_coordinator::ids::Lease;
 use zeroshard_model::{DType, Error, Server};
 
 use crate::{

@@ -10,12 +10,11 @@ use std::{
 use rustix::time::{ClockId, clock_gettime};
 use zeroshard_coordinator::{
     cluster::{Cluster, JobLimits},
-    events::{
-        About, Action, Caller, Command, Event, JobRef, Lease, Link, Now, Placed, Placing, Said,
-        ServerId,
-    },
+    commands::{About, Command, Said},
+    events::{Action, Event, Placed, Placing},
+    ids::{Caller, JobRef, Lease, Link, Now, ServerId},
+    job::Job,
     plan::Plan,
-    state::Job,
 };
 use zeroshard_model::Server;
 
@@ -260,7 +259,7 @@ impl Driver {
 
     /// The epoch of a job, and its version.
     pub(super) fn progress(&self, job: &JobRef) -> Result<(u64, Option<u64>), Error> {
-        let described = self.cluster.describe(&job.name)?;
+        let described = self.cluster.job(&job.name)?.describe()?;
         Ok((described.epoch, described.version))
     }
 }

@@ -4,8 +4,11 @@ use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use zeroshard_coordinator::{
-    events::{Commit, Create, Event, JobRef, Join, Lease, Said, ServerId, Turn},
-    reduce::Reduced,
+    calls::{Commit, Create, Join, Turn},
+    commands::Said,
+    events::Event,
+    gradient::Reduced,
+    ids::{JobRef, Lease, ServerId},
     reports::JobStats,
 };
 use zeroshard_model::{
@@ -67,7 +70,7 @@ impl Job {
         let create = Box::new(Create { spec, succession: None, restore: None, quota: None });
         let caller = driver.caller();
         driver.send(Event::Create { caller, job_id: id, create, wait: WAIT })?;
-        let placement = driver.cluster.describe(&job.name)?.placement;
+        let placement = driver.cluster.job(&job.name)?.describe()?.placement;
         let sums_on = |server: ServerId| {
             let slices = placement.primary_slices(server);
             (server, slices.map(|slice| (slice as u32, 1.0 + slice as f64)).collect())

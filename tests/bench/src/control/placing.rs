@@ -4,11 +4,14 @@ use std::{hint::black_box, time::Instant};
 
 use serde_json::json;
 use zeroshard_coordinator::{
-    admission::Rooms,
+    calls::Create,
     cluster::Cluster,
-    events::{About, Action, Caller, Create, Event, Now, Placing},
+    commands::About,
+    events::{Action, Event, Placing},
+    ids::{Caller, Now},
     placement::Zones,
     plan::Plan,
+    rooms::Rooms,
 };
 use zeroshard_model::{JobSpec, Server, memory::Capacity};
 

@@ -5,37 +5,19 @@
 
 use zeroshard_model::Error;
 
-use super::{
+use crate::{
+    commands::Command,
     context::Context,
-    events::{Action, Command},
+    events::Action,
     history::Severity,
-    state::{Job, Open, Phase},
+    job::{Job, Open, Phase},
+    members::Cause,
 };
-
-/// The cause of a new epoch.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Cause {
-    /// The rank's worker was lost.
-    Lost,
-    /// An operator has ended the lease, for example because the worker hangs.
-    Evicted,
-    /// The rank's worker cannot reach servers.
-    Unreachable,
-    /// The rank's worker left in order.
-    Left,
-    /// The rank's worker left in order and has no more data, and the other ranks continue without
-    /// it.
-    Done,
-    /// A worker takes a rank that was done.
-    Returned,
-    /// After a restart of the coordinator, a worker knows a later attempt than the servers.
-    Recovered,
-}
 
 impl Job {
     /// Drops the gradients of the open step on the servers, because they may contain a part of the
     /// rank's gradients.
-    pub(super) fn new_epoch(&mut self, rank: u32, cause: Cause, cx: &mut Context<'_>) {
+    pub(crate) fn new_epoch(&mut self, rank: u32, cause: Cause, cx: &mut Context<'_>) {
         let (name, job) = (self.name.clone(), self.reference());
         let left = matches!(cause, Cause::Left);
         let announce = |open: &mut Open, epoch, out: &mut Vec<Action>| {
@@ -62,7 +44,7 @@ impl Job {
 
     /// Begins an epoch: the open attempt and all rests end. `announce` tells the servers. `error`
     /// is the one for waiting calls, of a step in the epoch.
-    pub(super) fn enter_epoch(
+    pub(crate) fn enter_epoch(
         &mut self,
         announce: impl FnOnce(&mut Open, u64, &mut Vec<Action>),
         error: impl Fn(u64, u64) -> Error,
@@ -102,7 +84,7 @@ impl Job {
 
     /// Begins an epoch between two steps: no rank has begun the open step, and none rests, so
     /// nothing ends. `announce` tells the servers.
-    pub(super) fn enter_epoch_between_steps(
+    pub(crate) fn enter_epoch_between_steps(
         &mut self,
         announce: impl FnOnce(&mut Open, u64, &mut Vec<Action>),
         cx: &mut Context<'_>,

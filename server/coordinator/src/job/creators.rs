@@ -2,16 +2,16 @@
 
 use zeroshard_model::JobVersion;
 
-use super::{
+use crate::{
     context::{Common, Context},
-    events::{Caller, Waiter},
-    state::{Job, Phase},
+    ids::{Caller, Waiter},
+    job::{Job, Phase},
 };
 
 impl Job {
     /// Answers creators at their deadline. A job that has never been open and has no waiting
     /// creator is removed.
-    pub(super) fn expire_creators(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn expire_creators(&mut self, cx: &mut Context<'_>) {
         let waiting_for = self.creators_wait_for(cx.common);
         let Some(creators) = self.creators() else { return };
         let expired: Vec<Waiter> =
@@ -21,7 +21,7 @@ impl Job {
     }
 
     /// A caller has disconnected: that of CreateJob, or a rank that waited for an answer.
-    pub(super) fn caller_gone(&mut self, caller: Caller, rank: Option<u32>, cx: &mut Context<'_>) {
+    pub(crate) fn caller_gone(&mut self, caller: Caller, rank: Option<u32>, cx: &mut Context<'_>) {
         match (rank, &mut self.phase) {
             (Some(rank), Phase::Open(open)) => open.forget_caller(rank, caller),
             (Some(_), _) => {}
@@ -49,7 +49,7 @@ impl Job {
     }
 
     /// Describes what a job that is being created or restored waits for, for messages.
-    pub(super) fn creators_wait_for(&self, common: &Common) -> String {
+    pub(crate) fn creators_wait_for(&self, common: &Common) -> String {
         let (name, servers) = (&self.name, &common.servers);
         match &self.phase {
             Phase::Waiting { placing: false, .. } if common.saves.completes(name) => {

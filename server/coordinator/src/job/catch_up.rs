@@ -6,21 +6,16 @@
 
 use zeroshard_model::Attempt;
 
-use super::{
-    decisions::Decision,
-    events::{Command, JobRef},
-    held::Held,
-    state::Open,
-};
+use crate::{commands::Command, decision::Decision, held::Held, ids::JobRef, job::Open};
 
 /// A job as its coordinator knows it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Known<'a> {
-    pub(super) job: &'a JobRef,
-    pub(super) epoch: u64,
-    pub(super) open: &'a Open,
+pub(crate) struct Known<'a> {
+    pub(crate) job: &'a JobRef,
+    pub(crate) epoch: u64,
+    pub(crate) open: &'a Open,
     /// The decision that has led to the open step.
-    pub(super) decision: Option<&'a Decision>,
+    pub(crate) decision: Option<&'a Decision>,
 }
 
 /// The commands after which a server that describes the job as `held` has the state `known`.
@@ -28,7 +23,7 @@ pub(super) struct Known<'a> {
 ///
 /// # Errors
 /// A text without the name of the server, if it can never have had this state.
-pub(super) fn catch_up(
+pub(crate) fn catch_up(
     known: Known<'_>,
     held: &Held,
     trains: bool,

@@ -11,22 +11,24 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use zeroshard_model::{Error, Result};
 
-use super::{
-    admission::Rooms,
+use crate::{
+    calls::{Create, Reply},
+    commands::{Command, OpenJob},
     context::Context,
-    events::{Action, Command, Create, OpenJob, Placed, Placing, Reply, ServerId, Waiter},
+    events::{Action, Placed, Placing},
+    ids::{ServerId, Waiter},
     index::Name,
+    job::{Job, Open, Phase, restore::same_checkpoint},
     learning::unknown_yet,
     progress::Progress,
     replicas::Replicas,
-    restore::same_checkpoint,
-    state::{Job, Open, Phase},
+    rooms::Rooms,
     succession::Source,
 };
 
 impl Job {
     /// A job for which its first creator waits.
-    pub(super) fn new(waiter: Waiter, id: u64, create: Create) -> Self {
+    pub(crate) fn new(waiter: Waiter, id: u64, create: Create) -> Self {
         let Create { spec, succession, restore, quota: _ } = create;
         let creators = vec![waiter];
         Self {
@@ -44,7 +46,7 @@ impl Job {
     }
 
     /// Another caller creates the job.
-    pub(super) fn create_again(&mut self, waiter: Waiter, create: &Create, cx: &mut Context<'_>) {
+    pub(crate) fn create_again(&mut self, waiter: Waiter, create: &Create, cx: &mut Context<'_>) {
         let Create { spec, succession, restore, quota: _ } = create;
         let name = spec.name.clone();
         let other = || {
@@ -73,7 +75,7 @@ impl Job {
     }
 
     /// Requests a placement from the driver, if enough servers are connected.
-    pub(super) fn try_place(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn try_place(&mut self, cx: &mut Context<'_>) {
         // Another server may hold the job, or a later checkpoint be almost complete.
         if cx.common.learning.is_learning() || cx.common.saves.completes(&self.name) {
             return;
@@ -103,7 +105,7 @@ impl Job {
     }
 
     /// Waiting -> Opening. `source` is the predecessor of a job that is being created from it.
-    pub(super) fn placed(
+    pub(crate) fn placed(
         &mut self,
         placed: Result<Placed>,
         source: Option<Result<Source>>,
@@ -172,7 +174,7 @@ impl Job {
         self.phase = Phase::Opening { plan, restored, pending, creators, interrupted };
     }
 
-    pub(super) fn opened(&mut self, server: ServerId, epoch: u64, cx: &mut Context<'_>) {
+    pub(crate) fn opened(&mut self, server: ServerId, epoch: u64, cx: &mut Context<'_>) {
         if self.opened_as_backup(server, cx) {
             return;
         }
@@ -216,7 +218,7 @@ impl Job {
         self.unused_from_now(cx);
     }
 
-    pub(super) fn initialised(&mut self, server: ServerId, epoch: u64, cx: &mut Context<'_>) {
+    pub(crate) fn initialised(&mut self, server: ServerId, epoch: u64, cx: &mut Context<'_>) {
         let open = match &mut self.phase {
             Phase::Recovering(recovery) => return recovery.initialised(server, epoch),
             Phase::Open(open) => open,
@@ -232,7 +234,7 @@ impl Job {
     }
 
     /// Publishes version 0 when every server has its initial parameters.
-    pub(super) fn publish_if_initialised(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn publish_if_initialised(&mut self, cx: &mut Context<'_>) {
         let (job, epoch) = (self.reference(), self.epoch);
         let Phase::Open(open) = &mut self.phase else { return };
         if open.version.is_some() || !open.uninitialised.is_empty() {

@@ -3,12 +3,14 @@
 
 use zeroshard_model::JobSpec;
 
-use super::{Copying, Replicas};
 use crate::{
+    commands::Command,
     context::Context,
-    events::{Action, Command, ServerId},
+    events::Action,
     history::Severity,
-    state::{Job, Open, Phase},
+    ids::ServerId,
+    job::{Job, Open, Phase},
+    replicas::{Copying, Replicas},
 };
 
 /// The size of a part: the memory of its slices, in bytes.

@@ -4,28 +4,32 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use zeroshard_model::{Attempt, JobSpec};
 
-use super::{
-    catch_up::{Known, catch_up},
-    commit::check_report,
-    decisions::{Decided, Decision},
-    events::{Command, JobRef, Lease, Now, ServerId},
+use crate::{
+    calls::Rested,
+    commands::Command,
+    decided::Decided,
+    decision::Decision,
+    gradient::{Gradient, Reduced, check_report},
     held::{Held, Ranks},
+    ids::{JobRef, Lease, Now, ServerId},
+    job::{
+        Open,
+        catch_up::{Known, catch_up},
+    },
     members::Member,
     recovery::Recovery,
-    reduce::{Gradient, Reduced},
     replicas::Replicas,
-    resting::{Rested, Rester},
-    state::Open,
+    resting::Rester,
     user_data::UserData,
 };
 
 /// A job that continues.
 #[derive(Debug)]
-pub(super) struct Recovered {
-    pub(super) open: Open,
-    pub(super) epoch: u64,
+pub(crate) struct Recovered {
+    pub(crate) open: Open,
+    pub(crate) epoch: u64,
     /// The commands that some of the servers have not received.
-    pub(super) commands: Vec<(ServerId, Command)>,
+    pub(crate) commands: Vec<(ServerId, Command)>,
 }
 
 impl Recovery {
@@ -34,7 +38,7 @@ impl Recovery {
     ///
     /// # Errors
     /// A server whose description contradicts those of the others, and a text.
-    pub(super) fn rebuild(
+    pub(crate) fn rebuild(
         &self,
         job: &JobRef,
         spec: &JobSpec,
@@ -85,7 +89,7 @@ impl Recovery {
     }
 
     /// If version 0 has been published: the open attempt, and the ranks in it.
-    pub(super) fn published(&self) -> Option<(Attempt, Ranks)> {
+    pub(crate) fn published(&self) -> Option<(Attempt, Ranks)> {
         let top = self.described().map(|held| held.attempt).max()?;
         let published = self.described().any(|held| held.published);
         published.then(|| (top, ranks(self.described(), top)))

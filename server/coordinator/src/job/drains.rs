@@ -11,37 +11,21 @@
 
 use zeroshard_model::{JobSpec, Server, listing::some_of};
 
-use super::{
-    context::{Common, Context},
-    events::ServerId,
-    replicas::Change,
-    state::{Job, Open, Phase},
+use crate::context::Common;
+use crate::ids::ServerId;
+use crate::{
+    calls::Stays,
+    context::Context,
+    job::replicas::Change,
+    job::{Job, Open, Phase},
 };
-
-/// The progress of draining a server.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Drained {
-    pub server: Server,
-    pub stays: Vec<Stays>,
-    /// The number of slices, over all jobs, with too few replicas.
-    pub degraded: u64,
-}
-
-/// A job that has slices on a server that is being drained.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stays {
-    pub job: String,
-    pub reason: String,
-    /// `true` if a later request can succeed without an action of the operator.
-    pub transient: bool,
-}
 
 impl Job {
     /// Moves the job off the server, unless a slice would be lost.
     ///
     /// # Errors
     /// Why the job still has slices there.
-    pub(super) fn move_off(
+    pub(crate) fn move_off(
         &mut self,
         server: &Server,
         restore: bool,
@@ -150,7 +134,7 @@ impl Job {
 
     /// The next change of placement by which servers are drained, if the last one has been
     /// completed. No rank has begun the open step.
-    pub(super) fn continue_drains(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn continue_drains(&mut self, cx: &mut Context<'_>) {
         let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
         if !open.replicas.are_wanted() {
             return;

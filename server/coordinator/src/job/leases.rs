@@ -7,20 +7,23 @@ use std::collections::BTreeSet;
 
 use zeroshard_model::{Attempt, Departure, Error, Result};
 
-use super::{
+use crate::calls::Leave;
+use crate::learning::unknown_yet;
+use crate::{
+    calls::{Attach, Join, Reply, check_rank},
+    commands::Command,
     context::Context,
-    epochs::Cause,
-    events::{Action, Attach, Caller, Command, Join, Lease, Leave, Reply, ServerId, Waiter},
-    learning::unknown_yet,
-    members::{Joining, Member},
-    state::{Job, Phase},
+    events::Action,
+    ids::{Caller, Lease, ServerId, Waiter},
+    job::{Job, Phase},
+    members::{Cause, Joining, Member},
 };
 
 /// The maximum number of epochs by which a worker may be ahead of its servers.
-pub(super) const MAX_AHEAD: u64 = 1 << 32;
+pub(crate) const MAX_AHEAD: u64 = 1 << 32;
 
 impl Job {
-    pub(super) fn join(&mut self, caller: Caller, join: Join, cx: &mut Context<'_>) {
+    pub(crate) fn join(&mut self, caller: Caller, join: Join, cx: &mut Context<'_>) {
         if let Err(error) = self.try_join(caller, join, cx) {
             cx.push(Action::Answer(caller, Err(error)));
         }
@@ -58,7 +61,7 @@ impl Job {
     }
 
     /// A server has accepted a lease.
-    pub(super) fn granted(
+    pub(crate) fn granted(
         &mut self,
         server: ServerId,
         rank: u32,
@@ -93,7 +96,7 @@ impl Job {
     }
 
     /// A worker continues its lease with a new stream.
-    pub(super) fn attach(&mut self, caller: Caller, attach: Attach, cx: &mut Context<'_>) {
+    pub(crate) fn attach(&mut self, caller: Caller, attach: Attach, cx: &mut Context<'_>) {
         if let Err(error) = self.try_attach(caller, &attach, cx) {
             return cx.push(Action::Answer(caller, Err(error)));
         }
@@ -152,7 +155,7 @@ impl Job {
 
     /// A worker gives its rank back. An unknown lease has already ended.
     /// The answer follows when the servers know it.
-    pub(super) fn leave(&mut self, waiter: Waiter, leave: &Leave, cx: &mut Context<'_>) {
+    pub(crate) fn leave(&mut self, waiter: Waiter, leave: &Leave, cx: &mut Context<'_>) {
         let &Leave { lease, done, .. } = leave;
         if matches!(self.phase, Phase::Recovering(_)) {
             return cx.answer(waiter, Err(unknown_yet(&self.name)));
@@ -183,12 +186,12 @@ impl Job {
     }
 
     /// A worker's stream has ended, or its Join was given up.
-    pub(super) fn lease_ended(&mut self, rank: u32, lease: Lease, cx: &mut Context<'_>) {
+    pub(crate) fn lease_ended(&mut self, rank: u32, lease: Lease, cx: &mut Context<'_>) {
         self.end_any_lease(rank, lease, Cause::Lost, cx);
     }
 
     /// Ends the lease of a rank, and tells its worker.
-    pub(super) fn expel(&mut self, rank: u32, lease: Lease, cause: Cause, cx: &mut Context<'_>) {
+    pub(crate) fn expel(&mut self, rank: u32, lease: Lease, cause: Cause, cx: &mut Context<'_>) {
         let lost = Error::LeaseLost { job: self.spec.name.clone(), rank };
         cx.push(Action::End(lease, Some(lost)));
         self.end_any_lease(rank, lease, cause, cx);
@@ -259,7 +262,7 @@ impl Job {
     }
 
     /// Gives a free rank to the next worker in the queue.
-    pub(super) fn admit_next(&mut self, rank: u32, cx: &mut Context<'_>) {
+    pub(crate) fn admit_next(&mut self, rank: u32, cx: &mut Context<'_>) {
         let Phase::Open(open) = &mut self.phase else { return };
         if let Some((waiter, join)) = open.queue.pop(rank) {
             self.admit(waiter.caller, join, cx);
@@ -268,7 +271,7 @@ impl Job {
 
     /// Refuses Joins whose rank has not become free in time, and those whose lease the servers have
     /// not accepted in time. Ranks that have not attached in time are lost.
-    pub(super) fn expire_joins(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn expire_joins(&mut self, cx: &mut Context<'_>) {
         let epoch = self.epoch;
         let Phase::Open(open) = &mut self.phase else { return };
         for (waiter, rank) in open.queue.expire(cx.now) {
@@ -299,16 +302,4 @@ impl Job {
 /// later step before the open one is decided.
 fn is_ahead(theirs: Attempt, current: Attempt) -> bool {
     theirs.epoch > current.epoch || theirs > current && theirs.step == current.step
-}
-
-/// Checks the range of a rank.
-///
-/// # Errors
-/// [`Error::Invalid`] for a rank that is not less than the world size.
-pub(super) fn check_rank(job: &str, rank: u32, world: u32) -> Result<()> {
-    if rank < world {
-        return Ok(());
-    }
-    let expected = format!("less than the world size, {world}");
-    Err(Error::invalid(format!("rank of job {job:?}"), rank, expected))
 }

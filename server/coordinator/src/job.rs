@@ -1,4 +1,33 @@
-//! The coordinator's data about a job.
+//! A job in any phase. What it does is in the files of `job`, one for each subject.
+
+pub(crate) mod absence;
+pub(crate) mod attempts;
+pub(crate) mod catch_up;
+pub(crate) mod commit;
+pub(crate) mod compare;
+pub(crate) mod copies;
+pub(crate) mod creators;
+pub(crate) mod decisions;
+pub(crate) mod disposal;
+pub(crate) mod drains;
+pub(crate) mod endings;
+pub(crate) mod epochs;
+pub(crate) mod feed;
+pub(crate) mod figures;
+pub(crate) mod leases;
+pub(crate) mod links;
+pub(crate) mod opening;
+pub(crate) mod operators;
+pub(crate) mod progress;
+pub(crate) mod rebuild;
+pub(crate) mod recovery;
+pub(crate) mod reduce;
+pub(crate) mod replicas;
+pub(crate) mod resting;
+pub(crate) mod restore;
+pub(crate) mod save;
+pub(crate) mod succession;
+pub(crate) mod user_data;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,28 +36,30 @@ use std::{
 
 use zeroshard_model::{Attempt, Error, JobSpec, Placement, Restore, Result, Succession};
 
-use super::{
+use crate::{
     absence::Away,
-    admission::Loads,
-    commit::Round,
+    calls::Turn,
+    commands::{Checkpoint, Command},
     compare::Comparison,
     context::{Common, Context},
-    decisions::Decided,
-    events::{Action, Checkpoint, Command, JobRef, Lease, Now, ServerId, Turn, Waiter},
+    decided::Decided,
+    events::Action,
     feed::Peers,
     figures::Lateness,
     held::Age,
+    ids::{JobRef, Lease, Now, ServerId, Waiter},
     index::{Entry, Interests, Name},
+    interrupted::Interrupted,
     learning::unknown_yet,
     links::Links,
     members::{Members, Queue},
-    plan::Plan,
+    plan::{Loads, Plan},
     progress::Progress,
     recovery::Recovery,
     replicas::Replicas,
     resting::Resting,
-    restore::Interrupted,
-    save::Saves,
+    round::Round,
+    saves::Saves,
     user_data::UserData,
 };
 
@@ -36,7 +67,7 @@ use super::{
 #[derive(Debug)]
 pub struct Job {
     /// That of the spec.
-    pub(super) name: Name,
+    pub(crate) name: Name,
     pub spec: Arc<JobSpec>,
     /// Random, never 0.
     pub id: u64,
@@ -102,12 +133,12 @@ pub enum Phase {
 
 impl Job {
     /// The job, as its members and servers name it.
-    pub(super) fn reference(&self) -> JobRef {
+    pub(crate) fn reference(&self) -> JobRef {
         JobRef { name: self.spec.name.clone(), id: self.id }
     }
 
     /// Returns whether the job is being created: it has never been open.
-    pub(super) fn is_new(&self) -> bool {
+    pub(crate) fn is_new(&self) -> bool {
         matches!(
             self.phase,
             Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. }
@@ -144,7 +175,7 @@ impl Job {
     }
 
     /// What the cluster knows of the job without visiting it.
-    pub(super) fn entry(&self, common: &Common) -> Entry {
+    pub(crate) fn entry(&self, common: &Common) -> Entry {
         let open = match &self.phase {
             Phase::Open(open) => Some(open),
             _ => None,
@@ -165,7 +196,7 @@ impl Job {
     }
 
     /// The earliest deadline of a waiting call or of the job itself, when it has to be visited.
-    pub(super) fn next_deadline(&self, common: &Common) -> Option<Now> {
+    pub(crate) fn next_deadline(&self, common: &Common) -> Option<Now> {
         let of_phase = match &self.phase {
             Phase::Waiting { creators, interrupted, .. }
             | Phase::Opening { creators, interrupted, .. } => {
@@ -182,7 +213,7 @@ impl Job {
 
     /// Does what is due: calls whose deadline has passed are answered, and what has been waited for
     /// too long is given up.
-    pub(super) fn expire(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn expire(&mut self, cx: &mut Context<'_>) {
         self.expire_creators(cx);
         self.expire_recovery(cx);
         self.expire_interrupted(cx);

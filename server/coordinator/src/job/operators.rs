@@ -3,16 +3,18 @@
 
 use zeroshard_model::{Error, Result};
 
-use super::{
+use crate::{
+    calls::Reply,
     context::Context,
-    epochs::Cause,
-    events::{Action, Caller, Lease, Reply, ServerId},
-    state::{Job, Phase},
+    events::Action,
+    ids::{Caller, Lease, ServerId},
+    job::{Job, Phase},
+    members::Cause,
 };
 
 impl Job {
     /// Ends the lease of a rank whose worker hangs.
-    pub(super) fn evict(&mut self, caller: Caller, rank: u32, cx: &mut Context<'_>) {
+    pub(crate) fn evict(&mut self, caller: Caller, rank: u32, cx: &mut Context<'_>) {
         let lease = match self.lease_of(rank) {
             Ok(lease) => lease,
             Err(error) => return cx.push(Action::Answer(caller, Err(error))),
@@ -44,7 +46,7 @@ impl Job {
 
     /// A server is not cordoned any more: the job does not move off it, may place slices again
     /// where it has been refusing to, and may have waited for a server.
-    pub(super) fn uncordoned(&mut self, server: ServerId, cx: &mut Context<'_>) {
+    pub(crate) fn uncordoned(&mut self, server: ServerId, cx: &mut Context<'_>) {
         if let Phase::Open(open) = &mut self.phase {
             open.replicas.uncordoned(server);
         }

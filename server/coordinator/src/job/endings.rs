@@ -4,11 +4,14 @@ use std::{collections::BTreeSet, mem};
 
 use zeroshard_model::{Error, Result, Server};
 
-use super::{
+use crate::{
+    calls::Reply,
+    commands::Command,
     context::{Common, Consequence, Context},
-    events::{Action, Command, Now, Reply, ServerId, Waiter},
+    events::Action,
     history::Severity,
-    state::{Job, Phase},
+    ids::{Now, ServerId, Waiter},
+    job::{Job, Phase},
     succession::Source,
 };
 
@@ -16,7 +19,7 @@ impl Job {
     /// A server cannot hold or continue the job, which it has opened in this epoch or an earlier
     /// one. `transient`: it may be able to open the job later. `source` is the predecessor of a job
     /// that is being created from it.
-    pub(super) fn failed_on(
+    pub(crate) fn failed_on(
         &mut self,
         server: ServerId,
         epoch: u64,
@@ -69,7 +72,7 @@ impl Job {
 
     /// Opening -> gone, Open -> Failed: all waiting calls are answered, and the servers close the
     /// job.
-    pub(super) fn fail(&mut self, reason: &str, cx: &mut Context<'_>) {
+    pub(crate) fn fail(&mut self, reason: &str, cx: &mut Context<'_>) {
         if matches!(self.phase, Phase::Gone) {
             return;
         }
@@ -97,7 +100,7 @@ impl Job {
 
     /// Deletes the job, if it has this id or the id is 0. The answer follows when its servers know
     /// it.
-    pub(super) fn delete(&mut self, waiter: Waiter, id: u64, cx: &mut Context<'_>) {
+    pub(crate) fn delete(&mut self, waiter: Waiter, id: u64, cx: &mut Context<'_>) {
         if id != 0 && id != self.id {
             return cx.answer(waiter, Err(Error::JobReplaced { job: self.spec.name.clone() }));
         }
@@ -109,7 +112,7 @@ impl Job {
     }
 
     /// The servers that may have slices of the job.
-    pub(super) fn servers(&self, common: &Common) -> BTreeSet<ServerId> {
+    pub(crate) fn servers(&self, common: &Common) -> BTreeSet<ServerId> {
         if let Phase::Failed { .. } | Phase::Waiting { .. } = self.phase {
             // Some of them may not have received the commands to close it.
             return common.servers.connected().keys().copied().collect();
@@ -119,13 +122,13 @@ impl Job {
     }
 
     /// Any phase -> gone.
-    pub(super) fn remove(&mut self, reason: &str, cx: &mut Context<'_>) {
+    pub(crate) fn remove(&mut self, reason: &str, cx: &mut Context<'_>) {
         let error = Error::JobFailed { job: self.spec.name.clone(), reason: reason.to_owned() };
         self.end(&error, cx);
     }
 
     /// Ends the creation of the job.
-    pub(super) fn abandon(&mut self, error: &Error, cx: &mut Context<'_>) {
+    pub(crate) fn abandon(&mut self, error: &Error, cx: &mut Context<'_>) {
         cx.note(format!("job {:?} was not created: {error}", self.name));
         self.end(error, cx);
     }
@@ -138,7 +141,7 @@ impl Job {
     }
 
     /// Ends the job here, for another job of its name or for its own return.
-    pub(super) fn give_way(&mut self, error: &Error, cx: &mut Context<'_>) {
+    pub(crate) fn give_way(&mut self, error: &Error, cx: &mut Context<'_>) {
         let phase = mem::replace(&mut self.phase, Phase::Gone);
         self.dissolve(phase, error, cx);
     }

@@ -5,194 +5,37 @@
 //! which the files are not a checkpoint. A job has at most one save at a time; a request for
 //! another version waits until it has ended.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeSet, time::Duration};
 
-use bytes::Bytes;
 use zeroshard_model::{
-    Error, JobSpec, Result,
+    Error, Result,
     checkpoint::{Start, is_same_place},
 };
 
-use super::{
+use crate::events::Completion;
+use crate::history::Severity;
+use crate::ids::ServerId;
+use crate::reports::Files;
+use crate::{
+    calls::{Reply, Save, Saved},
+    commands::{Checkpoint, Command, SavePlan},
     context::Context,
-    events::{Action, Caller, Checkpoint, Command, JobRef, Now, Reply, ServerId, Waiter},
-    history::Severity,
-    reports::Files,
-    state::{Job, Phase},
-    user_data::UserData,
+    events::Action,
+    ids::{Caller, JobRef, Waiter},
+    job::{Job, Phase},
+    saves::{Next, Saving},
 };
 
 /// How long a save may take. It is given up afterwards, so that a store that does not respond does
 /// not end all later saves as well.
-pub const SAVE_LIMIT: Duration = Duration::from_secs(3600);
+pub(crate) const SAVE_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The pause after a failed save of an unused job.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// A request to save a job.
-#[derive(Debug, Clone)]
-pub struct Save {
-    pub job: JobRef,
-    /// The directory or prefix; `None`: that of the job's policy.
-    pub url: Option<String>,
-    /// Do nothing if the last complete checkpoint is of the current version, and at the same place.
-    pub unless_saved: bool,
-    pub wait: Duration,
-}
-
-/// The checkpoints of an open job.
-#[derive(Debug, Default)]
-pub struct Saves {
-    current: Option<Saving>,
-    /// The save that begins when the current one has ended.
-    next: Option<Next>,
-    /// The last complete checkpoint, and where it is.
-    last: Option<(Saved, String)>,
-    /// When that checkpoint was completed.
-    pub completed: Option<Now>,
-    /// The number of saves that have failed since, and the error of the last one.
-    pub failures: u32,
-    pub failure: Option<String>,
-    /// The checkpoint from which the job has started or to which it has returned.
-    pub(super) origin: Option<Checkpoint>,
-    /// When the last save began; before the first one, when the first step was decided.
-    began: Option<Now>,
-    /// When an unused job is saved again, after a save has failed.
-    pub(super) retry_at: Now,
-    /// That of the ranks for the current version.
-    pub(super) user_data: UserData,
-}
-
-/// A save that is not complete.
-#[derive(Debug)]
-struct Saving {
-    plan: SavePlan,
-    since: Now,
-    deadline: Now,
-    /// The servers that have not written their slices yet. If it is empty, and no data of a rank is
-    /// awaited, the manifest is being written.
-    pending: BTreeSet<ServerId>,
-    files: Vec<Files>,
-    user_data: UserData,
-    waiters: Vec<Waiter>,
-}
-
-/// A save that waits for the end of another one.
-#[derive(Debug)]
-struct Next {
-    url: String,
-    keep: u32,
-    waiters: Vec<Waiter>,
-}
-
-/// The content and the place of a save.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SavePlan {
-    /// A number that no other save has.
-    pub save: u64,
-    pub version: u64,
-    pub url: String,
-    /// The number of checkpoints to keep; 0: all.
-    pub keep: u32,
-}
-
-/// The end of a save, which the driver carries out without its lock: the data of the ranks and the
-/// manifest are written, and old checkpoints are removed.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Completion {
-    pub job: JobRef,
-    pub spec: Arc<JobSpec>,
-    pub plan: SavePlan,
-    pub files: Vec<Files>,
-    pub user_data: BTreeMap<u32, Bytes>,
-    /// The ranks whose data was lost.
-    pub lost_ranks: Vec<u32>,
-}
-
-/// A complete checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Saved {
-    pub version: u64,
-    pub bytes: u64,
-}
-
-impl Saves {
-    /// Returns whether the current save waits for a server.
-    pub(super) fn awaits(&self, server: ServerId) -> bool {
-        self.current.as_ref().is_some_and(|saving| saving.pending.contains(&server))
-    }
-
-    /// The version that is being saved.
-    pub fn current(&self) -> Option<u64> {
-        self.current.as_ref().map(|saving| saving.plan.version)
-    }
-
-    /// The last version that has been saved.
-    pub fn last(&self) -> Option<u64> {
-        self.last.as_ref().map(|(saved, _)| saved.version)
-    }
-
-    /// The last complete checkpoint, if it is of this version and at `url`.
-    fn saved(&self, version: u64, url: &str) -> Option<Saved> {
-        let (saved, place) = self.last.as_ref()?;
-        Some(*saved).filter(|saved| saved.version == version && place == url)
-    }
-
-    pub(super) fn next_deadline(&self) -> Option<Now> {
-        let saving = self.current.as_ref()?;
-        let waiters = self.next.iter().flat_map(|next| &next.waiters).chain(&saving.waiters);
-        waiters.map(|waiter| waiter.deadline).chain([saving.deadline]).min()
-    }
-
-    /// Gives up all saves, and returns the calls that wait for them.
-    pub(super) fn into_waiters(self) -> Vec<Waiter> {
-        let current = self.current.map(|saving| saving.waiters).unwrap_or_default();
-        let next = self.next.map(|next| next.waiters).unwrap_or_default();
-        [current, next].concat()
-    }
-
-    /// Removes the calls from those that wait. Returns them.
-    fn take_waiters(&mut self, taken: impl Fn(&Waiter) -> bool) -> Vec<Waiter> {
-        let current = self.current.iter_mut().map(|saving| &mut saving.waiters);
-        let waiting = current.chain(self.next.iter_mut().map(|next| &mut next.waiters));
-        waiting
-            .flat_map(|waiters| waiters.extract_if(.., |of| taken(of)).collect::<Vec<_>>())
-            .collect()
-    }
-
-    /// Stores the data of a rank for a version. Returns whether the current save has waited for it.
-    pub(super) fn set_user_data(&mut self, version: u64, rank: u32, data: &Bytes) -> bool {
-        let saving = self.current.as_mut().filter(|saving| saving.plan.version == version);
-        saving.is_some_and(|saving| saving.user_data.set(rank, data.clone()))
-    }
-
-    /// If the current save waits for the data of a rank for which `is_over` is true: the number of
-    /// the save, and its error.
-    pub(super) fn without_data_of(
-        &self,
-        job: &str,
-        is_over: impl Fn(u32) -> bool,
-    ) -> Option<(u64, Error)> {
-        let Saving { plan: SavePlan { save, version, .. }, user_data, .. } =
-            self.current.as_ref()?;
-        let rank = user_data.awaited.iter().copied().find(|&rank| is_over(rank))?;
-        let (job, version) = (job.to_owned(), *version);
-        Some((*save, Error::UserDataLost { job, version, rank }))
-    }
-
-    /// The current save, if it has this number.
-    fn of(&mut self, save: u64) -> Option<&mut Saving> {
-        self.current.as_mut().filter(|saving| saving.plan.save == save)
-    }
-}
-
 impl Job {
     /// States that the job is over where it has claimed the checkpoints of its name.
-    pub(super) fn end_claims(&self) -> Action {
+    pub(crate) fn end_claims(&self) -> Action {
         Action::EndClaims { job: self.reference(), urls: self.claimed() }
     }
 
@@ -232,7 +75,7 @@ impl Job {
     }
 
     /// A client has asked for a checkpoint of the current version.
-    pub(super) fn save(&mut self, caller: Caller, save: Save, cx: &mut Context<'_>) {
+    pub(crate) fn save(&mut self, caller: Caller, save: Save, cx: &mut Context<'_>) {
         if let Err(error) = self.try_save(caller, save, cx) {
             cx.push(Action::Answer(caller, Err(error)));
         }
@@ -309,7 +152,7 @@ impl Job {
     }
 
     /// Begins a save if the policy of the job asks for one of the version that has just been made.
-    pub(super) fn save_if_due(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn save_if_due(&mut self, cx: &mut Context<'_>) {
         let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
         let Some(policy) = &spec.checkpoints else { return };
         let began = *open.saves.began.get_or_insert(cx.now);
@@ -332,7 +175,7 @@ impl Job {
 
     /// Saves an unused job a last time, if it has a policy and steps that are not saved. Returns
     /// whether the job is to be kept for it.
-    pub(super) fn save_before_disposal(&mut self, cx: &mut Context<'_>) -> bool {
+    pub(crate) fn save_before_disposal(&mut self, cx: &mut Context<'_>) -> bool {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
         let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
         let is_saving = open.saves.current.is_some();
@@ -350,7 +193,7 @@ impl Job {
 
     /// Saves the current version of a job before one of its servers or the coordinator stops. Does
     /// nothing if the job has no checkpoint policy or no unsaved steps.
-    pub(super) fn save_last(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn save_last(&mut self, cx: &mut Context<'_>) {
         if !self.save_before_disposal(cx) {
             return;
         }
@@ -363,7 +206,7 @@ impl Job {
     }
 
     /// A server has written its part of a checkpoint.
-    pub(super) fn written(
+    pub(crate) fn written(
         &mut self,
         server: ServerId,
         save: u64,
@@ -384,7 +227,7 @@ impl Job {
         }
     }
 
-    pub(super) fn complete_if_written(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn complete_if_written(&mut self, cx: &mut Context<'_>) {
         let job = self.reference();
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let is_complete =
@@ -404,7 +247,7 @@ impl Job {
     }
 
     /// A save is complete, or has failed on a server or in the driver.
-    pub(super) fn save_ended(&mut self, save: u64, outcome: Result<u64>, cx: &mut Context<'_>) {
+    pub(crate) fn save_ended(&mut self, save: u64, outcome: Result<u64>, cx: &mut Context<'_>) {
         let job = self.reference();
         let Phase::Open(open) = &mut self.phase else { return };
         let Some(saving) = open.saves.current.take_if(|saving| saving.plan.save == save) else {
@@ -445,7 +288,7 @@ impl Job {
     }
 
     /// A server cannot write its part of a checkpoint.
-    pub(super) fn save_failed(
+    pub(crate) fn save_failed(
         &mut self,
         server: ServerId,
         save: u64,
@@ -458,7 +301,7 @@ impl Job {
 
     /// Gives up a save of which a server may not have received the command, because its control
     /// stream has broken.
-    pub(super) fn save_without(&mut self, server: ServerId, cause: &str, cx: &mut Context<'_>) {
+    pub(crate) fn save_without(&mut self, server: ServerId, cause: &str, cx: &mut Context<'_>) {
         let Phase::Open(open) = &self.phase else { return };
         let saving = open.saves.current.as_ref().filter(|of| of.pending.contains(&server));
         let Some(save) = saving.map(|saving| saving.plan.save) else { return };
@@ -467,7 +310,7 @@ impl Job {
     }
 
     /// Answers callers at their deadline, and gives up a save at its own.
-    pub(super) fn expire_saves(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn expire_saves(&mut self, cx: &mut Context<'_>) {
         let Self { name, phase: Phase::Open(open), .. } = self else { return };
         let expired = open.saves.take_waiters(|waiter| waiter.deadline <= cx.now);
         let Some(saving) = &mut open.saves.current else { return };
@@ -494,7 +337,7 @@ impl Job {
     }
 
     /// The caller of a save has disconnected. The save continues.
-    pub(super) fn saver_gone(&mut self, caller: Caller) {
+    pub(crate) fn saver_gone(&mut self, caller: Caller) {
         if let Phase::Open(open) = &mut self.phase {
             open.saves.take_waiters(|waiter| waiter.caller == caller);
         }

@@ -2,154 +2,29 @@
 
 use std::collections::BTreeSet;
 
-use zeroshard_model::{Attempt, Error, JobSpec, Optimizer, Result};
+use zeroshard_model::{Error, JobSpec, Optimizer, Result};
 
-use super::{
+use crate::gradient::Overflow;
+use crate::{
+    commands::Command,
     context::Context,
-    events::{Action, Command, JobRef, Reply, ServerId, Waiter},
+    decided::Decided,
+    decision::{Decision, Figures, Replicated, Report, Update},
+    events::Action,
     history::Step,
-    reduce::{Absent, Gradient, Norm, Overflow},
-    state::{Job, Open, Phase},
+    ids::{JobRef, ServerId, Waiter},
+    job::{Job, Open, Phase},
     terms::Terms,
 };
 
-/// The decision about a step, which the servers carry out.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Decision {
-    /// The attempt whose gradients are applied.
-    pub attempt: Attempt,
-    /// `None`: the step is skipped.
-    pub update: Option<Update>,
-    pub figures: Figures,
-    /// `None` in a job without replicas.
-    pub replicated: Option<Box<Replicated>>,
-}
-
-/// The part of a decision that only a job with replicas needs, because backups do not have the
-/// figures of their primaries.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Replicated {
-    /// The slices for which no rank had a gradient, ascending.
-    pub absent: Vec<u32>,
-    /// The report, without the norms of tensors.
-    pub report: Report,
-}
-
-/// What the report of a step contains beside the reduced gradient. The servers keep it, so that a
-/// coordinator that is restarted can repeat the report.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Figures {
-    /// The divisor of the mean gradient.
-    pub scale: f64,
-    pub clip_coefficient: f64,
-    pub loss: Option<f64>,
-    /// The ranks that rested, ascending.
-    pub resting: Vec<u32>,
-    /// The ranks with data for checkpoints, ascending.
-    pub user_data: Vec<u32>,
-}
-
-/// The update that a decision applies.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Update {
-    /// The hyperparameters of each parameter group.
-    pub groups: Vec<Optimizer>,
-    /// The factor of the mean gradient: the clip coefficient divided by the loss scale.
-    pub coefficient: f64,
-    /// The same factor for tensors that are not clipped.
-    pub unclipped: f64,
-    /// Further factors, one for each tensor; empty: all are 1.
-    pub gradient_factors: Vec<f64>,
-}
-
-/// The result of a step, which the ranks are told.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Report {
-    /// The version that the step has produced.
-    pub version: u64,
-    /// `true` if the step was applied and not skipped.
-    pub applied: bool,
-    pub norm: Norm,
-    pub clip_coefficient: f64,
-    /// The mean loss of the ranks, if each of them passed one.
-    pub loss: Option<f64>,
-    pub world: u32,
-    /// One entry for each tensor with absent ranks, in manifest order.
-    pub absent: Vec<Absent>,
-    /// The ranks that rested, ascending.
-    pub resting: Vec<u32>,
-}
-
-/// The last decided step.
-#[derive(Debug)]
-pub struct Decided {
-    /// For servers that have not received it.
-    pub(super) decision: Decision,
-    pub(super) report: Report,
-    /// Servers that have not stored the decision yet.
-    pending: BTreeSet<ServerId>,
-    /// Commits that wait for these servers.
-    pub(super) waiters: Vec<Waiter>,
-}
-
-impl Decision {
-    /// The report of the step, whose reduced gradient is `gradient`.
-    pub(super) fn report(&self, spec: &JobSpec, gradient: Gradient) -> Report {
-        let Figures { scale, clip_coefficient, loss, ref resting, .. } = self.figures;
-        Report {
-            version: self.attempt.step + 1,
-            applied: self.update.is_some(),
-            norm: gradient.norm(spec, scale),
-            clip_coefficient,
-            loss,
-            world: spec.world,
-            absent: gradient.absent,
-            resting: resting.clone(),
-        }
-    }
-}
-
-impl Decided {
-    /// A decision that the servers `pending` have not stored yet.
-    pub(super) fn new(decision: Decision, report: Report, pending: BTreeSet<ServerId>) -> Self {
-        Self { decision, report, pending, waiters: Vec::new() }
-    }
-
-    /// Returns the report if every server has stored the decision; otherwise the call waits for it.
-    pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<Report> {
-        if self.pending.is_empty() {
-            return Some(self.report.clone());
-        }
-        self.waiters.push(waiter);
-        None
-    }
-
-    /// The decision does not wait for a server that is lost.
-    pub(super) fn without(&mut self, server: ServerId, epoch: u64, out: &mut Vec<Action>) {
-        if self.pending.remove(&server) {
-            self.answer(epoch, out);
-        }
-    }
-
-    /// Answers the waiting calls when every server has stored the decision. `epoch` is that of the
-    /// next step.
-    fn answer(&mut self, epoch: u64, out: &mut Vec<Action>) {
-        if self.pending.is_empty() {
-            let report =
-                |w: Waiter| Action::Answer(w.caller, Ok(Reply::Report(self.report.clone(), epoch)));
-            out.extend(self.waiters.drain(..).map(report));
-        }
-    }
-}
-
 impl Open {
     /// Returns whether every server has stored the last decision.
-    pub(super) fn is_stored(&self) -> bool {
+    pub(crate) fn is_stored(&self) -> bool {
         self.last.as_ref().is_none_or(|last| last.pending.is_empty())
     }
 
     /// The decision about `step`, if it was the last one.
-    pub(super) fn decided(&mut self, step: u64) -> Option<&mut Decided> {
+    pub(crate) fn decided(&mut self, step: u64) -> Option<&mut Decided> {
         self.last.as_deref_mut().filter(|last| last.report.version == step.wrapping_add(1))
     }
 }
@@ -192,7 +67,7 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
 
 impl Job {
     /// Decides the open step, if every rank has committed it and every server is ready.
-    pub(super) fn decide(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn decide(&mut self, cx: &mut Context<'_>) {
         let Self { name, spec, id, epoch, progress, phase: Phase::Open(open), .. } = self else {
             return;
         };
@@ -237,7 +112,7 @@ impl Job {
     }
 
     /// A server has stored the decision about a step.
-    pub(super) fn stored(&mut self, server: ServerId, epoch: u64, step: u64, cx: &mut Context<'_>) {
+    pub(crate) fn stored(&mut self, server: ServerId, epoch: u64, step: u64, cx: &mut Context<'_>) {
         let Phase::Open(open) = &mut self.phase else { return };
         let Some(decided) = open.decided(step).filter(|of| of.decision.attempt.epoch == epoch)
         else {
@@ -258,7 +133,7 @@ impl Job {
     }
 
     /// Answers commits at their deadline with the servers that have not stored the decision.
-    pub(super) fn expire_stored(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn expire_stored(&mut self, cx: &mut Context<'_>) {
         let Phase::Open(open) = &mut self.phase else { return };
         let Some(last) = &mut open.last else { return };
         let expired: Vec<Waiter> =

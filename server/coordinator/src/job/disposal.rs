@@ -1,16 +1,17 @@
 //! Disposal: a job is deleted when it has been unused for its idle timeout, or for that of the
 //! coordinator if it has none of its own.
 
-use super::{
+use crate::{
     context::{Common, Context},
-    events::{Action, Now},
-    state::{Job, Phase},
+    events::Action,
+    ids::Now,
+    job::{Job, Phase},
 };
 
 impl Job {
     /// The time at which the job is deleted unless a rank gets a lease before; `None`: the job is
     /// kept.
-    pub(super) fn disposal(&self, common: &Common) -> Option<Now> {
+    pub(crate) fn disposal(&self, common: &Common) -> Option<Now> {
         let timeout = self.spec.idle_timeout.or(common.job_timeout)?;
         let due = match &self.phase {
             Phase::Open(open) if !open.members.is_empty() => return None,
@@ -35,7 +36,7 @@ impl Job {
 
     /// A lease has ended, or the job has just been opened. Unless another rank has a lease, the job
     /// is unused from now on.
-    pub(super) fn unused_from_now(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn unused_from_now(&mut self, cx: &mut Context<'_>) {
         if let Phase::Open(open) = &self.phase
             && !open.members.is_empty()
         {
@@ -46,7 +47,7 @@ impl Job {
     }
 
     /// Deletes the job if its time has come; otherwise requests a tick at that time.
-    pub(super) fn dispose(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn dispose(&mut self, cx: &mut Context<'_>) {
         match self.disposal(cx.common) {
             Some(due) if due <= cx.now => {
                 if self.save_before_disposal(cx) {

@@ -1,70 +1,19 @@
 //! Attempts at a step: all ranks discard the gradients of the open attempt, and the next attempt
 //! opens.
 
-use zeroshard_model::{Attempt, Error, Result, listing::some_of};
+use zeroshard_model::{Attempt, Result, listing::some_of};
 
-use super::{
-    commit::{Round, missing_ranks},
+use crate::{
+    calls::{Discard, Reply, check_rank},
+    commands::Command,
     context::Context,
-    events::{Action, Caller, Command, Discard, JobRef, Reply, Turn, Waiter},
-    leases::check_rank,
-    state::{Job, Phase},
+    events::Action,
+    ids::{Caller, JobRef, Waiter},
+    job::{Job, Phase, commit::missing_ranks},
 };
 
-/// `turn.rank` has sent `ours` for the attempt, and the other rank, or the same one before,
-/// `theirs`.
-fn disagreement(turn: &Turn, ours: &str, other: Option<u32>, theirs: &str) -> Error {
-    let Attempt { step, number, .. } = turn.attempt;
-    Error::Disagreement {
-        job: turn.job.name.clone(),
-        step,
-        what: format!("whether attempt {number} is committed or discarded"),
-        rank: turn.rank,
-        value: ours.to_owned(),
-        other_rank: other.unwrap_or(turn.rank),
-        other_value: theirs.to_owned(),
-    }
-}
-
-impl Round {
-    /// Resolves conflicts before `turn.rank` commits. A request of the same rank to discard the
-    /// attempt is withdrawn. If another rank has asked to discard the attempt, the requests of both
-    /// sides are dropped.
-    ///
-    /// # Errors
-    /// [`Error::Disagreement`], also for the calls of the other ranks, if another rank discards the
-    /// attempt.
-    pub(super) fn side_with_commits(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
-        let own = self.discards.remove(&turn.rank).unwrap_or_default();
-        let others = std::mem::take(&mut self.discards);
-        let other = others.first_key_value().map(|(&rank, _)| rank);
-        let error = disagreement(turn, "a commit", other, "a discard");
-        settle(error, own.into_iter().chain(others.into_values().flatten()), other, out)
-    }
-
-    /// Resolves conflicts before `turn.rank` discards the attempt, in the same way as
-    /// [`Self::side_with_commits`].
-    fn side_with_discards(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
-        let own = self.withdraw_vote(turn.rank);
-        let other = self.first_voter();
-        let error = disagreement(turn, "a discard", other, "a commit");
-        settle(error, own.into_iter().chain(self.withdraw_votes()), other, out)
-    }
-}
-
-/// Answers `waiters`, and the caller if there is an `other` rank, with the disagreement.
-fn settle(
-    error: Error,
-    waiters: impl Iterator<Item = Waiter>,
-    other: Option<u32>,
-    out: &mut Vec<Action>,
-) -> Result<()> {
-    out.extend(waiters.map(|waiter| Action::Answer(waiter.caller, Err(error.clone()))));
-    if other.is_some() { Err(error) } else { Ok(()) }
-}
-
 impl Job {
-    pub(super) fn discard(&mut self, caller: Caller, discard: Discard, cx: &mut Context<'_>) {
+    pub(crate) fn discard(&mut self, caller: Caller, discard: Discard, cx: &mut Context<'_>) {
         match self.try_discard(caller, &discard, cx) {
             Ok(None) => self.advance(cx),
             Ok(Some(attempt)) => {
@@ -102,7 +51,7 @@ impl Job {
     }
 
     /// Opens the next attempt when every rank has asked to discard the open one.
-    pub(super) fn discard_if_all_have(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn discard_if_all_have(&mut self, cx: &mut Context<'_>) {
         let Self { name, spec, id, epoch, phase: Phase::Open(open), .. } = self else { return };
         let active = open.active(spec.world);
         let round = &mut open.round;
@@ -122,7 +71,7 @@ impl Job {
     }
 
     /// Answers calls when the servers know the new attempt.
-    pub(super) fn answer_attempt(
+    pub(crate) fn answer_attempt(
         &mut self,
         waiters: Vec<Waiter>,
         reply: Reply,
@@ -134,7 +83,7 @@ impl Job {
 
     /// Answers ranks at their deadline with the ranks that have not asked to discard the attempt.
     /// The request remains registered.
-    pub(super) fn expire_discards(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn expire_discards(&mut self, cx: &mut Context<'_>) {
         let Phase::Open(open) = &mut self.phase else { return };
         let mut expired = Vec::new();
         for waiters in open.round.discards.values_mut() {
