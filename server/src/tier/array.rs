@@ -6,8 +6,8 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_checkpoint::direct::Pages;
 use zeroshard_kernels::{Backend, Failure};
+use zeroshard_model::direct::Pages;
 use zeroshard_model::{DType, Elements, Result};
 
 use super::paged::{Cell, Paged};

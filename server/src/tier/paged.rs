@@ -12,8 +12,8 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_checkpoint::direct::{PAGE, Pages};
 use zeroshard_kernels::{Backend, Failure, fill};
+use zeroshard_model::direct::{PAGE, Pages};
 use zeroshard_model::{DType, Elements, Error, Result};
 
 use super::{

@@ -5,8 +5,8 @@
 //! the wrong ones. So the same arrays stay in memory for the life of the job, as many as fit, and
 //! the others are read and written in each step.
 
-use zeroshard_checkpoint::direct::PAGE;
 use zeroshard_model::JobSpec;
+use zeroshard_model::direct::PAGE;
 
 use super::steps::MAX_STATE;
 

@@ -16,7 +16,7 @@ use rustix::{
     fs::{FallocateFlags, fallocate},
     io::Errno,
 };
-use zeroshard_checkpoint::direct::{PAGE, open};
+use zeroshard_model::direct::{PAGE, open};
 
 use super::{free::Free, host::HostMemory};
 use crate::{identity, metrics::Traffic};

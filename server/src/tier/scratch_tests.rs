@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::IntCounter;
-use zeroshard_checkpoint::direct::Pages;
+use zeroshard_model::direct::Pages;
 
 use super::*;
 

@@ -13,8 +13,8 @@ use std::{
     },
 };
 
-use zeroshard_checkpoint::direct::{PAGE, Pages};
 use zeroshard_kernels::{Backend, Update};
+use zeroshard_model::direct::{PAGE, Pages};
 use zeroshard_model::{DType, Error, Result};
 
 use super::{array::Array, paged::REQUEST};
