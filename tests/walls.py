@@ -28,7 +28,8 @@ LIMIT = 3
 KNOWN = {
     "zeroshard-client": [7],
     "zeroshard-fake-cuda": [5],
-    "zeroshard-server": [6, 5],
+    "zeroshard-server": [4],
+    "zeroshard-shard": [6],
     "zeroshard-worker": [5],
 }
 # What the dependencies of a crate must not include.
@@ -37,6 +38,15 @@ WITHOUT = {
     "zeroshard-model": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
     "zeroshard-proto": ["opentelemetry", "prometheus", "zeroshard-net"],
     "zeroshard-coordinator": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
+    "zeroshard-shard": [
+        *(of for of in NETWORK if of != "tokio"),
+        "prost",
+        "prometheus",
+        "object_store",
+        "zeroshard-proto",
+        "zeroshard-net",
+        "zeroshard-coordinator",
+    ],
     "zeroshard-kernels": [*NETWORK, "prost", "prometheus", "zeroshard-proto", "zeroshard-net"],
     "zeroshard-net": ["prometheus", "object_store", "zeroshard-checkpoint", "zeroshard-client"],
     "zeroshard-checkpoint": ["prometheus", "zeroshard-client", "zeroshard-server"],

@@ -20,7 +20,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 use zeroshard_net::transport::tls::{PeerSecurity, Security};
 
-use crate::budget::{Budget, Space};
+use zeroshard_shard::budget::{Budget, Space};
 
 /// The time in which a peer must begin to speak HTTP/2.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);

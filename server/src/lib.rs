@@ -7,7 +7,6 @@
 mod access;
 pub mod admin;
 mod audit;
-mod budget;
 pub mod cli;
 mod clock;
 pub mod config;
@@ -18,7 +17,6 @@ mod devices;
 mod election;
 pub mod embedded;
 pub mod failure;
-mod fair;
 pub mod health;
 mod identity;
 pub mod layers;
@@ -33,4 +31,3 @@ pub mod shard;
 pub mod shutdown;
 #[cfg(test)]
 mod simulation;
-mod tier;

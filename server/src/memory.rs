@@ -8,7 +8,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::config;
+use zeroshard_shard::tier::{Limits, Tier};
+
+use crate::config::{self, StateTier};
 
 /// The memory for pulls that hold slices which they do not send yet, at most. A step needs the same
 /// amount of memory in addition.
@@ -53,6 +55,23 @@ impl Budgets {
         };
         Self { memory: memory.unwrap_or(u64::MAX), arrays, parked, pinned, held, snapshots }
     }
+}
+
+/// The budgets in a configuration for the tiers of slices, if there are any. `arrays`: the host
+/// memory for arrays on a server without `--host-memory`; `None` if there is no limit.
+pub(crate) fn tier_limits(config: &config::Shard, arrays: Option<u64>) -> Option<Limits> {
+    let host = config.host_memory.map(|size| size.0);
+    let option = if host.is_some() { "--host-memory" } else { "--memory" };
+    let (memory, host) = match config.device_memory {
+        Some(memory) => (memory.0, Some(host.unwrap_or_default())),
+        None => (host.or(arrays)?, None),
+    };
+    let disk = config.disk.clone().zip(config.disk_bytes.map(|bytes| bytes.0));
+    let fastest_of_state = match config.state_tier {
+        StateTier::Device => Tier::Memory,
+        StateTier::Host => Tier::Host,
+    };
+    Some(Limits { memory, host, option, disk, fastest_of_state })
 }
 
 /// The memory that this process may use, less a reserve; `None` if the system does not tell.

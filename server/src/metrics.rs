@@ -21,7 +21,7 @@ use zeroshard_proto::pb;
 
 pub use coordinator::Coordinator;
 use families::Families;
-pub use shard::{Shard, Traffic};
+pub use shard::Shard;
 pub(crate) use {coordinator::JobSeries as CoordinatedJob, shard::JobSeries as HeldJob};
 
 /// All metrics of a process. Updates are cheap from any thread.

@@ -17,7 +17,7 @@ use rustix::{
     io::{ReadWriteFlags, preadv2},
 };
 
-use crate::direct::{PAGE, Pages, open};
+use zeroshard_model::direct::{PAGE, Pages, open};
 
 /// The bytes that are written with one call. A thread of low priority waits for a core after each.
 const WRITTEN: usize = 1 << 20;

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use serde_json::Value;
-use zeroshard_model::{DType, JobSpec, Optimizer};
+use zeroshard_model::{DType, JobSpec, Optimizer, checkpoint::Part};
 
 /// The length of the number in front of the header.
 const PREFIX: usize = 8;
@@ -14,15 +14,6 @@ const ALIGNMENT: usize = 8;
 /// The size of the header at which a file of many small tensors ends. Readers of safetensors refuse
 /// headers of more than 100 MB.
 pub(crate) const HEADER_BYTES: usize = 16 << 20;
-
-/// A part of a slice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
-    /// The f32 master weights; for a tensor that does not train, its content.
-    Values,
-    /// The state tensor at this position of [`Optimizer::state`].
-    State(usize),
-}
 
 /// A tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -15,7 +15,6 @@
 //! they are, and `claims` which job they belong to; `writer` and `reader` transfer slices.
 
 mod claims;
-pub mod direct;
 mod export;
 mod file;
 mod format;
@@ -31,8 +30,8 @@ mod writer;
 
 pub use claims::{BEAT, Claim, Claimant};
 pub use export::{Export, exported_bytes};
-pub use format::Part;
 pub use manifest::Manifest;
 pub use reader::SavedSlice;
 pub use storage::Storage;
 pub use writer::{Save, Source, write};
+pub use zeroshard_model::checkpoint::Part;

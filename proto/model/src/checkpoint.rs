@@ -53,6 +53,15 @@ pub enum OnMemoryShortage {
     GiveUp,
 }
 
+/// A part of a slice in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// The f32 master weights; for a tensor that does not train, its content.
+    Values,
+    /// The state tensor at this position of [`Optimizer::state`](crate::Optimizer::state).
+    State(usize),
+}
+
 /// A checkpoint from which a job starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Restore {

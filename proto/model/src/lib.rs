@@ -3,6 +3,7 @@
 
 pub mod attempt;
 pub mod checkpoint;
+pub mod direct;
 pub mod dtype;
 pub mod error;
 pub mod geometry;

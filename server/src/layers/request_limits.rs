@@ -22,12 +22,10 @@ use zeroshard_model::{
     limits::{MAX_CALLS, MAX_REQUEST_BYTES},
 };
 use zeroshard_proto::status::to_status;
+use zeroshard_shard::budget::{Budget, Space};
 
 use super::is_probe;
-use crate::{
-    budget::{Budget, Space},
-    connection::Peer,
-};
+use crate::connection::Peer;
 
 /// The bytes of each request that do not count, so that calls with small requests are answered
 /// while a client has used up the others.

@@ -1,7 +1,10 @@
 //! The metrics of a shard server.
 
+use std::sync::Arc;
+
 use prometheus::{CounterVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec};
 use zeroshard_kernels::{DeviceName, Usage};
+use zeroshard_shard::tier::{Counter, Traffic};
 
 use super::{JobGauges, families::Families};
 
@@ -30,13 +33,17 @@ pub struct Shard {
     connected: IntGaugeVec,
 }
 
-/// The bytes that were read from and written to a tier.
-#[derive(Debug, Clone)]
-pub struct Traffic {
-    /// Bytes read.
-    pub read: IntCounter,
-    /// Bytes written.
-    pub written: IntCounter,
+/// A counter of bytes that are read from or written to a tier.
+struct TierBytes(IntCounter);
+
+impl Counter for TierBytes {
+    fn inc_by(&self, bytes: u64) {
+        self.0.inc_by(bytes);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.get()
+    }
 }
 
 /// The series of one job.
@@ -163,9 +170,11 @@ impl Shard {
     /// The counters of what slices move to and from host memory (on a server with a GPU), and the
     /// disk.
     pub(crate) fn tier_traffic(&self) -> [Traffic; 2] {
+        let counter =
+            |labels: [&str; 2]| Arc::new(TierBytes(self.tier_traffic.with_label_values(&labels)));
         ["host", "disk"].map(|tier| Traffic {
-            read: self.tier_traffic.with_label_values(&[tier, "read"]),
-            written: self.tier_traffic.with_label_values(&[tier, "written"]),
+            read: counter([tier, "read"]),
+            written: counter([tier, "written"]),
         })
     }
 

@@ -24,8 +24,9 @@ use zeroshard_proto::{
     },
     status::from_status,
 };
+use zeroshard_shard::part::Part;
 
-use super::{job::Job, part::Part, store::Store};
+use super::{job::Job, part, store::Store};
 
 /// The number of extents that one pull requests.
 const PULLED_EXTENTS: usize = 4096;
@@ -187,7 +188,7 @@ impl<B: Backend> Copier<B> {
             if !self.has(copy, target)? {
                 continue;
             }
-            let part = Part::of(Some(&message), &source.spec.groups[0])?;
+            let part = part::of(Some(&message), &source.spec.groups[0])?;
             let Some(buffer) = from.read(part, name, *version)? else {
                 let cause = format!("version {version} of job {name:?} is no longer available");
                 return Err(Error::Internal { cause });

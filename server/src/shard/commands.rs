@@ -12,15 +12,19 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{Attempt, Error, JobSpec, Optimizer, Placement, Result};
 use zeroshard_net::transport::Credentials;
 use zeroshard_proto::{convert::optimizers, pb};
+use zeroshard_shard::{
+    events::JobEvent,
+    job::{Opening, Rest},
+    slice::Apply,
+};
 
 use super::{
     carry::carry_over,
-    events::{Events, JobEvent},
-    job::{Job, Opening, Origin},
+    events::Events,
+    job::{Job, Origin},
     replicate::{Copies, follow},
     restore,
     save::{SaveGate, Saves},
-    slice::Apply,
     store::Store,
 };
 
@@ -200,8 +204,7 @@ impl<B: Backend> Task<B> {
         let open = move || {
             // The specification may be large.
             let open = pb::OpenJob::clone(&open);
-            Job::open(Opening {
-                origin,
+            let opening = Opening {
                 id: open.job_id,
                 spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
                 epoch: open.epoch,
@@ -213,8 +216,8 @@ impl<B: Backend> Task<B> {
                 devices: store.devices.clone(),
                 shares: store.resources.shares(),
                 budget: store.budget.part(store.budget.limit() / 4 * 3),
-                events,
-            })
+            };
+            Job::open(opening, origin, events)
         };
         self.store.failure.blocking("open a job", open).await
     }
@@ -277,7 +280,9 @@ pub(crate) fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()>
         }
         Command::NewAttempt { attempt, rested } => job.open_attempt(attempt, rested),
         Command::RankDone { rank } => job.rank_done(rank),
-        Command::RankRests(ref rests) => job.rank_rests(rests),
+        Command::RankRests(pb::RankRests { rank, ends, since, excluded, .. }) => {
+            job.rank_rests(Rest { rank, since, excluded }, ends)
+        }
         Command::Grant { .. }
         | Command::Write(_)
         | Command::Copy(_)

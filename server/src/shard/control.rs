@@ -30,7 +30,7 @@ use zeroshard_proto::{
 
 use super::{
     commands::{Command, Task},
-    events::{Events, JobEvent},
+    events::Events,
     job::being_restored,
     save::SaveGate,
     store::Store,
@@ -40,6 +40,7 @@ use crate::simulation::{Safeguard, is_missing};
 use crate::{health::Health, shutdown::Shutdown};
 use zeroshard_kernels::Backend;
 use zeroshard_model::Attempt;
+use zeroshard_shard::events::JobEvent;
 
 /// The bytes that a message of the control stream needs beside its event, at most.
 const EVENT_BYTES: usize = 16;

@@ -9,8 +9,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use zeroshard_model::{Attempt, Error};
 use zeroshard_proto::pb::{self, serve_request::Event};
-
-use super::{job::Ready, round::Absent, slice::Reduced};
+use zeroshard_shard::{events::JobEvent, job::Ready, round::Absent, slice::Reduced};
 
 /// The maximum number of events that wait to be sent: a few for each step of each job.
 const MAX_EVENTS: usize = 1 << 14;
@@ -18,84 +17,42 @@ const MAX_EVENTS: usize = 1 << 14;
 /// The maximum number of failed jobs that are remembered.
 const MAX_FAILED: usize = 64;
 
-/// An event of a job.
-#[derive(Debug)]
-pub(crate) enum JobEvent {
-    /// The memory of the job is allocated.
-    Opened { epoch: u64 },
-    /// All initial parameters have been uploaded in this epoch.
-    Initialised { epoch: u64 },
-    /// Pushes with the lease are accepted from now on.
-    Granted { rank: u32, lease: u64 },
-    /// The gradients of the attempt are complete: those of all trained slices, in any order.
-    Ready { attempt: Attempt, reduced: Ready },
-    /// The decision about the step is stored.
-    Stored { epoch: u64, step: u64 },
-    /// The slices of a [`pb::CopySlices`] are copied.
-    Copied { number: u64 },
-    /// There is no memory for the slices of a [`pb::CopySlices`].
-    CopyRefused { number: u64, reason: String },
-    /// The content of the slices at a version.
-    Hashes { epoch: u64, version: u64, slices: Vec<pb::SliceHash> },
-    /// This server's part of a checkpoint is written.
-    Written { save: u64, files: Vec<pb::CheckpointFile> },
-    /// This server's part of a checkpoint could not be written.
-    SaveFailed { save: u64, url: String, error: Error },
-    /// The job cannot continue. `transient`: this server may be able to open it later.
-    Failed { epoch: u64, reason: String, transient: bool },
-}
-
-impl JobEvent {
-    /// The job cannot continue because of `error`.
-    pub(crate) fn failed(epoch: u64, error: &Error) -> Self {
-        let transient = matches!(
-            error,
-            Error::Storage { .. }
-                | Error::Unavailable { .. }
-                | Error::Timeout { .. }
-                | Error::OutOfMemory { .. }
-        );
-        Self::Failed { epoch, reason: error.to_string(), transient }
-    }
-
-    /// Converts to a message about the job with this name and id.
-    fn into_wire(self, job: String, job_id: u64) -> Event {
-        match self {
-            Self::Opened { epoch } => Event::Opened(pb::JobOpened { job, job_id, epoch }),
-            Self::Initialised { epoch } => {
-                Event::Initialised(pb::JobInitialised { job, job_id, epoch })
-            }
-            Self::Granted { rank, lease } => {
-                Event::Granted(pb::LeaseGranted { job, job_id, rank, lease })
-            }
-            Self::Ready { attempt, reduced } => {
-                Event::Ready(step_ready(job, job_id, attempt, reduced))
-            }
-            Self::Stored { epoch, step } => {
-                Event::Stored(pb::DecisionStored { job, job_id, epoch, step })
-            }
-            Self::Copied { number } => Event::Copied(pb::SlicesCopied { job, job_id, number }),
-            Self::CopyRefused { number, reason } => {
-                Event::CopyRefused(pb::CopyRefused { job, job_id, number, reason })
-            }
-            Self::Hashes { epoch, version, slices } => {
-                Event::Hashes(pb::SliceHashes { job, job_id, epoch, version, slices })
-            }
-            Self::Written { save, files } => {
-                Event::Written(pb::CheckpointWritten { job, job_id, save, files })
-            }
-            Self::SaveFailed { save, url, error } => {
-                let (url, reason, missing_bytes) = match error {
-                    Error::Storage { url, cause, .. } => (url, cause, 0),
-                    Error::OutOfMemory { what, bytes } => (url, what, bytes),
-                    other => (url, other.to_string(), 0),
-                };
-                let failed = pb::CheckpointFailed { job, job_id, save, reason, url, missing_bytes };
-                Event::CheckpointFailed(failed)
-            }
-            Self::Failed { epoch, reason, transient } => {
-                Event::Failed(pb::JobFailed { job, job_id, epoch, reason, transient })
-            }
+/// Converts an event to a message about the job with this name and id.
+fn message(event: JobEvent, job: String, job_id: u64) -> Event {
+    match event {
+        JobEvent::Opened { epoch } => Event::Opened(pb::JobOpened { job, job_id, epoch }),
+        JobEvent::Initialised { epoch } => {
+            Event::Initialised(pb::JobInitialised { job, job_id, epoch })
+        }
+        JobEvent::Granted { rank, lease } => {
+            Event::Granted(pb::LeaseGranted { job, job_id, rank, lease })
+        }
+        JobEvent::Ready { attempt, reduced } => {
+            Event::Ready(step_ready(job, job_id, attempt, reduced))
+        }
+        JobEvent::Stored { epoch, step } => {
+            Event::Stored(pb::DecisionStored { job, job_id, epoch, step })
+        }
+        JobEvent::Copied { number } => Event::Copied(pb::SlicesCopied { job, job_id, number }),
+        JobEvent::CopyRefused { number, reason } => {
+            Event::CopyRefused(pb::CopyRefused { job, job_id, number, reason })
+        }
+        JobEvent::Hashes { epoch, version, slices } => {
+            let hash = |(slice, hash)| pb::SliceHash { slice, hash };
+            let slices = slices.into_iter().map(hash).collect();
+            Event::Hashes(pb::SliceHashes { job, job_id, epoch, version, slices })
+        }
+        JobEvent::SaveFailed { save, url, error } => {
+            let (url, reason, missing_bytes) = match error {
+                Error::Storage { url, cause, .. } => (url, cause, 0),
+                Error::OutOfMemory { what, bytes } => (url, what, bytes),
+                other => (url, other.to_string(), 0),
+            };
+            let failed = pb::CheckpointFailed { job, job_id, save, reason, url, missing_bytes };
+            Event::CheckpointFailed(failed)
+        }
+        JobEvent::Failed { epoch, reason, transient } => {
+            Event::Failed(pb::JobFailed { job, job_id, epoch, reason, transient })
         }
     }
 }
@@ -189,7 +146,19 @@ impl Events {
 
     /// Sends an event like [`Self::tell`], about the job with this name and id.
     pub(crate) fn tell_of(&self, job: &str, id: u64, event: JobEvent) {
-        self.tell(event.into_wire(job.to_owned(), id));
+        self.tell(message(event, job.to_owned(), id));
+    }
+
+    /// Tells that this server's part of a checkpoint of the job with this name and id is written.
+    pub(crate) fn tell_written(
+        &self,
+        job: &str,
+        job_id: u64,
+        save: u64,
+        files: Vec<pb::CheckpointFile>,
+    ) {
+        let job = job.to_owned();
+        self.tell(Event::Written(pb::CheckpointWritten { job, job_id, save, files }));
     }
 
     /// Sends an event that is only useful now, if no other event waits to be sent.
@@ -214,6 +183,16 @@ impl Events {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_event_names_its_job() {
+        let events = Events::default();
+        let mut said = events.connect();
+        events.tell_of("job", 5, JobEvent::Stored { epoch: 1, step: 0 });
+        assert!(
+            matches!(said.try_recv(), Ok(Event::Stored(stored)) if stored.step == 0 && stored.job_id == 5)
+        );
+    }
 
     #[test]
     fn the_last_failed_jobs_are_remembered_until_they_are_closed() {

@@ -1,74 +1,31 @@
-//! One job on this server: its slices, the open step, and the epoch.
+//! A job on this server as its calls and its task see it: the state of the job
+//! ([`zeroshard_shard::job`]) with its metrics, traces and pins, and with the messages that
+//! describe it to a coordinator.
 
 use std::{
-    mem,
-    sync::{
-        Arc, Mutex, MutexGuard, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
-        atomic::AtomicU64,
-    },
+    ops::Deref,
+    sync::{Arc, OnceLock},
+    time::{Duration, Instant},
 };
 
-use tokio::{
-    runtime::{Handle, RuntimeFlavor},
-    sync::{Notify, watch},
-};
-use tokio_util::sync::CancellationToken;
-use zeroshard_model::{AppliedSteps, Error, JobSpec, Placement, Result};
+use zeroshard_kernels::Backend;
+use zeroshard_model::{Attempt, Error, Result};
 use zeroshard_net::trace::{SpanKind, Trace};
 use zeroshard_proto::pb;
-
-use super::{
-    budget::{Budget, Space},
-    device::Device,
-    events::{Events, JobEvent},
-    pin::Pins,
-    round::Chunk,
-    senders::{self, Sent, describe},
-    slice::{Holds, Memory, Reduced, Role, Slice, Upload},
+use zeroshard_shard::{
+    events::JobEvent,
+    job::{self, Host, Opening, Phase},
+    slice::Apply,
 };
+
+use super::{events::Events, pin::Pins};
+use crate::metrics::{self, HeldJob};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-use crate::{
-    fair::Shares,
-    metrics::{self, HeldJob},
-};
-use allocation::{Allocation, check_placement};
 pub(crate) use held::being_restored;
-use progress::Progress;
-pub(crate) use progress::Ready;
-use ranks::Ranks;
-use zeroshard_kernels::Backend;
-use zeroshard_model::Attempt;
 
-mod allocation;
 mod held;
-mod progress;
-mod ranks;
-mod replicas;
-mod steps;
 mod wait;
-
-/// A job to be opened, and the resources of this server that it uses.
-pub(crate) struct Opening<B: Backend> {
-    pub(crate) id: u64,
-    pub(crate) spec: JobSpec,
-    pub(crate) epoch: u64,
-    pub(crate) placement: Placement,
-    pub(crate) origin: Origin,
-    /// The id of this server in the placement.
-    pub(crate) server: u64,
-    /// The version of a job that runs already, of which this server is to be a backup.
-    pub(crate) version: Option<u64>,
-    /// The slices will be read from a checkpoint, and their memory be provided one after the other.
-    pub(crate) is_restored: bool,
-    /// Cancelled when the job is closed, also while it is being opened.
-    pub(crate) closed: CancellationToken,
-    pub(crate) devices: Arc<[Device<B>]>,
-    pub(crate) shares: Shares,
-    pub(crate) budget: Arc<Budget>,
-    /// The events to the coordinator.
-    pub(crate) events: Events,
-}
 
 /// The predecessor of a job, as its creator has requested it.
 #[derive(Debug, Clone, Default)]
@@ -80,129 +37,51 @@ pub(crate) struct Origin {
     pub(crate) restore: Option<pb::Restore>,
 }
 
-/// A job's slices on this server, and the open attempt.
+/// A job on this server.
 pub(crate) struct Job<B: Backend> {
-    pub(crate) id: u64,
-    pub(crate) spec: JobSpec,
-    /// The id of this server in placements.
-    server: u64,
-    placement: RwLock<Arc<Placement>>,
+    state: job::Job<B, pb::Decision>,
     origin: Origin,
-    /// The devices of the server.
-    devices: Arc<[Device<B>]>,
-    /// The shares of the job in the resources of the server.
-    pub(crate) shares: Shares,
-    /// The parts of the devices' budgets that the slices take.
-    spaces: Mutex<Vec<Space>>,
-    /// The budget for the memory of early gradients.
-    budget: Arc<Budget>,
-    series: OnceLock<HeldJob>,
-    events: Events,
-    /// The slices by number, empty where this server is neither primary nor backup. With another
-    /// placement the server may get more slices.
-    slices: Vec<OnceLock<Slice<B>>>,
-    /// In a job with replicas: the version that can be read.
-    served: AtomicU64,
-    progress: Mutex<Progress>,
-    ranks: RwLock<Ranks>,
-    /// Notified when a slice has a new version, and when another attempt is open.
-    changed: watch::Sender<()>,
-    closed: CancellationToken,
-    /// The epoch and the version in which the job was restored while ranks were waiting.
-    restored: OnceLock<(u64, u64)>,
+    reports: Arc<Reports>,
     /// The versions that readers have pinned.
-    pub(crate) pins: Pins<B>,
-    /// Notified when gradients arrive, after which parked ones may have their turn.
-    contributed: Notify,
-    /// Dropped when the memory of the job has been freed.
-    memory_in_use: Arc<()>,
+    pub(super) pins: Pins<B>,
 }
 
-/// The system takes a second for some gigabytes of memory, so it is freed on a thread that may
-/// block.
-impl<B: Backend> Drop for Job<B> {
-    fn drop(&mut self) {
-        let slices = mem::take(&mut self.slices);
-        let spaces = mem::take(&mut *self.spaces.lock().expect("no holder of the lock panics"));
-        let memory_in_use = mem::take(&mut self.memory_in_use);
-        let free = move || {
-            drop(slices);
-            // Only now another job may have it.
-            drop(spaces);
-            drop(memory_in_use);
-        };
-        match Handle::try_current() {
-            Ok(runtime) if runtime.runtime_flavor() == RuntimeFlavor::MultiThread => {
-                drop(runtime.spawn_blocking(free));
-            }
-            _ => free(),
-        }
+impl<B: Backend> Deref for Job<B> {
+    type Target = job::Job<B, pb::Decision>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.state
     }
 }
 
 impl<B: Backend> Job<B> {
-    /// Allocates the slices that this server holds. Stops when `opening.closed` is cancelled.
+    /// Opens the job. `events`: those to the coordinator.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], which names the tensor, or the budgets that are too small;
-    /// [`Error::JobFailed`] if the job was closed. The memory allocated so far is freed.
-    pub(crate) fn open(opening: Opening<B>) -> Result<Self> {
-        let Opening { id, spec, epoch, placement, server, version, closed, devices, .. } = opening;
-        let attempt = Attempt::first(epoch, version.unwrap_or(0));
-        let slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| OnceLock::new()).collect();
-        let populates = !opening.is_restored;
-        let new = Allocation {
-            devices: &devices,
-            spec: &spec,
-            closed: &closed,
-            slices: &slices,
-            populates,
-            memory: &opening.shares.memory,
-        };
-        check_placement(&spec, &placement)?;
-        let wanted = placement.slices_of(server).collect();
-        let spaces = new.allocate(wanted, attempt, version.is_some())?;
-        let progress = match version {
-            None => Progress::upload(attempt, slices.iter().filter_map(OnceLock::get).count()),
-            Some(_) => Progress::step(attempt, version, 0),
-        };
-        Ok(Self {
-            id,
-            spec,
-            server,
-            placement: RwLock::new(Arc::new(placement)),
-            served: AtomicU64::new(0),
-            origin: opening.origin,
-            devices,
-            shares: opening.shares,
-            spaces: Mutex::new(spaces),
-            budget: opening.budget,
-            series: OnceLock::new(),
-            events: opening.events,
-            slices,
-            progress: Mutex::new(progress),
-            ranks: RwLock::default(),
-            changed: watch::Sender::new(()),
-            closed,
-            restored: OnceLock::new(),
-            pins: Pins::default(),
-            contributed: Notify::new(),
-            memory_in_use: Arc::default(),
-        })
+    /// Those of [`job::Job::open`].
+    pub(crate) fn open(opening: Opening<B>, origin: Origin, events: Events) -> Result<Self> {
+        let (job, id) = (opening.spec.name.clone(), opening.id);
+        let reports = Arc::new(Reports { job, id, events, series: OnceLock::new() });
+        let state = job::Job::open(opening, reports.clone())?;
+        Ok(Self { state, origin, reports, pins: Pins::default() })
     }
 
-    pub(crate) fn epoch(&self) -> u64 {
-        self.attempt().epoch
-    }
-
-    /// The open attempt.
-    pub(crate) fn attempt(&self) -> Attempt {
-        self.progress().attempt
+    /// Takes every slice to the next version; without `apply`, with the same state.
+    ///
+    /// # Errors
+    /// Those of [`job::Job::decide`].
+    pub(crate) fn decide(
+        &self,
+        decision: &Arc<pb::Decision>,
+        attempt: Attempt,
+        apply: Option<Apply<'_>>,
+    ) -> Result<()> {
+        self.state.decide(decision, attempt, (apply, &decision.absent))
     }
 
     /// The trace of the step of an attempt.
     pub(super) fn trace(&self, attempt: Attempt) -> Trace {
-        Trace::of_step(self.id, attempt.epoch, attempt.step)
+        self.reports.trace(attempt)
     }
 
     /// The trace of the step that begins with a version.
@@ -210,331 +89,86 @@ impl<B: Backend> Job<B> {
         Trace::of_step(self.id, self.epoch(), version)
     }
 
-    pub(crate) fn version(&self) -> Option<u64> {
-        self.progress().version
-    }
-
-    /// All slices on this server, with their numbers.
-    pub(crate) fn slices(&self) -> impl Iterator<Item = (u32, &Slice<B>)> {
-        let numbered = (0u32..).zip(&self.slices);
-        numbered.filter_map(|(index, slice)| Some((index, slice.get()?)))
-    }
-
-    /// The slices of which this server is the primary, with their numbers.
-    pub(crate) fn primary_slices(&self) -> impl Iterator<Item = (u32, &Slice<B>)> {
-        self.slices().filter(|(_, slice)| slice.role() == Role::Primary)
-    }
-
-    /// Slice number `index`.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the job has no such slice, [`Error::NotHere`] if another server holds
-    /// it.
-    pub(crate) fn slice(&self, index: u32) -> Result<&Slice<B>> {
-        let Some(slice) = self.slices.get(index as usize) else {
-            let expected = format!("less than the job's number of slices, {}", self.slices.len());
-            return Err(Error::invalid("slice", index, expected));
-        };
-        slice.get().ok_or_else(|| Error::NotHere { job: self.spec.name.clone(), slice: index })
-    }
-
-    /// Slice number `index`, of which this server is the primary.
-    ///
-    /// # Errors
-    /// Those of [`Self::slice`].
-    pub(crate) fn primary_slice(&self, index: u32) -> Result<&Slice<B>> {
-        match self.slice(index)? {
-            slice if slice.role() == Role::Primary => Ok(slice),
-            _ => Err(Error::NotHere { job: self.spec.name.clone(), slice: index }),
-        }
-    }
-
-    /// Checks the epoch of a call.
-    ///
-    /// # Errors
-    /// [`Error::StaleEpoch`].
-    pub(crate) fn check_epoch(&self, epoch: u64) -> Result<()> {
-        match self.epoch() {
-            current if current == epoch => Ok(()),
-            current => Err(Error::StaleEpoch { job: self.spec.name.clone(), epoch, current }),
-        }
-    }
-
-    /// The memory of all slices.
-    pub(crate) fn memory(&self) -> Memory {
-        self.slices().fold(Memory::default(), |sum, (_, slice)| {
-            let one = slice.memory();
-            Memory {
-                master: sum.master + one.master,
-                state: sum.state + one.state,
-                accumulator: sum.accumulator + one.accumulator,
-                published: sum.published + one.published,
-            }
-        })
-    }
-
-    /// The first tensor and rank for which the open step, or the upload, waits.
-    pub(crate) fn waiting_for(&self) -> Option<String> {
-        let (index, what, rank) =
-            self.primary_slices().find_map(|(index, slice)| match slice.version() {
-                None => Some((index, "initial parameters", slice.missing_upload()?)),
-                Some(_) => Some((index, "gradient", slice.missing_rank()?)),
-            })?;
-        let tensor = self.spec.manifest.slices()[index as usize].tensor;
-        let name = &self.spec.manifest.tensors()[tensor].name;
-        Some(format!("{what} of {} for tensor {name:?}", describe(&self.spec, tensor, rank)))
-    }
-
-    /// Checks the lease of a push.
-    ///
-    /// # Errors
-    /// [`Error::LeaseLost`] unless `lease` was granted for `rank`.
-    pub(crate) fn check_lease(&self, rank: u32, lease: u64) -> Result<()> {
-        match self.ranks().lease(rank) {
-            Some(granted) if granted == lease => Ok(()),
-            _ => Err(Error::LeaseLost { job: self.spec.name.clone(), rank }),
-        }
-    }
-
-    /// Stores a chunk of an upload. Returns the number of new elements.
-    pub(crate) fn upload(
-        &self,
-        attempt: Attempt,
-        index: u32,
-        upload: Upload,
-        chunk: &Chunk,
-    ) -> Result<u64> {
-        let current = || self.check_epoch(attempt.epoch);
-        let slice = self.slice(index)?;
-        let (new, complete) = self.note(index, slice.upload(attempt, upload, chunk, current))?;
-        if complete {
-            self.finish_upload(attempt, 1);
-        }
-        Ok(new)
-    }
-
-    /// Records that `rank` uploads nothing of a slice: the slice keeps its copied content.
-    /// `applied` is the same as in [`Upload`].
-    pub(crate) fn keep(
-        &self,
-        attempt: Attempt,
-        index: u32,
-        rank: u32,
-        applied: AppliedSteps,
-    ) -> Result<()> {
-        let slice = self.slice(index)?;
-        senders::contributors_of(&self.spec, index, &slice.contributors, rank, Sent::Initial)?;
-        let current = || self.check_epoch(attempt.epoch);
-        if slice.keep(attempt, rank, applied, current)? {
-            self.finish_upload(attempt, 1);
-        }
-        Ok(())
-    }
-
-    /// Counts `slices` whose initial parameters are complete. It is first called with 0, for a
-    /// server without slices.
-    pub(crate) fn finish_upload(&self, attempt: Attempt, slices: usize) {
-        let mut progress = self.progress();
-        if !progress.is_upload || progress.attempt != attempt {
-            return; // the attempt has ended
-        }
-        progress.waiting -= slices;
-        if progress.waiting == 0 {
-            self.tell(JobEvent::Initialised { epoch: attempt.epoch });
-        }
-    }
-
-    /// Adds a chunk of a rank's gradient. Returns the number of new elements.
-    pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
-        let slice = self.primary_slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
-        let added = slice.contribute(attempt, chunk, &self.budget, current);
-        let (new, reduced) = self.note(index, added)?;
-        self.contributed.notify_waiters();
-        self.finish_reduction(attempt, index, reduced);
-        Ok(new)
-    }
-
-    /// Names the rank whose gradient is not finite in the sum that `pusher` sends of a trained
-    /// slice.
-    pub(crate) fn name_overflow(
-        &self,
-        attempt: Attempt,
-        pusher: u32,
-        overflow: pb::Overflow,
-    ) -> Result<()> {
-        let slice = self.primary_slice(overflow.slice)?;
-        let current = || self.check_attempt(attempt, slice);
-        let named = (pusher, overflow.rank);
-        self.note(overflow.slice, slice.name_overflow(attempt, named, current))
-    }
-
-    /// Records that a rank has nothing more to send of a trained slice.
-    pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
-        let slice = self.primary_slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
-        let reduced = self.note(index, slice.absent(attempt, rank, current))?;
-        self.contributed.notify_waiters();
-        self.finish_reduction(attempt, index, reduced);
-        Ok(())
-    }
-
-    /// Stores a chunk of a tensor's new values. Returns the number of new elements.
-    pub(crate) fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
-        let slice = self.slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
-        self.note(index, slice.replace(attempt, chunk, current))
-    }
-
-    /// Checks the attempt of a push.
-    ///
-    /// # Errors
-    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] unless `attempt` is
-    /// open and `slice` is at its version.
-    fn check_attempt(&self, attempt: Attempt, slice: &Slice<B>) -> Result<()> {
-        let mut progress = self.progress();
-        #[cfg(test)]
-        if is_missing(Safeguard::Fence) {
-            return Ok(());
-        }
-        if progress.attempt != attempt {
-            return Err(attempt.refusal(&self.spec.name, progress.attempt));
-        }
-        progress.begin_phase();
-        match slice.version() {
-            Some(version) if version == attempt.step => Ok(()),
-            version => Err(Error::StepMismatch {
-                job: self.spec.name.clone(),
-                step: attempt.step,
-                current: version.unwrap_or_default(),
-            }),
-        }
-    }
-
-    /// Counts a slice whose gradient is complete.
-    fn finish_reduction(&self, attempt: Attempt, slice: u32, reduced: Option<Reduced>) {
-        let Some(reduced) = reduced else { return };
-        let is_primary = self.slice(slice).is_ok_and(|slice| slice.role() == Role::Primary);
-        let mut progress = self.progress();
-        if progress.is_upload || progress.attempt != attempt {
-            return; // the attempt has ended
-        }
-        let ready = progress.add(slice, reduced, is_primary);
-        let is_ready = ready.is_some();
-        if let Some(reduced) = ready {
-            let took = progress.end_phase();
-            self.count(|series| series.reduce.observe(took.as_secs_f64()));
-            drop(self.trace(attempt).span("reduce", SpanKind::Internal).since(took));
-            self.tell(JobEvent::Ready { attempt, reduced });
-        }
-        drop(progress);
-        if is_ready || is_primary && self.spec.replicas > 1 {
-            // Readers of the gradient and backups wait for it.
-            self.changed.send_replace(());
-        }
-    }
-
     /// Shows the job in the metrics.
     pub(super) fn show_in(&self, metrics: &metrics::Shard) {
-        self.series.get_or_init(|| metrics.job(&self.spec.name));
+        self.reports.series.get_or_init(|| metrics.job(&self.spec.name));
         metrics.show_job(&self.spec.name, self.epoch(), self.version());
     }
 
     /// Counts something in the metrics of the job, if it is shown there.
     pub(super) fn count(&self, count: impl FnOnce(&HeldJob)) {
-        if let Some(series) = self.series.get() {
-            count(series);
-        }
+        self.reports.count(count);
     }
 
     /// The numbers of payload bytes that the job has sent and received.
     pub(super) fn transferred(&self) -> [u64; 2] {
-        self.series.get().map_or([0; 2], |series| series.transferred())
+        self.reports.series.get().map_or([0; 2], |series| series.transferred())
     }
 
-    /// Ends all waits and transfers, because the job is being dropped.
-    pub(crate) fn close(&self) {
-        self.closed.cancel();
+    /// Tells the coordinator that this server's part of a checkpoint is written.
+    pub(crate) fn tell_written(&self, save: u64, files: Vec<pb::CheckpointFile>) {
+        let Reports { job, id, events, .. } = &*self.reports;
+        events.tell_written(job, *id, save, files);
+    }
+}
+
+/// Passes on what happens in a job: to the coordinator, the metrics and the trace of the step.
+struct Reports {
+    /// The name of the job.
+    job: String,
+    id: u64,
+    events: Events,
+    /// The metrics of the job, once it is shown there.
+    series: OnceLock<HeldJob>,
+}
+
+impl Reports {
+    fn trace(&self, attempt: Attempt) -> Trace {
+        Trace::of_step(self.id, attempt.epoch, attempt.step)
     }
 
-    /// Dropped when the memory of the job has been freed.
-    pub(crate) fn memory_in_use(&self) -> Weak<()> {
-        Arc::downgrade(&self.memory_in_use)
-    }
-
-    /// Cancelled when the job is dropped.
-    pub(crate) fn closed(&self) -> &CancellationToken {
-        &self.closed
-    }
-
-    /// The error for calls that were open when the job was dropped.
-    pub(crate) fn closed_error(&self) -> Error {
-        closed_error(&self.spec.name)
-    }
-
-    /// Ends the hold of a checkpoint on a slice. A gradient that was not reported because of it is
-    /// reported now.
-    pub(crate) fn finish_save(&self, index: u32, holds: &Arc<Holds>) -> Result<()> {
-        let ended = self.note(index, self.slice(index)?.end_save(holds))?;
-        if let Some((attempt, reduced)) = ended {
-            self.finish_reduction(attempt, index, Some(reduced));
+    fn count(&self, count: impl FnOnce(&HeldJob)) {
+        if let Some(series) = self.series.get() {
+            count(series);
         }
-        Ok(())
-    }
-
-    /// Ends the job if its disk or device has failed in an operation on slice number `index`, which
-    /// the error then names.
-    pub(crate) fn note<T>(&self, index: u32, done: Result<T>) -> Result<T> {
-        of_slice(index, done).inspect_err(|error| {
-            if matches!(error, Error::Storage { .. } | Error::Device { .. }) {
-                self.fail(error);
-            }
-        })
-    }
-
-    /// Reports an error that ends the job.
-    pub(crate) fn fail(&self, error: &Error) {
-        self.tell(JobEvent::failed(self.epoch(), error));
-    }
-
-    /// The number of slices that the open step needs the reduced gradient of.
-    fn training_slices(&self) -> usize {
-        let trains = |slice: &Slice<B>| slice.group.is_some() && slice.role().takes_gradients();
-        self.slices().filter(|(_, slice)| trains(slice)).count()
-    }
-
-    pub(crate) fn tell(&self, event: JobEvent) {
-        self.events.tell_of(&self.spec.name, self.id, event);
-    }
-
-    fn ranks(&self) -> RwLockReadGuard<'_, Ranks> {
-        self.ranks.read().expect("no holder of the lock panics")
-    }
-
-    fn ranks_mut(&self) -> RwLockWriteGuard<'_, Ranks> {
-        self.ranks.write().expect("no holder of the lock panics")
-    }
-
-    fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().expect("no holder of the lock panics")
     }
 }
 
-/// Names slice number `index` in the error of an operation on it.
-fn of_slice<T>(index: u32, done: Result<T>) -> Result<T> {
-    done.map_err(|error| match error {
-        Error::Device { slice: None, cause } => Error::Device { slice: Some(index), cause },
-        other => other,
-    })
-}
+impl Host for Reports {
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
 
-fn closed_error(job: &str) -> Error {
-    Error::JobFailed {
-        job: job.to_owned(),
-        reason: "it was deleted, or this server has dropped it".to_owned(),
+    fn tell(&self, event: JobEvent) {
+        self.events.tell_of(&self.job, self.id, event);
+    }
+
+    #[cfg(test)]
+    fn lacks(&self, safeguard: job::Safeguard) -> bool {
+        is_missing(Safeguard::State(safeguard))
+    }
+
+    fn measured(&self, phase: Phase, attempt: Attempt, took: Duration, failed: Option<&Error>) {
+        let name = match phase {
+            Phase::Reduce => Some("reduce"),
+            // It has no span: the server only waits.
+            Phase::Decide => None,
+            Phase::Apply => Some("apply"),
+        };
+        if let Some(name) = name {
+            let mut span = self.trace(attempt).span(name, SpanKind::Internal).since(took);
+            failed.into_iter().for_each(|error| span.fail(error));
+        }
+        if failed.is_some() {
+            return;
+        }
+        self.count(|series| {
+            let times = match phase {
+                Phase::Reduce => &series.reduce,
+                Phase::Decide => &series.decide,
+                Phase::Apply => &series.apply,
+            };
+            times.observe(took.as_secs_f64());
+        });
     }
 }
-
-#[cfg(test)]
-#[path = "job_tests.rs"]
-mod tests;

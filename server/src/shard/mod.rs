@@ -1,37 +1,29 @@
 //! The shard server: holds slices, adds gradients, applies steps, and serves parameters.
 //!
-//! `data` and `service` implement the protocol, `store` finds the job, `job` finds the slice, and
-//! `slice` computes on a backend. `control` receives the commands of the coordinator, and
-//! `commands` carries them out for a job. Only `carry` and `replicate` know the other servers.
+//! `data` and `service` implement the protocol, and `store` finds the job. The crate
+//! `zeroshard_shard` has the state of jobs, which `job` connects with messages, metrics, traces and
+//! deadlines. `control` receives the commands of the coordinator, and `commands` carries them out
+//! for a job. Only `carry` and `replicate` know the other servers.
 
 mod background;
 mod carry;
 pub(crate) mod commands;
 pub(crate) mod control;
 mod data;
-pub(crate) mod device;
 pub(crate) mod events;
-#[cfg(test)]
-pub(crate) mod instrumented;
 pub(crate) mod job;
 mod measure;
 pub(crate) mod overview;
-pub(crate) mod part;
+mod part;
 pub(crate) mod pin;
 pub(crate) mod pull;
 mod push;
-mod ranges;
 mod replicate;
 mod restore;
-pub(crate) mod round;
 mod save;
-mod senders;
 mod service;
-pub(crate) mod slice;
 mod stall;
 mod store;
-#[cfg(test)]
-mod test_jobs;
 #[cfg(test)]
 mod transfer_tests;
 
@@ -46,19 +38,17 @@ use zeroshard_model::{Error, Result, memory::Capacity};
 use zeroshard_net::transport::{Credentials, MAX_CONTROL_MESSAGE};
 use zeroshard_proto::pb::shard_service_server::ShardServiceServer;
 
-pub(crate) use crate::budget;
 use crate::{
     config::{self, Size},
     health::Health,
     memory::{self, Budgets},
     serve::Context,
     shutdown::Shutdown,
-    tier::{self, Tiers},
 };
-use device::Device;
 use overview::Overview;
 use store::{Limits, Store};
 use zeroshard_kernels::{Backend, DeviceName};
+use zeroshard_shard::{device::Device, tier::Tiers};
 
 /// The interval at which a lost coordinator is dialled again.
 const RECONNECT: Duration = Duration::from_millis(500);
@@ -91,7 +81,7 @@ impl<B: Backend> Shard<B> {
         let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
         let is_on_cpu = backends.iter().all(|backend| backend.device() == DeviceName::Cpu);
         let arrays = Some(budgets.arrays).filter(|&bytes| is_on_cpu && bytes < u64::MAX);
-        let tiers = tier::Limits::of(config, arrays);
+        let tiers = memory::tier_limits(config, arrays);
         let capacity = tiers.as_ref().map(|limits| limits.capacity(backends.len()));
         tell(&budgets, capacity);
         let tiers = match tiers {

@@ -5,8 +5,9 @@ use std::time::Duration;
 use prometheus::Histogram;
 use zeroshard_kernels::{Backend, Usage};
 use zeroshard_proto::pb;
+use zeroshard_shard::slice::Role;
 
-use super::{job::Job, slice::Role, store::Store};
+use super::{job::Job, store::Store};
 
 /// The maximum number of jobs in the overview.
 const MAX_JOBS: usize = 100;

@@ -12,14 +12,17 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{Error, Result};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{pb, status::to_status};
+use zeroshard_shard::{
+    budget::{Budget, Space},
+    part::Part,
+    tier::Array,
+};
 
 use super::{
-    budget::{Budget, Space},
     job::Job,
-    part::Part,
     pull::{Content, bytes_of},
 };
-use crate::{config::MAX_WAIT, identity, tier::Array};
+use crate::{config::MAX_WAIT, identity};
 
 /// The time limit of a pin for which the caller does not set one.
 const LIMIT: Duration = Duration::from_secs(60);

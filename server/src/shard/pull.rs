@@ -21,9 +21,11 @@ use zeroshard_proto::{
     frame::{Extent, Writer},
     pb::{self, state_part},
 };
+use zeroshard_shard::{
+    budget::Space, fair::end_after_others, part::Part, slice::Slice, tier::Array,
+};
 
-use super::{budget::Space, job::Job, part::Part, pin::Pin, slice::Slice, store::Store};
-use crate::{fair::end_after_others, tier::Array};
+use super::{job::Job, part, pin::Pin, store::Store};
 
 /// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -78,7 +80,7 @@ pub(crate) struct Content {
 impl Content {
     fn of(request: &pb::PullRequest, job: &JobSpec) -> Result<Self> {
         // All groups have the same state tensors.
-        let part = Part::of(request.part.as_ref(), &job.groups[0])?;
+        let part = part::of(request.part.as_ref(), &job.groups[0])?;
         let number = match request.part.as_ref().and_then(|part| part.part.as_ref()) {
             Some(state_part::Part::GradientSum(sum)) => sum.attempt,
             _ => None,

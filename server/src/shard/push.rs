@@ -15,16 +15,16 @@ use zeroshard_proto::{
     frame::{Event, Extent, Reader},
     pb::{self, push_begin::Contents},
 };
-
-use super::{
-    job::Job,
+use zeroshard_shard::{
+    fair::end_after_others,
     part::Part,
     round::Chunk,
     senders::{self, Sent},
     slice::Upload,
-    store::Store,
 };
-use crate::{access::Caller, fair::end_after_others};
+
+use super::{job::Job, part, store::Store};
+use crate::access::Caller;
 
 /// The time for which a push waits when there is no space for gradients whose turn has not come.
 /// Then it is refused, so that the caller can send data that other ranks wait for: a stream that
@@ -296,10 +296,10 @@ impl<'a, B: Backend> Push<'a, B> {
 
     /// Records the overflows that the opening message names.
     async fn note_overflows(&self) -> Result<()> {
-        for &overflow in &self.overflows {
-            self.check_trains(overflow.slice, "with an overflow")?;
-            self.wait_for_version(overflow.slice).await?;
-            self.job.name_overflow(self.attempt, self.rank, overflow)?;
+        for &pb::Overflow { slice, rank } in &self.overflows {
+            self.check_trains(slice, "with an overflow")?;
+            self.wait_for_version(slice).await?;
+            self.job.name_overflow(self.attempt, slice, (self.rank, rank))?;
         }
         Ok(())
     }
@@ -393,7 +393,7 @@ fn check_covers(spec: &JobSpec, rank: u32, covers: &[u32], is_gradient: bool) ->
 /// # Errors
 /// [`Error::Invalid`] for a part that cannot be uploaded.
 fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
-    let state = match Part::of(message.part.as_ref(), &spec.groups[0])? {
+    let state = match part::of(message.part.as_ref(), &spec.groups[0])? {
         Part::Parameters => None,
         Part::State(position) => Some(position),
         other @ (Part::Master | Part::GradientSum) => {

@@ -20,10 +20,10 @@ use zeroshard_proto::{
     pb::{self, data_service_client::DataServiceClient, state_part},
     status::from_status,
 };
+use zeroshard_shard::events::JobEvent;
 
 use super::{
     carry::{Copier, SliceCopy},
-    events::JobEvent,
     job::Job,
     store::Store,
 };

@@ -20,15 +20,13 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{AppliedSteps, Error, OnMemoryShortage, Result};
 use zeroshard_net::trace::SpanKind;
 use zeroshard_proto::pb;
-
-use super::{
-    background,
+use zeroshard_shard::{
     budget::Budget,
     events::JobEvent,
-    job::Job,
     slice::{HeldSlice, Holds},
-    store::Store,
 };
+
+use super::{background, job::Job, store::Store};
 
 /// How long a step waits for slices of which there is no second copy. The save is given up
 /// afterwards: workers wait for the step, by default for 60 s.
@@ -213,10 +211,10 @@ fn report<B: Backend>(
     written: Result<Vec<pb::CheckpointFile>>,
 ) {
     let save = request.save;
-    job.tell(match written {
-        Ok(files) => JobEvent::Written { save, files },
-        Err(error) => JobEvent::SaveFailed { save, url: request.url.clone(), error },
-    });
+    match written {
+        Ok(files) => job.tell_written(save, files),
+        Err(error) => job.tell(JobEvent::SaveFailed { save, url: request.url.clone(), error }),
+    }
 }
 
 /// One version of all slices of a job on this server.

@@ -10,11 +10,10 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{Error, Result};
 use zeroshard_net::Deadline;
 use zeroshard_proto::pb;
+use zeroshard_shard::{budget::Budget, device::Device, fair::Resources};
 
-use super::{budget::Budget, device::Device, job::Job, stall::Readers};
-use crate::{
-    config::MAX_WAIT, failure::Failure, fair::Resources, memory::Budgets, metrics::Metrics,
-};
+use super::{job::Job, stall::Readers};
+use crate::{config::MAX_WAIT, failure::Failure, memory::Budgets, metrics::Metrics};
 
 /// The limits on the resources of a caller.
 #[derive(Debug, Clone, Copy)]

@@ -13,25 +13,24 @@ use zeroshard_model::{
     Attempt, DType,
     DimPlacement::{Partial, Shard},
     Error, JobSpec, Manifest, Placement, ProcessMesh, Reduction, Result, Server, TensorBox,
-    TensorSpec,
+    TensorLayout, TensorSpec,
 };
 use zeroshard_proto::{
     convert::box_message,
     frame::{Event, Extent, Reader, Writer},
     pb::{self, push_begin::Contents, serve_request::Event as Said},
 };
+use zeroshard_shard::{
+    budget::Budget, device::Device, fair::Resources, job::Opening, slice::Apply,
+};
 
 use super::{
-    budget::Budget,
-    device::Device,
     events::Events,
-    job::{Job, Opening, Origin},
+    job::{Job, Origin},
     pull, push,
-    slice::Apply,
     store::{Limits, Store},
-    test_jobs::job,
 };
-use crate::{access::Caller, failure::Failure, fair::Resources, memory::Budgets, metrics::Metrics};
+use crate::{access::Caller, failure::Failure, memory::Budgets, metrics::Metrics};
 
 const EPOCH: u64 = 1;
 const JOB_ID: u64 = 77;
@@ -84,7 +83,6 @@ impl Subject {
             spec,
             epoch: EPOCH,
             placement,
-            origin: Origin::default(),
             server: 9,
             version: None,
             is_restored: false,
@@ -92,9 +90,8 @@ impl Subject {
             devices: store.devices.clone(),
             shares: Resources::new().shares(),
             budget: store.budget.clone(),
-            events,
         };
-        let job = Arc::new(Job::open(opening).unwrap());
+        let job = Arc::new(Job::open(opening, Origin::default(), events).unwrap());
         (0..world).for_each(|rank| job.grant(rank, lease(rank)));
         store.insert(job);
         Self { store, said }
@@ -275,7 +272,11 @@ async fn boxes_that_do_not_fit_are_refused() {
 fn parallel() -> Subject {
     let mesh = ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap();
     let placements = [Partial(Reduction::Avg), Shard(1)];
-    Subject::new(job(TensorSpec::new("w", [4, 4]), mesh, &placements))
+    let layout = Some(TensorLayout { mesh: 0, placements: placements.to_vec() });
+    let manifest = Manifest::new(vec![TensorSpec { layout, ..TensorSpec::new("w", [4, 4]) }]);
+    let groups = vec!["adamw".parse().unwrap()];
+    let spec = JobSpec::new("job", manifest.unwrap(), groups);
+    Subject::new(JobSpec { world: 4, meshes: vec![Arc::new(mesh)], ..spec })
 }
 
 #[tokio::test]

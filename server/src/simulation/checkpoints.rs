@@ -16,12 +16,13 @@ use zeroshard_coordinator::{
 };
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{AppliedSteps, Error, RestoreVersion, Result};
+use zeroshard_shard::events::JobEvent;
 
 use super::{
     data::whole,
     world::{Happening, JOB, World, spec},
 };
-use crate::shard::{events::JobEvent, job::Job};
+use crate::shard::job::Job;
 
 /// How long the store needs to find a checkpoint, at most.
 const FINDING: Duration = Duration::from_millis(100);
@@ -120,17 +121,16 @@ impl World {
         let Some(running) = running else { return };
         // A save that was given up removes its files.
         let is_current = running.save.take_if(|current| *current == save).is_some();
-        let event = match slices.filter(|_| is_current) {
+        match slices.filter(|_| is_current) {
             Some(slices) => {
                 self.store.written.entry(save).or_default().extend(slices);
-                JobEvent::Written { save, files: Vec::new() }
+                running.job.tell_written(save, Vec::new());
             }
             None => {
                 let (url, error) = (URL.to_owned(), failure("write", "the disk is full"));
-                JobEvent::SaveFailed { save, url, error }
+                running.job.tell(JobEvent::SaveFailed { save, url, error });
             }
-        };
-        running.job.tell(event);
+        }
         self.flush(server);
     }
 

@@ -6,18 +6,17 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{AppliedSteps, Attempt, DType, Error, Result};
+use zeroshard_shard::{
+    part::Part,
+    round::Chunk,
+    slice::{Slice, Upload},
+};
 
 use super::{
     server::Copy,
     world::{Happening, World},
 };
-use crate::shard::{
-    job::Job,
-    part::Part,
-    pull::Content,
-    round::Chunk,
-    slice::{Slice, Upload},
-};
+use crate::shard::{job::Job, pull::Content};
 
 /// The interval at which a request that has to wait is tried again.
 const WAIT: Duration = Duration::from_millis(1);

@@ -2,15 +2,13 @@
 
 use std::cell::Cell;
 
+use zeroshard_shard::job;
+
 /// A part that can be taken out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Safeguard {
-    /// Gradients of an attempt that has ended are refused.
-    Fence,
-    /// Gradients that have arrived already are not added again.
-    Ledger,
-    /// A version can be read when all servers have stored the decision that leads to it.
-    Confirmation,
+    /// A part of a job on a shard server.
+    State(job::Safeguard),
     /// A checkpoint has the data of all ranks.
     UserData,
     /// A coordinator that was replaced decides nothing any more.

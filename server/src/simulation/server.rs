@@ -16,6 +16,14 @@ use zeroshard_coordinator::{commands::About, events::Event, held::Held, ids::Now
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{Attempt, JobSpec, Placement, Result, Server};
 use zeroshard_proto::pb::{self, serve_request, serve_response};
+use zeroshard_shard::{
+    budget::Budget,
+    device::Device,
+    events::JobEvent,
+    fair::Resources,
+    job::Opening,
+    slice::{Role, Slice},
+};
 
 use super::{
     checkpoints::{Slices, fill, snapshot},
@@ -25,15 +33,11 @@ use super::{
 };
 use crate::{
     coordinator::control,
-    fair::Resources,
     shard::{
-        budget::Budget,
         commands::{Command, execute},
         control::{check_term, job_command},
-        device::Device,
-        events::{Events, JobEvent},
-        job::{Job, Opening, Origin, being_restored},
-        slice::{Role, Slice},
+        events::Events,
+        job::{Job, Origin, being_restored},
     },
 };
 
@@ -169,8 +173,8 @@ impl ShardServer {
     fn open(&mut self, opened: BeingOpened, restored: Option<(u64, Slices)>) -> Result<()> {
         let BeingOpened { message: open, commands } = opened;
         let (id, epoch, leases) = (open.job_id, open.epoch, open.leases);
-        let job = Job::open(Opening {
-            origin: Origin { restore: open.requested, ..Origin::default() },
+        let origin = Origin { restore: open.requested, ..Origin::default() };
+        let opening = Opening {
             id,
             spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
             epoch,
@@ -182,8 +186,8 @@ impl ShardServer {
             devices: Arc::new([Device::new(Arc::new(Cpu::new()), None)]),
             shares: Resources::new().shares(),
             budget: Budget::new(1 << 20),
-            events: self.events.clone(),
-        })?;
+        };
+        let job = Job::open(opening, origin, self.events.clone())?;
         let is_waited_for = !leases.is_empty();
         leases.into_iter().for_each(|lease| job.grant(lease.rank, lease.lease));
         open.decision.into_iter().for_each(|decision| job.remember(decision));

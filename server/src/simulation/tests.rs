@@ -13,6 +13,8 @@ use std::{
     thread,
 };
 
+use zeroshard_shard::job::Safeguard::{Confirmation, Fence, Ledger};
+
 use super::{
     faults::Faults,
     record::Record,
@@ -179,9 +181,9 @@ fn a_seed_gives_the_same_run_again() {
 fn the_faults_that_safeguards_prevent_are_found() {
     type Start = fn(u64) -> World;
     let all: [(Safeguard, Start); 5] = [
-        (Safeguard::Fence, world),
-        (Safeguard::Ledger, world),
-        (Safeguard::Confirmation, world),
+        (Safeguard::State(Fence), world),
+        (Safeguard::State(Ledger), world),
+        (Safeguard::State(Confirmation), world),
         (Safeguard::UserData, world),
         (Safeguard::Terms, pair),
     ];

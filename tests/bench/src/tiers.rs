@@ -12,7 +12,7 @@ use std::{
 
 use clap::Args;
 use serde_json::{Value, json};
-use zeroshard_checkpoint::direct::{Pages, open};
+use zeroshard_model::direct::{Pages, open};
 use zeroshard_tests::Cluster;
 
 use crate::{

@@ -3,9 +3,10 @@
 use zeroshard_kernels::Backend;
 use zeroshard_model::Attempt;
 use zeroshard_proto::pb;
+use zeroshard_shard::job::{Decided, Held, Rest};
 
-use super::{Job, progress::Decided};
-use crate::shard::{events::step_ready, slice::Role};
+use super::Job;
+use crate::shard::events::step_ready;
 
 /// The description of a job that is being read from a checkpoint while ranks wait. `None` for other
 /// jobs, for which nobody waits.
@@ -33,39 +34,81 @@ pub(crate) fn being_restored(open: &pb::OpenJob) -> Option<pb::HeldJob> {
 impl<B: Backend> Job<B> {
     /// The state of this job, in which all commands of the last coordinator have been carried out.
     pub(crate) fn held(&self) -> pb::HeldJob {
+        let Held {
+            attempt,
+            published,
+            initialised,
+            leases,
+            done,
+            left,
+            resting,
+            rested,
+            ready,
+            empty,
+            copying,
+            copies,
+            restored,
+            decided,
+        } = self.state.held();
         let (name, id) = (|| self.spec.name.clone(), self.id);
+        let rests = |Rest { rank, since, excluded }| pb::RankRests {
+            job: name(),
+            job_id: id,
+            rank,
+            ends: false,
+            since,
+            excluded,
+        };
         let mut held = pb::HeldJob {
             spec: Some((&self.spec).into()),
             job_id: id,
             placement: Some((&*self.placement()).into()),
+            from: self.origin.from.clone(),
+            fresh_state: self.origin.fresh_state,
+            restore: self.origin.restore.clone(),
+            restored: restored.map(|(epoch, version)| pb::Restored { epoch, version }),
+            leases: leases.into_iter().map(|(rank, lease)| pb::HeldLease { rank, lease }).collect(),
+            done,
+            left,
+            resting: resting.into_iter().map(rests).collect(),
+            empty,
+            copying,
+            epoch: attempt.epoch,
+            step: attempt.step,
+            attempt: attempt.number,
+            copies,
+            rested,
+            published,
+            initialised,
+            ready: ready.map(|reduced| step_ready(name(), id, attempt, reduced)),
             ..Default::default()
         };
-        held.from = self.origin.from.clone();
-        held.fresh_state = self.origin.fresh_state;
-        held.restore = self.origin.restore.clone();
-        let restored = self.restored.get();
-        held.restored = restored.map(|&(epoch, version)| pb::Restored { epoch, version });
-        self.ranks().describe(&mut held);
-        let with = |role| {
-            self.slices().filter(move |(_, slice)| slice.role() == role).map(|(index, _)| index)
-        };
-        held.empty = with(Role::Empty).chain(self.unallocated()).collect();
-        held.copying = with(Role::Copying).collect();
-        let progress = self.progress();
-        let Attempt { epoch, step, number } = progress.attempt;
-        (held.epoch, held.step, held.attempt) = (epoch, step, number);
-        held.copies = progress.copies;
-        held.rested = progress.rested;
-        held.published = progress.version.is_some();
-        held.initialised = progress.is_upload && progress.waiting == 0;
-        held.ready =
-            progress.reduced().map(|reduced| step_ready(name(), id, progress.attempt, reduced));
-        if let Some(Decided { decision, reduced }) = progress.last.clone() {
+        if let Some(Decided { decision, reduced }) = decided {
             let pb::Decision { epoch, step, attempt: number, .. } = *decision;
             let attempt = Attempt { epoch, step, number };
             held.decided = Some(step_ready(name(), id, attempt, reduced));
             held.decision = Some(pb::Decision::clone(&decision));
         }
         held
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_that_is_being_restored_is_described_with_its_predecessor() {
+        let from = pb::JobVersion { job: "before".to_owned(), job_id: 8, version: 3 };
+        let succession =
+            pb::Succession { from: Some(from.clone()), fresh_state: true, ..Default::default() };
+        let open = pb::OpenJob {
+            restore: Some(pb::Restore { version: Some(2), ..Default::default() }),
+            leases: vec![pb::HeldLease { rank: 0, lease: 7 }],
+            succession: Some(succession),
+            ..Default::default()
+        };
+        let held = being_restored(&open).expect("a rank waits");
+        assert_eq!((held.from, held.fresh_state, held.restoring), (Some(from), true, true));
     }
 }

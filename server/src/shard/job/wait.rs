@@ -19,7 +19,7 @@ impl<B: Backend> Job<B> {
         mut ready: impl FnMut() -> Result<Option<T>>,
         waiting_for: impl FnOnce() -> String,
     ) -> Result<T> {
-        let mut changed = self.changed.subscribe();
+        let mut changed = self.subscribe();
         let wait = async {
             loop {
                 changed.borrow_and_update();
@@ -28,7 +28,7 @@ impl<B: Backend> Job<B> {
                 }
                 tokio::select! {
                     _ = changed.changed() => {}
-                    () = self.closed.cancelled() => return Err(self.closed_error()),
+                    () = self.closed().cancelled() => return Err(self.closed_error()),
                 }
             }
         };
@@ -50,6 +50,6 @@ impl<B: Backend> Job<B> {
 
     /// Waits until more gradients have arrived, or `limit` has passed.
     pub(crate) async fn contribution(&self, limit: Duration) {
-        let _ = tokio::time::timeout(limit, self.contributed.notified()).await;
+        let _ = tokio::time::timeout(limit, self.contributed().notified()).await;
     }
 }

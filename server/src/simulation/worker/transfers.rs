@@ -3,13 +3,11 @@
 use bytes::Bytes;
 use zeroshard_coordinator::ids::Lease;
 use zeroshard_model::{DType, Error, Server};
+use zeroshard_shard::round::Chunk;
 
-use crate::{
-    shard::round::Chunk,
-    simulation::{
-        data::{Answer, Payload, Request, Sender},
-        world::{Happening, World, spec},
-    },
+use crate::simulation::{
+    data::{Answer, Payload, Request, Sender},
+    world::{Happening, World, spec},
 };
 
 /// The gradient of a rank for an element, and what a doomed process sends.

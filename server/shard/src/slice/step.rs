@@ -1,0 +1,115 @@
+//! A step of a slice.
+
+use std::sync::Weak;
+
+use zeroshard_kernels::{Backend, Update};
+use zeroshard_model::{Attempt, Optimizer, Result};
+
+use super::{
+    Inner, Open, Reduced, Role, Slice,
+    versioned::{Versioned, in_memory},
+};
+use crate::tier::Arrays;
+
+/// The effect of a step on a slice.
+pub struct Step<'a> {
+    /// `None`: the step is skipped.
+    pub apply: Option<Apply<'a>>,
+    /// The first attempt at the following step.
+    pub next: Attempt,
+    /// The slices for which no rank had a gradient, ascending, for backups.
+    pub absent: &'a [u32],
+}
+
+/// The parameters of an applied step that are equal for all slices.
+#[derive(Clone, Copy)]
+pub struct Apply<'a> {
+    pub groups: &'a [Optimizer],
+    /// The factor of mean gradients.
+    pub coefficient: f64,
+    /// The factor of mean gradients that are not clipped.
+    pub unclipped: f64,
+    /// Further factors by tensor; empty: all are 1.
+    pub gradient_factors: &'a [f64],
+}
+
+impl<B: Backend> Slice<B> {
+    /// Takes the slice to the version of `step.next`. Returns the properties of the next step's
+    /// gradient if it is complete because all ranks are absent.
+    ///
+    /// # Errors
+    /// [`zeroshard_model::Error::OutOfMemory`] if a reader holds the old version and no memory was
+    /// reserved, which does not happen after the gradient was reported;
+    /// [`zeroshard_model::Error::Storage`] and [`zeroshard_model::Error::Device`], after which the
+    /// slice can no longer be used.
+    pub fn step(&self, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
+        let mut inner = self.lock();
+        let stepped = self.step_of(&mut inner, index, step);
+        // A part of it may be of the next version.
+        inner.note(stepped)
+    }
+
+    fn step_of(
+        &self,
+        inner: &mut Inner<B>,
+        index: u32,
+        step: &Step<'_>,
+    ) -> Result<Option<Reduced>> {
+        let role = self.role();
+        let is_absent = |open: &Open<B>| match role {
+            Role::Primary => open.round.is_absent_everywhere(),
+            Role::Backup | Role::Copying => step.absent.binary_search(&index).is_ok(),
+            Role::Empty => true,
+        };
+        let replaced = inner.take_replacement(&self.contributors);
+        if let Some((group, open)) = self.group.zip(inner.open.as_mut())
+            && let Some(apply) = step.apply
+            && !is_absent(open)
+        {
+            let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
+            let factor = apply.gradient_factors.get(self.spec.tensor).copied().unwrap_or(1.0);
+            let coefficient = (coefficient * factor / self.divisor) as f32;
+            let optimizer = &apply.groups[group];
+            let update = Update::after(inner.applied, optimizer, coefficient);
+            // If there is no memory, nothing has been written.
+            let buffers = inner.published.iter_mut().chain([&mut inner.master]);
+            buffers.chain(&mut inner.state).try_for_each(|buffer| buffer.reserve(&self.backend))?;
+            let buffers = [&inner.master, &open.sum].into_iter().chain(&inner.state);
+            buffers.into_iter().try_for_each(|buffer| buffer.settle(&self.backend))?;
+            let published = inner.published.as_mut().map(|p| p.next(&self.backend)).transpose()?;
+            let published = published.map(|published| in_memory(published).buffer);
+            let master = inner.master.next(&self.backend)?;
+            // The step keeps the state tensors that it does not use.
+            let is_used = |name: &&str| optimizer.state().contains(name);
+            let state = inner.state.iter_mut().zip(self.state_names);
+            let state = state.filter(|(_, name)| is_used(name));
+            let state = state.map(|(state, _)| state.next(&self.backend));
+            let state = state.collect::<Result<Vec<_>>>()?;
+            let sum = open.sum.current();
+            match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
+                None => {
+                    let state = state.into_iter().map(in_memory).collect();
+                    let sum = sum.memory().expect("all arrays are in memory");
+                    self.backend.apply(&update, in_memory(master), state, sum, published)?;
+                }
+                Some(steps) => {
+                    let arrays = Arrays { master, state, sum, published };
+                    steps.apply(&self.backend, &update, self.spec.numel, arrays)?;
+                }
+            }
+            inner.applied = update.applied();
+            inner.hold = Weak::new();
+        } else if replaced {
+            inner.cast(&self.backend)?;
+            inner.settle(&self.backend)?;
+            inner.hold = Weak::new();
+        }
+        inner.buffers().for_each(Versioned::release);
+        if let Some(hold) = inner.hold.upgrade() {
+            hold.free();
+        }
+        inner.restart(&self.backend, step.next, role)?;
+        self.set_version(step.next.step);
+        inner.reduced(&self.backend, role)
+    }
+}
