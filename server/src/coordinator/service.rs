@@ -103,11 +103,9 @@ impl coordinator_service_server::CoordinatorService for Service {
             caller.check_read(&job)?;
             let description =
                 self.driver.read(|cluster| cluster.job(&job).and_then(Job::describe))??;
-            Ok(self
-                .driver
-                .failure
-                .blocking("convert a job's description", move || Ok(description.message()))
-                .await?)
+            let driver = &self.driver;
+            let convert = move || Ok(description.message());
+            driver.failure.blocking("convert a job's description", convert).await
         })
         .await
     }
