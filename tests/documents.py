@@ -1,0 +1,73 @@
+"""Checks that the files and functions that the documents name exist.
+
+    python3 tests/documents.py
+
+A file may be named by the end of its path, such as `job/save.rs`. In tables with the columns
+"function" and "file", each function must be defined in its file.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "deploy/README.md"]
+NAMED = re.compile(r"`([\w./{},-]+\.(?:rs|py|cu|proto|toml|yaml|md|sh))`")
+
+
+def expanded(path: str) -> list[str]:
+    """`tests/{a,b}.rs` names two files."""
+    match = re.search(r"\{([^}]*)\}", path)
+    if not match:
+        return [path]
+    found = []
+    for part in match[1].split(","):
+        found += expanded(path[: match.start()] + part.strip() + path[match.end() :])
+    return found
+
+
+def is_there(path: str, files: list[str]) -> bool:
+    """Whether a file has this path or, where `src` is left out, ends with its parts in order."""
+    parts = path.lstrip("./").split("/")
+    for file in files:
+        if Path(file).name == parts[-1]:
+            rest = iter(reversed(file.split("/")))
+            if all(part in rest for part in reversed(parts)):
+                return True
+    return False
+
+
+def missing_files(text: str, files: list[str]) -> list[str]:
+    named = {path for match in NAMED.finditer(text) for path in expanded(match[1])}
+    return sorted(path for path in named if not is_there(path, files))
+
+
+def missing_functions(text: str) -> list[str]:
+    missing = []
+    for name, path in re.findall(r"^\| \d+ \| `([\w:]+)` \| ([\w./]+) \|", text, re.M):
+        source = ROOT / path
+        function = rf"\bfn {name.split('::')[-1]}\b"
+        if not source.exists() or not re.search(function, source.read_text()):
+            missing.append(f"{name} in {path}")
+    return missing
+
+
+def main() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    files = listed.stdout.split()
+    is_whole = True
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        for what in missing_files(text, files) + missing_functions(text):
+            print(f"{document} names {what}, which does not exist")
+            is_whole = False
+    if not is_whole:
+        sys.exit(1)
+    print("all files and functions that the documents name exist")
+
+
+if __name__ == "__main__":
+    main()
