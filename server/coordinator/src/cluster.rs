@@ -16,16 +16,16 @@ use zeroshard_model::{Error, Result, Server, limits::MAX_JOBS};
 use crate::{
     admission::check_quota,
     calls::{Create, Drained, Reply},
-    commands::{About, Command, Said},
+    commands::{About, Command, ServerEvent},
     context::{Common, Consequence, Context},
     events::{Action, Event},
-    feed::Change,
     held::Held,
     history::Severity,
     ids::{Caller, JobRef, Lease, Link, Now, ServerId, Waiter},
     index::Name,
     job::{Job, Phase},
     learning::{Learning, unknown_yet},
+    memberships::Change,
     servers::Missing,
     succession::Source,
 };
@@ -156,9 +156,9 @@ impl Cluster {
 
     /// When [`Event::Tick`] is due.
     pub fn next_deadline(&self) -> Option<Now> {
-        let Common { index, learning, confirmations, .. } = &self.common;
+        let Common { index, learning, acknowledgements, .. } = &self.common;
         let times =
-            [index.next_deadline(), learning.next_deadline(), confirmations.next_deadline()];
+            [index.next_deadline(), learning.next_deadline(), acknowledgements.next_deadline()];
         times.into_iter().flatten().min()
     }
 
@@ -173,9 +173,9 @@ impl Cluster {
                 self.take_over(id, held, is_new, run);
             }
             Event::ServerLost { from, cause } => self.server_lost(from, &cause, run),
-            Event::Said { from, said } => {
+            Event::FromServer { from, event } => {
                 if self.common.servers.is_current(from) {
-                    self.said(from.server, said, run);
+                    self.reported(from.server, event, run);
                 }
             }
             Event::Placed { job, placed } => {
@@ -404,14 +404,14 @@ impl Cluster {
         }
     }
 
-    fn said(&mut self, server: ServerId, said: Said, run: &mut Run<'_>) {
-        match said {
-            Said::Departing => self.departing(server, run),
-            Said::Confirmed { number } => {
-                self.common.confirmations.confirmed(server, number, run.out);
+    fn reported(&mut self, server: ServerId, event: ServerEvent, run: &mut Run<'_>) {
+        match event {
+            ServerEvent::Departing => self.departing(server, run),
+            ServerEvent::Confirmed { number } => {
+                self.common.acknowledgements.confirmed(server, number, run.out);
             }
-            Said::Stats(stats) => self.common.servers.report(server, stats),
-            Said::Written { job, save, files } => {
+            ServerEvent::Stats(stats) => self.common.servers.report(server, stats),
+            ServerEvent::Written { job, save, files } => {
                 let handle = |found: &mut Job, cx: &mut Context<'_>| {
                     found.written(server, save, files, cx);
                 };
@@ -420,39 +420,39 @@ impl Cluster {
                     run.out.push(Action::Command(server, cancel));
                 }
             }
-            Said::Failed { job, epoch, reason, transient } => {
+            ServerEvent::Failed { job, epoch, reason, transient } => {
                 let source = self.source_of(&job);
                 self.visit_job(&job, run, |found, cx| {
                     found.failed_on(server, epoch, &reason, transient, source, cx);
                 });
             }
-            Said::Opened { job, epoch } => {
+            ServerEvent::Opened { job, epoch } => {
                 self.visit_job(&job, run, |found, cx| found.opened(server, epoch, cx));
             }
-            Said::Initialised { job, epoch } => {
+            ServerEvent::Initialised { job, epoch } => {
                 self.visit_job(&job, run, |found, cx| found.initialised(server, epoch, cx));
             }
-            Said::Ready { job, attempt, reduced } => {
+            ServerEvent::Ready { job, attempt, reduced } => {
                 self.visit_job(&job, run, |found, cx| found.ready(server, attempt, reduced, cx));
             }
-            Said::Granted { job, rank, lease } => {
+            ServerEvent::Granted { job, rank, lease } => {
                 self.visit_job(&job, run, |found, cx| found.granted(server, rank, lease, cx));
             }
-            Said::Stored { job, epoch, step } => {
+            ServerEvent::Stored { job, epoch, step } => {
                 self.visit_job(&job, run, |found, cx| found.stored(server, epoch, step, cx));
             }
-            Said::CopyRefused { job, number, reason } => {
+            ServerEvent::CopyRefused { job, number, reason } => {
                 self.visit_job(&job, run, |of, cx| of.copy_refused(server, number, &reason, cx));
             }
-            Said::Copied { job, number } => {
+            ServerEvent::Copied { job, number } => {
                 self.visit_job(&job, run, |found, cx| found.copied(server, number, cx));
             }
-            Said::Hashes { job, epoch, version, slices } => {
+            ServerEvent::Hashes { job, epoch, version, slices } => {
                 self.visit_job(&job, run, |found, cx| {
                     found.hashes(server, (epoch, version), &slices, cx);
                 });
             }
-            Said::SaveFailed { job, save, cause } => {
+            ServerEvent::SaveFailed { job, save, cause } => {
                 self.visit_job(&job, run, |found, cx| found.save_failed(server, save, cause, cx));
             }
         }
@@ -462,8 +462,8 @@ impl Cluster {
         if self.common.learning.expire(run.now) {
             self.learning_changed(run);
         }
-        let Common { servers, confirmations, index, .. } = &mut self.common;
-        confirmations.expire(servers, run.now, run.out);
+        let Common { servers, acknowledgements, index, .. } = &mut self.common;
+        acknowledgements.expire(servers, run.now, run.out);
         for name in index.due(run.now) {
             self.visit(&name, run, Job::expire);
         }
@@ -561,7 +561,7 @@ impl Cluster {
         if has_departed {
             self.visit_users(server, run, |job, cx| job.server_stopped(server, cx));
         }
-        self.common.confirmations.lose(server, run.out);
+        self.common.acknowledgements.lose(server, run.out);
         self.probe_missing(run);
     }
 

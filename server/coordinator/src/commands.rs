@@ -39,7 +39,7 @@ pub struct About {
 
 /// A message from a shard server.
 #[derive(Debug)]
-pub enum Said {
+pub enum ServerEvent {
     /// The server has allocated memory for the job.
     Opened { job: JobRef, epoch: u64 },
     /// The server has all initial parameters of its slices.

@@ -5,9 +5,9 @@ use std::{collections::BTreeSet, time::Duration};
 use zeroshard_model::{Error, Result};
 
 use crate::{
+    acknowledgements::Acknowledgements,
     calls::Reply,
     commands::Command,
-    confirm::Confirmations,
     events::Action,
     history::Severity,
     ids::{Link, Now, ServerId, Waiter},
@@ -25,7 +25,7 @@ pub struct Common {
     pub index: Index,
     pub(crate) epochs: Epochs,
     pub(crate) saves: SaveNumbers,
-    pub(crate) confirmations: Confirmations,
+    pub(crate) acknowledgements: Acknowledgements,
     /// The idle timeout of jobs that have none of their own; `None`: they are kept.
     pub(crate) job_timeout: Option<Duration>,
 }
@@ -95,7 +95,7 @@ impl Context<'_> {
     }
 
     /// Answers the calls when the connected ones of `servers` have received all commands that were
-    /// sent before: see [`Confirmations::answer_when_received`].
+    /// sent before: see [`Acknowledgements::answer_when_received`].
     pub(crate) fn answer_when_received(
         &mut self,
         waiters: Vec<Waiter>,
@@ -103,9 +103,9 @@ impl Context<'_> {
         servers: impl IntoIterator<Item = ServerId>,
         what: String,
     ) {
-        let Common { servers: known, confirmations, .. } = &mut *self.common;
+        let Common { servers: known, acknowledgements, .. } = &mut *self.common;
         let connected: BTreeSet<ServerId> =
             servers.into_iter().filter(|&server| known.is_connected(server)).collect();
-        confirmations.answer_when_received(waiters, reply, connected, what, self.out);
+        acknowledgements.answer_when_received(waiters, reply, connected, what, self.out);
     }
 }

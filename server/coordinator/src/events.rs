@@ -17,7 +17,7 @@ use crate::{
         Attach, Commit, Create, Discard, Join, Leave, LinkReport, RankData, Reduce, Reply, Rest,
         Save, Turn,
     },
-    commands::{About, Checkpoint, Command, Said, SavePlan},
+    commands::{About, Checkpoint, Command, SavePlan, ServerEvent},
     held::Held,
     history::{Severity, Step},
     ids::{Caller, JobRef, Lease, Link, Now, ServerId},
@@ -37,7 +37,7 @@ pub enum Event {
     /// A control stream ended.
     ServerLost { from: Link, cause: String },
     /// A message on a control stream.
-    Said { from: Link, said: Said },
+    FromServer { from: Link, event: ServerEvent },
     /// The answer to [`Action::Place`].
     Placed { job: JobRef, placed: Result<Placed> },
     /// CreateJob. `job_id` is for the case that the job is new.

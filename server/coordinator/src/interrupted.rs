@@ -10,11 +10,11 @@ use zeroshard_model::Restore;
 
 use crate::{
     events::Action,
-    feed::Peers,
     held::Ranks,
     ids::{Lease, Now, ServerId, Waiter},
     learning::RECOVERY,
     members::{Cause, Member, Members, Queue},
+    memberships::Peers,
 };
 
 /// How long an interrupted job waits for servers and for its slices.

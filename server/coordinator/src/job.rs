@@ -1,21 +1,19 @@
 //! A job in any phase. What it does is in the files of `job`, one for each subject.
 
-pub(crate) mod absence;
 pub(crate) mod attempts;
-pub(crate) mod catch_up;
 pub(crate) mod commit;
-pub(crate) mod compare;
 pub(crate) mod copies;
 pub(crate) mod creators;
 pub(crate) mod decisions;
-pub(crate) mod disposal;
+pub(crate) mod disconnects;
 pub(crate) mod drains;
 pub(crate) mod endings;
 pub(crate) mod epochs;
-pub(crate) mod feed;
 pub(crate) mod figures;
+pub(crate) mod idle;
 pub(crate) mod leases;
 pub(crate) mod links;
+pub(crate) mod memberships;
 pub(crate) mod opening;
 pub(crate) mod operators;
 pub(crate) mod progress;
@@ -25,7 +23,9 @@ pub(crate) mod reduce;
 pub(crate) mod replicas;
 pub(crate) mod resting;
 pub(crate) mod restore;
+pub(crate) mod resync;
 pub(crate) mod save;
+pub(crate) mod scrub;
 pub(crate) mod succession;
 pub(crate) mod user_data;
 
@@ -37,14 +37,12 @@ use std::{
 use zeroshard_model::{Attempt, Error, JobSpec, Placement, Restore, Result, Succession};
 
 use crate::{
-    absence::Away,
     calls::Turn,
     commands::{Checkpoint, Command},
-    compare::Comparison,
     context::{Common, Context},
     decided::Decided,
+    disconnects::Away,
     events::Action,
-    feed::Peers,
     figures::Lateness,
     held::Age,
     ids::{JobRef, Lease, Now, ServerId, Waiter},
@@ -53,6 +51,7 @@ use crate::{
     learning::unknown_yet,
     links::Links,
     members::{Members, Queue},
+    memberships::Peers,
     plan::{Loads, Plan},
     progress::Progress,
     recovery::Recovery,
@@ -60,6 +59,7 @@ use crate::{
     resting::Resting,
     round::Round,
     saves::Saves,
+    scrub::Scrub,
     user_data::UserData,
 };
 
@@ -208,7 +208,7 @@ impl Job {
             Phase::Recovering(recovery) => Some(recovery.deadline()),
             Phase::Failed { .. } | Phase::Gone => None,
         };
-        of_phase.into_iter().chain(self.disposal(common)).min()
+        of_phase.into_iter().chain(self.idle_deadline(common)).min()
     }
 
     /// Does what is due: calls whose deadline has passed are answered, and what has been waited for
@@ -217,7 +217,7 @@ impl Job {
         self.expire_creators(cx);
         self.expire_recovery(cx);
         self.expire_interrupted(cx);
-        self.expire_absence(cx);
+        self.expire_disconnects(cx);
         self.expire_links(cx);
         self.expire_joins(cx);
         self.expire_commits(cx);
@@ -226,7 +226,7 @@ impl Job {
         self.expire_discards(cx);
         self.expire_rests(cx);
         self.expire_saves(cx);
-        self.dispose(cx);
+        self.delete_if_idle(cx);
     }
 }
 
@@ -264,7 +264,7 @@ pub struct Open {
     /// The links from ranks to servers that do not work.
     pub links: Links,
     pub replicas: Replicas,
-    pub comparison: Comparison,
+    pub scrub: Scrub,
     pub lateness: Lateness,
 }
 
@@ -292,7 +292,7 @@ impl Open {
             away: BTreeMap::new(),
             links: Links::default(),
             replicas,
-            comparison: Comparison::default(),
+            scrub: Scrub::default(),
             lateness: Lateness::default(),
         }
     }

@@ -7,8 +7,8 @@
 //!   `overview` and `advice` read all of it for operators.
 //! - `job` handles the events of one job, in a file for each subject: `opening` and `endings`;
 //!   `leases`, `epochs` and `resting` of ranks; `commit`, `reduce`, `attempts` and `decisions` of a
-//!   step; `absence`, `replicas`, `copies`, `drains` and `links` of servers; `save` and `restore`;
-//!   `recovery`, `rebuild` and `catch_up` after the loss of a coordinator.
+//!   step; `disconnects`, `replicas`, `copies`, `drains` and `links` of servers; `save` and
+//!   `restore`; `recovery`, `rebuild` and `resync` after the loss of a coordinator.
 //! - The parts of a job's state: `members`, `round`, `decided`, `replicas`, `saves`, `interrupted`,
 //!   `recovery` and so on. What jobs share: `context`, with `servers`, `learning` and `numbers`.
 //! - The vocabulary: `calls`, `commands`, `events`, `ids`, `decision`, `gradient`, `held`.
@@ -17,19 +17,17 @@
 
 #![allow(missing_docs, reason = "only the server and the simulation use this crate")]
 
-pub mod absence;
+pub mod acknowledgements;
 pub mod admission;
 pub mod advice;
 pub mod calls;
 pub mod cluster;
 pub mod commands;
-pub mod compare;
-pub mod confirm;
 pub mod context;
 pub mod decided;
 pub mod decision;
+pub mod disconnects;
 pub mod events;
-pub mod feed;
 pub mod figures;
 pub mod gradient;
 pub mod held;
@@ -41,6 +39,7 @@ pub mod job;
 pub mod learning;
 pub mod links;
 pub mod members;
+pub mod memberships;
 pub mod numbers;
 pub mod overview;
 pub mod placement;
@@ -53,9 +52,10 @@ pub mod resting;
 pub mod rooms;
 pub mod round;
 pub mod saves;
+pub mod scrub;
 pub mod servers;
+pub mod step_options;
 pub mod succession;
-pub mod terms;
 pub mod user_data;
 
 #[cfg(test)]

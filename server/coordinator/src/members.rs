@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use crate::{
     calls::Join,
-    feed::Told,
     ids::{Lease, Now, ServerId, Waiter},
+    memberships::Told,
 };
 
 /// The cause of a new epoch.

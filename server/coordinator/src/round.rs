@@ -11,7 +11,7 @@ use crate::{
     figures::Waits,
     gradient::Reduced,
     ids::{Now, ServerId, Waiter},
-    terms::{Difference, Terms},
+    step_options::{Difference, StepOptions},
     user_data::UserData,
 };
 
@@ -70,7 +70,7 @@ fn settle(
 /// A rank's commit.
 #[derive(Debug)]
 pub(crate) struct Vote {
-    pub(crate) terms: Terms,
+    pub(crate) options: StepOptions,
     pub(crate) loss: Option<f64>,
     pub(crate) user_data: Bytes,
     pub(crate) user_data_follows: bool,
@@ -146,28 +146,28 @@ impl Round {
         self.votes.first_key_value().map(|(&rank, _)| rank)
     }
 
-    /// The terms of the step, which all votes share, if there are `count` votes.
-    pub(crate) fn agreed(&self, count: usize) -> Option<&Terms> {
-        self.votes.values().next().filter(|_| self.votes.len() == count).map(|vote| &vote.terms)
+    /// The options of the step, which all votes share, if there are `count` votes.
+    pub(crate) fn agreed(&self, count: usize) -> Option<&StepOptions> {
+        self.votes.values().next().filter(|_| self.votes.len() == count).map(|vote| &vote.options)
     }
 
     /// Registers a vote. A rank counts once, even if it commits repeatedly.
     ///
     /// # Errors
-    /// [`Error::Disagreement`], also for the calls of the other ranks, if their terms differ. All
+    /// [`Error::Disagreement`], also for the calls of the other ranks, if their options differ. All
     /// votes are withdrawn.
     pub(crate) fn vote(
         &mut self,
         waiter: Waiter,
         commit: &Commit,
-        terms: Terms,
+        options: StepOptions,
         spec: &JobSpec,
         out: &mut Vec<Action>,
     ) -> Result<()> {
         let Turn { job, rank, attempt, .. } = &commit.turn;
-        // All votes have the same terms.
+        // All votes have the same options.
         if let Some((&other_rank, first)) = self.votes.first_key_value()
-            && let Some(Difference { what, values }) = terms.difference(&first.terms, spec)
+            && let Some(Difference { what, values }) = options.difference(&first.options, spec)
         {
             let [value, other_value] = values;
             let error = Error::Disagreement {
@@ -191,7 +191,7 @@ impl Round {
             self.last_vote = since;
             let &Commit { loss, ref user_data, user_data_follows, .. } = commit;
             let user_data = user_data.clone();
-            Vote { terms, loss, user_data, user_data_follows, waiters: Vec::new(), since }
+            Vote { options, loss, user_data, user_data_follows, waiters: Vec::new(), since }
         });
         vote.waiters.push(waiter);
         Ok(())

@@ -1,22 +1,22 @@
 //! Scenarios: sequences of events and their expected results. Time is a number.
 
-mod absence;
+mod acknowledgements;
 mod admission;
 mod attempts;
 mod callers;
 mod commits;
-mod confirm;
 mod decisions;
 mod departures;
 mod descriptions;
-mod disposal;
-mod feeds;
+mod disconnects;
 mod identities;
+mod idle;
 mod interrupted;
 mod latest;
 mod leases;
 mod links;
 mod members;
+mod memberships;
 mod model;
 mod operators;
 mod recovery;
@@ -43,13 +43,13 @@ use zeroshard_model::{
 use crate::{
     calls::{Commit, Create, Discard, Join, Leave, Reduce, Reply, Rest, Save, Saved, Turn},
     cluster::Cluster,
-    commands::{About, Checkpoint, Command, Said},
+    commands::{About, Checkpoint, Command, ServerEvent},
     decision::{Decision, Report, Update},
     events::{Action, Completion, Event, Placed, Placing},
-    feed::Change,
     gradient::{Absent, Norm, Overflow, Reduced},
     ids::{Caller, JobRef, Lease, Link, Now},
     job::{Description, Job, Open},
+    memberships::Change,
     placement::Zones,
     plan::Plan,
     reports::{Files, JobStats, Stats},
@@ -170,7 +170,8 @@ impl Script {
             Action::Command(server, command) => {
                 let said = self.reply(server, &command).filter(|_| !self.silent);
                 self.commands.push((server, command));
-                return said.map(|said| Event::Said { from: self.links[&server], said });
+                return said
+                    .map(|said| Event::FromServer { from: self.links[&server], event: said });
             }
             Action::Place(placing) => {
                 let Placing { ref spec, ref live, ref zones, ref rooms, .. } = placing;
@@ -202,16 +203,16 @@ impl Script {
     }
 
     /// The reply of a server to a command that it can carry out at once.
-    fn reply(&self, server: u64, command: &Command) -> Option<Said> {
+    fn reply(&self, server: u64, command: &Command) -> Option<ServerEvent> {
         match command.clone() {
-            Command::Grant { job, rank, lease } => Some(Said::Granted { job, rank, lease }),
+            Command::Grant { job, rank, lease } => Some(ServerEvent::Granted { job, rank, lease }),
             Command::Copy { job, number, .. } if self.full.contains(&server) => {
-                Some(Said::CopyRefused { job, number, reason: "out of memory".to_owned() })
+                Some(ServerEvent::CopyRefused { job, number, reason: "out of memory".to_owned() })
             }
-            Command::Copy { job, number, .. } => Some(Said::Copied { job, number }),
-            Command::Confirm { number } => Some(Said::Confirmed { number }),
+            Command::Copy { job, number, .. } => Some(ServerEvent::Copied { job, number }),
+            Command::Confirm { number } => Some(ServerEvent::Confirmed { number }),
             Command::Decide { job, decision: Decision { attempt, .. } } => {
-                Some(Said::Stored { job, epoch: attempt.epoch, step: attempt.step })
+                Some(ServerEvent::Stored { job, epoch: attempt.epoch, step: attempt.step })
             }
             _ => None,
         }
@@ -259,11 +260,11 @@ impl Script {
     /// A server reports that it cannot hold the job, which it has opened in this epoch.
     fn failed_in(&mut self, server: u64, epoch: u64, reason: &str, transient: bool) {
         let reason = reason.to_owned();
-        self.said(server, Said::Failed { job: job(), epoch, reason, transient });
+        self.said(server, ServerEvent::Failed { job: job(), epoch, reason, transient });
     }
 
-    fn said(&mut self, server: u64, said: Said) {
-        self.event(Event::Said { from: self.links[&server], said });
+    fn said(&mut self, server: u64, said: ServerEvent) {
+        self.event(Event::FromServer { from: self.links[&server], event: said });
     }
 
     fn next(&mut self) -> u64 {
@@ -311,9 +312,9 @@ impl Script {
     }
 
     /// What a server says that has opened a job in its current epoch.
-    fn opened(&self, job: JobRef) -> Said {
+    fn opened(&self, job: JobRef) -> ServerEvent {
         let epoch = self.cluster.jobs.get(&job.name).map_or(0, |found| found.epoch);
-        Said::Opened { job, epoch }
+        ServerEvent::Opened { job, epoch }
     }
 
     fn open_all(&mut self) {
@@ -346,7 +347,7 @@ impl Script {
     fn initialise_all(&mut self) {
         let epoch = self.epoch();
         for (server, _) in self.opens() {
-            self.said(server, Said::Initialised { job: job(), epoch });
+            self.said(server, ServerEvent::Initialised { job: job(), epoch });
         }
     }
 
@@ -425,13 +426,13 @@ impl Script {
         let mut reduced = self.gradients(server);
         change(&mut reduced);
         let job = JobRef { id: self.cluster.jobs["job"].id, ..job() };
-        self.said(server, Said::Ready { job, attempt: self.first_attempt(step), reduced });
+        self.said(server, ServerEvent::Ready { job, attempt: self.first_attempt(step), reduced });
     }
 
     /// A server reports its slices for `attempt`.
     fn ready_at(&mut self, server: u64, attempt: Attempt) {
         let reduced = self.gradients(server);
-        self.said(server, Said::Ready { job: job(), attempt, reduced });
+        self.said(server, ServerEvent::Ready { job: job(), attempt, reduced });
     }
 
     fn first_attempt(&self, step: u64) -> Attempt {
@@ -448,7 +449,7 @@ impl Script {
     }
 
     fn stored(&mut self, server: u64, epoch: u64, step: u64) {
-        self.said(server, Said::Stored { job: job(), epoch, step });
+        self.said(server, ServerEvent::Stored { job: job(), epoch, step });
     }
 
     fn after(&mut self, wait: Duration) {

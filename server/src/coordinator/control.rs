@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_coordinator::{
-    commands::{About, Begins, Command, FailedThere, OpenJob, Said, SavePlan},
+    commands::{About, Begins, Command, FailedThere, OpenJob, SavePlan, ServerEvent},
     decision::{Decision, Figures, Replicated, Update},
     events::Event,
     gradient::{Absent, Overflow, Reduced},
@@ -202,7 +202,7 @@ pub(super) async fn listen(
         heard.send_replace(());
         // A message without a known event comes from a newer server.
         if let Some(event) = message.event {
-            driver.tell(Event::Said { from, said: said(event).map_err(to_status)? });
+            driver.tell(Event::FromServer { from, event: server_event(event).map_err(to_status)? });
         }
     }
     Ok(())
@@ -359,44 +359,44 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
     }
 }
 
-pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
+pub(crate) fn server_event(event: serve_request::Event) -> Result<ServerEvent> {
     use serve_request::Event as Wire;
     let job = |name, id| JobRef { name, id };
     Ok(match event {
         Wire::Opened(pb::JobOpened { job: name, job_id, epoch }) => {
-            Said::Opened { job: job(name, job_id), epoch }
+            ServerEvent::Opened { job: job(name, job_id), epoch }
         }
         Wire::Initialised(pb::JobInitialised { job: name, epoch, job_id }) => {
-            Said::Initialised { job: job(name, job_id), epoch }
+            ServerEvent::Initialised { job: job(name, job_id), epoch }
         }
         Wire::Ready(ready) => step_ready(ready),
-        Wire::Stats(stats) => Said::Stats(responses::stats(stats)),
+        Wire::Stats(stats) => ServerEvent::Stats(responses::stats(stats)),
         Wire::Failed(pb::JobFailed { job: name, reason, job_id, epoch, transient }) => {
-            Said::Failed { job: job(name, job_id), epoch, reason, transient }
+            ServerEvent::Failed { job: job(name, job_id), epoch, reason, transient }
         }
         Wire::Granted(pb::LeaseGranted { job: name, job_id, rank, lease }) => {
-            Said::Granted { job: job(name, job_id), rank, lease: Lease(lease) }
+            ServerEvent::Granted { job: job(name, job_id), rank, lease: Lease(lease) }
         }
         Wire::Stored(pb::DecisionStored { job: name, job_id, epoch, step }) => {
-            Said::Stored { job: job(name, job_id), epoch, step }
+            ServerEvent::Stored { job: job(name, job_id), epoch, step }
         }
-        Wire::Confirmed(pb::Confirmed { number }) => Said::Confirmed { number },
-        Wire::Departing(pb::Departing {}) => Said::Departing,
+        Wire::Confirmed(pb::Confirmed { number }) => ServerEvent::Confirmed { number },
+        Wire::Departing(pb::Departing {}) => ServerEvent::Departing,
         Wire::Copied(pb::SlicesCopied { job: name, job_id, number }) => {
-            Said::Copied { job: job(name, job_id), number }
+            ServerEvent::Copied { job: job(name, job_id), number }
         }
         Wire::CopyRefused(pb::CopyRefused { job: name, job_id, number, reason }) => {
-            Said::CopyRefused { job: job(name, job_id), number, reason }
+            ServerEvent::CopyRefused { job: job(name, job_id), number, reason }
         }
         Wire::Hashes(pb::SliceHashes { job: name, job_id, epoch, version, slices }) => {
             let slices = slices.into_iter().map(|pb::SliceHash { slice, hash }| (slice, hash));
-            Said::Hashes { job: job(name, job_id), epoch, version, slices: slices.collect() }
+            ServerEvent::Hashes { job: job(name, job_id), epoch, version, slices: slices.collect() }
         }
         Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
         Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
         Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
             let files = files.iter().map(|file| file.encode_to_vec().into()).collect();
-            Said::Written { job: job(name, job_id), save, files: Files(files) }
+            ServerEvent::Written { job: job(name, job_id), save, files: Files(files) }
         }
         Wire::CheckpointFailed(failed) => {
             let pb::CheckpointFailed { job: name, job_id, save, url, reason, missing_bytes } =
@@ -405,15 +405,15 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
                 0 => Error::Storage { action: "write".to_owned(), url, cause: reason },
                 bytes => Error::OutOfMemory { what: reason, bytes },
             };
-            Said::SaveFailed { job: job(name, job_id), save, cause }
+            ServerEvent::SaveFailed { job: job(name, job_id), save, cause }
         }
     })
 }
 
-fn step_ready(ready: pb::StepReady) -> Said {
+fn step_ready(ready: pb::StepReady) -> ServerEvent {
     let job = JobRef { name: ready.job.clone(), id: ready.job_id };
     let pb::StepReady { epoch, step, attempt: number, .. } = ready;
-    Said::Ready { job, attempt: Attempt { epoch, step, number }, reduced: reduced(ready) }
+    ServerEvent::Ready { job, attempt: Attempt { epoch, step, number }, reduced: reduced(ready) }
 }
 
 fn reduced(ready: pb::StepReady) -> Reduced {

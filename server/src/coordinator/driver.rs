@@ -30,9 +30,9 @@ use zeroshard_coordinator::{
     cluster::{Cluster, IDLE},
     commands::Command,
     events::Event,
-    feed::Change,
     history::{History, Journal, Severity},
     ids::{Caller, Lease, Link, Now, ServerId},
+    memberships::Change,
     overview::{Overview, View},
 };
 use zeroshard_model::{Error, Result, Server};
@@ -481,7 +481,7 @@ impl Driver {
         if let Some(wait) = event.wait() {
             self.arm(inner, now + wait);
         }
-        let ends_save = matches!(event, Event::Completed { .. } | Event::Said { .. });
+        let ends_save = matches!(event, Event::Completed { .. } | Event::FromServer { .. });
         let actions = inner.cluster.handle(event, now);
         if ends_save && inner.cluster.is_stopping() {
             self.wake.notify_one();

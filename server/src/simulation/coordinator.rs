@@ -305,9 +305,9 @@ impl World {
         stream: u64,
         said: serve_request::Event,
     ) {
-        let said = control::said(said).expect("a server sends valid events");
+        let said = control::server_event(said).expect("a server sends valid events");
         let from = Link { server: server as u64 + 1, stream };
-        self.event(life, Some(stream), Event::Said { from, said });
+        self.event(life, Some(stream), Event::FromServer { from, event: said });
     }
 
     pub(super) fn tick(&mut self, life: u64) {

@@ -456,7 +456,7 @@ impl World {
         }
         if let Some((coordinator, stream)) = of.stream {
             for said in said.into_iter().map(Box::new) {
-                let said = Happening::Said { life: coordinator, server, stream, said };
+                let said = Happening::ServerEvent { life: coordinator, server, stream, said };
                 self.send(Connection::Up(stream), said);
             }
         }

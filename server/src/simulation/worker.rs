@@ -8,8 +8,8 @@ use zeroshard_coordinator::{
     calls::{Attach, Commit, Create, Join, RankData, Reply, Save, Turn},
     decision::Report,
     events::Event,
-    feed::Change,
     ids::{Caller, JobRef, Lease, Now},
+    memberships::Change,
 };
 use zeroshard_model::{Attempt, Error, Placement, Restore, RestoreVersion};
 

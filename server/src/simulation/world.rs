@@ -44,7 +44,7 @@ pub(super) enum Happening {
     /// The first messages of a server on a new control stream reach the coordinator.
     Register { life: u64, server: usize, from: Registering },
     /// A server's message reaches the coordinator.
-    Said { life: u64, server: usize, stream: u64, said: Box<serve_request::Event> },
+    ServerEvent { life: u64, server: usize, stream: u64, said: Box<serve_request::Event> },
     /// The coordinator's timer fires.
     Tick { life: u64 },
     /// A new coordinator starts.
@@ -353,7 +353,7 @@ impl World {
         match happening {
             Happening::Event { life, stream, event } => self.event(life, stream, *event),
             Happening::Register { life, server, from } => self.register(life, server, from),
-            Happening::Said { life, server, stream, said } => {
+            Happening::ServerEvent { life, server, stream, said } => {
                 self.said(life, server, stream, *said);
             }
             Happening::Tick { life } => self.tick(life),

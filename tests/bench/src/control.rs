@@ -9,7 +9,7 @@ use std::{collections::BTreeMap, num::NonZero, time::Duration};
 
 use clap::Args;
 use serde_json::{Value, json};
-use zeroshard_coordinator::{commands::Said, events::Event, ids::ServerId, reports::Stats};
+use zeroshard_coordinator::{commands::ServerEvent, events::Event, ids::ServerId, reports::Stats};
 
 use self::{
     driver::{Costs, Driver, Kind},
@@ -151,7 +151,7 @@ impl Run {
         let stats = self.small.iter().chain([&self.large]).flat_map(Job::stats);
         stats.for_each(|(server, stats)| reports.entry(server).or_default().jobs.push(stats));
         let mut reports = reports.into_iter();
-        reports.try_for_each(|(server, stats)| self.driver.say(server, Said::Stats(stats)))
+        reports.try_for_each(|(server, stats)| self.driver.say(server, ServerEvent::Stats(stats)))
     }
 }
 

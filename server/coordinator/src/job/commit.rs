@@ -16,7 +16,7 @@ use crate::{
     gradient::{Reduced, check_report},
     ids::{Caller, ServerId, Waiter},
     job::{Job, Open, Phase, reduce::late_servers},
-    terms::Terms,
+    step_options::StepOptions,
 };
 
 impl Open {
@@ -68,9 +68,9 @@ impl Job {
             return Ok(decided.report_to(waiter));
         }
         open.check_turn(turn, open.attempt(*epoch))?;
-        let terms = Terms::of(commit, spec)?;
+        let options = StepOptions::of(commit, spec)?;
         open.round.side_with_commits(turn, cx.out)?;
-        open.round.vote(waiter, commit, terms, spec, cx.out)?;
+        open.round.vote(waiter, commit, options, spec, cx.out)?;
         Ok(None)
     }
 

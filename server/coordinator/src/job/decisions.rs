@@ -14,7 +14,7 @@ use crate::{
     history::Step,
     ids::{JobRef, ServerId, Waiter},
     job::{Job, Open, Phase},
-    terms::Terms,
+    step_options::StepOptions,
 };
 
 impl Open {
@@ -30,25 +30,25 @@ impl Open {
 }
 
 /// Computes the decision about a step, for the servers, and the report about it, for the ranks.
-fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, Report) {
+fn decide(spec: &JobSpec, epoch: u64, open: &Open, options: &StepOptions) -> (Decision, Report) {
     let attempt = open.attempt(epoch);
     let gradient = open.gradient(spec);
-    let scale = open.scale_of_mean(spec.world, terms.loss_scale);
+    let scale = open.scale_of_mean(spec.world, options.loss_scale);
     let finite = gradient.norm(spec, scale).overflow.is_none();
     // All groups have the same kind of optimizer.
-    let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
-    let clip = match terms.max_norm {
+    let apply = finite || !options.groups.iter().all(Optimizer::skips_overflow);
+    let clip = match options.max_norm {
         Some(max) if apply && finite => {
-            let scaled = gradient.norm_of(spec, &terms.gradient_factors) / scale;
+            let scaled = gradient.norm_of(spec, &options.gradient_factors) / scale;
             max / scaled.max(max)
         }
         _ => 1.0,
     };
     let update = apply.then(|| Update {
-        groups: terms.groups.clone(),
+        groups: options.groups.clone(),
         coefficient: clip / scale,
         unclipped: 1.0 / scale,
-        gradient_factors: terms.gradient_factors.clone(),
+        gradient_factors: options.gradient_factors.clone(),
     });
     let (loss, resting) = (open.round.loss(), open.resting.ranks().collect());
     let user_data = open.round.user_data().all().into_iter().collect();
@@ -75,17 +75,17 @@ impl Job {
         // has ended.
         let voters = open.active(spec.world);
         let stored = open.is_stored();
-        let Some(terms) = open
+        let Some(options) = open
             .round
             .agreed(voters)
             .filter(|_| stored && open.is_reduced() && !open.replicas.is_copying())
         else {
             return;
         };
-        if let Err(error) = check_written(name, spec, open, terms) {
+        if let Err(error) = check_written(name, spec, open, options) {
             return cx.refuse(open.round.withdraw_votes(), &error);
         }
-        let (decision, report) = decide(spec, *epoch, open, terms);
+        let (decision, report) = decide(spec, *epoch, open, options);
         let job = JobRef { name: spec.name.clone(), id: *id };
         open.send(&Command::Decide { job: job.clone(), decision: decision.clone() }, cx.out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
@@ -157,8 +157,8 @@ impl Job {
 ///
 /// # Errors
 /// [`Error::Invalid`].
-fn check_written(name: &str, spec: &JobSpec, open: &Open, terms: &Terms) -> Result<()> {
-    let mut tensors = spec.manifest.tensors().iter().zip(&terms.written);
+fn check_written(name: &str, spec: &JobSpec, open: &Open, options: &StepOptions) -> Result<()> {
+    let mut tensors = spec.manifest.tensors().iter().zip(&options.written);
     let written = tensors.find(|(tensor, hash)| tensor.layout.is_none() && **hash != 0);
     let Some((tensor, _)) = written.filter(|_| !open.takes_part(0)) else { return Ok(()) };
     let what = format!("tensor {:?} at step {} of job {name:?}", tensor.name, open.step());

@@ -88,7 +88,7 @@ impl Job {
             _ => false,
         };
         match has_state {
-            true => self.unused_from_now(cx),
+            true => self.idle_from_now(cx),
             false => {
                 self.phase = Phase::Gone;
                 cx.push(Action::Forgotten { job: self.spec.name.clone() });

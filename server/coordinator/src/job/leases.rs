@@ -258,7 +258,7 @@ impl Job {
         }
         self.admit_next(rank, cx);
         self.advance(cx);
-        self.unused_from_now(cx);
+        self.idle_from_now(cx);
     }
 
     /// Gives a free rank to the next worker in the queue.

@@ -215,7 +215,7 @@ impl Job {
         if let Some(interrupted) = interrupted {
             self.resume(*interrupted, cx);
         }
-        self.unused_from_now(cx);
+        self.idle_from_now(cx);
     }
 
     pub(crate) fn initialised(&mut self, server: ServerId, epoch: u64, cx: &mut Context<'_>) {

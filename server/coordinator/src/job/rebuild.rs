@@ -14,7 +14,7 @@ use crate::{
     ids::{JobRef, Lease, Now, ServerId},
     job::{
         Open,
-        catch_up::{Known, catch_up},
+        resync::{Known, resync},
     },
     members::Member,
     recovery::Recovery,
@@ -81,7 +81,7 @@ impl Recovery {
         let mut commands = Vec::new();
         for (&server, held) in &self.held {
             let known = Known { job, epoch: top.epoch, open: &open, decision };
-            let lacks = catch_up(known, held, open.awaits(server));
+            let lacks = resync(known, held, open.awaits(server));
             let lacks = lacks.map_err(|what| (server, what))?;
             commands.extend(lacks.into_iter().map(|command| (server, command)));
         }

@@ -5,14 +5,15 @@
 //! last coordinator have left it. A job with replicas continues without servers whose process has
 //! ended. Each server has received the first part of the same commands, so
 //! the servers at the latest attempt know the most, and the others are told what they lack
-//! (`catch_up`):
+//! (`resync`):
 //! - A decision, an epoch, an attempt, and a rank that is done, has left or rests stand if any
 //!   server knows them.
 //! - A lease stands if all servers know it: its worker was not told of it before.
 //! - The open attempt continues with the gradients that have arrived. The ranks keep their leases,
 //!   open a new stream within [`RECOVERY`], and repeat their calls.
 //!
-//! A server whose stream to a living coordinator has broken describes its jobs as well (`absence`).
+//! A server whose stream to a living coordinator has broken describes its jobs as well
+//! (`disconnects`).
 
 use std::{collections::BTreeMap, mem};
 
@@ -241,7 +242,7 @@ impl Job {
         }
         self.serve_version(cx);
         self.copy_next(cx);
-        self.unused_from_now(cx);
+        self.idle_from_now(cx);
         self.advance(cx);
     }
 

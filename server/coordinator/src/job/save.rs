@@ -175,7 +175,7 @@ impl Job {
 
     /// Saves an unused job a last time, if it has a policy and steps that are not saved. Returns
     /// whether the job is to be kept for it.
-    pub(crate) fn save_before_disposal(&mut self, cx: &mut Context<'_>) -> bool {
+    pub(crate) fn save_before_deletion(&mut self, cx: &mut Context<'_>) -> bool {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
         let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
         let is_saving = open.saves.current.is_some();
@@ -194,7 +194,7 @@ impl Job {
     /// Saves the current version of a job before one of its servers or the coordinator stops. Does
     /// nothing if the job has no checkpoint policy or no unsaved steps.
     pub(crate) fn save_last(&mut self, cx: &mut Context<'_>) {
-        if !self.save_before_disposal(cx) {
+        if !self.save_before_deletion(cx) {
             return;
         }
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
@@ -284,7 +284,7 @@ impl Job {
         if let Some(Next { url, keep, waiters }) = open.saves.next.take() {
             self.begin_save(url, keep, waiters, cx);
         }
-        self.dispose(cx);
+        self.delete_if_idle(cx);
     }
 
     /// A server cannot write its part of a checkpoint.

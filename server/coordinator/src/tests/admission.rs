@@ -28,7 +28,7 @@ impl Script {
         }) {
             let job = JobRef { name: spec.name, id };
             for server in placement.0 {
-                self.said(server.id, Said::Opened { job: job.clone(), epoch: placement.1 });
+                self.said(server.id, ServerEvent::Opened { job: job.clone(), epoch: placement.1 });
             }
         }
         self.answers.remove(&caller).expect("it is answered")

@@ -236,7 +236,7 @@ fn a_missing_rank_and_a_late_server_are_named_at_the_deadline() {
     assert!(matches!(script.error(caller), Error::StepAborted { .. }));
     let caller = script.commit(commit(leases[0], 2, 0, 0));
     script.ready(1, 0, |_| {});
-    script.said(2, Said::Stats(stats("tensor \"b\" from rank 1")));
+    script.said(2, ServerEvent::Stats(stats("tensor \"b\" from rank 1")));
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));
     script.after(WAIT - Duration::from_millis(1));
     assert_eq!(script.answer(caller), None);

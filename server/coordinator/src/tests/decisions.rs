@@ -22,7 +22,7 @@ fn a_step_is_reported_when_every_server_has_stored_the_decision() {
     // Messages about another epoch, step or job are ignored.
     script.stored(2, 7, 0);
     script.stored(2, 1, 1);
-    script.said(2, Said::Stored { job: JobRef { id: 8, ..job() }, epoch: 1, step: 0 });
+    script.said(2, ServerEvent::Stored { job: JobRef { id: 8, ..job() }, epoch: 1, step: 0 });
     let again = script.commit(commit(leases[0], 1, 0, 0));
     assert_eq!(callers.map(|caller| script.answer(caller)), [None, None]);
     script.stored(2, 1, 0);

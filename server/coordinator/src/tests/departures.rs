@@ -23,13 +23,13 @@ impl Script {
 fn a_server_is_released_when_its_jobs_are_saved() {
     let (mut script, leases) = Script::training_of(policy(1, 100), 2);
     script.step_all(&leases, 0);
-    script.said(1, Said::Departing);
+    script.said(1, ServerEvent::Departing);
     assert_eq!((script.versions(), script.released()), (vec![1, 1], Vec::new()));
     script.write_all();
     assert!(script.released().is_empty(), "there is no manifest");
     script.completed(completion_save(&script), Ok(1));
     assert_eq!(script.released(), [1]);
-    script.said(2, Said::Departing);
+    script.said(2, ServerEvent::Departing);
     assert_eq!(script.released(), [1, 2], "the version is saved");
     assert_eq!(script.versions().len(), 2);
 }
@@ -39,7 +39,7 @@ fn a_later_version_is_saved_after_the_one_that_is_being_saved() {
     let (mut script, leases) = Script::training_of(policy(1, 1), 1);
     script.step_all(&leases, 0);
     script.step_all(&leases, 1);
-    script.said(1, Said::Departing);
+    script.said(1, ServerEvent::Departing);
     assert_eq!(script.versions(), [1]);
     script.write_all();
     script.completed(completion_save(&script), Ok(1));
@@ -52,7 +52,7 @@ fn a_server_without_jobs_to_save_is_released_at_once_and_gets_no_more_slices() {
     for spec in [replicated, spec(1)] {
         let (mut script, leases) = Script::training_of(spec, 3);
         script.step_all(&leases, 0);
-        script.said(1, Said::Departing);
+        script.said(1, ServerEvent::Departing);
         assert_eq!((script.versions(), script.released()), (vec![], vec![1]));
         let live: Vec<u64> =
             script.cluster.common.servers.live().iter().map(|server| server.id).collect();
@@ -66,7 +66,7 @@ fn a_server_without_jobs_to_save_is_released_at_once_and_gets_no_more_slices() {
 fn a_job_does_not_wait_for_a_server_that_has_departed() {
     let (mut script, leases) = Script::training_of(policy(1, 100), 2);
     script.step_all(&leases, 0);
-    script.said(1, Said::Departing);
+    script.said(1, ServerEvent::Departing);
     script.write_all();
     script.completed(completion_save(&script), Ok(1));
     script.found = found(1);

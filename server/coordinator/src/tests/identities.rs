@@ -46,9 +46,9 @@ fn a_servers_messages_about_an_earlier_job_of_the_name_are_ignored() {
     script.failed(1, "closed");
     assert_eq!(script.answer(caller), None);
     script.said(1, script.opened(JobRef { id: 8, ..job() }));
-    script.said(1, Said::Initialised { job: job(), epoch: 1 });
+    script.said(1, ServerEvent::Initialised { job: job(), epoch: 1 });
     assert_eq!(script.version(), None);
-    script.said(1, Said::Initialised { job: JobRef { id: 8, ..job() }, epoch: 1 });
+    script.said(1, ServerEvent::Initialised { job: JobRef { id: 8, ..job() }, epoch: 1 });
     assert_eq!(script.version(), Some(0));
     let caller = script.caller();
     let (lease, spec_id) = (script.join(0).unwrap(), JobRef { id: 8, ..job() });
@@ -74,7 +74,7 @@ fn a_new_incarnation_of_a_server_first_removes_the_old_one() {
         matches!(script.error(waiting), Error::JobFailed { reason, .. } if reason.contains("restarted"))
     );
     // The remaining messages of the old stream, and its end, arrive late.
-    script.event(Event::Said { from: old, said: Said::Stats(stats("a gradient")) });
+    script.event(Event::FromServer { from: old, event: ServerEvent::Stats(stats("a gradient")) });
     script.lose_link(old);
     assert_eq!(script.servers(), [1]);
     let server = script.cluster.common.servers.get(1).unwrap();

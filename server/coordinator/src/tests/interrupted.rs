@@ -158,7 +158,7 @@ fn successor_of(spec: JobSpec, servers: u64) -> (Script, Lease, Succession) {
     servers.iter().for_each(|&server| script.said(server, script.opened(before.clone())));
     let epoch = script.cluster.jobs["before"].epoch;
     for &server in &servers {
-        script.said(server, Said::Initialised { job: before.clone(), epoch });
+        script.said(server, ServerEvent::Initialised { job: before.clone(), epoch });
     }
     script.commands.clear();
     let from = JobVersion { job: "before".into(), job_id: 8, version: 0 };

@@ -16,8 +16,8 @@ fn grants(script: &Script) -> Vec<(u64, u32, Lease)> {
     script.commands.iter().filter_map(grant).collect()
 }
 
-fn granted(rank: u32, lease: Lease) -> Said {
-    Said::Granted { job: job(), rank, lease }
+fn granted(rank: u32, lease: Lease) -> ServerEvent {
+    ServerEvent::Granted { job: job(), rank, lease }
 }
 
 #[test]
@@ -32,7 +32,7 @@ fn a_join_is_answered_when_every_server_has_accepted_the_lease() {
     // Messages about another lease or rank, or about an earlier job, are ignored.
     script.said(2, granted(0, Lease(99)));
     script.said(2, granted(1, lease));
-    script.said(2, Said::Granted { job: JobRef { id: 8, ..job() }, rank: 0, lease });
+    script.said(2, ServerEvent::Granted { job: JobRef { id: 8, ..job() }, rank: 0, lease });
     assert_eq!(script.answer(caller), None);
     script.said(2, granted(0, lease));
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Joined)));
@@ -127,7 +127,7 @@ fn incomplete_initial_parameters_are_uploaded_again() {
     for leaves in [false, true] {
         let mut script = Script::opened_job(spec(2), 2);
         let lease = script.join(0).unwrap();
-        script.said(1, Said::Initialised { job: job(), epoch: 1 });
+        script.said(1, ServerEvent::Initialised { job: job(), epoch: 1 });
         if leaves {
             script.leave(lease, false);
         } else {
@@ -135,7 +135,7 @@ fn incomplete_initial_parameters_are_uploaded_again() {
         }
         let dropped = |(_, command): &&(u64, Command)| matches!(command, Command::NewEpoch { .. });
         assert_eq!(script.commands.iter().filter(dropped).count(), 2);
-        script.said(2, Said::Initialised { job: job(), epoch: 1 });
+        script.said(2, ServerEvent::Initialised { job: job(), epoch: 1 });
         assert_eq!(script.version(), None);
         script.initialise_all();
         assert_eq!(script.version(), Some(0));
@@ -152,10 +152,10 @@ fn version_0_is_published_once_every_server_has_its_parameters() {
         };
         script.commands.iter().filter_map(publish).collect::<Vec<_>>()
     };
-    script.said(1, Said::Initialised { job: job(), epoch: 1 });
-    script.said(1, Said::Initialised { job: job(), epoch: 1 });
+    script.said(1, ServerEvent::Initialised { job: job(), epoch: 1 });
+    script.said(1, ServerEvent::Initialised { job: job(), epoch: 1 });
     assert_eq!((script.version(), published(&script)), (None, vec![]));
-    script.said(2, Said::Initialised { job: job(), epoch: 1 });
+    script.said(2, ServerEvent::Initialised { job: job(), epoch: 1 });
     assert_eq!((script.version(), published(&script)), (Some(0), vec![(1, 1, JOB), (2, 1, JOB)]));
 }
 

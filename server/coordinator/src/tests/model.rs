@@ -68,7 +68,7 @@ proptest! {
                 }
                 Step::Grant(number) => {
                     if let Some((rank, _, lease)) = chosen(number) {
-                        script.said(1, Said::Granted { job: job(), rank, lease });
+                        script.said(1, ServerEvent::Granted { job: job(), rank, lease });
                     }
                 }
                 Step::Lose(number) => {

@@ -161,7 +161,7 @@ fn an_attempt_continues_with_the_gradients_that_have_arrived() {
     let callers = [script.commit(vote(0)), script.commit(vote(1))];
     assert_eq!(script.answer(callers[0]), None);
     let attempt = Attempt { epoch: 3, step: 4, number: 0 };
-    script.said(2, Said::Ready { job: job(), attempt, reduced: before.reduced(2) });
+    script.said(2, ServerEvent::Ready { job: job(), attempt, reduced: before.reduced(2) });
     assert_eq!(script.report(callers[0]), script.report(callers[1]));
     // Epochs of the last coordinator are not used again.
     script.lose(0, before.leases[0]);
@@ -391,7 +391,7 @@ fn what_a_server_says_while_others_are_missing_counts() {
     let attempt = before.held().attempt;
     let mut script = starting();
     script.returns(1, 1, vec![before.held()]);
-    script.said(1, Said::Ready { job: job(), attempt, reduced: before.reduced(1) });
+    script.said(1, ServerEvent::Ready { job: job(), attempt, reduced: before.reduced(1) });
     script.returns(2, 1, vec![before.ready(2)]);
     assert!(script.open().is_reduced());
 
@@ -402,7 +402,7 @@ fn what_a_server_says_while_others_are_missing_counts() {
     };
     let mut script = starting();
     script.returns(1, 1, vec![upload.clone()]);
-    script.said(1, Said::Initialised { job: job(), epoch: 3 });
+    script.said(1, ServerEvent::Initialised { job: job(), epoch: 3 });
     script.returns(2, 1, vec![Held { initialised: true, ..upload }]);
     assert_eq!(script.version(), Some(0));
 

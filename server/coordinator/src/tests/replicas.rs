@@ -140,7 +140,7 @@ fn a_step_waits_while_slices_are_copied_and_for_the_report_after_it() {
     // Reports that servers have sent before they were told to copy.
     script.servers().into_iter().for_each(|server| ready(&mut script, server, 1, 0));
     assert_eq!(script.decisions().len(), decided);
-    script.said(server, Said::Copied { job: job(), number });
+    script.said(server, ServerEvent::Copied { job: job(), number });
     assert_eq!(script.decisions().len(), decided);
     script.silent = false;
     ready_all(&mut script, 1);
@@ -397,7 +397,7 @@ fn initial_parameters_that_all_other_servers_have_are_not_uploaded_again() {
     script.join(0).unwrap();
     let epoch = script.epoch();
     for server in [1, 2] {
-        script.said(server, Said::Initialised { job: job(), epoch });
+        script.said(server, ServerEvent::Initialised { job: job(), epoch });
     }
     assert_eq!(script.version(), None);
     script.lose_server(3);
@@ -520,7 +520,7 @@ fn a_server_that_missed_the_latest_placement_does_not_fail_the_job() {
 
 #[test]
 fn servers_with_different_content_of_a_slice_fail_the_job() {
-    let said = |epoch, version, slices: &[(u32, u64)]| Said::Hashes {
+    let said = |epoch, version, slices: &[(u32, u64)]| ServerEvent::Hashes {
         job: job(),
         epoch,
         version,

@@ -61,7 +61,7 @@ fn after_the_loss_of_a_server_ranks_continue_from_the_last_checkpoint_with_their
     assert_eq!(&opened, &[1, 3]);
     // What the servers have said about the earlier epoch.
     for server in opened {
-        script.said(server, Said::Opened { job: job(), epoch: before });
+        script.said(server, ServerEvent::Opened { job: job(), epoch: before });
     }
     let meanwhile = script.commit(commit(leases[1], before, 1, 5));
     assert!(matches!(script.error(meanwhile), Error::Unavailable { .. }));

@@ -54,7 +54,7 @@ impl Script {
     }
 
     fn written(&mut self, server: u64, save: u64) {
-        self.said(server, Said::Written { job: job(), save, files: Files::default() });
+        self.said(server, ServerEvent::Written { job: job(), save, files: Files::default() });
     }
 
     pub(super) fn write_all(&mut self) {
@@ -121,7 +121,7 @@ fn a_save_fails_with_the_error_of_a_server_and_the_job_continues() {
         url: URL.to_owned(),
         cause: "the disk is full".to_owned(),
     };
-    script.said(2, Said::SaveFailed { job: job(), save, cause: cause.clone() });
+    script.said(2, ServerEvent::SaveFailed { job: job(), save, cause: cause.clone() });
     assert_eq!(script.error(caller), &cause);
     assert_eq!(script.cancels(), [(1, save), (2, save)]);
     script.step_all(&leases, 0);

@@ -51,7 +51,7 @@ impl Script {
     fn cannot_copy(&mut self, server: u64) {
         let job = JobRef { name: "next".into(), id: SUCCESSOR };
         let (epoch, reason) = (self.cluster.jobs["next"].epoch, "it cannot copy".to_owned());
-        self.said(server, Said::Failed { job, epoch, reason, transient: true });
+        self.said(server, ServerEvent::Failed { job, epoch, reason, transient: true });
     }
 
     fn step(&mut self, lease: Lease) {

@@ -70,7 +70,7 @@ fn an_event_of_a_job_visits_no_other_job() {
 #[test]
 fn the_report_of_a_server_visits_no_job() {
     let (mut script, _) = beside(OTHERS);
-    assert_eq!(script.visits(|script| script.said(1, Said::Stats(Stats::default()))), 0);
+    assert_eq!(script.visits(|script| script.said(1, ServerEvent::Stats(Stats::default()))), 0);
 }
 
 #[test]

@@ -11,8 +11,8 @@ use zeroshard_coordinator::cluster::JobLimits;
 use zeroshard_model::{name::server_id, version::VERSION};
 use zeroshard_proto::{
     pb::{
-        self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event as Said,
-        serve_response::Command,
+        self, coordinator_service_client::CoordinatorServiceClient,
+        serve_request::Event as ServerEvent, serve_response::Command,
     },
     status::from_status,
 };
@@ -101,7 +101,7 @@ impl FakeShard {
         hello: pb::Hello,
     ) -> Result<Self, Status> {
         let (say, events) = mpsc::unbounded_channel();
-        say.send(pb::ServeRequest { event: Some(Said::Hello(hello)) }).unwrap();
+        say.send(pb::ServeRequest { event: Some(ServerEvent::Hello(hello)) }).unwrap();
         let mut stream = client.serve(UnboundedReceiverStream::new(events)).await?.into_inner();
         let (forward, commands) = mpsc::unbounded_channel();
         let answers = say.clone();
@@ -128,7 +128,7 @@ impl FakeShard {
         self.commands.recv().await.expect("open").unwrap()
     }
 
-    fn say(&self, event: Said) {
+    fn say(&self, event: ServerEvent) {
         self.say.send(pb::ServeRequest { event: Some(event) }).unwrap();
     }
 
@@ -136,8 +136,8 @@ impl FakeShard {
     async fn open(&mut self) -> (u64, u64) {
         let Command::Open(open) = self.next().await else { panic!("OpenJob") };
         let (job, epoch, job_id) = (open.spec.unwrap().name, open.epoch, open.job_id);
-        self.say(Said::Opened(pb::JobOpened { job: job.clone(), epoch, job_id }));
-        self.say(Said::Initialised(pb::JobInitialised { job, epoch, job_id }));
+        self.say(ServerEvent::Opened(pb::JobOpened { job: job.clone(), epoch, job_id }));
+        self.say(ServerEvent::Initialised(pb::JobInitialised { job, epoch, job_id }));
         let Command::Publish(publish) = self.next().await else { panic!("Publish") };
         assert_eq!((publish.epoch, publish.job_id), (epoch, job_id));
         (epoch, job_id)
@@ -150,14 +150,16 @@ impl Drop for FakeShard {
     }
 }
 
-fn reply(command: &Command) -> Option<Said> {
+fn reply(command: &Command) -> Option<ServerEvent> {
     match command.clone() {
-        Command::Confirm(pb::Confirm { number }) => Some(Said::Confirmed(pb::Confirmed { number })),
+        Command::Confirm(pb::Confirm { number }) => {
+            Some(ServerEvent::Confirmed(pb::Confirmed { number }))
+        }
         Command::Grant(pb::GrantLease { job, job_id, rank, lease }) => {
-            Some(Said::Granted(pb::LeaseGranted { job, job_id, rank, lease }))
+            Some(ServerEvent::Granted(pb::LeaseGranted { job, job_id, rank, lease }))
         }
         Command::Decide(pb::Decision { job, job_id, epoch, step, .. }) => {
-            Some(Said::Stored(pb::DecisionStored { job, job_id, epoch, step }))
+            Some(ServerEvent::Stored(pb::DecisionStored { job, job_id, epoch, step }))
         }
         _ => None,
     }
@@ -221,7 +223,7 @@ async fn a_job_trains_a_step_over_the_wire() {
     };
     let Command::Grant(grant) = shard.next().await else { panic!("GrantLease") };
     assert_eq!((grant.rank, grant.lease, grant.job_id), (0, member.lease, job_id));
-    shard.say(Said::Ready(ready));
+    shard.say(ServerEvent::Ready(ready));
     let turn = |step| pb::Turn { step, ..turn(&member) };
     let commit = pb::CommitRequest { turn: Some(turn(0)), ..Default::default() };
     let report = client.commit(commit).await.unwrap().into_inner();
@@ -421,7 +423,7 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     let (about, held) = (About::default(), Vec::new());
     let registration = Registration { server, about, term: 0, held };
     let mut control = driver.add_server(registration).unwrap();
-    let said = |said| driver.tell(Event::Said { from: control.link, said });
+    let said = |said| driver.tell(Event::FromServer { from: control.link, event: said });
     let create =
         |caller| Event::Create { caller, job_id: JOB, create: creation(spec(1)), wait: WAIT };
     let creator = tokio::spawn({
@@ -430,7 +432,7 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     });
     assert_eq!(control.commands.recv().await, Some(super::Command::Welcome));
     assert!(matches!(control.commands.recv().await, Some(super::Command::Open(_))));
-    said(super::Said::Opened { job: job(), epoch: 1 });
+    said(super::ServerEvent::Opened { job: job(), epoch: 1 });
     assert_eq!(creator.await.unwrap(), Ok(Reply::Created { epoch: 1, job_id: JOB }));
     // Each join that is given up costs a GrantLease and a NewEpoch.
     for number in 0..=(MAX_COMMANDS as u64 / 2) {

@@ -9,7 +9,7 @@ use zeroshard_proto::pb::{self, serve_response::Command as Wire};
 
 use super::*;
 use crate::coordinator::{
-    control::{held_job, said, wire},
+    control::{held_job, server_event, wire},
     responses::{self, Message as _},
 };
 
@@ -26,8 +26,8 @@ fn a_report_of_gradients_is_converted_with_every_field() {
         absent: vec![pb::Absent { slice: 8, rank: 9, everywhere: true }],
         copies: 10,
     };
-    let Ok(Said::Ready { job: of, attempt, reduced }) =
-        said(pb::serve_request::Event::Ready(ready))
+    let Ok(ServerEvent::Ready { job: of, attempt, reduced }) =
+        server_event(pb::serve_request::Event::Ready(ready))
     else {
         panic!("Ready")
     };
@@ -93,14 +93,15 @@ fn commands_about_replicas_are_converted_with_every_field() {
     let command = Command::ServeVersion { job: job(), version };
     assert_eq!(wire(command), Wire::ServeVersion(serve));
     let copied = pb::SlicesCopied { job: name.clone(), job_id, number };
-    let Ok(Said::Copied { job: of, number: 4 }) = said(pb::serve_request::Event::Copied(copied))
+    let Ok(ServerEvent::Copied { job: of, number: 4 }) =
+        server_event(pb::serve_request::Event::Copied(copied))
     else {
         panic!("Copied")
     };
     assert_eq!(of, job());
     let refused = pb::CopyRefused { job: name, job_id, number, reason: "memory".into() };
-    let Ok(Said::CopyRefused { job: of, number: 4, reason }) =
-        said(pb::serve_request::Event::CopyRefused(refused))
+    let Ok(ServerEvent::CopyRefused { job: of, number: 4, reason }) =
+        server_event(pb::serve_request::Event::CopyRefused(refused))
     else {
         panic!("CopyRefused")
     };
@@ -288,7 +289,7 @@ fn a_status_shows_each_server_with_its_own_data_while_another_one_departs() {
         cluster.handle(joined, Now::ZERO);
     }
     let from = Link { server: 1, stream: 1 };
-    cluster.handle(Event::Said { from, said: Said::Departing }, Now::ZERO);
+    cluster.handle(Event::FromServer { from, event: ServerEvent::Departing }, Now::ZERO);
     let status = responses::status(&cluster, Now::ZERO);
     let shown: Vec<_> = status.servers.iter().map(|of| of.version.as_str()).collect();
     assert_eq!(shown, ["version 2"]);

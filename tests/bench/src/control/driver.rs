@@ -10,7 +10,7 @@ use std::{
 use rustix::time::{ClockId, clock_gettime};
 use zeroshard_coordinator::{
     cluster::{Cluster, JobLimits},
-    commands::{About, Command, Said},
+    commands::{About, Command, ServerEvent},
     events::{Action, Event, Placed, Placing},
     ids::{Caller, JobRef, Lease, Link, Now, ServerId},
     job::Job,
@@ -52,10 +52,16 @@ impl Kind {
         let size = |name: &str| if name == LARGE { Size::Large } else { Size::Small };
         Some(match event {
             Event::Commit { commit, .. } => Self::Commit(size(&commit.turn.job.name)),
-            Event::Said { said: Said::Ready { job, .. }, .. } => Self::Ready(size(&job.name)),
-            Event::Said { said: Said::Stored { job, .. }, .. } => Self::Stored(size(&job.name)),
-            Event::Said { said: Said::Granted { job, .. }, .. } => Self::Granted(size(&job.name)),
-            Event::Said { said: Said::Stats(_), .. } => Self::Stats,
+            Event::FromServer { event: ServerEvent::Ready { job, .. }, .. } => {
+                Self::Ready(size(&job.name))
+            }
+            Event::FromServer { event: ServerEvent::Stored { job, .. }, .. } => {
+                Self::Stored(size(&job.name))
+            }
+            Event::FromServer { event: ServerEvent::Granted { job, .. }, .. } => {
+                Self::Granted(size(&job.name))
+            }
+            Event::FromServer { event: ServerEvent::Stats(_), .. } => Self::Stats,
             Event::LeaseEnded { job, .. } => Self::LeaseEnded(size(job)),
             Event::Join { join, .. } => Self::Join(size(&join.job)),
             Event::Tick => Self::Tick,
@@ -174,8 +180,8 @@ impl Driver {
     }
 
     /// Passes on the message of a server.
-    pub(super) fn say(&mut self, server: ServerId, said: Said) -> Result<(), Error> {
-        self.send(Event::Said { from: self.links[&server], said })
+    pub(super) fn say(&mut self, server: ServerId, said: ServerEvent) -> Result<(), Error> {
+        self.send(Event::FromServer { from: self.links[&server], event: said })
     }
 
     /// Passes on an event, and then the answers of the servers to its commands.
@@ -244,7 +250,9 @@ impl Driver {
             }
             Action::Command(server, command) => {
                 let said = reply(command);
-                return Ok(said.map(|said| Event::Said { from: self.links[&server], said }));
+                return Ok(
+                    said.map(|said| Event::FromServer { from: self.links[&server], event: said })
+                );
             }
             Action::Place(Placing { job, spec, live, zones, rooms, .. }) => {
                 let plan = Plan::within(&spec, &live, &zones, &rooms)?;
@@ -271,18 +279,18 @@ fn cpu_seconds() -> f64 {
 }
 
 /// The answer of a server to a command that it can carry out at once.
-fn reply(command: Command) -> Option<Said> {
+fn reply(command: Command) -> Option<ServerEvent> {
     match command {
         Command::Open(open) => {
             let job = JobRef { name: open.spec.name.clone(), id: open.job_id };
-            Some(Said::Opened { job, epoch: open.epoch })
+            Some(ServerEvent::Opened { job, epoch: open.epoch })
         }
-        Command::Grant { job, rank, lease } => Some(Said::Granted { job, rank, lease }),
+        Command::Grant { job, rank, lease } => Some(ServerEvent::Granted { job, rank, lease }),
         Command::Decide { job, decision } => {
             let attempt = decision.attempt;
-            Some(Said::Stored { job, epoch: attempt.epoch, step: attempt.step })
+            Some(ServerEvent::Stored { job, epoch: attempt.epoch, step: attempt.step })
         }
-        Command::Confirm { number } => Some(Said::Confirmed { number }),
+        Command::Confirm { number } => Some(ServerEvent::Confirmed { number }),
         _ => None,
     }
 }

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use zeroshard_coordinator::{
     calls::{Commit, Create, Join, Turn},
-    commands::Said,
+    commands::ServerEvent,
     events::Event,
     gradient::Reduced,
     ids::{JobRef, Lease, ServerId},
@@ -84,7 +84,7 @@ impl Job {
         started.epoch = driver.progress(&started.job)?.0;
         for server in started.servers().collect::<Vec<_>>() {
             let (job, epoch) = (started.job.clone(), started.epoch);
-            driver.say(server, Said::Initialised { job, epoch })?;
+            driver.say(server, ServerEvent::Initialised { job, epoch })?;
         }
         started.check(driver, 1 + world as usize)?;
         Ok(started)
@@ -161,7 +161,7 @@ impl Job {
         self.sums.iter().try_for_each(|(server, sums)| {
             let (job, attempt, sums) = (self.job.clone(), self.attempt(), sums.clone());
             let reduced = Reduced { sums, overflow: None, absent: Vec::new(), copies: 0 };
-            driver.say(*server, Said::Ready { job, attempt, reduced })
+            driver.say(*server, ServerEvent::Ready { job, attempt, reduced })
         })
     }
 

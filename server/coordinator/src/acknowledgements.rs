@@ -15,13 +15,13 @@ use crate::{
 
 /// Calls that wait for servers. The key is the number of the [`Command::Confirm`].
 #[derive(Debug, Default)]
-pub struct Confirmations {
+pub struct Acknowledgements {
     last: u64,
-    open: BTreeMap<u64, Confirmation>,
+    open: BTreeMap<u64, Acknowledgement>,
 }
 
 #[derive(Debug)]
-struct Confirmation {
+struct Acknowledgement {
     waiters: Vec<Waiter>,
     reply: Reply,
     pending: BTreeSet<ServerId>,
@@ -29,7 +29,7 @@ struct Confirmation {
     what: String,
 }
 
-impl Confirmations {
+impl Acknowledgements {
     pub(crate) fn next_deadline(&self) -> Option<Now> {
         self.open.values().flat_map(|open| &open.waiters).map(|waiter| waiter.deadline).min()
     }
@@ -48,29 +48,29 @@ impl Confirmations {
         self.last += 1;
         let number = self.last;
         out.extend(connected.iter().map(|&id| Action::Command(id, Command::Confirm { number })));
-        self.open.insert(number, Confirmation { waiters, reply, pending: connected, what });
+        self.open.insert(number, Acknowledgement { waiters, reply, pending: connected, what });
         self.answer(out);
     }
 
     /// A server has received all commands up to [`Command::Confirm`].
     pub(crate) fn confirmed(&mut self, server: ServerId, number: u64, out: &mut Vec<Action>) {
-        if let Some(confirmation) = self.open.get_mut(&number) {
-            confirmation.pending.remove(&server);
+        if let Some(acknowledgement) = self.open.get_mut(&number) {
+            acknowledgement.pending.remove(&server);
             self.answer(out);
         }
     }
 
     /// No call waits for the server any more.
     pub(crate) fn lose(&mut self, server: ServerId, out: &mut Vec<Action>) {
-        for confirmation in self.open.values_mut() {
-            confirmation.pending.remove(&server);
+        for acknowledgement in self.open.values_mut() {
+            acknowledgement.pending.remove(&server);
         }
         self.answer(out);
     }
 
     fn answer(&mut self, out: &mut Vec<Action>) {
-        let is_complete = |_: &u64, open: &mut Confirmation| open.pending.is_empty();
-        for (_, Confirmation { waiters, reply, .. }) in self.open.extract_if(.., is_complete) {
+        let is_complete = |_: &u64, open: &mut Acknowledgement| open.pending.is_empty();
+        for (_, Acknowledgement { waiters, reply, .. }) in self.open.extract_if(.., is_complete) {
             let answer = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
             out.extend(waiters.into_iter().map(answer));
         }
@@ -78,7 +78,7 @@ impl Confirmations {
 
     /// Answers calls at their deadline with the servers that have not confirmed.
     pub(crate) fn expire(&mut self, servers: &Servers, now: Now, out: &mut Vec<Action>) {
-        for Confirmation { waiters, pending, what, .. } in self.open.values_mut() {
+        for Acknowledgement { waiters, pending, what, .. } in self.open.values_mut() {
             for waiter in waiters.extract_if(.., |waiter| waiter.deadline <= now) {
                 let waiting_for = format!("{} to receive {what}", servers.names_of(pending));
                 out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use crate::{
-    feed::Change,
-    feed::Told,
     ids::Lease,
     job::{Job, Open, Phase},
+    memberships::Change,
+    memberships::Told,
 };
 
 impl Job {

@@ -11,7 +11,7 @@ impl Script {
         };
         let numbers: Vec<u64> = self.commands.iter().filter_map(number).collect();
         for number in numbers {
-            self.said(server, Said::Confirmed { number });
+            self.said(server, ServerEvent::Confirmed { number });
         }
     }
 

@@ -1,7 +1,7 @@
 //! Memberships: the messages to each member, and their cost.
 
 use super::*;
-use crate::feed::Peer;
+use crate::memberships::Peer;
 
 fn join(script: &mut Script, rank: u32) -> Lease {
     script.join_as(rank, Some(format!("worker-{rank}:7"))).unwrap()

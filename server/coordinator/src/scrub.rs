@@ -1,4 +1,4 @@
-//! The hashes of slices that their servers have sent for comparison.
+//! The hashes of slices that their servers have sent for scrub.
 
 use std::collections::{BTreeMap, btree_map::Entry};
 
@@ -6,13 +6,13 @@ use crate::ids::ServerId;
 
 /// The hashes of slices at one version.
 #[derive(Debug, Default)]
-pub struct Comparison {
+pub struct Scrub {
     version: u64,
     /// By slice: its hash, and the first server that has sent it.
     hashes: BTreeMap<u32, (u64, ServerId)>,
 }
 
-impl Comparison {
+impl Scrub {
     /// Adds hashes of a server. Returns the first slice whose hash differs, and the other server.
     pub(crate) fn add(
         &mut self,

@@ -2,7 +2,7 @@
 //! a job, and nothing after that.
 //!
 //! A server that is told only a part of what it lacks, because the coordinator dies, still has a
-//! state that the next coordinator understands: see the order of the commands in `catch_up`.
+//! state that the next coordinator understands: see the order of the commands in `resync`.
 
 use zeroshard_model::Attempt;
 
@@ -23,11 +23,7 @@ pub(crate) struct Known<'a> {
 ///
 /// # Errors
 /// A text without the name of the server, if it can never have had this state.
-pub(crate) fn catch_up(
-    known: Known<'_>,
-    held: &Held,
-    trains: bool,
-) -> Result<Vec<Command>, String> {
+pub(crate) fn resync(known: Known<'_>, held: &Held, trains: bool) -> Result<Vec<Command>, String> {
     let Known { job, epoch, open, .. } = known;
     let (current, mut commands) = (open.attempt(epoch), Vec::new());
     if open.version.is_some() && !held.published {

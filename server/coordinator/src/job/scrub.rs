@@ -26,7 +26,7 @@ impl Job {
         let known = spec.manifest.slices().len() as u32;
         let slices: Vec<(u32, u64)> =
             slices.iter().copied().filter(|&(slice, _)| slice < known).collect();
-        let Some((slice, other)) = open.comparison.add(server, version, &slices) else { return };
+        let Some((slice, other)) = open.scrub.add(server, version, &slices) else { return };
         let of = spec.manifest.slices()[slice as usize];
         let tensor = &spec.manifest.tensors()[of.tensor].name;
         let end = of.offset + of.numel;

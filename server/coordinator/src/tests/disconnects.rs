@@ -144,7 +144,7 @@ impl Play {
         let epoch = self.script.epoch();
         for server in [1, 2] {
             self.log.push((server, Entry::Initialised));
-            self.script.said(server, Said::Initialised { job: job(), epoch });
+            self.script.said(server, ServerEvent::Initialised { job: job(), epoch });
         }
     }
 
@@ -166,7 +166,7 @@ impl Play {
             if self.script.open().trainable.contains_key(&server) {
                 let reduced = self.script.gradients(server);
                 self.log.push((server, Entry::Ready(reduced.clone())));
-                self.script.said(server, Said::Ready { job: job(), attempt, reduced });
+                self.script.said(server, ServerEvent::Ready { job: job(), attempt, reduced });
             }
         }
     }

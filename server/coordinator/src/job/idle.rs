@@ -11,7 +11,7 @@ use crate::{
 impl Job {
     /// The time at which the job is deleted unless a rank gets a lease before; `None`: the job is
     /// kept.
-    pub(crate) fn disposal(&self, common: &Common) -> Option<Now> {
+    pub(crate) fn idle_deadline(&self, common: &Common) -> Option<Now> {
         let timeout = self.spec.idle_timeout.or(common.job_timeout)?;
         let due = match &self.phase {
             Phase::Open(open) if !open.members.is_empty() => return None,
@@ -36,21 +36,21 @@ impl Job {
 
     /// A lease has ended, or the job has just been opened. Unless another rank has a lease, the job
     /// is unused from now on.
-    pub(crate) fn unused_from_now(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn idle_from_now(&mut self, cx: &mut Context<'_>) {
         if let Phase::Open(open) = &self.phase
             && !open.members.is_empty()
         {
             return;
         }
         self.unused_since = cx.now;
-        self.dispose(cx);
+        self.delete_if_idle(cx);
     }
 
     /// Deletes the job if its time has come; otherwise requests a tick at that time.
-    pub(crate) fn dispose(&mut self, cx: &mut Context<'_>) {
-        match self.disposal(cx.common) {
+    pub(crate) fn delete_if_idle(&mut self, cx: &mut Context<'_>) {
+        match self.idle_deadline(cx.common) {
             Some(due) if due <= cx.now => {
-                if self.save_before_disposal(cx) {
+                if self.save_before_deletion(cx) {
                     return;
                 }
                 let (name, unused) = (&self.name, cx.now - self.unused_since);

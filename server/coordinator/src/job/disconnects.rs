@@ -1,7 +1,7 @@
 //! Absence: the control stream of a server has broken, and the server may come back.
 //!
 //! Its open jobs wait for it (see `patience`). When the same process connects again, it describes
-//! its jobs, receives the commands that it has missed (`catch_up`), and its jobs continue. If its
+//! its jobs, receives the commands that it has missed (`resync`), and its jobs continue. If its
 //! process has ended, they do not wait: it was restarted, another server has its address, or its
 //! address refuses connections (`probe`). They continue with their backups (`replicas`), return to
 //! their last checkpoint (`restore`), or fail.
@@ -11,14 +11,14 @@ use std::{collections::BTreeSet, time::Duration};
 use zeroshard_model::{JobSpec, Placement, Server, listing::some_of};
 
 use crate::{
-    absence::Away,
     context::Context,
+    disconnects::Away,
     events::Action,
     held::Held,
     ids::{Now, ServerId},
     job::{
         Job, Open, Phase,
-        catch_up::{Known, catch_up},
+        resync::{Known, resync},
     },
     learning::RECOVERY,
 };
@@ -93,7 +93,7 @@ impl Job {
         let Phase::Open(open) = &mut self.phase else { return };
         let decision = open.last.as_ref().map(|last| last.decision.clone());
         let known = Known { job: &job, epoch: self.epoch, open, decision: decision.as_ref() };
-        let commands = match catch_up(known, held, open.awaits(server)) {
+        let commands = match resync(known, held, open.awaits(server)) {
             Ok(commands) => commands,
             Err(what) => return self.fail(&format!("{name} {what}"), cx),
         };
@@ -160,7 +160,7 @@ impl Job {
     }
 
     /// Gives up a server that has been away for too long.
-    pub(crate) fn expire_absence(&mut self, cx: &mut Context<'_>) {
+    pub(crate) fn expire_disconnects(&mut self, cx: &mut Context<'_>) {
         let Phase::Open(open) = &self.phase else { return };
         let late = open.away.iter().find(|(_, away)| away.until <= cx.now);
         if let Some(&server) = late.map(|(server, _)| server) {
