@@ -29,7 +29,6 @@ KNOWN = {
     "zeroshard-client": [7],
     "zeroshard-fake-cuda": [5],
     "zeroshard-server": [4],
-    "zeroshard-shard": [6],
     "zeroshard-worker": [5],
 }
 # What the dependencies of a crate must not include.
