@@ -28,8 +28,6 @@ LIMIT = 3
 KNOWN = {
     "zeroshard-client": [7],
     "zeroshard-fake-cuda": [5],
-    "zeroshard-server": [4],
-    "zeroshard-shard": [6],
     "zeroshard-worker": [5],
 }
 # What the dependencies of a crate must not include.

@@ -30,11 +30,13 @@ use versioned::{Versioned, in_memory};
 
 mod backup;
 mod carried;
+mod carry;
 mod factors;
 mod hold;
 mod home;
 mod read;
 mod received;
+mod replace;
 mod replacement;
 mod saved;
 mod step;

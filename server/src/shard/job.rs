@@ -18,7 +18,7 @@ use zeroshard_shard::{
     slice::Apply,
 };
 
-use super::{events::Events, pin::Pins};
+use super::{events::Events, pins::Pins};
 use crate::metrics::{self, HeldJob};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};

@@ -1,10 +1,6 @@
 //! `Pin`: keeps a version of the parameters for a reader, while steps produce later ones.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, RwLock},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use futures_util::{Stream, StreamExt, stream};
 use tonic::Status;
@@ -12,49 +8,17 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{Error, Result};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{pb, status::to_status};
-use zeroshard_shard::{
-    budget::{Budget, Space},
-    part::Part,
-    tier::Array,
-};
+use zeroshard_shard::{budget::Budget, part::Part};
 
 use super::{
+    content::{Content, bytes_of},
     job::Job,
-    pull::{Content, bytes_of},
+    pins::Pin,
 };
 use crate::{config::MAX_WAIT, identity};
 
 /// The time limit of a pin for which the caller does not set one.
 const LIMIT: Duration = Duration::from_secs(60);
-
-/// A version of slices that steps do not overwrite.
-pub(crate) struct Pin<B: Backend> {
-    pub(super) version: u64,
-    slices: HashMap<u32, (Array<B>, Space)>,
-}
-
-impl<B: Backend> Pin<B> {
-    /// The parameters of a slice, if it is pinned.
-    pub(super) fn slice(&self, index: u32) -> Option<&Array<B>> {
-        self.slices.get(&index).map(|(buffer, _)| buffer)
-    }
-}
-
-/// The pins of a job, by number.
-pub(crate) struct Pins<B: Backend>(RwLock<HashMap<u64, Arc<Pin<B>>>>);
-
-impl<B: Backend> Default for Pins<B> {
-    fn default() -> Self {
-        Self(RwLock::default())
-    }
-}
-
-impl<B: Backend> Pins<B> {
-    /// The pin with this number, unless it has ended.
-    pub(super) fn get(&self, number: u64) -> Option<Arc<Pin<B>>> {
-        self.0.read().expect("no holder of the lock panics").get(&number).cloned()
-    }
-}
 
 /// A pin, which ends when this value is dropped.
 pub(super) struct HeldPin<B: Backend> {
@@ -65,7 +29,7 @@ pub(super) struct HeldPin<B: Backend> {
 
 impl<B: Backend> Drop for HeldPin<B> {
     fn drop(&mut self) {
-        self.job.pins.0.write().expect("no holder of the lock panics").remove(&self.number);
+        self.job.pins.remove(self.number);
     }
 }
 
@@ -121,8 +85,7 @@ pub(super) async fn hold<B: Backend>(
     let waiting_for = || format!("version {} of job {:?}", content.version, job.spec.name);
     job.wait_for(deadline, all_held, waiting_for).await?;
     let number = identity::random()?;
-    let pin = Arc::new(Pin { version: content.version, slices });
-    job.pins.0.write().expect("no holder of the lock panics").insert(number, pin);
+    job.pins.insert(number, Pin { version: content.version, slices });
     let limit = match request.limit_ms {
         0 => LIMIT,
         limit => Duration::from_millis(limit.into()).min(MAX_WAIT),

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use futures_util::{Stream, stream};
 use http::HeaderMap;
 use zeroshard_kernels::Backend;
-use zeroshard_model::{Attempt, DType, Elements, Error, JobSpec, Result, StridedBox, TensorBox};
+use zeroshard_model::{DType, Elements, Error, JobSpec, Result, StridedBox, TensorBox};
 use zeroshard_net::{
     Deadline,
     trace::{Span, SpanKind, Trace},
@@ -19,13 +19,18 @@ use zeroshard_net::{
 use zeroshard_proto::{
     convert,
     frame::{Extent, Writer},
-    pb::{self, state_part},
+    pb,
 };
 use zeroshard_shard::{
     budget::Space, fair::end_after_others, part::Part, slice::Slice, tier::Array,
 };
 
-use super::{job::Job, part, pin::Pin, store::Store};
+use super::{
+    content::{Content, bytes_of},
+    job::Job,
+    pins::Pin,
+    store::Store,
+};
 
 /// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -66,43 +71,6 @@ struct Pull<B: Backend> {
     writer: Writer,
     /// Ends with the pull.
     span: Span,
-}
-
-/// The part of each slice that a pull reads.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Content {
-    pub(crate) version: u64,
-    pub(crate) part: Part,
-    /// The attempt whose reduced gradient a backup wants.
-    pub(crate) attempt: Option<Attempt>,
-}
-
-impl Content {
-    fn of(request: &pb::PullRequest, job: &JobSpec) -> Result<Self> {
-        // All groups have the same state tensors.
-        let part = part::of(request.part.as_ref(), &job.groups[0])?;
-        let number = match request.part.as_ref().and_then(|part| part.part.as_ref()) {
-            Some(state_part::Part::GradientSum(sum)) => sum.attempt,
-            _ => None,
-        };
-        let (epoch, version) = (request.epoch, request.version);
-        let attempt = number.map(|number| Attempt { epoch, step: version, number });
-        Ok(Self { version, part, attempt })
-    }
-
-    /// The content of a slice; `None` if it is not available yet.
-    pub(crate) fn read<B: Backend>(
-        self,
-        job: &Job<B>,
-        slice: &Slice<B>,
-    ) -> Result<Option<Array<B>>> {
-        let name = &job.spec.name;
-        match self.attempt {
-            Some(attempt) => slice.reduced_of(name, attempt),
-            None if self.part != Part::GradientSum && !job.serves(self.version) => Ok(None),
-            None => slice.read(self.part, name, self.version),
-        }
-    }
 }
 
 /// Checks the request, and returns the data frames of the response, which can end with an error.
@@ -257,15 +225,6 @@ fn wanted<B: Backend>(
             },
         )),
     }
-}
-
-/// The additional memory that a step needs for `slice` if `part` of it is held.
-pub(super) fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
-    let dtype = match part {
-        Part::Parameters => job.spec.manifest.tensors()[slice.spec.tensor].dtype,
-        Part::Master | Part::State(_) | Part::GradientSum => DType::F32,
-    };
-    (slice.shape_of(part).numel(slice.spec.numel) * dtype.size()) as u64
 }
 
 impl<B: Backend> Pull<B> {

@@ -16,7 +16,7 @@ use super::{
     server::Copy,
     world::{Happening, World},
 };
-use crate::shard::{job::Job, pull::Content};
+use crate::shard::{content::Content, job::Job};
 
 /// The interval at which a request that has to wait is tried again.
 const WAIT: Duration = Duration::from_millis(1);

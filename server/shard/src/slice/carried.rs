@@ -1,10 +1,6 @@
-//! The initial content of a slice that is copied from the predecessor of the job.
+//! The initial content of a slice that was copied from the predecessor of the job.
 
-use zeroshard_kernels::Backend;
-use zeroshard_model::{AppliedSteps, Attempt, DType, Elements, Error, Result};
-
-use super::{Slice, factors};
-use crate::part::Part;
+use zeroshard_model::AppliedSteps;
 
 /// The copied content besides the master weights, which are always copied.
 #[derive(Debug, Clone, Copy)]
@@ -13,79 +9,4 @@ pub(super) struct Carried {
     pub(super) state: bool,
     /// The steps applied to the slice.
     pub(super) applied: AppliedSteps,
-}
-
-impl<B: Backend> Slice<B> {
-    /// Stores f32 `bytes` from element `offset` of the slice on in the master weights or a state
-    /// tensor.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] if the slice has readers, which is impossible before version 0.
-    pub fn carry(&self, part: Part, offset: usize, bytes: &[u8]) -> Result<()> {
-        let mut inner = self.lock();
-        let buffer = match part {
-            Part::State(position) => &mut inner.state[position],
-            _ => &mut inner.master,
-        };
-        let elements = Elements::from(offset..offset + bytes.len() / DType::F32.size());
-        let values = (bytes, DType::F32);
-        let buffer = &mut buffer.write(&self.backend)?;
-        factors::store(&*self.backend, self.shape_of(part), buffer, &elements, values)?;
-        Ok(())
-    }
-
-    /// Sets the steps applied to the slice.
-    pub fn carry_applied(&self, applied: AppliedSteps) {
-        self.lock().applied = applied;
-    }
-
-    /// Notes that the whole slice has been copied, and whether its optimizer state was.
-    pub fn end_carry(&self, state: bool) {
-        let mut inner = self.lock();
-        let applied = inner.applied;
-        inner.carried = Some(Carried { state, applied });
-    }
-
-    /// Notes that `rank` keeps the copied content and uploads nothing of the slice. If `applied`
-    /// has steps, they are those applied to the slice. Returns whether the slice is complete
-    /// now. `current` checks, under the lock of the slice, that `attempt` is the open one.
-    ///
-    /// # Errors
-    /// Those of `current`; [`Error::Invalid`] if the slice was not copied, or if the rank has
-    /// uploaded a part of it, in this epoch or in an earlier one.
-    pub fn keep(
-        &self,
-        attempt: Attempt,
-        rank: u32,
-        applied: AppliedSteps,
-        current: impl FnOnce() -> Result<()>,
-    ) -> Result<bool> {
-        let mut inner = self.lock();
-        current()?;
-        if self.version().is_none() {
-            self.enter(&mut inner, attempt)?;
-        }
-        let inner = &mut *inner;
-        if self.version().is_some() || inner.uploaded.is_complete(&self.contributors) {
-            return Ok(false);
-        }
-        if inner.carried.is_none() {
-            return Err(Error::invalid(
-                "initial parameters",
-                format!("left out by rank {rank}"),
-                "uploaded: the job's predecessor has no such tensor of this shape",
-            ));
-        }
-        if self.group.is_some() {
-            inner.count_applied(applied, rank)?;
-        }
-        if !inner.uploaded.keep(&self.contributors, rank) {
-            return Err(Error::invalid(
-                "initial parameters",
-                format!("left out by rank {rank}, which has uploaded some of them"),
-                "uploaded whole",
-            ));
-        }
-        Ok(inner.uploaded.is_complete(&self.contributors))
-    }
 }

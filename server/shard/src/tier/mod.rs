@@ -23,12 +23,11 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use tokio::runtime::{Handle, RuntimeFlavor};
 use zeroshard_model::{Error, JobSpec, Result, memory::Capacity};
 
 use crate::budget::{Budget, Space};
 pub use array::{Array, Writing};
-use paged::Paged;
+use paged::{Paged, Shared};
 pub use plan::{Kind, Places, Sizes, Tier};
 use plan::{Shortage, plan};
 use scratch::Scratch;
@@ -76,7 +75,7 @@ pub struct Tiers<B: Backend> {
     /// The flag that limits host memory.
     option: &'static str,
     fastest_of_state: Tier,
-    working: Working<B>,
+    working: Arc<Working<B, Shared<B>>>,
     /// Held while the arrays of a job are distributed.
     placing: Arc<Mutex<()>>,
 }
@@ -145,7 +144,7 @@ impl<B: Backend> Tiers<B> {
                 has_gpu: limits.host.is_some(),
                 option: limits.option,
                 fastest_of_state: limits.fastest_of_state,
-                working: Working::new(working),
+                working: Arc::new(Working::new(working)),
                 placing: placing.clone(),
             }))
         };
@@ -158,7 +157,7 @@ impl<B: Backend> Tiers<B> {
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Storage`].
     pub fn paged(
-        self: &Arc<Self>,
+        &self,
         tier: Tier,
         slice: u32,
         numel: usize,
@@ -171,7 +170,7 @@ impl<B: Backend> Tiers<B> {
             Tier::Disk => outside.disk.as_ref(),
         });
         let scratch = scratch.expect("the plan uses only tiers that have a budget");
-        Ok(Array::Paged(Arc::new(Paged::new(self, scratch, slice, numel, filled)?)))
+        Ok(Array::Paged(Arc::new(Paged::new(&self.working, scratch, slice, numel, filled)?)))
     }
 
     /// The threads for slices with arrays outside of memory.
@@ -254,15 +253,6 @@ impl<B: Backend> Tiers<B> {
             ),
             bytes: required,
         }
-    }
-}
-
-/// Runs work that waits for the disk. On a thread of a runtime with several threads, the other
-/// tasks of this thread continue on another one.
-fn blocking<T>(work: impl FnOnce() -> T) -> T {
-    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
-        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(work),
-        _ => work(),
     }
 }
 

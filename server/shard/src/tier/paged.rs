@@ -17,8 +17,8 @@ use zeroshard_model::direct::{PAGE, Pages};
 use zeroshard_model::{DType, Elements, Error, Result};
 
 use super::{
-    Tiers, blocking,
-    scratch::{Extent, Scratch},
+    scratch::{Extent, Scratch, blocking},
+    working::Working,
 };
 
 /// The bytes that are read or written with one request.
@@ -33,12 +33,12 @@ const SIZE: usize = DType::F32.size();
 /// An array in scratch space, which readers may hold. It is changed only while nobody else holds
 /// it.
 pub struct Paged<B: Backend> {
-    pub(super) shared: Arc<Shared<B>>,
+    shared: Arc<Shared<B>>,
 }
 
 /// The part of an array that the pool of working buffers refers to as well.
 pub(super) struct Shared<B: Backend> {
-    tiers: Arc<Tiers<B>>,
+    working: Arc<Working<B, Self>>,
     extent: Extent,
     /// The slice, for errors.
     slice: u32,
@@ -51,7 +51,7 @@ pub struct Cell<B: Backend> {
     content: Content,
     loaded: Option<Loaded<B>>,
     /// `true` if the pool of working buffers knows that the array may have one.
-    pub(super) is_listed: bool,
+    is_listed: bool,
 }
 
 /// The content in scratch space.
@@ -76,7 +76,7 @@ impl<B: Backend> Paged<B> {
     /// # Errors
     /// [`Error::OutOfMemory`] if the disk is full, or there is no memory; [`Error::Storage`].
     pub(super) fn new(
-        tiers: &Arc<Tiers<B>>,
+        working: &Arc<Working<B, Shared<B>>>,
         scratch: &Arc<Scratch>,
         slice: u32,
         numel: usize,
@@ -100,7 +100,7 @@ impl<B: Backend> Paged<B> {
         let content = filled.map_or(Content::Undefined, Content::Filled);
         let cell = Cell { content, loaded: None, is_listed: false };
         let cell = Mutex::new(cell);
-        let shared = Shared { tiers: tiers.clone(), extent, slice, numel, cell };
+        let shared = Shared { working: working.clone(), extent, slice, numel, cell };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -109,8 +109,8 @@ impl<B: Backend> Paged<B> {
     /// # Errors
     /// Those of [`Self::new`].
     pub(super) fn another(&self) -> Result<Self> {
-        let Shared { tiers, extent, slice, numel, .. } = &*self.shared;
-        Self::new(tiers, extent.scratch(), *slice, *numel, None)
+        let Shared { working, extent, slice, numel, .. } = &*self.shared;
+        Self::new(working, extent.scratch(), *slice, *numel, None)
     }
 
     pub(super) fn numel(&self) -> usize {
@@ -122,7 +122,7 @@ impl<B: Backend> Paged<B> {
         let cell = &mut *self.shared.cell();
         cell.content = Content::Undefined;
         if let Some(loaded) = cell.loaded.take() {
-            self.shared.tiers.working.give(loaded.buffer, self.shared.numel);
+            self.shared.working.give(loaded.buffer, self.shared.numel);
         }
     }
 
@@ -133,8 +133,9 @@ impl<B: Backend> Paged<B> {
     pub(super) fn load(&self, backend: &B) -> Result<MutexGuard<'_, Cell<B>>> {
         let mut cell = self.shared.cell();
         if cell.loaded.is_none() {
-            let working = &self.shared.tiers.working;
-            let mut buffer = working.take(backend, self.shared.numel)?;
+            let working = &self.shared.working;
+            let settle = |array: &Shared<B>| array.try_settle(backend);
+            let mut buffer = working.take(backend, self.shared.numel, settle)?;
             let target = Arc::get_mut(&mut buffer).expect("nobody holds a free buffer");
             let filled = match cell.content {
                 Content::Undefined => Ok(()),
@@ -270,7 +271,7 @@ impl<B: Backend> Shared<B> {
 
     /// Writes changes to scratch space, and returns the working buffer, unless the array is in use.
     /// False if the array keeps its buffer.
-    pub(super) fn try_settle(&self, backend: &B) -> bool {
+    fn try_settle(&self, backend: &B) -> bool {
         let Ok(mut cell) = self.cell.try_lock() else { return false };
         // The owner of the array finds the same error when it writes the array itself.
         let is_settled = self.settle(backend, &mut cell).is_ok();
@@ -291,7 +292,7 @@ impl<B: Backend> Shared<B> {
             cell.content = Content::Written;
         }
         if let Some(loaded) = cell.loaded.take() {
-            self.tiers.working.give(loaded.buffer, self.numel);
+            self.working.give(loaded.buffer, self.numel);
         }
         Ok(())
     }
@@ -363,7 +364,7 @@ impl<B: Backend> Drop for Shared<B> {
     fn drop(&mut self) {
         let cell = self.cell.get_mut().expect("no holder of the lock panics");
         if let Some(loaded) = cell.loaded.take() {
-            self.tiers.working.give(loaded.buffer, self.numel);
+            self.working.give(loaded.buffer, self.numel);
         }
     }
 }

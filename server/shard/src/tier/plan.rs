@@ -8,7 +8,8 @@
 use zeroshard_model::JobSpec;
 use zeroshard_model::direct::PAGE;
 
-use super::steps::MAX_STATE;
+/// The largest number of state tensors of an optimizer.
+pub(super) const MAX_STATE: usize = 3;
 
 /// An array of f32 that a slice has, by its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -16,6 +16,7 @@ use rustix::{
     fs::{FallocateFlags, fallocate},
     io::Errno,
 };
+use tokio::runtime::{Handle, RuntimeFlavor};
 use zeroshard_model::direct::{PAGE, open};
 
 use super::{free::Free, host::HostMemory, traffic::Traffic};
@@ -200,6 +201,15 @@ impl Drop for Extent {
         }
         let mut free = self.scratch.free.lock().expect("no holder of the lock panics");
         free.give(self.at, self.length);
+    }
+}
+
+/// Runs work that waits for the disk. On a thread of a runtime with several threads, the other
+/// tasks of this thread continue on another one.
+pub(super) fn blocking<T>(work: impl FnOnce() -> T) -> T {
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(work),
+        _ => work(),
     }
 }
 

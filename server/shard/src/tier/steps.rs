@@ -17,7 +17,7 @@ use zeroshard_kernels::{Backend, Update};
 use zeroshard_model::direct::{PAGE, Pages};
 use zeroshard_model::{DType, Error, Result};
 
-use super::{array::Array, paged::REQUEST};
+use super::{array::Array, paged::REQUEST, plan::MAX_STATE};
 
 /// The threads, and therefore the number of requests in flight.
 pub(super) const THREADS: usize = 8;
@@ -27,9 +27,6 @@ const PIECES: [usize; 2] = [PAGE / DType::F32.size(), REQUEST / DType::F32.size(
 
 /// The arrays of a piece: master weights, state, gradient.
 const ARRAYS: usize = 1 + MAX_STATE + 1;
-
-/// The largest number of state tensors of an optimizer.
-pub(super) const MAX_STATE: usize = 3;
 
 /// The threads and buffers of a server.
 pub struct Steps<B: Backend> {

@@ -14,36 +14,40 @@ use std::{
 use zeroshard_kernels::Backend;
 use zeroshard_model::{DType, Result};
 
-use super::paged::Shared;
-
-/// The working buffers of a server.
-pub(crate) struct Working<B: Backend> {
+/// The working buffers of a server, for arrays of type `A`.
+pub(super) struct Working<B: Backend, A> {
     limit: usize,
-    state: Mutex<State<B>>,
+    state: Mutex<State<B, A>>,
 }
 
-struct State<B: Backend> {
+struct State<B: Backend, A> {
     /// The elements of all buffers, free or in use.
     elements: usize,
     /// Free buffers, with their size: memory that is mapped anew for each use would be slower than
     /// a disk.
     free: Vec<(usize, Arc<B::Buffer>)>,
     /// Arrays that may have a buffer, in the order in which they got one.
-    loaded: VecDeque<Weak<Shared<B>>>,
+    loaded: VecDeque<Weak<A>>,
 }
 
-impl<B: Backend> Working<B> {
+impl<B: Backend, A> Working<B, A> {
     /// Buffers of at most `bytes`.
     pub(super) fn new(bytes: usize) -> Self {
         let state = State { elements: 0, free: Vec::new(), loaded: VecDeque::new() };
         Self { limit: bytes / DType::F32.size(), state: Mutex::new(state) }
     }
 
-    /// A buffer of `numel` elements, of any content, that nobody else holds.
+    /// A buffer of `numel` elements, of any content, that nobody else holds. `settle` writes
+    /// an array to its tier and gives its buffer back, and returns `false` if the array keeps it.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub(super) fn take(&self, backend: &B, numel: usize) -> Result<Arc<B::Buffer>> {
+    pub(super) fn take(
+        &self,
+        backend: &B,
+        numel: usize,
+        settle: impl Fn(&A) -> bool,
+    ) -> Result<Arc<B::Buffer>> {
         let mut tries = self.state().loaded.len();
         loop {
             let mut state = self.state();
@@ -68,7 +72,7 @@ impl<B: Backend> Working<B> {
             };
             drop(state);
             if let Some(array) = first.upgrade()
-                && !array.try_settle(backend)
+                && !settle(&array)
             {
                 self.state().loaded.push_back(first);
             }
@@ -98,7 +102,7 @@ impl<B: Backend> Working<B> {
     }
 
     /// Notes that an array has a buffer.
-    pub(super) fn list(&self, array: &Arc<Shared<B>>) {
+    pub(super) fn list(&self, array: &Arc<A>) {
         let mut state = self.state();
         // The list stays about as long as the number of arrays that are alive.
         for _ in 0..2 {
@@ -109,7 +113,7 @@ impl<B: Backend> Working<B> {
         state.loaded.push_back(Arc::downgrade(array));
     }
 
-    fn state(&self) -> MutexGuard<'_, State<B>> {
+    fn state(&self) -> MutexGuard<'_, State<B, A>> {
         self.state.lock().expect("no holder of the lock panics")
     }
 }

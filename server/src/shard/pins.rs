@@ -1,0 +1,50 @@
+//! The versions of a job that readers have pinned.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, RwLock},
+};
+
+use zeroshard_kernels::Backend;
+use zeroshard_shard::{budget::Space, tier::Array};
+
+/// A version of slices that steps do not overwrite.
+pub(crate) struct Pin<B: Backend> {
+    pub(super) version: u64,
+    /// The parameters of each slice, and their part of the budget for pinned versions.
+    pub(super) slices: HashMap<u32, (Array<B>, Space)>,
+}
+
+impl<B: Backend> Pin<B> {
+    /// The parameters of a slice, if it is pinned.
+    pub(super) fn slice(&self, index: u32) -> Option<&Array<B>> {
+        self.slices.get(&index).map(|(buffer, _)| buffer)
+    }
+}
+
+/// The pins of a job, by number.
+pub(crate) struct Pins<B: Backend>(RwLock<HashMap<u64, Arc<Pin<B>>>>);
+
+impl<B: Backend> Default for Pins<B> {
+    fn default() -> Self {
+        Self(RwLock::default())
+    }
+}
+
+impl<B: Backend> Pins<B> {
+    /// The pin with this number, unless it has ended.
+    pub(super) fn get(&self, number: u64) -> Option<Arc<Pin<B>>> {
+        self.0.read().expect("no holder of the lock panics").get(&number).cloned()
+    }
+
+    /// Adds a pin.
+    pub(super) fn insert(&self, number: u64, pin: Pin<B>) {
+        let pin = Arc::new(pin);
+        self.0.write().expect("no holder of the lock panics").insert(number, pin);
+    }
+
+    /// Ends a pin.
+    pub(super) fn remove(&self, number: u64) {
+        self.0.write().expect("no holder of the lock panics").remove(&number);
+    }
+}
