@@ -12,14 +12,15 @@ use zeroshard_model::{
     AppliedSteps, DType, Error, JobSpec, JobVersion, Placement, Result, TensorId,
     checkpoint::MAX_USER_DATA, local::LocalTensor,
 };
-use zeroshard_net::{Deadline, trace};
+use zeroshard_net::Deadline;
 use zeroshard_proto::pb;
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, retry::drops_job, state};
 use attempt::Attempts;
-use membership::{Membership, NEWS_TIMEOUT, SentData, Watcher};
+use membership::{Membership, NEWS_TIMEOUT, SentData};
 
 mod attempt;
+mod join;
 mod links;
 mod membership;
 mod transfer;
@@ -63,52 +64,6 @@ impl Drop for Member {
 }
 
 impl Job {
-    pub(crate) async fn join(
-        cluster: Cluster,
-        job: &str,
-        rank: u32,
-        address: Option<&str>,
-    ) -> Result<Self> {
-        trace::start_from_environment("zeroshard-worker")?;
-        let request = pb::JoinRequest {
-            job: job.to_owned(),
-            rank,
-            address: address.map(str::to_owned),
-            ..Default::default()
-        };
-        // An earlier lease of the rank may have to end first.
-        let limit = cluster.options.timeout;
-        let (first, stream) = membership::take_rank(&cluster, request.clone(), limit).await?;
-        let spec = JobSpec::try_from(first.spec.clone().unwrap_or_default())?;
-        let (id, locals) = (first.job_id, LocalTensor::all(&spec, rank));
-        let request = pb::JoinRequest { lease: first.lease, job_id: id, ..request };
-        let (told, membership) = watch::channel(Membership::new(first)?);
-        let (spec, attempts) = (Arc::new(spec), Arc::<Attempts>::default());
-        let restored = membership.borrow().restored.map_or(0, |restored| restored.epoch);
-        let user_data = Arc::<Mutex<SentData>>::default();
-        let watcher = Watcher {
-            cluster: cluster.clone(),
-            request,
-            told,
-            attempts: attempts.clone(),
-            user_data: user_data.clone(),
-        };
-        let watcher = tokio::spawn(watcher.run(stream));
-        let member = Member {
-            restoration: AtomicU64::new(restored),
-            cluster,
-            spec,
-            id,
-            rank,
-            locals,
-            membership,
-            watcher,
-            attempts,
-            user_data,
-        };
-        Ok(Self(Arc::new(member)))
-    }
-
     /// The spec of the job.
     pub fn spec(&self) -> &JobSpec {
         &self.0.spec
