@@ -11,8 +11,9 @@ use zeroshard_proto::pb;
 
 use super::{
     Job, Member,
-    attempt::Attempts,
-    membership::{self, Membership, SentData, Watcher},
+    attempts::Attempts,
+    membership::{Membership, SentData},
+    watcher::{Watcher, take_rank},
 };
 use crate::Cluster;
 
@@ -49,7 +50,7 @@ impl Job {
         };
         // An earlier lease of the rank may have to end first.
         let limit = cluster.options.timeout;
-        let (first, stream) = membership::take_rank(&cluster, request.clone(), limit).await?;
+        let (first, stream) = take_rank(&cluster, request.clone(), limit).await?;
         let spec = JobSpec::try_from(first.spec.clone().unwrap_or_default())?;
         let (id, locals) = (first.job_id, LocalTensor::all(&spec, rank));
         let request = pb::JoinRequest { lease: first.lease, job_id: id, ..request };
