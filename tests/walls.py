@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 3
 # The circles that are larger: the number of their files, largest first.
 KNOWN = {
-    "zeroshard-fake-cuda": [5],
     "zeroshard-server": [4],
     "zeroshard-shard": [6],
     "zeroshard-worker": [5],
