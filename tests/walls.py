@@ -28,7 +28,6 @@ LIMIT = 3
 KNOWN = {
     "zeroshard-server": [4],
     "zeroshard-shard": [6],
-    "zeroshard-worker": [5],
 }
 # What the dependencies of a crate must not include.
 NETWORK = ["tonic", "tokio", "hyper", "rustls"]
