@@ -8,11 +8,10 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::sleep;
 use zeroshard_model::{Error, JobSpec, JobVersion, Placement, Restore, Result};
 use zeroshard_net::{
     Deadline,
-    transport::{Addresses, CONNECT_TIMEOUT, Connection, Credentials, MAX_CONTROL_MESSAGE},
+    transport::{Connection, MAX_CONTROL_MESSAGE},
 };
 use zeroshard_proto::{
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
@@ -20,22 +19,11 @@ use zeroshard_proto::{
 };
 
 use crate::{
-    Job, Options, Status, Traffic,
-    connect::{first_answer, status_request},
-    retry::{Next, Tries, drops_job},
+    Options, Status, Traffic,
+    retry::{Next, Tries},
     shards::Shards,
-    state,
+    status::status_request,
 };
-
-/// Returns whether the servers could not answer about a version because the job has moved on, or to
-/// other servers.
-fn has_changed(error: &Error) -> bool {
-    matches!(error, Error::VersionGone { .. } | Error::NotHere { .. } | Error::StaleEpoch { .. })
-        || drops_job(error)
-}
-
-/// The interval at which a reader that waits for servers checks whether slices have moved.
-const MOVED_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A connection to a cluster. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -70,12 +58,12 @@ pub struct CreateJob {
     pub spec: JobSpec,
     /// The version of another job from which the job continues: see
     /// [`zeroshard_model::Succession`]. For each copied tensor, every uploading rank either uploads
-    /// its part or calls [`Job::keep`].
+    /// its part or calls [`crate::Job::keep`].
     pub from: Option<JobVersion>,
     /// With `from`: optimizer state and numbers of applied steps begin as in a new run.
     pub fresh_state: bool,
-    /// The checkpoint from which the job starts. Nothing is uploaded: [`Job::version`] is that of
-    /// the checkpoint from the beginning.
+    /// The checkpoint from which the job starts. Nothing is uploaded: [`crate::Job::version`] is
+    /// that of the checkpoint from the beginning.
     pub restore: Option<Restore>,
 }
 
@@ -93,30 +81,6 @@ impl From<&JobSpec> for CreateJob {
 }
 
 impl Cluster {
-    /// Connects to the coordinator at `address`, `host:port`; with several coordinators, of which
-    /// one is the leader, their addresses are separated by commas. Waits for an answer for
-    /// [`Options::connect_timeout`], at most for [`Options::timeout`], and prints one line on
-    /// standard error if there is none after a second.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
-    /// token, [`Error::Tls`] if one side does not trust the certificate of the other,
-    /// [`Error::VersionMismatch`] if the minor version of the coordinator is another one,
-    /// [`Error::Unavailable`] if no coordinator answers at this address.
-    pub async fn connect(address: &str, options: Options) -> Result<Self> {
-        let peer = format!("coordinator {address}");
-        let limit = options.connect_timeout.min(options.timeout);
-        // At least two tries, so that the cause is known if the host does not respond at all.
-        let addresses = Addresses::parse(address)?;
-        let addresses = addresses.connect_timeout(CONNECT_TIMEOUT.min(limit / 2));
-        let credentials = Credentials::new(&options.token, options.tls.clone())?;
-        let connection = addresses.connect_lazy(&credentials);
-        let shards = Arc::new(Shards::new(credentials));
-        let cluster = Self { connection, peer, options, shards };
-        first_answer(&cluster, limit).await?;
-        Ok(cluster)
-    }
-
     /// The status of the servers and jobs, and the version and the clock of the coordinator.
     ///
     /// # Errors
@@ -220,85 +184,14 @@ impl Cluster {
         })
     }
 
-    /// The hash of a job's whole state at its current version: hexadecimal BLAKE3. It depends on
-    /// the training run, and not on the cluster.
-    ///
-    /// # Errors
-    /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was applied meanwhile,
-    /// [`Error::Timeout`].
-    pub async fn state_hash(&self, job: &str) -> Result<String> {
-        let deadline = Deadline::after(self.options.timeout);
-        let mut ahead = 0;
-        loop {
-            let description = self.describe_job(job).await?;
-            let version = description.version.ok_or_else(|| {
-                Error::invalid(
-                    format!("state of job {job:?}"),
-                    "not initialised",
-                    "initialised by uploading its parameters",
-                )
-            })?;
-            // A job that trains leaves a version before all servers have been asked. They wait for
-            // a later one.
-            let hash = state::hash(self, &description, version + ahead);
-            let patience = if ahead > 0 { deadline.left() / 2 } else { deadline.left() };
-            let hash = tokio::select! {
-                hash = tokio::time::timeout(patience, hash) => hash,
-                () = self.has_moved(job, &description) => continue,
-            };
-            match hash {
-                Ok(Err(error)) if has_changed(&error) && !deadline.left().is_zero() => ahead += 1,
-                Ok(hash) => return hash,
-                // The job has stopped before this version.
-                Err(_) if ahead > 0 && !deadline.left().is_zero() => ahead = 0,
-                Err(_) => {
-                    let waiting_for = format!("the shard servers to hash job {job:?}");
-                    return Err(deadline.timeout(waiting_for));
-                }
-            }
-        }
-    }
-
     /// The address of the coordinator, as the caller has named it.
     pub fn address(&self) -> &str {
         self.peer.strip_prefix("coordinator ").unwrap_or(&self.peer)
     }
 
-    /// Waits until the placement of the job differs from `description`, so that a reader does not
-    /// wait for a lost server.
-    async fn has_moved(&self, job: &str, description: &Description) {
-        loop {
-            sleep(MOVED_INTERVAL).await;
-            let found = self.describe_job(job).await;
-            if found.is_ok_and(|found| found.placement != description.placement) {
-                return;
-            }
-        }
-    }
-
     /// The number of payload bytes that all jobs of this connection have transferred.
     pub fn traffic(&self) -> Traffic {
         self.shards.traffic()
-    }
-
-    /// Joins the job as `rank`. If the rank has an earlier lease, the call waits until that lease
-    /// ends. If `ZEROSHARD_OTLP_ENDPOINT` is set, this process sends the traces of its steps to
-    /// that collector from now on.
-    ///
-    /// # Errors
-    /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range, and
-    /// for an invalid collector or trace ratio in the environment.
-    pub async fn join(&self, job: &str, rank: u32) -> Result<Job> {
-        Job::join(self.clone(), job, rank, None).await
-    }
-
-    /// Joins the job like [`Self::join`], and announces `address`, `host:port`, to the other ranks
-    /// as the address of this worker.
-    ///
-    /// # Errors
-    /// Those of [`Self::join`].
-    pub async fn join_at(&self, job: &str, rank: u32, address: &str) -> Result<Job> {
-        Job::join(self.clone(), job, rank, Some(address)).await
     }
 
     /// The generated client of the coordinator for calls over `connection`.

@@ -1,7 +1,9 @@
-//! The first call to a coordinator: its time limit, the message about a wait, and its error.
+//! Connecting to a cluster: the first call to its coordinator, its time limit, the message
+//! about a wait, and its error.
 
 use std::{
     io::{Write as _, stderr},
+    sync::Arc,
     time::Duration,
 };
 
@@ -10,13 +12,42 @@ use zeroshard_model::{
     Error, Result,
     version::{self, VERSION},
 };
-use zeroshard_net::Deadline;
-use zeroshard_proto::{pb, status::from_status};
+use zeroshard_net::{
+    Deadline,
+    transport::{Addresses, CONNECT_TIMEOUT, Credentials},
+};
+use zeroshard_proto::status::from_status;
 
-use crate::{Cluster, retry::Tries};
+use crate::{Cluster, Options, retry::Tries, shards::Shards, status::status_request};
 
 /// A wait that lasts longer than this is reported on standard error.
 const SILENT: Duration = Duration::from_secs(1);
+
+impl Cluster {
+    /// Connects to the coordinator at `address`, `host:port`; with several coordinators, of which
+    /// one is the leader, their addresses are separated by commas. Waits for an answer for
+    /// [`Options::connect_timeout`], at most for [`Options::timeout`], and prints one line on
+    /// standard error if there is none after a second.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
+    /// token, [`Error::Tls`] if one side does not trust the certificate of the other,
+    /// [`Error::VersionMismatch`] if the minor version of the coordinator is another one,
+    /// [`Error::Unavailable`] if no coordinator answers at this address.
+    pub async fn connect(address: &str, options: Options) -> Result<Self> {
+        let peer = format!("coordinator {address}");
+        let limit = options.connect_timeout.min(options.timeout);
+        // At least two tries, so that the cause is known if the host does not respond at all.
+        let addresses = Addresses::parse(address)?;
+        let addresses = addresses.connect_timeout(CONNECT_TIMEOUT.min(limit / 2));
+        let credentials = Credentials::new(&options.token, options.tls.clone())?;
+        let connection = addresses.connect_lazy(&credentials);
+        let shards = Arc::new(Shards::new(credentials));
+        let cluster = Self { connection, peer, options, shards };
+        first_answer(&cluster, limit).await?;
+        Ok(cluster)
+    }
+}
 
 /// Waits until the coordinator answers, at most for `limit`. If this takes a second or more, a
 /// message on standard error names the address, once.
@@ -24,7 +55,7 @@ const SILENT: Duration = Duration::from_secs(1);
 /// # Errors
 /// [`Error::Unavailable`] with the last cause, if there is no answer, or one of another program;
 /// [`Error::Unauthenticated`], [`Error::Tls`] and [`Error::VersionMismatch`].
-pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<()> {
+async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<()> {
     let mut tries = Tries::until(Deadline::after(limit));
     let answered = {
         let mut answer = std::pin::pin!(answer(cluster, &mut tries));
@@ -52,11 +83,6 @@ pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<(
     let remedy = "check that it is the address of a coordinator, and that the coordinator runs \
                   (`zeroshard-server coordinator`)";
     Err(Error::Unavailable { peer: cluster.peer.clone(), cause: format!("{cause}; {remedy}") })
-}
-
-/// The request that states the version of this client.
-pub(crate) fn status_request() -> pb::StatusRequest {
-    pb::StatusRequest { version: VERSION.to_owned() }
 }
 
 async fn answer(cluster: &Cluster, tries: &mut Tries) -> Result<()> {

@@ -1,36 +1,32 @@
-//! A rank's membership in a job: its lease, and its calls to the coordinator and the servers
-//! outside a step. Gradients and votes are in `attempt`.
+//! A rank's membership in a job: its lease, and what it knows of the job. Calls outside a step are
+//! in `calls`, transfers in `transfer`, gradients and votes in `attempt`.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
+    sync::{Arc, Mutex, atomic::AtomicU64},
     time::Duration,
 };
 
-use bytes::Bytes;
 use tokio::{sync::watch, task::JoinHandle};
-use zeroshard_model::{
-    AppliedSteps, DType, Error, JobSpec, JobVersion, Placement, Result, TensorId,
-    checkpoint::MAX_USER_DATA, local::LocalTensor,
-};
-use zeroshard_net::{Deadline, trace};
-use zeroshard_proto::pb;
+#[cfg(doc)]
+use zeroshard_model::Error;
+use zeroshard_model::{DType, JobSpec, JobVersion, Result, TensorId, local::LocalTensor};
+use zeroshard_net::Deadline;
 
-use crate::{Cluster, Traffic, cluster::Description, local::local, retry::drops_job, state};
-use attempt::Attempts;
-use membership::{Membership, NEWS_TIMEOUT, SentData, Watcher};
+use crate::{Cluster, Traffic, local::local};
+use attempts::Attempts;
+use membership::{Membership, SentData};
 
 mod attempt;
+mod attempts;
+mod calls;
+mod join;
 mod links;
 mod membership;
+mod news;
 mod transfer;
+mod watcher;
 
 pub use attempt::Attempt;
-
-/// How long a save may take. It has the same limit in the coordinator.
-const SAVE_LIMIT: Duration = Duration::from_secs(3600);
-
-/// The pause before servers are asked again that did not know of a new placement.
-const NEWS_PAUSE: Duration = Duration::from_millis(20);
 
 /// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or
 /// [`Job::leave_done`]. If the last clone and the last [`Attempt`] are dropped without one of these
@@ -63,52 +59,6 @@ impl Drop for Member {
 }
 
 impl Job {
-    pub(crate) async fn join(
-        cluster: Cluster,
-        job: &str,
-        rank: u32,
-        address: Option<&str>,
-    ) -> Result<Self> {
-        trace::start_from_environment("zeroshard-worker")?;
-        let request = pb::JoinRequest {
-            job: job.to_owned(),
-            rank,
-            address: address.map(str::to_owned),
-            ..Default::default()
-        };
-        // An earlier lease of the rank may have to end first.
-        let limit = cluster.options.timeout;
-        let (first, stream) = membership::take_rank(&cluster, request.clone(), limit).await?;
-        let spec = JobSpec::try_from(first.spec.clone().unwrap_or_default())?;
-        let (id, locals) = (first.job_id, LocalTensor::all(&spec, rank));
-        let request = pb::JoinRequest { lease: first.lease, job_id: id, ..request };
-        let (told, membership) = watch::channel(Membership::new(first)?);
-        let (spec, attempts) = (Arc::new(spec), Arc::<Attempts>::default());
-        let restored = membership.borrow().restored.map_or(0, |restored| restored.epoch);
-        let user_data = Arc::<Mutex<SentData>>::default();
-        let watcher = Watcher {
-            cluster: cluster.clone(),
-            request,
-            told,
-            attempts: attempts.clone(),
-            user_data: user_data.clone(),
-        };
-        let watcher = tokio::spawn(watcher.run(stream));
-        let member = Member {
-            restoration: AtomicU64::new(restored),
-            cluster,
-            spec,
-            id,
-            rank,
-            locals,
-            membership,
-            watcher,
-            attempts,
-            user_data,
-        };
-        Ok(Self(Arc::new(member)))
-    }
-
     /// The spec of the job.
     pub fn spec(&self) -> &JobSpec {
         &self.0.spec
@@ -218,174 +168,15 @@ impl Job {
         self.0.cluster.shards.traffic()
     }
 
-    /// The hash of the job's whole state at `version`, which must be the current version.
+    /// The membership.
     ///
     /// # Errors
-    /// [`Error::VersionGone`], [`Error::Timeout`].
-    pub async fn state_hash(&self, version: u64) -> Result<String> {
-        let cluster = &self.0.cluster;
-        self.in_current_epoch(version, |of| async move { state::hash(cluster, &of, version).await })
-            .await
-    }
-
-    /// The steps applied to each tensor, by its index, at `version`, which must be the current
-    /// version. Skipped steps do not count, and neither do steps without a gradient of the tensor.
-    /// Tensors that are not trained have none.
-    ///
-    /// # Errors
-    /// [`Error::VersionGone`], [`Error::Timeout`].
-    pub async fn applied_steps(&self, version: u64) -> Result<Vec<AppliedSteps>> {
-        let cluster = &self.0.cluster;
-        let steps = |of| async move { state::applied_steps(cluster, &of, version).await };
-        self.in_current_epoch(version, steps).await
-    }
-
-    /// Reads from the servers of the current placement, and again if the placement changes
-    /// meanwhile.
-    async fn in_current_epoch<T, F: Future<Output = Result<T>>>(
-        &self,
-        version: u64,
-        read: impl Fn(Description) -> F,
-    ) -> Result<T> {
-        let mut limit = None;
-        loop {
-            let described = self.described(version)?;
-            let epoch = described.epoch;
-            let error = match self.while_in(epoch, read(described)).await {
-                Err(error @ Error::StaleEpoch { .. }) => error,
-                Err(error)
-                    if self.0.spec.replicas > 1
-                        && (drops_job(&error) || matches!(error, Error::NotHere { .. })) =>
-                {
-                    error
-                }
-                result => return result,
-            };
-            // The servers and this rank do not learn of a new placement at the same time.
-            let limit = limit.get_or_insert_with(|| Deadline::after(NEWS_TIMEOUT));
-            if limit.left().is_zero() {
-                return Err(error);
-            }
-            let _ = self.wait_for_news(epoch, limit.at_most(NEWS_PAUSE)).await;
-        }
-    }
-
-    fn described(&self, version: u64) -> Result<Description> {
-        let Membership { epoch, placement, .. } = self.current()?;
-        let (spec, placement) = (JobSpec::clone(&self.0.spec), Placement::clone(&placement));
-        Ok(Description { spec, id: self.0.id, epoch, placement, version: Some(version) })
-    }
-
-    /// Waits until `version`, the one that the last step has made, is saved where the policy of the
-    /// job says, for up to an hour. Does nothing if it has been saved already. Returns the size of
-    /// the checkpoint in bytes.
-    ///
-    /// # Errors
-    /// [`Error::RolledBack`]: the job has returned to an earlier version, which is saved.
-    /// [`Error::Invalid`] if the job has no policy or is at a later version,
-    /// [`Error::UserDataLost`], [`Error::Storage`], [`Error::Timeout`].
-    pub async fn save(&self, version: u64) -> Result<u64> {
-        self.check_restored(version)?;
-        let Member { cluster, spec, id, .. } = &*self.0;
-        let (job, url) = (spec.name.clone(), String::new());
-        let request = pb::SaveCheckpointRequest { job, job_id: *id, url, unless_saved: true };
-        let deadline = Deadline::after(SAVE_LIMIT);
-        loop {
-            match cluster.save(request.clone()).await {
-                Err(Error::Timeout { .. }) if !deadline.left().is_zero() => {}
-                Ok((saved, _)) if saved < version => {
-                    self.end_rolled_back();
-                    return Err(self.rolled_back(saved));
-                }
-                Ok((saved, _)) if saved > version => {
-                    let what = format!("version to save of job {:?}", spec.name);
-                    let expected = format!("{saved}, the current version");
-                    return Err(Error::invalid(what, version, expected));
-                }
-                saved => return saved.map(|(_, bytes)| bytes),
-            }
-        }
-    }
-
-    /// Sends this rank's data for checkpoints of `version`, the one that its last step has made: at
-    /// most [`MAX_USER_DATA`] bytes. A step that was committed with
-    /// [`Commit::user_data_follows`](crate::Commit::user_data_follows) needs it before the next
-    /// commit: checkpoints of the version wait for it.
-    ///
-    /// # Errors
-    /// [`Error::RolledBack`]: the job has returned to an earlier version. [`Error::LeaseLost`],
-    /// [`Error::Invalid`], [`Error::Timeout`].
-    pub async fn send_user_data(&self, version: u64, user_data: impl Into<Bytes>) -> Result<()> {
-        // The epoch is read first: if the job is restored after the check, the data is older.
-        let epoch = self.epoch();
-        self.check_restored(version)?;
-        let Member { cluster, spec, id, rank, .. } = &*self.0;
-        let deadline = Deadline::after(cluster.options.timeout);
-        let data = user_data.into();
-        self.keep_data(epoch, version, &data);
-        loop {
-            let lease = self.lease();
-            let request = pb::SendUserDataRequest {
-                job: spec.name.clone(),
-                job_id: *id,
-                lease,
-                rank: *rank,
-                version,
-                user_data: data.clone(),
-            };
-            let sent = cluster.retry("the receipt of the data of this rank", |mut client| {
-                let request = request.clone();
-                async move { client.send_user_data(request).await }
-            });
-            match self.unless_ended(sent).await {
-                Err(Error::LeaseLost { .. }) => self.wait_for_lease_after(lease, deadline).await?,
-                sent => return sent.map(|_| ()),
-            }
-        }
-    }
-
-    /// Keeps the data of this rank for a new coordinator, unless it will be refused.
-    fn keep_data(&self, epoch: u64, version: u64, data: &Bytes) {
-        if data.len() > MAX_USER_DATA {
-            return;
-        }
-        let sent = SentData { epoch, version, data: data.clone() };
-        *self.0.user_data.lock().unwrap_or_else(PoisonError::into_inner) = sent;
-    }
-
-    /// Ends the lease in order. Ranks that wait for this rank in the open step receive
-    /// [`Error::RankLeft`].
-    ///
-    /// # Errors
-    /// [`Error::Timeout`].
-    pub async fn leave(&self) -> Result<()> {
-        self.end_lease(false).await
-    }
-
-    /// Ends the lease like [`Self::leave`], for a rank that has no more data. In a job with
-    /// [`zeroshard_model::Departure::Absent`] the other ranks continue, and the gradients of this
-    /// rank count as zeros.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`].
-    pub async fn leave_done(&self) -> Result<()> {
-        self.end_lease(true).await
-    }
-
-    async fn end_lease(&self, done: bool) -> Result<()> {
-        let Member { cluster, spec, id, .. } = &*self.0;
-        let lease = self.lease();
-        let request = pb::LeaveRequest { job: spec.name.clone(), lease, job_id: *id, done };
-        let mut tries = 0;
-        let left = cluster.retry("leave", |mut client| {
-            tries += 1;
-            let request = request.clone();
-            async move { client.leave(request).await }
-        });
-        match left.await {
-            // An earlier try has ended the lease, and with it the job.
-            Err(Error::UnknownJob { .. } | Error::JobReplaced { .. }) if tries > 1 => Ok(()),
-            left => left.map(drop),
+    /// The reason for its end.
+    fn current(&self) -> Result<Membership> {
+        let membership = self.0.membership.borrow().clone();
+        match membership.ended {
+            Some(error) => Err(error),
+            None => Ok(membership),
         }
     }
 }

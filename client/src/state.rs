@@ -1,12 +1,81 @@
 //! Properties of a job that only the servers together know: the hash of its state, and the steps
 //! applied to each tensor.
 
+use std::time::Duration;
+
 use futures_util::future::try_join_all;
+use tokio::time::sleep;
 use zeroshard_model::{AppliedSteps, Error, Result, Server};
-use zeroshard_net::transport::{Connection, MAX_CONTROL_MESSAGE};
+use zeroshard_net::{
+    Deadline,
+    transport::{Connection, MAX_CONTROL_MESSAGE},
+};
 use zeroshard_proto::pb::{self, shard_service_client::ShardServiceClient};
 
-use crate::{Cluster, Description};
+use crate::{Cluster, Description, retry::drops_job};
+
+/// The interval at which a reader that waits for servers checks whether slices have moved.
+const MOVED_INTERVAL: Duration = Duration::from_millis(500);
+
+impl Cluster {
+    /// The hash of a job's whole state at its current version: hexadecimal BLAKE3. It depends on
+    /// the training run, and not on the cluster.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was applied meanwhile,
+    /// [`Error::Timeout`].
+    pub async fn state_hash(&self, job: &str) -> Result<String> {
+        let deadline = Deadline::after(self.options.timeout);
+        let mut ahead = 0;
+        loop {
+            let description = self.describe_job(job).await?;
+            let version = description.version.ok_or_else(|| {
+                Error::invalid(
+                    format!("state of job {job:?}"),
+                    "not initialised",
+                    "initialised by uploading its parameters",
+                )
+            })?;
+            // A job that trains leaves a version before all servers have been asked. They wait for
+            // a later one.
+            let hash = hash(self, &description, version + ahead);
+            let patience = if ahead > 0 { deadline.left() / 2 } else { deadline.left() };
+            let hash = tokio::select! {
+                hash = tokio::time::timeout(patience, hash) => hash,
+                () = self.has_moved(job, &description) => continue,
+            };
+            match hash {
+                Ok(Err(error)) if has_changed(&error) && !deadline.left().is_zero() => ahead += 1,
+                Ok(hash) => return hash,
+                // The job has stopped before this version.
+                Err(_) if ahead > 0 && !deadline.left().is_zero() => ahead = 0,
+                Err(_) => {
+                    let waiting_for = format!("the shard servers to hash job {job:?}");
+                    return Err(deadline.timeout(waiting_for));
+                }
+            }
+        }
+    }
+
+    /// Waits until the placement of the job differs from `description`, so that a reader does not
+    /// wait for a lost server.
+    async fn has_moved(&self, job: &str, description: &Description) {
+        loop {
+            sleep(MOVED_INTERVAL).await;
+            let found = self.describe_job(job).await;
+            if found.is_ok_and(|found| found.placement != description.placement) {
+                return;
+            }
+        }
+    }
+}
+
+/// Returns whether the servers could not answer about a version because the job has moved on, or to
+/// other servers.
+fn has_changed(error: &Error) -> bool {
+    matches!(error, Error::VersionGone { .. } | Error::NotHere { .. } | Error::StaleEpoch { .. })
+        || drops_job(error)
+}
 
 /// BLAKE3 of the version and of every slice's digest, in manifest order.
 pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> Result<String> {

@@ -2,8 +2,13 @@
 
 use std::{fmt, time::Duration};
 
-use zeroshard_model::{Error, Result, Server};
+use zeroshard_model::{Error, Result, Server, version::VERSION};
 use zeroshard_proto::pb;
+
+/// The request that states the version of this client.
+pub(crate) fn status_request() -> pb::StatusRequest {
+    pb::StatusRequest { version: VERSION.to_owned() }
+}
 
 /// The servers and jobs of a cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -6,9 +6,6 @@ use zeroshard_model::checkpoint::MAX_USER_DATA;
 use zeroshard_model::{Manifest, Optimizer, TensorId};
 use zeroshard_proto::pb;
 
-#[cfg(doc)]
-use crate::Job;
-
 /// A rank's vote about a step, after it has pushed all gradients.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -32,7 +29,7 @@ pub struct Commit {
     /// Data of this rank for a checkpoint of the version that the step makes, for example its
     /// random state: at most [`MAX_USER_DATA`] bytes.
     pub user_data: Bytes,
-    /// `true` if this rank sends that data after the step, with [`Job::send_user_data`].
+    /// `true` if this rank sends that data after the step, with [`crate::Job::send_user_data`].
     pub user_data_follows: bool,
 }
 

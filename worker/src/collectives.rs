@@ -9,11 +9,13 @@ mod algorithms;
 mod connections;
 mod error;
 mod gate;
+mod listening;
 mod mailbox;
 mod nccl;
 #[cfg(test)]
 mod nccl_tests;
 mod operation;
+mod options;
 mod peers;
 mod service;
 #[cfg(test)]
@@ -25,8 +27,9 @@ use std::fmt;
 
 use zeroshard_model::Reduction;
 
-pub use connections::{Listening, Options};
 pub use error::{Error, Place, Result};
+pub use listening::Listening;
+pub use options::Options;
 pub use peers::Peers;
 
 /// Collective operations in a group of ranks.

@@ -44,6 +44,7 @@
 
 mod backend;
 pub mod background;
+mod buffers;
 mod data_parallel;
 mod dist_model;
 mod dist_tensor;

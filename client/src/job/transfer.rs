@@ -142,38 +142,6 @@ impl Job {
         }
     }
 
-    /// Runs `work`, unless the coordinator announces a later epoch: a server of this epoch that was
-    /// lost does not answer.
-    ///
-    /// # Errors
-    /// [`Error::StaleEpoch`]; those of `work`.
-    pub(super) async fn while_in<T>(
-        &self,
-        epoch: u64,
-        work: impl Future<Output = Result<T>>,
-    ) -> Result<T> {
-        let done = self.unless(|now| now.epoch > epoch, work).await;
-        done.unwrap_or_else(|now| {
-            let (job, current) = (self.0.spec.name.clone(), now.epoch);
-            Err(Error::StaleEpoch { job, epoch, current })
-        })
-    }
-
-    /// Runs `work`, unless the membership becomes one for which `ended` is true. Returns this
-    /// membership then.
-    async fn unless<T>(
-        &self,
-        ended: impl FnMut(&Membership) -> bool,
-        work: impl Future<Output = T>,
-    ) -> Result<T, Membership> {
-        let mut membership = self.0.membership.clone();
-        tokio::select! {
-            biased;
-            result = work => Ok(result),
-            Ok(now) = membership.wait_for(ended) => Err(now.clone()),
-        }
-    }
-
     /// Fills the targets with the parameters at `version`, and waits for that version. Buffers are
     /// transferred as f32, regardless of the wire dtype.
     ///

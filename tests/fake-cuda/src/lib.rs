@@ -21,11 +21,13 @@
 
 mod api;
 mod codes;
+mod communicator;
 pub mod compiled;
 pub mod control;
 mod device;
 mod driver;
 mod fault;
+mod lanes;
 mod memory;
 mod nccl;
 mod order;

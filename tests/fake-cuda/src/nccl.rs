@@ -14,7 +14,7 @@ use std::{
     collections::BTreeMap,
     ffi::{c_char, c_int, c_void},
     fs, mem,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -22,9 +22,9 @@ use std::{
 };
 
 use crate::{
+    communicator::{Communicator, Message},
     device::Work,
     driver::{current, with_device},
-    fault::{Fault, Kind},
 };
 
 /// A result of NCCL.
@@ -40,53 +40,6 @@ const VERSION: c_int = 23_004;
 const SIZES: [usize; 10] = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2];
 /// So often a call is still in progress when it is asked for.
 const DELAYS: u64 = 3;
-
-/// A communicator.
-#[derive(Debug)]
-pub(crate) struct Communicator {
-    directory: PathBuf,
-    rank: usize,
-    ranks: usize,
-    device: usize,
-    /// The number of messages to and from each rank.
-    sent: Mutex<BTreeMap<usize, u64>>,
-    received: Mutex<BTreeMap<usize, u64>>,
-    /// How often the state is still to be in progress.
-    delays: AtomicU64,
-    is_aborted: AtomicBool,
-}
-
-/// A message, where its receiver looks for it.
-#[derive(Debug)]
-pub(crate) struct Message {
-    communicator: Arc<Communicator>,
-    path: PathBuf,
-}
-
-impl Message {
-    /// Returns whether a receive can run.
-    pub(crate) fn is_ready(&self) -> bool {
-        self.communicator.is_aborted.load(Ordering::Relaxed) || self.path.exists()
-    }
-
-    /// Makes it visible to the receiver.
-    pub(crate) fn write(&self, bytes: &[u8]) {
-        let part = self.path.with_extension("part");
-        let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, &self.path));
-        written.expect("the directory of the communicator exists");
-    }
-
-    /// The message; `None` if the communicator was aborted before it came.
-    pub(crate) fn read(&self, size: usize) -> Result<Option<Vec<u8>>, Fault> {
-        let Ok(bytes) = fs::read(&self.path) else { return Ok(None) };
-        let _ = fs::remove_file(&self.path);
-        if bytes.len() == size {
-            return Ok(Some(bytes));
-        }
-        let what = format!("a receive of {size} bytes gets a message of {}", bytes.len());
-        Err(Fault { kind: Kind::OutOfBounds, what })
-    }
-}
 
 static COMMUNICATORS: Mutex<BTreeMap<usize, Arc<Communicator>>> = Mutex::new(BTreeMap::new());
 static NEXT: AtomicU64 = AtomicU64::new(1);

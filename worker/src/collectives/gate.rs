@@ -8,7 +8,7 @@ use zeroshard_net::{
     transport::tls::{PeerSecurity, Security},
 };
 
-use super::connections::Options;
+use super::options::Options;
 
 /// Accepts calls from peers that have the token of this worker, or a certificate with the same
 /// role.

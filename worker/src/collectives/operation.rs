@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use zeroshard_proto::pb;
 
-use super::connections::LEAVE_TIMEOUT;
 use super::error::{Error, Place, Result};
 use super::mailbox::{Channel, Key, Mailbox, Missing};
 use super::nccl::Nccl;
+use super::options::LEAVE_TIMEOUT;
 
 /// Messages with at least this many elements (64 KiB) go over NCCL. For smaller ones, starting NCCL
 /// would take longer than the transfer over gRPC.

@@ -1,17 +1,21 @@
 //! Collectives over the connections between workers.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use zeroshard_model::Reduction;
+use futures_util::future::try_join_all;
+use zeroshard_model::{Error as ClusterError, Reduction};
 
 use super::Collectives;
 use super::algorithms;
 use super::connections::Connections;
 use super::error::{Error, Result};
+use super::listening::Listening;
 use super::mailbox::Channel;
 use super::nccl::{self, Nccl};
 use super::operation::{Numbers, Operation};
+use super::service::Identity;
 
 /// The connections of a worker to other workers of a job. Implements [`Collectives`] over gRPC.
 ///
@@ -23,6 +27,41 @@ pub struct Peers {
     communicator: u32,
     /// The connections for large messages, if there are any.
     nccl: OnceLock<Nccl>,
+}
+
+impl Listening {
+    /// Connects as rank `rank` of `world` ranks to the others of `ranks`, and waits until all of
+    /// them have connected to this worker. `address` returns the `host:port` of a rank, and is
+    /// called again until the rank has been reached, since a rank that has ended may still be known
+    /// at its old address.
+    ///
+    /// # Errors
+    /// Those of `address`, and an error for a peer that cannot be reached before the deadline, or
+    /// that has another rank.
+    pub fn connect(
+        self,
+        rank: u32,
+        world: u32,
+        ranks: Range<u32>,
+        address: impl AsyncFn(u32) -> Result<String, ClusterError>,
+    ) -> Result<Peers> {
+        if !ranks.contains(&rank) || ranks.end > world {
+            let expected = format!("one of ranks {ranks:?} of {world}");
+            return Err(Error::invalid("rank", rank, expected));
+        }
+        self.identity.send_replace(Some(Identity { rank, world }));
+        let others = || ranks.clone().filter(|&peer| peer != rank);
+        let dialled = others().map(async |to| {
+            Ok::<_, Error>((to, self.dial(rank, to, world, async || address(to).await).await?))
+        });
+        let clients = self.runtime.block_on(async {
+            let clients = try_join_all(dialled).await?;
+            // Otherwise this worker could leave before a peer has connected to it.
+            self.attached(rank, others()).await?;
+            Ok::<_, Error>(clients.into_iter().collect())
+        })?;
+        Ok(Peers::new(Arc::new(Connections::new(self, rank, world, clients))))
+    }
 }
 
 impl Peers {

@@ -35,7 +35,7 @@ pub(super) type Failure = Option<String>;
 #[derive(Debug, Clone)]
 pub(super) struct Service {
     pub(super) mailbox: Arc<Mailbox>,
-    /// `None` until [`super::connections::Listening::connect`] is called.
+    /// `None` until [`super::Listening::connect`] is called.
     pub(super) identity: watch::Receiver<Option<Identity>>,
     pub(super) failure: watch::Receiver<Failure>,
     /// The peers that have connected to this worker.

@@ -20,8 +20,8 @@ use tokio::task::JoinHandle;
 use zeroshard_client::{Attempt, Exchange, Job, Slots, Values};
 use zeroshard_model::{DType, Error as ClusterError};
 
+use super::buffers::{Buffer, Gradient, targets, tensor_ids};
 use super::error::{Error, Result};
-use super::remote::{Buffer, Gradient, targets, tensor_ids};
 use crate::collectives::Collectives;
 
 /// The exchanges of a rank with its group.

@@ -9,16 +9,18 @@ use std::{future::Future, sync::Arc, time::Duration};
 use futures_util::future::Either;
 use tokio::runtime::Handle;
 use zeroshard_client::{
-    Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, TensorId, Traffic,
+    Cluster, Commit, CreateJob, Job, Options, StepReport, TensorData, TensorId, Traffic,
 };
 #[cfg(doc)]
 use zeroshard_model::Error;
-use zeroshard_model::{JobSpec, Result, TensorBox, successor_name};
+use zeroshard_model::{JobSpec, Result, successor_name};
 
+use super::buffers::{targets, tensor_ids};
 use super::error;
 use super::exchanges::Exchanges;
-use super::host::HostValues;
 use crate::collectives::Collectives;
+
+pub use super::buffers::{Buffer, Gradient};
 
 /// The name of a job on the shard servers and the settings for connecting to it.
 #[derive(Debug, Clone)]
@@ -47,28 +49,6 @@ pub struct Seat<'a> {
     /// The address at which other workers reach this worker; `None` if they do not connect to it.
     pub reached_at: Option<&'a str>,
 }
-
-/// The values of a box of a tensor.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Buffer {
-    /// Index in the manifest.
-    pub tensor: usize,
-    /// The box.
-    pub bounds: TensorBox,
-    /// The elements of the box, row-major.
-    pub values: Vec<f32>,
-}
-
-impl Buffer {
-    /// A buffer of zeros for a box of a tensor.
-    pub fn zeros(tensor: usize, bounds: TensorBox) -> Self {
-        let values = vec![0.0; bounds.numel() as usize];
-        Self { tensor, bounds, values }
-    }
-}
-
-/// The index of a tensor in the manifest, and the gradient of the part that this rank holds.
-pub type Gradient = (usize, HostValues);
 
 /// The source of parameters and the destination of gradients: a job on the shard servers, or a
 /// table in memory in tests.
@@ -333,19 +313,4 @@ async fn pull(job: &Job, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<B
 async fn push(job: &Job, step: u64, gradients: Vec<Gradient>) -> Result<()> {
     let data = |(tensor, values): Gradient| TensorData::new(TensorId::new(tensor), values);
     job.attempt(step)?.push(gradients.into_iter().map(data).collect()).await
-}
-
-pub(crate) fn tensor_ids(tensors: &[usize]) -> Vec<TensorId> {
-    tensors.iter().copied().map(TensorId::new).collect()
-}
-
-pub(crate) fn targets(buffers: &mut [Buffer]) -> Vec<Target<'_>> {
-    let mut targets = Vec::with_capacity(buffers.len());
-    for Buffer { tensor, bounds, values } in buffers {
-        targets.push(Target {
-            bounds: Some(bounds.clone()),
-            ..Target::new(TensorId::new(*tensor), values)
-        });
-    }
-    targets
 }

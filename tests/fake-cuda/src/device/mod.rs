@@ -17,13 +17,15 @@ use crate::{
     random::Random,
 };
 
+mod execute;
 mod injection;
+mod queue;
 mod streams;
 mod work;
 
 pub(crate) use injection::Injection;
 use injection::Injections;
-use streams::{Event, Stream};
+use queue::{Event, Stream};
 pub(crate) use work::Work;
 
 /// The bits of a handle below the number of its device.

@@ -1,71 +1,19 @@
-//! Streams, events, and the order in which operations run.
+//! Calls on streams and events, and the order in which operations run.
 
-use std::{
-    collections::VecDeque,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use super::{Device, Work};
+use super::{
+    Device,
+    queue::{Event, Operation, Stream},
+    work::{Mark, Work},
+};
 use crate::{
     codes::{Code, INVALID_HANDLE, NOT_READY},
-    order::{Clock, Stamp},
+    order::Stamp,
 };
-
-/// A stream: a queue of operations.
-#[derive(Debug)]
-pub(crate) struct Stream {
-    number: usize,
-    /// What comes before the next operation.
-    clock: Clock,
-    pub(super) queue: VecDeque<Operation>,
-}
-
-impl Stream {
-    pub(super) fn new(number: usize) -> Self {
-        Self { number, clock: Clock::default(), queue: VecDeque::new() }
-    }
-}
-
-/// An operation of a stream.
-#[derive(Debug)]
-pub(crate) struct Operation {
-    pub(super) stamp: Arc<Stamp>,
-    pub(super) work: Work,
-    /// The error with which it fails.
-    pub(super) fails: Option<Code>,
-}
-
-/// An event.
-#[derive(Debug)]
-pub(crate) struct Event {
-    has_time: bool,
-    /// What it has recorded last.
-    mark: Option<Arc<Mark>>,
-}
-
-/// A place in a stream, which an event has recorded.
-#[derive(Debug)]
-pub(crate) struct Mark {
-    clock: Clock,
-    has_come: AtomicBool,
-    /// The time of the device when it has come, in nanoseconds.
-    time: AtomicU64,
-}
-
-impl Mark {
-    /// Returns whether everything before it is complete.
-    pub(crate) fn has_come(&self) -> bool {
-        self.has_come.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn come(&self, time: u64) {
-        self.time.store(time, Ordering::Relaxed);
-        self.has_come.store(true, Ordering::Relaxed);
-    }
-}
 
 impl Device {
     pub(crate) fn create_stream(&mut self) -> u64 {

@@ -3,7 +3,7 @@
 //! A register holds its value in the low bits, and zeros above. Floating-point results that are NaN
 //! are the canonical NaN of the hardware for f32, whatever the operands are.
 
-use crate::run::lanes::Lanes;
+use crate::lanes::Lanes;
 
 /// The NaN that NVIDIA's hardware produces.
 const CANONICAL_NAN: u64 = 0x7fff_ffff;

@@ -11,10 +11,8 @@ pub(crate) mod decode;
 pub(crate) mod operands;
 pub(crate) mod parse;
 
+use crate::lanes::Register;
 use alu::Alu;
-
-/// The number of a register of a thread.
-pub(crate) type Register = u16;
 
 /// The kernels of a module.
 #[derive(Debug)]

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use super::{At, Register, Special, parse::bytes_of};
+use super::{At, Special, parse::bytes_of};
+use crate::lanes::Register;
 
 /// The registers of a kernel, numbered in the order of their first use.
 #[derive(Debug, Default)]

@@ -4,7 +4,6 @@
 //! to a barrier or to their end. Without a barrier that a kernel needs, a warp therefore reads what
 //! the others have not written yet.
 
-pub(crate) mod lanes;
 pub(crate) mod shared;
 pub(crate) mod warp;
 
@@ -12,12 +11,12 @@ pub(crate) mod warp;
 mod tests;
 
 use crate::{
-    fault::{Fault, Kind},
+    fault::Fault,
+    lanes::WARP,
     memory::windows::Windows,
     ptx::{Kernel, Special},
     random::Random,
 };
-use lanes::WARP;
 use shared::Shared;
 use warp::Warp;
 
@@ -92,9 +91,4 @@ impl Launch {
         }
         Ok(warps.iter().map(|warp| warp.instructions).sum())
     }
-}
-
-/// A fault of a kernel.
-pub(crate) fn fault(kind: Kind, what: String) -> Fault {
-    Fault { kind, what }
 }

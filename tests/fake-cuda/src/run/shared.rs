@@ -1,6 +1,5 @@
 //! The shared memory of a block.
 
-use super::fault;
 use crate::{
     fault::{Fault, Kind},
     random::Random,
@@ -30,6 +29,6 @@ impl Shared {
             }
         }
         let what = format!("an access to shared memory at {address:#x} is outside all arrays");
-        Err(fault(Kind::OutOfBounds, what))
+        Err(Fault { kind: Kind::OutOfBounds, what })
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::{
+    fault::Kind,
     memory::Memory,
     order::{Clock, Stamp},
     ptx::Module,

@@ -3,13 +3,10 @@
 //! Each thread has its next operation. The warp runs the threads whose next operation is the
 //! earliest in the kernel, so that threads that went different ways meet again.
 
-use super::{
-    fault,
-    lanes::{Lanes, WARP},
-    shared::Shared,
-};
+use super::shared::Shared;
 use crate::{
     fault::{Fault, Kind},
+    lanes::{Lanes, WARP},
     memory::windows::Windows,
     ptx::{Access, Action, Kernel, Space},
 };
@@ -162,7 +159,7 @@ fn share(
 ) -> Result<(), Fault> {
     if !address.is_multiple_of(size as u64) {
         let what = format!("an access to shared memory at {address:#x} is not aligned to {size}");
-        return Err(fault(Kind::Misaligned, what));
+        return Err(Fault { kind: Kind::Misaligned, what });
     }
     let bytes = shared.bytes(address, size)?;
     match access {

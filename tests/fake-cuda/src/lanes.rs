@@ -1,6 +1,7 @@
 //! The registers of a warp.
 
-use crate::ptx::Register;
+/// The number of a register of a thread.
+pub(crate) type Register = u16;
 
 /// The threads of a warp.
 pub(crate) const WARP: usize = 32;
