@@ -2,8 +2,8 @@
 //! are the input, actions are the output.
 //!
 //! The cluster knows servers and the names of jobs, and passes each event to the jobs that it is
-//! about. A job handles its events alone ([`Job`]): the cost of an event does not depend on the
-//! number of other jobs.
+//! about. A job handles its events alone ([`Job`]), and an event visits no other job. Only commands
+//! of operators, quotas and the end of the process go over all jobs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -262,6 +262,7 @@ impl Cluster {
                 }
             }
             Event::Stopping => {
+                // The coordinator stores nothing, but all processes of the cluster may be stopping.
                 self.is_stopping = true;
                 let names: Vec<String> = self.jobs.keys().cloned().collect();
                 names.iter().for_each(|name| _ = self.visit(name, run, Job::save_last));
@@ -300,6 +301,9 @@ impl Cluster {
                 }
             }
             Consequence::Dismiss { link, cause } => self.server_lost(link, &cause, run),
+            Consequence::Answer { waiter, reply, servers, what } => {
+                self.common.answer_when_received(vec![waiter], reply, servers, what, run.out);
+            }
         }
     }
 
@@ -309,13 +313,14 @@ impl Cluster {
         let key = job.name.clone();
         let entry = (!matches!(job.phase, Phase::Gone)).then(|| job.entry(&self.common));
         let is_gone = entry.is_none();
-        let freed = self.common.index.set(&key, entry, job.phase.loads());
-        let predecessor = job.succession.as_ref().filter(|_| freed).map(|of| of.from.job.clone());
+        let has_moved = self.common.index.set(&key, entry, job.phase.loads());
+        let succession = job.succession.as_ref().filter(|_| has_moved);
+        let predecessor = succession.map(|succession| succession.from.job.clone());
         self.changed.insert(key);
         if is_gone {
             self.jobs.remove(name);
         }
-        // It may be of no more use.
+        // It is kept while another job is being created from it.
         if let Some(predecessor) = predecessor {
             self.index(&predecessor);
         }
@@ -453,7 +458,9 @@ impl Cluster {
                 });
             }
             ServerEvent::SaveFailed { job, save, cause } => {
-                self.visit_job(&job, run, |found, cx| found.save_failed(server, save, cause, cx));
+                let text = format!("{}: {cause}", self.common.servers.name(server));
+                run.out.push(Action::Alarm(Severity::Warning, text));
+                self.visit_job(&job, run, |found, cx| found.save_ended(save, Err(cause), cx));
             }
         }
     }
@@ -520,7 +527,7 @@ impl Cluster {
         })
     }
 
-    /// The predecessor of a job that is being created from it; `None` if it has none.
+    /// The job from which this one is being created, if it is.
     fn source_of(&self, job: &JobRef) -> Option<Result<Source>> {
         let found = self.jobs.get(&job.name).filter(|found| found.id == job.id)?;
         let succession = found.succession.as_ref().filter(|_| found.is_new())?;

@@ -38,9 +38,29 @@ pub(crate) enum Consequence {
     Ended { job_id: u64, error: Error },
     /// A control stream is of no use.
     Dismiss { link: Link, cause: String },
+    /// A call is answered when servers have received all commands, including those that follow from
+    /// the consequences before: see [`Acknowledgements::answer_when_received`].
+    Answer { waiter: Waiter, reply: Reply, servers: BTreeSet<ServerId>, what: String },
 }
 
-/// The surroundings of a job that handles an event at a time.
+impl Common {
+    /// Answers the calls when the connected ones of `servers` have received all commands that were
+    /// sent before: see [`Acknowledgements::answer_when_received`].
+    pub(crate) fn answer_when_received(
+        &mut self,
+        waiters: Vec<Waiter>,
+        reply: Reply,
+        servers: impl IntoIterator<Item = ServerId>,
+        what: String,
+        out: &mut Vec<Action>,
+    ) {
+        let connected: BTreeSet<ServerId> =
+            servers.into_iter().filter(|&server| self.servers.is_connected(server)).collect();
+        self.acknowledgements.answer_when_received(waiters, reply, connected, what, out);
+    }
+}
+
+/// What a job has at hand while it handles an event.
 #[derive(Debug)]
 pub struct Context<'a> {
     pub(crate) now: Now,
@@ -94,8 +114,7 @@ impl Context<'_> {
         }
     }
 
-    /// Answers the calls when the connected ones of `servers` have received all commands that were
-    /// sent before: see [`Acknowledgements::answer_when_received`].
+    /// The same as [`Common::answer_when_received`].
     pub(crate) fn answer_when_received(
         &mut self,
         waiters: Vec<Waiter>,
@@ -103,9 +122,6 @@ impl Context<'_> {
         servers: impl IntoIterator<Item = ServerId>,
         what: String,
     ) {
-        let Common { servers: known, acknowledgements, .. } = &mut *self.common;
-        let connected: BTreeSet<ServerId> =
-            servers.into_iter().filter(|&server| known.is_connected(server)).collect();
-        acknowledgements.answer_when_received(waiters, reply, connected, what, self.out);
+        self.common.answer_when_received(waiters, reply, servers, what, self.out);
     }
 }

@@ -7,6 +7,6 @@ use crate::ids::Now;
 pub struct Away {
     /// Why its control stream has ended.
     pub(crate) cause: String,
-    /// When the job fails.
+    /// When the server is given up.
     pub(crate) until: Now,
 }

@@ -32,7 +32,7 @@ pub(crate) struct Entry {
     pub(crate) interests: Interests,
 }
 
-/// The events of other jobs and of servers that can change a job.
+/// What a job waits for, or what waits for the job.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Interests {
     /// It waits for servers, or for the end of the learning.
@@ -41,7 +41,7 @@ pub(crate) struct Interests {
     pub(crate) descriptions: bool,
     /// Its slices could have more replicas.
     pub(crate) replicas: bool,
-    /// It is being saved.
+    /// It is being saved: departing servers, and the end of the process, wait for that.
     pub(crate) saving: bool,
 }
 
@@ -67,7 +67,7 @@ pub struct Index {
 
 impl Index {
     /// Replaces the entry of a job; `None`: the job is gone. `loads` is what it needs of each
-    /// server. Returns whether the job is not being created from another one any more.
+    /// server. Returns whether the job has begun or ended to be created from another one.
     pub(crate) fn set(&mut self, job: &Name, entry: Option<Entry>, loads: Option<&Loads>) -> bool {
         let is_gone = entry.is_none();
         let (old, new) = (self.entries.remove(job).unwrap_or_default(), entry.unwrap_or_default());
@@ -94,11 +94,11 @@ impl Index {
         if old.interests != new.interests {
             self.interest(job, new.interests);
         }
-        let is_freed = old.predecessor.is_some() && new.predecessor.is_none();
+        let has_moved = old.predecessor != new.predecessor;
         if !is_gone {
             self.entries.insert(job.clone(), new);
         }
-        is_freed
+        has_moved
     }
 
     fn use_servers(&mut self, job: &Name, old: &Entry, new: &Entry) {

@@ -32,7 +32,7 @@ pub struct Interrupted {
     pub(crate) members: Members,
     pub(crate) queue: Queue,
     pub(crate) left: BTreeSet<u32>,
-    /// As in [`Open`].
+    /// As in [`Open`](crate::job::Open).
     pub(crate) done: BTreeMap<u32, u64>,
     pub(crate) peers: Peers,
     /// Ranks whose lease has ended since. Those that have left in order are also in `left`.
@@ -88,8 +88,7 @@ impl Interrupted {
     }
 
     /// Returns whether the job may be placed on the `connected` servers. It needs one for each of
-    /// its
-    /// `replicas`, and waits for a while for as many as it has had.
+    /// its `replicas`, and waits for a while for as many as it has had.
     pub(crate) fn may_be_placed(
         &mut self,
         connected: usize,

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-/// The low bits of the term of a coordinator without an election are random: two of them that have
-/// met different servers never have the same term.
+/// The number of low bits of a term that are random in a coordinator without an election, so that
+/// two of them that have met different servers hardly ever have the same term.
 pub const RANDOM: u32 = 24;
 
 /// The number of epochs that a restoration skips. The servers that are left may not know the last

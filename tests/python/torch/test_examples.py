@@ -56,8 +56,9 @@ def run(script: Path, *arguments: str, launcher: str = ALONE, cwd: Path | None =
         # already.
         if not any(TORCHS_OWN_END in errors for _, errors in printed):
             break
-    for process, (output, errors) in zip(running, printed, strict=True):
-        assert process.returncode == 0, output + errors
+    everything = "".join(output + errors for output, errors in printed)
+    for process, (_, errors) in zip(running, printed, strict=True):
+        assert process.returncode == 0, everything
         assert "panicked" not in errors and "Traceback" not in errors, errors
     return printed[0][0]
 

@@ -1,4 +1,4 @@
-//! Absence: the control stream of a server has broken, and the server may come back.
+//! Disconnects: the control stream of a server has broken, and the server may come back.
 //!
 //! Its open jobs wait for it (see `patience`). When the same process connects again, it describes
 //! its jobs, receives the commands that it has missed (`resync`), and its jobs continue. If its
@@ -73,7 +73,7 @@ impl Job {
         }
     }
 
-    /// The server of an open job or of one that is being recovered with this id.
+    /// The server with this id, if the job has slices there and is open or being recovered.
     pub(crate) fn awaited(&self, server: ServerId) -> Option<&Server> {
         let (Phase::Open(_) | Phase::Recovering(_)) = &self.phase else { return None };
         self.phase.placement()?.servers().iter().find(|of| of.id == server)

@@ -108,7 +108,9 @@ impl Job {
         self.remove("deleted", cx);
         cx.note(format!("job {:?} is deleted", self.name));
         let what = format!("the deletion of job {:?}", self.name);
-        cx.answer_when_received(vec![waiter], Reply::Deleted, servers, what);
+        // After the jobs that were being created from this one have been closed.
+        let reply = Reply::Deleted;
+        cx.consequences.push(Consequence::Answer { waiter, reply, servers, what });
     }
 
     /// The servers that may have slices of the job.

@@ -1,4 +1,4 @@
-//! Disposal: a job is deleted when it has been unused for its idle timeout, or for that of the
+//! Idle jobs: a job is deleted when it has been unused for its idle timeout, or for that of the
 //! coordinator if it has none of its own.
 
 use crate::{

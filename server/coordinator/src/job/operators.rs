@@ -44,8 +44,8 @@ impl Job {
         })
     }
 
-    /// A server is not cordoned any more: the job does not move off it, may place slices again
-    /// where it has been refusing to, and may have waited for a server.
+    /// A server is not cordoned any more: the job does not move off it. It may use this server
+    /// again, and may have waited for one.
     pub(crate) fn uncordoned(&mut self, server: ServerId, cx: &mut Context<'_>) {
         if let Phase::Open(open) = &mut self.phase {
             open.replicas.uncordoned(server);

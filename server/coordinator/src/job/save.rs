@@ -287,18 +287,6 @@ impl Job {
         self.delete_if_idle(cx);
     }
 
-    /// A server cannot write its part of a checkpoint.
-    pub(crate) fn save_failed(
-        &mut self,
-        server: ServerId,
-        save: u64,
-        cause: Error,
-        cx: &mut Context<'_>,
-    ) {
-        cx.alarm(Severity::Warning, format!("{}: {cause}", cx.name(server)));
-        self.save_ended(save, Err(cause), cx);
-    }
-
     /// Gives up a save of which a server may not have received the command, because its control
     /// stream has broken.
     pub(crate) fn save_without(&mut self, server: ServerId, cause: &str, cx: &mut Context<'_>) {

@@ -279,3 +279,28 @@ proptest! {
         prop_assert_eq!(next as u64, numel);
     }
 }
+
+#[test]
+fn a_deletion_is_confirmed_after_the_jobs_that_were_being_created_from_the_job_are_closed() {
+    let (mut script, ..) = Script::succeeded();
+    script.commands.clear();
+    script.delete(JOB);
+    let is_close_of =
+        |command: &Command, id| matches!(command, Command::Close(job) if job.id == id);
+    let of_server = script.commands.iter().filter(|(server, _)| *server == 1);
+    let of_server: Vec<&Command> = of_server.map(|(_, command)| command).collect();
+    let closed = of_server.iter().position(|command| is_close_of(command, SUCCESSOR));
+    let confirm = of_server.iter().position(|command| matches!(command, Command::Confirm { .. }));
+    assert!(closed.is_some() && closed < confirm, "{of_server:?}");
+}
+
+#[test]
+fn an_idle_job_is_kept_while_another_is_created_from_it() {
+    let (mut script, leases) =
+        Script::training_of(JobSpec { idle_timeout: Some(IDLE), ..spec(1) }, 2);
+    script.lose(0, leases[0]);
+    let due = script.now + IDLE;
+    assert_eq!(script.cluster.next_deadline(), Some(due));
+    script.create_from(SUCCESSOR, named("next", 1), from(0));
+    assert!(script.cluster.next_deadline() > Some(due));
+}
