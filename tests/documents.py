@@ -1,9 +1,11 @@
-"""Checks that the files and functions that the documents name exist.
+"""Checks that the files, functions and tests that the documents name exist, and that links lead to
+files.
 
     python3 tests/documents.py
 
 A file may be named by the end of its path, such as `job/save.rs`. In tables with the columns
-"function" and "file", each function must be defined in its file.
+"function" and "file", each function must be defined in its file. mkdocs checks the links between
+pages of the book, and their headings.
 """
 
 import re
@@ -12,8 +14,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "deploy/README.md"]
+#: The entries of the changelog name what there was.
+EXCEPT = "CHANGELOG.md"
 NAMED = re.compile(r"`([\w./{},-]+\.(?:rs|py|cu|proto|toml|yaml|md|sh))`")
+#: Files of readers, and of other systems.
+NOT_OURS = {"script.py", "train.py", "zero_to_fp32.py"}
+TEST = re.compile(r"`(test_\w+)(?:\[[^`]*\])?`")
 
 
 def expanded(path: str) -> list[str]:
@@ -40,12 +46,23 @@ def is_there(path: str, files: list[str]) -> bool:
 
 def missing_files(text: str, files: list[str]) -> list[str]:
     named = {path for match in NAMED.finditer(text) for path in expanded(match[1])}
-    return sorted(path for path in named if not is_there(path, files))
+    return sorted(path for path in named - NOT_OURS if not is_there(path, files))
+
+
+def missing_links(document: str, text: str) -> list[str]:
+    """The links that lead to no file."""
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    there = (ROOT / document).parent
+    return sorted({f"a link to {link}" for link in links if not (there / link).exists()})
+
+
+def missing_tests(text: str, tests: str) -> list[str]:
+    return [name for name in TEST.findall(text) if f"def {name}(" not in tests]
 
 
 def missing_functions(text: str) -> list[str]:
     missing = []
-    for name, path in re.findall(r"^\| \d+ \| `([\w:]+)` \| ([\w./]+) \|", text, re.M):
+    for name, path in re.findall(r"^\| \d+ \| `([\w:]+)` \| ([\w./]+\.rs) \|", text, re.M):
         source = ROOT / path
         function = rf"\bfn {name.split('::')[-1]}\b"
         if not source.exists() or not re.search(function, source.read_text()):
@@ -58,15 +75,19 @@ def main() -> None:
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     )
     files = listed.stdout.split()
+    documents = [file for file in files if file.endswith(".md") and file != EXCEPT]
+    tests = "".join((ROOT / file).read_text() for file in files if "/test_" in file)
     is_whole = True
-    for document in DOCUMENTS:
+    for document in documents:
         text = (ROOT / document).read_text()
-        for what in missing_files(text, files) + missing_functions(text):
+        missing = missing_files(text, files) + missing_functions(text)
+        missing += missing_links(document, text) + missing_tests(text, tests)
+        for what in missing:
             print(f"{document} names {what}, which does not exist")
             is_whole = False
     if not is_whole:
         sys.exit(1)
-    print("all files and functions that the documents name exist")
+    print("all files, functions and tests that the documents name exist")
 
 
 if __name__ == "__main__":

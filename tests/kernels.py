@@ -53,23 +53,22 @@ class Nvrtc:
         getattr(self._library, f"nvrtcGet{name}")(program, text)
         return text.value.decode()
 
-    def compile(self, source: Path) -> str:
-        """The PTX of a source file."""
+    def compile(self, sources: Path) -> str:
+        """The PTX of all source files of a folder."""
         program = ctypes.c_void_p()
         create = self._library.nvrtcCreateProgram
-        created = create(
-            ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
-        )
+        included = "".join(f'#include "{file.name}"\n' for file in sorted(sources.glob("*.cu")))
+        created = create(ctypes.byref(program), included.encode(), b"all.cu", 0, None, None)
         if created:
             sys.exit(f"nvrtcCreateProgram: error {created}")
-        options = [*(option.encode() for option in OPTIONS), f"-I{source.parent}".encode()]
+        options = [*(option.encode() for option in OPTIONS), f"-I{sources}".encode()]
         array = (ctypes.c_char_p * len(options))(*options)
         failed = self._library.nvrtcCompileProgram(program, len(options), array)
         log = self._text("ProgramLog", program).strip()
         if log:
             print(log, file=sys.stderr)
         if failed:
-            sys.exit(f"{source} does not compile")
+            sys.exit(f"{sources} does not compile")
         return self._text("PTX", program)
 
 
@@ -108,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["build", "check"])
     command = parser.parse_args().command
-    ptx = Nvrtc().compile(SOURCES / "all.cu")
+    ptx = Nvrtc().compile(SOURCES)
     if command == "build":
         PTX.write_text(ptx)
     elif PTX.read_text() != ptx:

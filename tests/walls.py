@@ -1,4 +1,5 @@
-"""Prints the crates and what they depend on, and the circles of imports in each of them.
+"""Prints the crates and what they depend on, and the circles of imports in each of them and in the
+Python package.
 
     python3 tests/walls.py              # fails if a wall has a hole, or a circle is too large
     python3 tests/walls.py --circles    # also lists the files of each circle
@@ -8,9 +9,13 @@ through another crate. Inside a crate, files that import each other can only be 
 together; a circle has at most `LIMIT` files.
 
 An import counts for the file that defines the name, not for one that only exports it. Tests do not
-count.
+count. `PARTS` lists the structs whose fields are private.
+
+The Python package has no circles: a circle of imports can fail when a program imports its files in
+another order, and imports for type checking count because a reader follows them, too.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -27,6 +32,8 @@ LIMIT = 3
 NETWORK = ["tonic", "tokio", "hyper", "rustls"]
 WITHOUT = {
     "zeroshard-model": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
+    "zeroshard-loops": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
+    "zeroshard-shm": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-model"],
     "zeroshard-proto": ["opentelemetry", "prometheus", "zeroshard-net"],
     "zeroshard-coordinator": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
     "zeroshard-shard": [
@@ -45,6 +52,35 @@ WITHOUT = {
     "zeroshard-zsctl": ["prometheus", "burn", "zeroshard-server"],
     "zeroshard-server": ["burn", "pyo3", "zeroshard-client"],
     "zeroshard-worker": ["prometheus", "object_store", "clap_complete", "zeroshard-server"],
+}
+
+# The Python package.
+PYTHON = ROOT / "client/python/zeroshard"
+
+# The parts of a job's state, by the file that alone reads and writes their fields.
+COORDINATOR = ROOT / "server/coordinator/src"
+PARTS = {
+    "cluster/acknowledgements": "Acknowledgements",
+    "state/decided": "Decided",
+    "state/departed": "Departed",
+    "state/server_disconnects": "Disconnects",
+    "cluster/index": "Index",
+    "state/interrupted": "Interrupted",
+    "cluster/jobs": "Jobs",
+    "state/broken_links": "BrokenLinks",
+    "state/memberships": "Peers",
+    "state/progress": "Progress",
+    "state/recovery": "Recovery",
+    "state/replicas": "Replicas",
+    "state/uneven_inputs": "UnevenInputs",
+    "state/round": "Round",
+    "state/saves": "Saves",
+    "cluster/servers": "Servers",
+    "cluster/startup": "Startup",
+    "state/members": "Members",
+    "state/scrub": "Scrub",
+    "state/user_data": "UserData",
+    "state/version": "Version",
 }
 
 Module = tuple[str, ...]
@@ -151,6 +187,46 @@ def paths(tree: str) -> Iterator[list[str]]:
             yield prefix
 
 
+class Package:
+    """The files of a Python package by module, and their imports, also those in functions and for
+    type checking."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files = {self.module(file): file for file in sorted(root.rglob("*.py"))}
+
+    def module(self, file: Path) -> Module:
+        path = file.relative_to(self.root.parent).with_suffix("").parts
+        return path[:-1] if path[-1] == "__init__" else path
+
+    def imports(self) -> Edges:
+        edges: Edges = {}
+        for module, file in self.files.items():
+            found = ast.walk(ast.parse(file.read_text(), file))
+            targets = (self.definition(path) for node in found for path in self.named(node, file))
+            edges[module] = {target for target in targets if target not in (None, module)}
+        return edges
+
+    def named(self, node: ast.AST, file: Path) -> Iterator[Module]:
+        """The paths from the root that an import names."""
+        if isinstance(node, ast.Import):
+            yield from (tuple(of.name.split(".")) for of in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = file.relative_to(self.root.parent).parts[: -node.level] if node.level else ()
+            base = (*folder, *(node.module.split(".") if node.module else ()))
+            yield from ((*base, of.name) for of in node.names)
+
+    def definition(self, path: Module) -> Module | None:
+        """The file that a path names: a submodule, or the module that has the name. None for other
+        packages, and for the extension module, which has a stub."""
+        for module in (path, path[:-1]):
+            if (self.root.parent.joinpath(*module)).with_suffix(".pyi").exists():
+                return None
+            if module in self.files:
+                return module
+        return None
+
+
 def circles(edges: Edges) -> list[list[Module]]:
     """The sets of files that import each other, largest first."""
     after = {module: closure(module, edges) for module in edges}
@@ -176,6 +252,19 @@ def closure(start: Module, edges: Edges) -> set[Module]:
     return seen
 
 
+def public_fields() -> Iterator[str]:
+    """The fields of parts of a job's state that other files could read or write."""
+    for file, part in PARTS.items():
+        body = re.search(
+            rf"struct {part} {{(.*?)\n}}", (COORDINATOR / f"{file}.rs").read_text(), re.DOTALL
+        )
+        if not body:
+            yield f"{file}.rs has no struct {part}"
+            continue
+        for name in re.findall(r"\n    pub\S* (\w+):", body[1]):
+            yield f"{part} of {file}.rs has the public field {name}"
+
+
 def main() -> int:
     found = metadata()
     packages = {package["id"]: package for package in found["packages"]}
@@ -196,6 +285,15 @@ def main() -> int:
             for circle in known:
                 print("    " + ", ".join("::".join(module) or "lib" for module in circle))
         holes += [f"{name} has a circle of {size} files" for size in sizes]
+    package = Package(PYTHON)
+    known = circles(package.imports())
+    sizes = [len(circle) for circle in known]
+    print(f"{'client/python':22} {len(package.files):4} files   circles {sizes or '-'}")
+    if "--circles" in sys.argv:
+        for circle in known:
+            print("    " + ", ".join(map(".".join, circle)))
+    holes += [f"client/python has a circle of {size} files" for size in sizes]
+    holes += public_fields()
     print("\n".join(holes) or "no holes")
     return bool(holes)
 

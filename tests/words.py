@@ -1,7 +1,7 @@
 """Checks the vocabulary of the project: words that were given up must not come back as identifiers,
 and comments in Rust must fit into 100 columns.
 
-The glossary in ARCHITECTURE.md has one word for one thing. Python's columns are checked by ruff.
+The glossary, docs/internals/glossary.md, has one word for one thing. ruff checks Python's columns.
 """
 
 from __future__ import annotations

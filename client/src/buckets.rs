@@ -61,11 +61,10 @@ impl Buckets {
                 return Err(Error::invalid("tensor of a bucket", tensor, expected));
             }
             Some(true) => {
-                return Err(Error::invalid(
-                    format!("gradient of tensor {tensor}"),
-                    "ready for the second time in one backward pass",
-                    "ready once; run every backward pass except the last under `no_sync()`",
-                ));
+                return Err(Error::refused(format!(
+                    "the gradient of tensor {tensor} is ready for the second time in one backward \
+                     pass; run every backward pass except the last under `no_sync()`"
+                )));
             }
             Some(ready) => *ready = true,
         }

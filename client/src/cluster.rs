@@ -57,7 +57,7 @@ pub struct CreateJob {
     /// What the job is.
     pub spec: JobSpec,
     /// The version of another job from which the job continues: see
-    /// [`zeroshard_model::Succession`]. For each copied tensor, every uploading rank either uploads
+    /// [`zeroshard_model::Fork`]. For each copied tensor, every uploading rank either uploads
     /// its part or calls [`crate::Job::keep`].
     pub from: Option<JobVersion>,
     /// With `from`: optimizer state and numbers of applied steps begin as in a new run.

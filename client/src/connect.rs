@@ -18,7 +18,7 @@ use zeroshard_net::{
 };
 use zeroshard_proto::status::from_status;
 
-use crate::{Cluster, Options, retry::Tries, shards::Shards, status::status_request};
+use crate::{Cluster, Options, Transport, retry::Tries, shards::Shards, status::status_request};
 
 /// A wait that lasts longer than this is reported on standard error.
 const SILENT: Duration = Duration::from_secs(1);
@@ -34,7 +34,8 @@ impl Cluster {
     /// token, [`Error::Tls`] if one side does not trust the certificate of the other,
     /// [`Error::VersionMismatch`] if the minor version of the coordinator is another one,
     /// [`Error::Unavailable`] if no coordinator answers at this address.
-    pub async fn connect(address: &str, options: Options) -> Result<Self> {
+    pub async fn connect(address: &str, mut options: Options) -> Result<Self> {
+        options.transport = Some(options.transport.map_or_else(Transport::of_environment, Ok)?);
         let peer = format!("coordinator {address}");
         let limit = options.connect_timeout.min(options.timeout);
         // At least two tries, so that the cause is known if the host does not respond at all.

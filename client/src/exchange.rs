@@ -160,9 +160,7 @@ impl Exchange {
         let mut packed = Vec::with_capacity(self.sent_to(rank) * dtype.size());
         for Piece { tensor, elements, .. } in of_rank(&self.pushed, rank) {
             match &gradients[*tensor] {
-                Some(gradient) => {
-                    packed.extend_from_slice(&gradient.encode(elements.clone(), dtype));
-                }
+                Some(gradient) => gradient.append(elements.clone(), dtype, &mut packed),
                 None => packed.resize(packed.len() + elements.len() * dtype.size(), 0),
             }
         }
@@ -278,9 +276,10 @@ impl Exchange {
         for (rank, bytes) in self.group.clone().zip(received) {
             let expected = self.received_from(rank) * dtype.size();
             if bytes.len() != expected {
-                let what = format!("gradients from rank {rank} of the group");
-                let found = format!("{} bytes", bytes.len());
-                return Err(Error::invalid(what, found, format!("{expected} bytes")));
+                let found = bytes.len();
+                return Err(Error::refused(format!(
+                    "rank {rank} of the group sent {found} bytes of gradients instead of {expected}"
+                )));
             }
         }
         if received.len() != self.group.len() {
@@ -298,9 +297,10 @@ impl Exchange {
         for (position, gradient) in gradients.iter().enumerate() {
             let (len, expected) = (gradient.as_ref().map(Values::len), self.numels[position]);
             if len.is_some_and(|len| len != expected) {
-                let what = format!("gradient of tensor {}", self.tensors[position].index());
-                let found = format!("{} elements", len.unwrap_or_default());
-                return Err(Error::invalid(what, found, format!("{expected} elements")));
+                let (tensor, found) = (self.tensors[position].index(), len.unwrap_or_default());
+                return Err(Error::refused(format!(
+                    "the gradient of tensor {tensor} has {found} elements instead of {expected}"
+                )));
             }
         }
         Ok(())

@@ -11,8 +11,9 @@ use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_model::Error;
 use zeroshard_model::{DType, JobSpec, JobVersion, Result, TensorId, local::LocalTensor};
 use zeroshard_net::Deadline;
+use zeroshard_proto::Wire;
 
-use crate::{Cluster, Traffic, local::local};
+use crate::{Cluster, Traffic, local::local, pull, windows::Windows};
 use attempts::Attempts;
 use membership::{Membership, SentData};
 
@@ -22,7 +23,7 @@ mod calls;
 mod join;
 mod links;
 mod membership;
-mod news;
+mod membership_changes;
 mod transfer;
 mod watcher;
 
@@ -47,6 +48,8 @@ struct Member {
     membership: watch::Receiver<Membership>,
     watcher: JoinHandle<()>,
     attempts: Arc<Attempts>,
+    /// The shared memory with servers on this host.
+    windows: Windows,
     /// The first epoch after the last restoration that the caller knows of.
     restoration: AtomicU64,
     user_data: Arc<Mutex<SentData>>,
@@ -87,9 +90,14 @@ impl Job {
         self.0.rank
     }
 
-    /// The dtype of parameters and gradients on the network.
-    pub fn wire(&self) -> DType {
+    /// The encoding of gradients on the wire.
+    pub fn wire(&self) -> Wire {
         self.0.cluster.options.wire
+    }
+
+    /// The encoding of parameters on the wire.
+    pub fn parameter_wire(&self) -> Wire {
+        self.0.cluster.options.wire_of_parameters()
     }
 
     /// The time limit of a call.
@@ -130,6 +138,29 @@ impl Job {
         Ok(local("uploaded", &self.0.spec.manifest, &self.0.locals, tensor)?.uploads())
     }
 
+    /// Returns whether this rank pushes new values of its box of a tensor:
+    /// [`crate::Attempt::push_values`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an unknown tensor.
+    pub fn replaces(&self, tensor: TensorId) -> Result<bool> {
+        Ok(local("replaced", &self.0.spec.manifest, &self.0.locals, tensor)?.replaces())
+    }
+
+    /// Returns whether a pull rounds the parameters of a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an unknown tensor.
+    pub fn rounds(&self, tensor: TensorId) -> Result<bool> {
+        let manifest = &self.0.spec.manifest;
+        local("pulled", manifest, &self.0.locals, tensor)?;
+        let published = manifest.tensors()[tensor.index()].dtype;
+        Ok(match pull::wire_of(manifest, self.parameter_wire(), tensor.index()) {
+            Wire::Plain(dtype) => dtype != DType::F32 && dtype != published,
+            Wire::Int8 => true,
+        })
+    }
+
     /// The address at which other workers reach a rank ([`Cluster::join_at`]). Waits until the rank
     /// has joined with one.
     ///
@@ -160,6 +191,7 @@ impl Job {
             || format!("the initial parameters of job {:?} from all ranks that upload", spec.name);
         // The same reason as in `peer`.
         let _ = Deadline::after(cluster.options.timeout).limit(waiting_for, there).await?;
+        self.0.windows.release_unused();
         Ok(self.current()?.version.unwrap_or_default())
     }
 

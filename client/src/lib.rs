@@ -27,18 +27,18 @@
 //! share a thread with its connection. The future of `block_on` or `#[tokio::main]` runs on another
 //! thread, which each message has to wake.
 
+mod array;
 mod buckets;
 mod call;
 mod cluster;
 mod connect;
 mod credentials;
 mod exchange;
+mod hash;
 mod job;
 mod local;
 mod measure;
-mod norms;
 mod operate;
-mod part;
 mod pin;
 mod pull;
 mod push;
@@ -46,34 +46,41 @@ mod retry;
 mod schedule;
 mod shards;
 mod state;
+mod state_selector;
 mod status;
 mod step;
 mod values;
+mod window;
+mod windows;
 
 use std::time::Duration;
 
+pub use array::Array;
 pub use buckets::Buckets;
 pub use cluster::{Cluster, CreateJob, Description};
 pub use credentials::CredentialFlags;
 pub use exchange::{Exchange, Piece, Sums};
+pub use hash::hashes;
 pub use job::{Attempt, Job};
 pub use measure::Measured;
-pub use norms::Norms;
 pub use operate::{Drained, Stays};
-pub use part::StatePart;
 pub use pin::{Pin, Pinned};
 pub use pull::Target;
 pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
+pub use state_selector::StateSelector;
 pub use status::{
     Advice, JobOnServer, JobState, JobStatus, JobWait, MissingServer, ServerStatus, SlowRank,
     Status, Trouble,
 };
 pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};
+pub use windows::Transport;
 pub use zeroshard_model::{Error, Result, TensorId};
 pub use zeroshard_net::trace;
+pub use zeroshard_proto::Wire;
+pub use zeroshard_shm::{Pane, SHARED_FROM};
 
 use zeroshard_model::DType;
 use zeroshard_net::{Token, transport::tls::Tls};
@@ -82,10 +89,18 @@ use zeroshard_net::{Token, transport::tls::Tls};
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Options {
-    /// The element type of parameters and gradients on the wire.
-    pub wire: DType,
+    /// The encoding of gradients on the wire. Initial values, optimizer state and new values of
+    /// tensors are f32 always. In a job with groups the ranks of a group exchange gradients as
+    /// [`Wire::decoded`], and push sums as f32, or as int8.
+    pub wire: Wire,
+    /// The encoding of parameters on the wire, for ranks and readers. `None`: that of gradients, or
+    /// f32 if gradients are int8. Buffers are f32 always, and what is not trained is never int8.
+    pub parameter_wire: Option<Wire>,
     /// The payload of one message, in bytes. It does not change any result.
     pub chunk_bytes: usize,
+    /// How parameters and gradients reach servers. It does not change any result. `None`: as the
+    /// environment variable `ZEROSHARD_TRANSPORT` says (`auto`, `grpc` or `shm`), or `auto`.
+    pub transport: Option<Transport>,
     /// The time limit of one operation, including all its retries and waits. It may be longer than
     /// the servers' own limit for a wait, because the client then sends the call again.
     pub timeout: Duration,
@@ -100,8 +115,10 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            wire: DType::F32,
+            wire: DType::F32.into(),
+            parameter_wire: None,
             chunk_bytes: 1 << 20,
+            transport: None,
             timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(10),
             token: Token::default(),
@@ -113,14 +130,35 @@ impl Default for Options {
 impl Options {
     /// Sets [`Self::wire`], which is f32 by default.
     #[must_use]
-    pub fn wire(self, wire: DType) -> Self {
-        Self { wire, ..self }
+    pub fn wire(self, wire: impl Into<Wire>) -> Self {
+        Self { wire: wire.into(), ..self }
+    }
+
+    /// Sets [`Self::parameter_wire`]. By default parameters are encoded as gradients are, unless
+    /// these are int8.
+    #[must_use]
+    pub fn parameter_wire(self, parameter_wire: Option<Wire>) -> Self {
+        Self { parameter_wire, ..self }
+    }
+
+    /// The encoding of parameters: see [`Self::parameter_wire`].
+    pub fn wire_of_parameters(&self) -> Wire {
+        self.parameter_wire.unwrap_or(match self.wire {
+            Wire::Int8 => DType::F32.into(),
+            plain @ Wire::Plain(_) => plain,
+        })
     }
 
     /// Sets [`Self::chunk_bytes`], which is 1 MiB by default.
     #[must_use]
     pub fn chunk_bytes(self, chunk_bytes: usize) -> Self {
         Self { chunk_bytes, ..self }
+    }
+
+    /// Sets [`Self::transport`], which the environment decides by default.
+    #[must_use]
+    pub fn transport(self, transport: Option<Transport>) -> Self {
+        Self { transport, ..self }
     }
 
     /// Sets [`Self::timeout`], which is 60 s by default.

@@ -21,7 +21,7 @@ pub(crate) fn local<'a>(
 /// Checks that `of`, a box of the tensor, has `numel` elements.
 ///
 /// # Errors
-/// [`Error::Invalid`].
+/// [`Error::Refused`].
 pub(crate) fn check_size(
     what: &str,
     manifest: &Manifest,
@@ -33,30 +33,28 @@ pub(crate) fn check_size(
         return Ok(());
     }
     let (spec, bounds) = (&manifest.tensors()[tensor], of.bounds());
-    let expected = match of.is_whole() {
-        true => format!("{} elements, for the shape {:?}", spec.numel(), spec.shape),
-        false => format!(
-            "{} elements, for the box at offset {:?} with size {:?} of the shape {:?}",
-            of.numel(),
-            bounds.offset,
-            bounds.size,
-            spec.shape
-        ),
+    let part = match of.is_whole() {
+        true => String::new(),
+        false => format!("the box at offset {:?} with size {:?} of ", bounds.offset, bounds.size),
     };
-    let what = format!("{what} tensor {:?}", spec.name);
-    Err(Error::invalid(what, format!("{numel} elements"), expected))
+    Err(Error::refused(format!(
+        "the {what} tensor {:?} has {numel} elements instead of {}, for {part}the shape {:?}",
+        spec.name,
+        of.numel(),
+        spec.shape
+    )))
 }
 
 /// Checks that a tensor is not tied to another.
 ///
 /// # Errors
-/// [`Error::Invalid`].
+/// [`Error::Refused`].
 pub(crate) fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
     if manifest.owner(tensor) == tensor {
         return Ok(());
     }
     let owner = &manifest.tensors()[manifest.owner(tensor)].name;
-    let what = format!("data for tensor {:?}", manifest.tensors()[tensor].name);
-    let expected = format!("added to the data for {owner:?}, to which the tensor is tied");
-    Err(Error::invalid(what, "pushed separately", expected))
+    let name = &manifest.tensors()[tensor].name;
+    let sentence = format!("tensor {name:?} is tied to {owner:?}; add its data to the other's");
+    Err(Error::refused(sentence))
 }

@@ -79,6 +79,6 @@ impl Cluster {
 }
 
 fn named(server: Option<pb::Server>) -> Result<Server> {
-    let absent = || Error::invalid("server of an answer", "absent", "present");
+    let absent = || Error::refused("the answer has no `server`");
     Ok(server.ok_or_else(absent)?.into())
 }

@@ -1,5 +1,5 @@
-//! Readers: one version of a job's parameters, read by a program that is not a member of the job,
-//! while training goes on.
+//! Readers: one version of a job's parameters and optimizer state, read by a program that is not a
+//! member of the job, while training goes on.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -9,17 +9,21 @@ use std::{
 use futures_util::future::try_join_all;
 use tokio::task::JoinHandle;
 use zeroshard_model::{
-    Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId, local::LocalTensor,
+    AppliedSteps, DType, Error, JobSpec, Manifest, Result, Server, TensorBox, TensorId,
+    local::LocalTensor,
 };
-use zeroshard_net::{Deadline, trace::Trace};
+use zeroshard_net::{Deadline, trace::Trace, transport::MAX_CONTROL_MESSAGE};
 use zeroshard_proto::{
+    Wire,
     pb::{self, shard_service_client::ShardServiceClient},
     status::from_status,
 };
 
 use crate::{
-    Cluster, Description, StatePart, Target, pull,
+    Cluster, Description, StateSelector, Target, pull,
     retry::{Next, Tries},
+    state,
+    windows::{Holder, Of, Windows},
 };
 
 /// How long a reader waits for a version that does not exist yet. It asks for such a version only
@@ -37,13 +41,16 @@ pub struct Pin {
     pub version: Option<u64>,
     /// The tensors, by name; `None`: all tensors of the job.
     pub tensors: Option<Vec<String>>,
+    /// Whether to keep the optimizer state as well.
+    pub optimizer_state: bool,
     /// The time limit, at most 10 minutes. The servers release the version afterwards.
     pub limit: Duration,
 }
 
 impl Default for Pin {
     fn default() -> Self {
-        Self { version: None, tensors: None, limit: Duration::from_secs(60) }
+        let limit = Duration::from_secs(60);
+        Self { version: None, tensors: None, optimizer_state: false, limit }
     }
 }
 
@@ -60,6 +67,10 @@ pub struct Pinned {
     slices: BTreeSet<u32>,
     /// The pins, by the id of the server.
     pins: HashMap<u64, ServerPin>,
+    /// The steps that were applied to each tensor. Empty if the optimizer state is not pinned.
+    steps: Vec<AppliedSteps>,
+    /// The memory that this process shares with the servers.
+    windows: Windows,
 }
 
 /// The pin of one server.
@@ -151,34 +162,46 @@ impl Cluster {
         let calls = wanted.into_iter().map(|(server, slices)| {
             let limit_ms = u32::try_from(pin.limit.as_millis()).unwrap_or(u32::MAX).max(1);
             let (job, job_id) = (of.spec.name.clone(), of.id);
-            let request = pb::PinRequest { job, job_id, version, slices, limit_ms };
+            let optimizer_state = pin.optimizer_state;
+            let request =
+                pb::PinRequest { job, job_id, version, slices, limit_ms, optimizer_state };
             self.pin_one(server, request, wait)
         });
-        let pins = try_join_all(calls).await?.into_iter().collect();
+        let (mut pins, mut steps) = (HashMap::new(), Vec::new());
+        if pin.optimizer_state {
+            steps.resize(of.spec.manifest.tensors().len(), AppliedSteps::default());
+        }
+        for (server, held, of_slices) in try_join_all(calls).await? {
+            pins.insert(server, held);
+            state::add_steps(&of, of_slices, &mut steps)?;
+        }
         let locals = LocalTensor::all(&of.spec, 0);
-        Ok(Pinned { cluster: self.clone(), of, version, locals, slices, pins })
+        let (cluster, windows) = (self.clone(), Windows::new(&self.options));
+        Ok(Pinned { cluster, of, version, locals, slices, pins, steps, windows })
     }
 
-    /// Pins slices on one server. Returns its id and the pin.
+    /// Pins slices on one server. Returns its id, the pin, and the steps that were applied to the
+    /// slices.
     async fn pin_one(
         &self,
         server: Server,
         request: pb::PinRequest,
         wait: Duration,
-    ) -> Result<(u64, ServerPin)> {
+    ) -> Result<(u64, ServerPin, Vec<pb::SliceSteps>)> {
         let shard = self.shards.get(&server)?;
         let failed = |status: tonic::Status| from_status(&status, &shard.peer);
         // The call lasts as long as the pin, so only its first message has a time limit.
         let held = async {
-            let mut client = ShardServiceClient::new(shard.pull.clone());
+            let client = ShardServiceClient::new(shard.pull.clone());
+            let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
             let mut call = client.pin(request).await.map_err(failed)?.into_inner();
             let first = call.message().await.map_err(failed)?;
-            let number = first.ok_or_else(|| Error::Unavailable {
+            let first = first.ok_or_else(|| Error::Unavailable {
                 peer: shard.peer.clone(),
                 cause: "it ended a pin at once".to_owned(),
             })?;
             let call = tokio::spawn(async move { while let Ok(Some(_)) = call.message().await {} });
-            Ok((server.id, ServerPin { number: number.pin, call }))
+            Ok((server.id, ServerPin { number: first.pin, call }, first.steps))
         };
         let waiting_for = || format!("{} to hold the version", shard.peer);
         Deadline::after(wait).limit(waiting_for, held).await?
@@ -212,11 +235,9 @@ fn whole<'a>(manifest: &Manifest, mut target: Target<'a>) -> Target<'a> {
 }
 
 fn not_initialised(job: &str) -> Error {
-    Error::invalid(
-        format!("version of job {job:?}"),
-        "none",
-        "one that exists: wait until the initial parameters are uploaded",
-    )
+    Error::refused(format!(
+        "job {job:?} has no version yet; wait until its initial parameters are uploaded"
+    ))
 }
 
 impl Pinned {
@@ -238,24 +259,61 @@ impl Pinned {
         self.of.spec.manifest.find(name)
     }
 
+    /// The steps that were applied to each tensor, by its index.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the optimizer state is not pinned.
+    pub fn applied_steps(&self) -> Result<&[AppliedSteps]> {
+        match self.steps.is_empty() {
+            false => Ok(&self.steps),
+            true => {
+                Err(Error::refused("the optimizer state is not pinned; set Pin::optimizer_state"))
+            }
+        }
+    }
+
     /// Fills the targets with the pinned version. Targets without bounds receive the whole tensor,
-    /// whatever its layout is. Buffers are transferred as f32, regardless of the wire dtype.
+    /// whatever its layout is. Parameters are encoded as [`Options::parameter_wire`] of the
+    /// connection says, and buffers as f32. With int8 a box has tiles of its own, whose values are
+    /// rounded differently from those of the whole tensor.
+    ///
+    /// [`Options::parameter_wire`]: crate::Options::parameter_wire
     ///
     /// # Errors
     /// [`Error::VersionGone`] after the time limit, and after the job was restored from a
     /// checkpoint; [`Error::Unavailable`] after a server was lost; [`Error::Invalid`] for tensors
     /// that are not pinned and for sizes that do not match; [`Error::Timeout`].
     pub async fn pull(&self, targets: Vec<Target<'_>>) -> Result<()> {
+        let manifest = &self.of.spec.manifest;
+        let wire = self.cluster.options.wire_of_parameters();
+        let parts = pull::by_wire(manifest, wire, targets);
+        self.pull_all(StateSelector::Parameters, parts).await
+    }
+
+    /// Fills the targets with a part of the pinned version, as exact f32 numbers: the parameters,
+    /// or optimizer state if it is pinned.
+    ///
+    /// # Errors
+    /// Those of [`Self::pull`]; [`Error::Invalid`] for a part that is not pinned.
+    pub async fn pull_part(&self, part: StateSelector<'_>, targets: Vec<Target<'_>>) -> Result<()> {
+        self.pull_all(part, vec![(Wire::Plain(DType::F32), targets)]).await
+    }
+
+    async fn pull_all(
+        &self,
+        part: StateSelector<'_>,
+        targets: Vec<(Wire, Vec<Target<'_>>)>,
+    ) -> Result<()> {
         let Self { cluster, of, locals, .. } = self;
         let manifest = &of.spec.manifest;
-        targets.iter().try_for_each(|target| self.check_pinned(target.tensor))?;
-        let targets = targets.into_iter().map(|target| whole(manifest, target)).collect();
         let deadline = Deadline::after(cluster.options.timeout);
         let mut pulls = Vec::new();
-        for (dtype, targets) in pull::by_dtype(manifest, cluster.options.wire, targets) {
-            pulls.extend(pull::plan(manifest, &of.placement, locals, dtype, targets)?);
+        for (wire, targets) in targets {
+            targets.iter().try_for_each(|target| self.check_pinned(target.tensor))?;
+            let targets = targets.into_iter().map(|target| whole(manifest, target)).collect();
+            pulls.extend(pull::plan(manifest, &of.placement, locals, wire, targets)?);
         }
-        let pulls = pulls.into_iter().map(|pull| self.pull_from_one(pull, deadline));
+        let pulls = pulls.into_iter().map(|pull| self.pull_from_one(part, pull, deadline));
         try_join_all(pulls).await.map(drop)
     }
 
@@ -268,38 +326,51 @@ impl Pinned {
         if slices.all(|slice| self.slices.contains(&(slice as u32))) {
             return Ok(());
         }
-        let what = format!("tensor {:?} of a pinned version", spec.name);
-        Err(Error::invalid(what, "not pinned", "one of Pin::tensors"))
+        let sentence = format!("tensor {:?} is not pinned; add it to Pin::tensors", spec.name);
+        Err(Error::refused(sentence))
     }
 
     async fn pull_from_one(
         &self,
+        part: StateSelector<'_>,
         mut pull: pull::ServerPull<'_>,
         deadline: Deadline,
     ) -> Result<()> {
-        let Self { cluster, of, version, pins, .. } = self;
+        let Self { cluster, of, version, pins, windows, .. } = self;
         let mut tries = Tries::until(deadline);
         let Some(pin) = pins.get(&pull.server.id) else {
             let cause = format!("shard server {} has no pin", pull.server.address);
             return Err(Error::Internal { cause });
         };
+        let (job, job_id) = (&*of.spec.name, of.id);
+        let waiting_for = format!("version {version} from shard server {}", pull.server.address);
         loop {
+            let holder = Holder::Reader { pin: pin.number };
+            let shard = cluster.shards.get(&pull.server)?;
+            let window = match pin.call.is_finished() {
+                // The call has the error of a pin that has ended.
+                true => None,
+                false => {
+                    let window = windows.get(&pull.server, &shard, Of { job, job_id, holder });
+                    tries.limit(|| waiting_for.clone(), window).await??
+                }
+            };
             let of = pull::PullOf {
-                job: &of.spec.name,
-                job_id: of.id,
+                job,
+                job_id,
                 epoch: 0,
                 version: *version,
-                part: StatePart::Parameters,
+                part,
                 pin: pin.number,
                 chunk_bytes: cluster.options.chunk_bytes,
                 timeout: tries.timeout(),
                 trace: Trace::default(),
                 rank: None,
+                window,
             };
-            let waiting_for =
-                format!("version {version} from shard server {}", pull.server.address);
             let pulled = pull.pull(&cluster.shards, &of);
-            let Err(error) = tries.limit(|| waiting_for, pulled).await? else { return Ok(()) };
+            let pulled = tries.limit(|| waiting_for.clone(), pulled).await?;
+            let Err(error) = pulled else { return Ok(()) };
             if pin.call.is_finished() {
                 // The server was lost, or the pin has ended: it will not be there again.
                 return Err(error);

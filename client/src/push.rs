@@ -1,22 +1,25 @@
 //! Pushing: values go from the caller's array to the socket, slice by slice. Values that already
 //! have the wire's dtype are not copied.
 
-use std::{collections::VecDeque, convert::Infallible, ops::Range, sync::atomic::Ordering};
+use std::{
+    convert::Infallible,
+    ops::Range,
+    sync::{Arc, atomic::Ordering},
+};
 
 use bytes::Bytes;
-use futures_util::{Stream, stream};
+use futures_util::Stream;
 use http_body::Frame;
 use http_body_util::StreamBody;
-use zeroshard_model::{
-    DType, Error, Manifest, Placement, Result, Server, TensorId, local::LocalTensor,
-};
+use zeroshard_model::{Error, Manifest, Placement, Result, Server, TensorId, local::LocalTensor};
 use zeroshard_net::{
     Deadline,
     trace::{Span, SpanKind, Trace},
 };
 use zeroshard_proto::{
-    frame::{Extent, Writer},
-    pb::{self, push_begin::Contents as Wire},
+    Wire,
+    frame::Writer,
+    pb::{self, push_begin::Contents as Message},
 };
 
 use crate::{
@@ -24,10 +27,15 @@ use crate::{
     call::unary,
     exchange::{Exchange, Sums},
     local::{check_owner, check_size, local},
-    retry::{Next, Tries},
-    shards::Shards,
+    retry::{Next, Tries, is_answer},
+    shards::{Shard, Shards},
     values::Values,
+    window::{Guard, Sender, Window},
+    windows::{Holder, Of, Windows},
 };
+use frames::Frames;
+
+mod frames;
 
 /// A tensor and its values to be sent: parameters, optimizer state, or a gradient, depending on the
 /// method.
@@ -67,11 +75,33 @@ pub(crate) struct Sending<'a> {
     pub(crate) options: &'a Options,
     /// The first message.
     pub(crate) begin: &'a pb::PushBegin,
-    /// The dtype on the wire.
-    pub(crate) dtype: DType,
+    /// The shared memory with servers on this host.
+    pub(crate) windows: &'a Windows,
+    /// The encoding of the elements.
+    pub(crate) encoding: Encoding,
     pub(crate) deadline: Deadline,
     /// The trace of the step.
     pub(crate) trace: Trace,
+}
+
+/// How the elements of a push are encoded.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Encoding {
+    pub(crate) wire: Wire,
+    /// The seed of the rounding to int8.
+    pub(crate) seed: u64,
+    /// The step of gradients, which decides on their rounding to int8.
+    pub(crate) step: u64,
+}
+
+impl Sending<'_> {
+    /// The window of a server, if there is one.
+    async fn window(&self, server: &Server, shard: &Shard) -> Result<Option<Arc<Window>>> {
+        let pb::PushBegin { job, job_id, rank, lease, .. } = self.begin;
+        let holder = Holder::Rank { rank: *rank, lease: *lease };
+        let of = Of { job, job_id: *job_id, holder };
+        self.windows.get(server, shard, of).await
+    }
 }
 
 /// The maximum number of absent slices in one push. The message that opens a push is at most 4 KiB
@@ -86,6 +116,12 @@ const MAX_OVERFLOWS: usize = 32;
 #[derive(Debug, Clone)]
 struct SliceValues {
     slice: u32,
+    tensor: u32,
+    /// The lowest rank whose gradient is part of the values.
+    lowest: u32,
+    /// The number of the element at offset 0 for the rounding: the slice's first element in the
+    /// tensor, and what the rank holds of the slice before its share. It is a multiple of a tile.
+    origin: usize,
     data: Values,
     /// The elements of `data` to be sent.
     range: Range<usize>,
@@ -100,8 +136,10 @@ struct SliceValues {
 pub(crate) enum Contents<'a> {
     /// Gradients, from every contributing rank.
     Contributed(Vec<TensorData>),
-    /// Values, from the uploading ranks.
+    /// Initial values, from the uploading ranks.
     Uploaded(Vec<TensorData>),
+    /// New values, from the ranks that may push them.
+    Replaced(Vec<TensorData>),
     /// Sums over the group, which this rank has made, and whether any rank of the group has a
     /// gradient of each tensor.
     Sums(&'a Exchange, Sums, &'a [bool]),
@@ -126,7 +164,7 @@ pub(crate) fn plan(
     // Primaries send their backups the sums of the gradients, and nothing else.
     let (data, sends, receivers): (_, fn(&LocalTensor) -> bool, Receivers) = match contents {
         Contents::Sums(exchange, sums, is_present) => {
-            return Ok(plan_sums(placement, exchange, sums, is_present));
+            return Ok(plan_sums(manifest, placement, exchange, sums, is_present));
         }
         Contents::Absent(tensors) => {
             let sends = LocalTensor::pushes;
@@ -139,6 +177,7 @@ pub(crate) fn plan(
         }
         Contents::Contributed(data) => (data, LocalTensor::contributes, primary),
         Contents::Uploaded(data) => (data, LocalTensor::uploads, Placement::owners),
+        Contents::Replaced(data) => (data, LocalTensor::replaces, Placement::owners),
     };
     let mut pushes = empty(placement);
     for TensorData { tensor, data } in data {
@@ -152,9 +191,9 @@ pub(crate) fn plan(
         for slice in manifest.slices_of(tensor) {
             let range = local.of.in_slice(&manifest.slices()[slice]);
             if !range.is_empty() {
-                let (index, data) = (slice as u32, data.clone());
-                let turn = local.turn(index).unwrap_or_default();
-                let values = SliceValues { slice: index, data, range, offset: 0, turn };
+                let turn = local.turn(slice as u32).unwrap_or_default();
+                let of = (slice as u32, local.rank());
+                let values = SliceValues::new(manifest, of, data.clone(), range, turn);
                 for &server in receivers(placement, slice) {
                     pushes[server as usize].values.push(values.clone());
                 }
@@ -185,6 +224,7 @@ fn in_order(mut pushes: Vec<ServerPush>) -> Vec<ServerPush> {
 }
 
 fn plan_sums(
+    manifest: &Manifest,
     placement: &Placement,
     exchange: &Exchange,
     sums: Sums,
@@ -199,9 +239,11 @@ fn plan_sums(
         if !is_present[piece.tensor] {
             continue;
         }
-        let (slice, turn, data) = (piece.slice, piece.turn, data.clone());
-        let push = &mut pushes[placement.primary(slice as usize)];
-        push.values.push(SliceValues { slice, data, range, offset: 0, turn });
+        let of = (piece.slice, piece.ranks.iter().copied().min().unwrap_or(exchange.rank()));
+        let values = SliceValues::new(manifest, of, data.clone(), range, piece.turn);
+        let push = &mut pushes[placement.primary(piece.slice as usize)];
+        // The server counts from the first element of the share.
+        push.values.push(SliceValues { origin: values.origin + piece.offset, ..values });
     }
     for overflow in overflow {
         let push = &mut pushes[placement.primary(overflow.slice as usize)];
@@ -260,8 +302,9 @@ fn check_trains(manifest: &Manifest, tensors: &[TensorId]) -> Result<()> {
     match specs.into_iter().find(|spec| !spec.trains()) {
         None => Ok(()),
         Some(spec) => {
-            let what = format!("tensor {:?}", spec.name);
-            Err(Error::invalid(what, "declared absent", "omitted: it is not trained"))
+            let name = &spec.name;
+            let sentence = format!("tensor {name:?} is not trained; do not declare it absent");
+            Err(Error::refused(sentence))
         }
     }
 }
@@ -278,15 +321,15 @@ impl ServerPush {
             .span("push", SpanKind::Client)
             .with("server.address", self.server.address.clone())
             .with("zeroshard.rank", i64::from(how.begin.rank))
-            .with("zeroshard.bytes", self.bytes(how.dtype) as i64);
+            .with("zeroshard.bytes", self.bytes(how.encoding.wire) as i64);
         let sent = self.send_in(&span, how).await;
         sent.inspect_err(|error| span.fail(error))
     }
 
     async fn send_in(mut self, span: &Span, how: &Sending<'_>) -> Result<()> {
-        let &Sending { shards, options, begin, dtype, deadline, .. } = how;
+        let &Sending { shards, options, begin, encoding, deadline, .. } = how;
         let what = match &begin.contents {
-            Some(Wire::Gradients(gradients)) => format!("push of step {}", gradients.step),
+            Some(Message::Gradients(gradients)) => format!("push of step {}", gradients.step),
             _ => "upload".to_owned(),
         };
         let waiting_for = format!(
@@ -296,16 +339,25 @@ impl ServerPush {
         let mut tries = Tries::until(deadline);
         loop {
             let shard = shards.get(&self.server)?;
-            let body = StreamBody::new(self.frames(begin, dtype, options.chunk_bytes));
+            let window = how.window(&self.server, &shard);
+            let window = tries.limit(|| waiting_for.clone(), window).await??;
+            let guard = Guard::new(window.clone());
+            let sender = window.map(Sender::new);
+            let frames = self.frames(begin, encoding, options.chunk_bytes, sender.clone());
+            let body = StreamBody::new(frames);
             let connection = shard.push.within(tries.timeout()).in_span(span);
             let pushed = unary(&connection, "/zeroshard.v1.DataService/Push", body, &shard.peer);
-            let before = self.bytes(dtype);
+            let before = self.bytes(encoding.wire);
             let pushed: Result<pb::PushResponse> =
                 tries.limit(|| waiting_for.clone(), pushed).await?;
-            if let Err(Error::ParkingFull { slice, offset, .. }) = pushed {
-                self.put_off(slice, offset);
+            if pushed.as_ref().err().is_none_or(is_answer) {
+                guard.disarm();
+                sender.iter().for_each(|sender| sender.end());
             }
-            let left = if pushed.is_ok() { 0 } else { self.bytes(dtype) };
+            if let Err(Error::ParkingFull { slice, offset, .. }) = pushed {
+                self.put_off(slice, offset, encoding.wire.grain());
+            }
+            let left = if pushed.is_ok() { 0 } else { self.bytes(encoding.wire) };
             shards.pushed.fetch_add(before - left, Ordering::Relaxed);
             let error = match pushed {
                 Ok(_) => return Ok(()),
@@ -321,19 +373,20 @@ impl ServerPush {
         }
     }
 
-    fn bytes(&self, dtype: DType) -> u64 {
-        self.values.iter().map(|values| (values.range.len() * dtype.size()) as u64).sum()
+    fn bytes(&self, wire: Wire) -> u64 {
+        self.values.iter().map(|values| wire.bytes(values.range.len()) as u64).sum()
     }
 
     /// The server has accepted the elements of `slice` before `offset` and has refused the others
     /// for now. They are sent last in the next try, because other ranks may wait for the slices
-    /// behind them.
-    fn put_off(&mut self, slice: u32, offset: u64) {
+    /// behind them. What is sent begins at a multiple of `grain`: the server skips what it has.
+    fn put_off(&mut self, slice: u32, offset: u64, grain: usize) {
         let refused = self.values.iter().position(|values| values.slice == slice);
         let Some(refused) = refused else { return };
         let mut values = self.values.drain(..=refused).next_back().expect("the range is not empty");
         let taken =
             usize::try_from(offset).ok().and_then(|offset| offset.checked_sub(values.offset));
+        let taken = taken.map(|taken| taken - taken % grain);
         // The server cannot have accepted elements that were not sent.
         if let Some(taken) = taken.filter(|&taken| taken <= values.range.len()) {
             values.offset += taken;
@@ -347,141 +400,40 @@ impl ServerPush {
     fn frames(
         &self,
         begin: &pb::PushBegin,
-        dtype: DType,
+        encoding: Encoding,
         chunk_bytes: usize,
+        sender: Option<Arc<Sender>>,
     ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + use<> {
         let mut writer = Writer::default();
         let mut begin = begin.clone();
+        begin.window = sender.as_ref().map_or(0, |sender| sender.window().number());
         match &mut begin.contents {
-            Some(Wire::Gradients(gradients)) => {
+            Some(Message::Gradients(gradients)) => {
                 gradients.absent.clone_from(&self.absent);
                 gradients.overflow.clone_from(&self.overflow);
             }
-            Some(Wire::Upload(upload)) => upload.kept.clone_from(&self.absent),
+            Some(Message::Upload(upload)) => upload.kept.clone_from(&self.absent),
             // Replacements cannot be absent.
-            Some(Wire::Replacement(_)) | None => {}
+            Some(Message::Replacement(_)) | None => {}
         }
         writer.begin(begin);
-        let values = VecDeque::from(self.values.clone());
-        let chunk = (chunk_bytes / dtype.size()).max(1);
-        let frames = Frames { writer, values, sent: 0, dtype, chunk };
-        stream::unfold(frames, |mut frames| async {
-            let frame = frames.next_frame()?;
-            Some((Ok(Frame::data(frame)), frames))
-        })
+        Frames::new(writer, self.values.clone(), encoding, chunk_bytes, sender).stream()
     }
 }
 
-/// The frames of a push.
-struct Frames {
-    writer: Writer,
-    values: VecDeque<SliceValues>,
-    /// The number of elements of the first slice that have been sent.
-    sent: usize,
-    dtype: DType,
-    /// Elements per message.
-    chunk: usize,
-}
-
-impl Frames {
-    fn next_frame(&mut self) -> Option<Bytes> {
-        loop {
-            if let Some(frame) = self.writer.next_frame() {
-                return Some(frame);
-            }
-            let Some(values) = self.values.front() else {
-                self.writer.flush();
-                return self.writer.next_frame();
-            };
-            let end = values.range.len().min(self.sent + self.chunk);
-            let range = values.range.start + self.sent..values.range.start + end;
-            let payload = values.data.encode(range, self.dtype);
-            let offset = (values.offset + self.sent) as u64;
-            let extent = Extent { slice: values.slice, offset, dtype: self.dtype };
-            self.writer.extent(extent, payload);
-            self.sent = end;
-            if self.sent == values.range.len() {
-                self.sent = 0;
-                self.values.pop_front();
-            }
-        }
+impl SliceValues {
+    fn new(
+        manifest: &Manifest,
+        (slice, lowest): (u32, u32),
+        data: Values,
+        range: Range<usize>,
+        turn: usize,
+    ) -> Self {
+        let of = &manifest.slices()[slice as usize];
+        let (tensor, origin) = (of.tensor as u32, of.offset);
+        Self { slice, tensor, lowest, origin, data, range, offset: 0, turn }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use zeroshard_model::{JobSpec, TensorSpec};
-
-    use super::*;
-
-    /// Three slices of one rank on one server: two of a large tensor and one of a small tensor.
-    fn plan() -> ServerPush {
-        let tensors =
-            vec![TensorSpec::new("large", [4_194_304 + 10]), TensorSpec::new("small", [5])];
-        let spec =
-            JobSpec::new("job", Manifest::new(tensors).unwrap(), vec!["sgd".parse().unwrap()]);
-        let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
-        let placement = Placement::new(vec![server], 1, vec![0; 3]).unwrap();
-        let numbers = |numel: usize| (0..numel).map(|i| i as f32).collect::<Vec<_>>();
-        let data = [4_194_304 + 10, 5]
-            .into_iter()
-            .enumerate()
-            .map(|(tensor, numel)| TensorData::new(TensorId::new(tensor), numbers(numel)))
-            .collect();
-        let locals = LocalTensor::all(&spec, 0);
-        super::plan(&spec.manifest, &placement, &locals, Contents::Contributed(data))
-            .unwrap()
-            .remove(0)
-    }
-
-    /// The slice, first element and number of elements of all values to be sent.
-    fn values_of(plan: &ServerPush) -> Vec<(u32, usize, usize)> {
-        plan.values.iter().map(|values| (values.slice, values.offset, values.range.len())).collect()
-    }
-
-    #[test]
-    fn after_a_full_buffer_only_refused_elements_are_sent_and_the_refused_slice_is_last() {
-        let mut plan = plan();
-        assert_eq!(values_of(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
-        plan.put_off(1, 4);
-        assert_eq!(values_of(&plan), [(2, 0, 5), (1, 4, 6)]);
-        assert_eq!(plan.values[1].range, 4_194_308..4_194_314, "the values follow the numbers");
-        plan.put_off(1, 7);
-        assert_eq!(values_of(&plan), [(1, 7, 3)]);
-        plan.put_off(1, 10);
-        assert!(values_of(&plan).is_empty());
-    }
-
-    #[test]
-    fn a_refusal_of_unsent_elements_drops_nothing() {
-        let mut plan = plan();
-        plan.put_off(7, 0);
-        assert_eq!(values_of(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
-        plan.put_off(1, u64::MAX);
-        assert_eq!(values_of(&plan), [(2, 0, 5), (1, 0, 10)]);
-        plan.put_off(1, 6);
-        plan.put_off(1, 5);
-        assert_eq!(values_of(&plan), [(1, 6, 4)], "an earlier element than the first");
-    }
-
-    #[tokio::test]
-    async fn the_rest_of_a_refused_slice_keeps_its_element_numbers() {
-        use futures_util::StreamExt;
-        use zeroshard_proto::frame::{Decoder, Event};
-
-        let mut plan = plan();
-        plan.put_off(1, 4);
-        let mut decoder = Decoder::new(1 << 20);
-        let mut frames = std::pin::pin!(plan.frames(&pb::PushBegin::default(), DType::F32, 16));
-        let mut extents = Vec::new();
-        while let Some(Ok(frame)) = frames.next().await {
-            decoder.feed(frame.into_data().unwrap());
-            while let Some(event) = decoder.next().unwrap() {
-                if let Event::Extent(extent, elements) = event {
-                    extents.push((extent.slice, extent.offset, elements));
-                }
-            }
-        }
-        assert_eq!(extents, [(2, 0, 4), (2, 4, 1), (1, 4, 4), (1, 8, 2)]);
-    }
-}
+mod tests;

@@ -130,6 +130,12 @@ pub(crate) fn drops_job(error: &Error) -> bool {
     )
 }
 
+/// Returns whether `error` is the answer of a server that has ended the call. Otherwise the
+/// connection failed, and the server may still be at work.
+pub(crate) fn is_answer(error: &Error) -> bool {
+    !matches!(error, Error::Unavailable { .. } | Error::Timeout { .. } | Error::Internal { .. })
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 mod tests {

@@ -30,11 +30,7 @@ impl Cluster {
         loop {
             let description = self.describe_job(job).await?;
             let version = description.version.ok_or_else(|| {
-                Error::invalid(
-                    format!("state of job {job:?}"),
-                    "not initialised",
-                    "initialised by uploading its parameters",
-                )
+                Error::refused(format!("job {job:?} has no state yet; upload its parameters first"))
             })?;
             // A job that trains leaves a version before all servers have been asked. They wait for
             // a later one.
@@ -123,15 +119,27 @@ pub(crate) async fn applied_steps(
     });
     let mut steps = vec![AppliedSteps::default(); of.spec.manifest.tensors().len()];
     for answer in try_join_all(answers).await? {
-        // They are equal for all slices of a tensor.
-        for pb::SliceSteps { slice, applied, scalar_state } in answer.slices {
-            if let Some(slice) = of.spec.manifest.slices().get(slice as usize) {
-                let optimizer = &of.spec.groups[0];
-                steps[slice.tensor] = AppliedSteps::of(optimizer, applied, &scalar_state)?;
-            }
-        }
+        add_steps(of, answer.slices, &mut steps)?;
     }
     Ok(steps)
+}
+
+/// Adds the steps of slices to those of the tensors of a job.
+///
+/// # Errors
+/// Those of [`AppliedSteps::of`].
+pub(crate) fn add_steps(
+    of: &Description,
+    slices: Vec<pb::SliceSteps>,
+    steps: &mut [AppliedSteps],
+) -> Result<()> {
+    // They are equal for all slices of a tensor.
+    for pb::SliceSteps { slice, applied, scalar_state } in slices {
+        if let Some(slice) = of.spec.manifest.slices().get(slice as usize) {
+            steps[slice.tensor] = of.spec.applied_to(slice.tensor, applied, &scalar_state)?;
+        }
+    }
+    Ok(())
 }
 
 async fn ask<T, F>(

@@ -132,6 +132,10 @@ pub struct JobOnServer {
     pub sent_bytes: u64,
     /// Bytes of gradients and initial parameters that it has received since then.
     pub received_bytes: u64,
+    /// The number of ranks that share memory with the server.
+    pub windows: u32,
+    /// Why the last rank that asked for it does not.
+    pub no_window: Option<String>,
 }
 
 /// A job.
@@ -321,7 +325,7 @@ impl TryFrom<pb::MissingServer> for MissingServer {
     type Error = Error;
 
     fn try_from(message: pb::MissingServer) -> Result<Self> {
-        let absent = || Error::invalid("server of a status", "absent", "present");
+        let absent = || Error::refused("the status of a server has no `server`");
         let server = message.server.ok_or_else(absent)?.into();
         let pb::MissingServer { missing_ms, cause, name, .. } = message;
         Ok(Self { server, name, since: Duration::from_millis(missing_ms), cause })
@@ -332,7 +336,7 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
     type Error = Error;
 
     fn try_from(message: pb::ServerStatus) -> Result<Self> {
-        let absent = || Error::invalid("server of a status", "absent", "present");
+        let absent = || Error::refused("the status of a server has no `server`");
         let server = message.server.ok_or_else(absent)?;
         let stats = message.stats.unwrap_or_default();
         Ok(Self {
@@ -356,8 +360,8 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
 
 impl From<pb::JobStats> for JobOnServer {
     fn from(message: pb::JobStats) -> Self {
-        let pb::JobStats { job, sent_bytes, received_bytes, .. } = message;
-        Self { job, sent_bytes, received_bytes }
+        let pb::JobStats { job, sent_bytes, received_bytes, windows, no_window, .. } = message;
+        Self { job, sent_bytes, received_bytes, windows, no_window }
     }
 }
 

@@ -155,6 +155,8 @@ pub struct Reduced {
     /// The L2 norm of the mean, unscaled gradient of each tensor, in manifest order; 0 for a tensor
     /// that is not trained or for which no rank has a gradient.
     pub tensor_norms: Vec<f64>,
+    /// The same as [`StepReport::absent`].
+    pub absent: Vec<Absent>,
     /// The same as [`StepReport::resting`].
     pub resting: Vec<u32>,
 }
@@ -170,9 +172,6 @@ pub struct Rested {
 
 impl StepReport {
     pub(crate) fn new(report: &pb::CommitResponse, manifest: &Manifest) -> Self {
-        let absent = report.absent.iter().filter_map(|&pb::Absent { slice, rank, everywhere }| {
-            Some(Absent { tensor: tensor_of(manifest, slice)?, rank, everywhere })
-        });
         Self {
             version: report.version,
             applied: report.applied,
@@ -181,7 +180,7 @@ impl StepReport {
             overflow: overflow(report.overflow, manifest),
             loss: report.loss,
             world: report.world,
-            absent: absent.collect(),
+            absent: absent(&report.absent, manifest),
             resting: report.resting.clone(),
         }
     }
@@ -193,9 +192,17 @@ impl Reduced {
             gradient_norm: report.gradient_norm,
             overflow: overflow(report.overflow, manifest),
             tensor_norms: report.tensor_norms.clone(),
+            absent: absent(&report.absent, manifest),
             resting: report.resting.clone(),
         }
     }
+}
+
+fn absent(absent: &[pb::Absent], manifest: &Manifest) -> Vec<Absent> {
+    let of = |&pb::Absent { slice, rank, everywhere }: &pb::Absent| {
+        Some(Absent { tensor: tensor_of(manifest, slice)?, rank, everywhere })
+    };
+    absent.iter().filter_map(of).collect()
 }
 
 fn overflow(overflow: Option<pb::Overflow>, manifest: &Manifest) -> Option<Overflow> {

@@ -1,10 +1,16 @@
 //! Arrays of any dtype, for sending and receiving.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
-use half::{bf16, f16, slice::HalfFloatSliceExt};
+use zeroshard_loops::{
+    Level,
+    convert::{append, cast},
+    int8::{self, Rounding},
+};
 use zeroshard_model::{DType, Error, Result};
+use zeroshard_proto::{Wire, frame::Reference};
+use zeroshard_shm::{Keeper, Pane, View};
 
 #[cfg(target_endian = "big")]
 compile_error!("arrays go over the wire as they lie in memory, and the wire is little endian");
@@ -60,14 +66,43 @@ impl Values {
     /// Encodes `range` as little-endian bytes of `dtype`, rounded to nearest even. Values that
     /// already have this dtype are not copied.
     pub(crate) fn encode(&self, range: Range<usize>, dtype: DType) -> Bytes {
-        let size = self.dtype.size();
-        let bytes = self.bytes.slice(range.start * size..range.end * size);
         if dtype == self.dtype {
-            return bytes;
+            return self.bytes.slice_ref(self.bytes_of(range));
         }
-        let mut converted = vec![0; range.len() * dtype.size()];
-        convert(&bytes, self.dtype, &mut converted, dtype);
-        converted.into()
+        let mut encoded = Vec::new();
+        self.append(range, dtype, &mut encoded);
+        encoded.into()
+    }
+
+    /// Encodes `range` like [`Self::encode`], at the end of `to`.
+    pub(crate) fn append(&self, range: Range<usize>, dtype: DType, to: &mut Vec<u8>) {
+        let bytes = self.bytes_of(range);
+        match dtype == self.dtype {
+            true => to.extend_from_slice(bytes),
+            false => _ = append(Level::best(), bytes, self.dtype, to, dtype),
+        }
+    }
+
+    /// Encodes `range` like [`Self::encode`], into `to`, which has this size.
+    pub(crate) fn encode_into(&self, range: Range<usize>, dtype: DType, to: &mut [u8]) {
+        convert(self.bytes_of(range), self.dtype, to, dtype);
+    }
+
+    /// Encodes `range` as tiles, into `to`, which has their size. Its first element is number
+    /// `first` of the tensor, a multiple of [`int8::TILE`].
+    pub(crate) fn encode_int8(
+        &self,
+        range: Range<usize>,
+        first: u64,
+        rounding: &Rounding,
+        to: &mut [u8],
+    ) {
+        int8::encode(Level::best(), self.bytes_of(range), self.dtype, first, rounding, to);
+    }
+
+    fn bytes_of(&self, range: Range<usize>) -> &[u8] {
+        let size = self.dtype.size();
+        &self.bytes[range.start * size..range.end * size]
     }
 }
 
@@ -77,11 +112,14 @@ pub struct Slots<'a> {
     /// INVARIANT: whole elements, at any alignment.
     bytes: &'a mut [u8],
     dtype: DType,
+    /// The pane in which the array is, if it is in one.
+    pane: Option<Arc<Pane>>,
 }
 
 impl<'a> From<&'a mut [f32]> for Slots<'a> {
     fn from(values: &'a mut [f32]) -> Self {
-        Self { bytes: bytemuck::must_cast_slice_mut(values), dtype: DType::F32 }
+        let bytes = bytemuck::must_cast_slice_mut(values);
+        Self { bytes, dtype: DType::F32, pane: None }
     }
 }
 
@@ -98,7 +136,19 @@ impl<'a> Slots<'a> {
     /// [`Error::Invalid`] if the length is not a whole number of elements.
     pub fn new(bytes: &'a mut [u8], dtype: DType) -> Result<Self> {
         check_whole("room for values", bytes.len(), dtype)?;
-        Ok(Self { bytes, dtype })
+        Ok(Self { bytes, dtype, pane: None })
+    }
+
+    /// The same slots, which are the memory of a pane: values that a server on this host has in
+    /// memory are shown in it, and not copied.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if they are other memory.
+    pub fn in_pane(self, pane: Arc<Pane>) -> Result<Self> {
+        if self.bytes.as_ptr() as usize != pane.address() || self.bytes.len() != pane.len() {
+            return Err(Error::refused("the room for values is not the memory of the pane"));
+        }
+        Ok(Self { pane: Some(pane), ..self })
     }
 
     /// The dtype of the values.
@@ -120,7 +170,25 @@ impl<'a> Slots<'a> {
     pub(crate) fn split_off(&mut self, count: usize) -> Self {
         let (first, rest) = std::mem::take(&mut self.bytes).split_at_mut(count * self.dtype.size());
         self.bytes = rest;
-        Self { bytes: first, dtype: self.dtype }
+        Self { bytes: first, dtype: self.dtype, pane: self.pane.clone() }
+    }
+
+    /// Shows values, which a server keeps as long as `hold` exists, in the first slots. Returns
+    /// `false` if the slots are not in a pane, or the values must be copied.
+    pub(crate) fn show(
+        &self,
+        view: &Arc<View>,
+        reference: Reference,
+        wire: Wire,
+        hold: &mut Option<Keeper>,
+    ) -> bool {
+        let Some(pane) = self.pane.as_ref().filter(|_| wire == self.dtype.into()) else {
+            return false;
+        };
+        let start = self.bytes.as_ptr() as usize - pane.address();
+        let range = start..start + reference.bytes as usize;
+        let shown = pane.show(range, view, reference.at, hold);
+        shown.inspect_err(|error| tracing::debug!(%error, "values are copied")).unwrap_or(false)
     }
 
     /// Fills the slots of `range` with little-endian elements of `dtype`, at any alignment.
@@ -130,19 +198,34 @@ impl<'a> Slots<'a> {
     pub fn fill(&mut self, range: Range<usize>, bytes: &[u8], dtype: DType) -> Result<()> {
         let (len, size, numel) = (self.len(), self.dtype.size(), range.len());
         if range.end > len || bytes.len() != numel * dtype.size() {
-            let found = format!("{} bytes for elements {range:?} of {len}", bytes.len());
-            let expected = format!("{} bytes for existing elements", numel * dtype.size());
-            return Err(Error::invalid("values", found, expected));
+            let bytes = bytes.len();
+            return Err(Error::refused(format!(
+                "{bytes} bytes of {dtype} do not fill the elements {range:?} of {len}"
+            )));
         }
+        self.own();
         let slots = &mut self.bytes[range.start * size..range.end * size];
         convert(bytes, dtype, slots, self.dtype);
         Ok(())
     }
 
-    /// Fills all slots with little-endian elements of `dtype`, at any alignment. The number of
-    /// elements equals the number of slots.
-    pub(crate) fn decode(self, bytes: &[u8], dtype: DType) {
-        convert(bytes, dtype, self.bytes, self.dtype);
+    /// Makes the slots memory of this process, to be written. If that fails, the kernel copies the
+    /// pages that are written.
+    fn own(&self) {
+        if let Some(pane) = &self.pane {
+            let start = self.bytes.as_ptr() as usize - pane.address();
+            let _ = pane.own(start..start + self.bytes.len());
+        }
+    }
+
+    /// Fills all slots with encoded elements, at any alignment. The number of elements equals the
+    /// number of slots.
+    pub(crate) fn decode(self, bytes: &[u8], wire: impl Into<Wire>) {
+        self.own();
+        match wire.into() {
+            Wire::Plain(dtype) => convert(bytes, dtype, self.bytes, self.dtype),
+            Wire::Int8 => int8::decode(Level::best(), bytes, self.bytes, self.dtype),
+        }
     }
 }
 
@@ -154,52 +237,13 @@ fn check_whole(what: &str, bytes: usize, dtype: DType) -> Result<()> {
     Err(Error::invalid(format!("{what} of {dtype}"), format!("{bytes} bytes"), expected))
 }
 
-/// The number of elements that are converted at once. They are on the stack, and enough for the
-/// conversion to be vectorised.
-const CHUNK: usize = 1024;
-
 /// Converts the elements of `src` to `to`, through f32, rounded to nearest even. `dst` has the same
 /// number of elements.
 fn convert(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
-    if from == to {
-        return dst.copy_from_slice(src);
+    match from == to {
+        true => dst.copy_from_slice(src),
+        false => _ = cast(Level::best(), src, from, dst, to),
     }
-    let mut values = [0f32; CHUNK];
-    for (src, dst) in src.chunks(CHUNK * from.size()).zip(dst.chunks_mut(CHUNK * to.size())) {
-        let values = &mut values[..src.len() / from.size()];
-        to_f32(src, from, values);
-        from_f32(values, dst, to);
-    }
-}
-
-/// Converts at most [`CHUNK`] elements, at any alignment.
-fn to_f32(src: &[u8], dtype: DType, values: &mut [f32]) {
-    let mut halves = [0u16; CHUNK];
-    let halves = &mut halves[..values.len()];
-    match dtype {
-        DType::F32 => return bytemuck::must_cast_slice_mut(values).copy_from_slice(src),
-        DType::Bf16 | DType::F16 => bytemuck::must_cast_slice_mut(halves).copy_from_slice(src),
-    }
-    match dtype {
-        DType::F16 => bytemuck::must_cast_slice::<_, f16>(halves).convert_to_f32_slice(values),
-        _ => bytemuck::must_cast_slice::<_, bf16>(halves).convert_to_f32_slice(values),
-    }
-}
-
-/// Converts at most [`CHUNK`] elements, at any alignment.
-fn from_f32(values: &[f32], dst: &mut [u8], dtype: DType) {
-    let mut halves = [0u16; CHUNK];
-    let halves = &mut halves[..values.len()];
-    match dtype {
-        DType::F32 => return dst.copy_from_slice(bytemuck::must_cast_slice(values)),
-        DType::F16 => {
-            bytemuck::must_cast_slice_mut::<_, f16>(halves).convert_from_f32_slice(values)
-        }
-        DType::Bf16 => {
-            bytemuck::must_cast_slice_mut::<_, bf16>(halves).convert_from_f32_slice(values)
-        }
-    }
-    dst.copy_from_slice(bytemuck::must_cast_slice(halves));
 }
 
 #[cfg(test)]
@@ -230,6 +274,28 @@ mod tests {
             let mut out = vec![0.0; 2495];
             Slots::from(&mut out).decode(&received.encode(0..2495, DType::F32), DType::F32);
             assert_eq!(out, values[5..2500], "{own} -> {wire} -> {slots}");
+        }
+    }
+
+    #[test]
+    fn int8_is_encoded_from_and_decoded_to_every_dtype() {
+        // The scale of a tile is at most 1.
+        let numbers: Vec<f32> = (0..3000).map(|i| ((i * 7) % 255 - 127) as f32).collect();
+        for (own, slots) in DType::ALL.into_iter().flat_map(|own| DType::ALL.map(|to| (own, to))) {
+            let bytes = unaligned(&Values::from(numbers.clone()).encode(0..3000, own));
+            let values = Values::new(bytes, own).unwrap();
+            let mut tiles = vec![0; Wire::Int8.bytes(2872)];
+            let rounding = Rounding::of_gradient(0, 0, 0, 0);
+            values.encode_int8(128..3000, 128, &rounding, &mut tiles);
+            let mut bytes = vec![0u8; 2872 * slots.size() + 1];
+            let to = Slots::new(&mut bytes[1..], slots).unwrap();
+            to.decode(&unaligned(&tiles), Wire::Int8);
+            let received = Values::new(Bytes::from(bytes).slice(1..), slots).unwrap();
+            let mut out = vec![0.0; 2872];
+            Slots::from(&mut out).decode(&received.encode(0..2872, DType::F32), DType::F32);
+            for (number, out) in numbers[128..].iter().zip(out) {
+                assert!((number - out).abs() <= 1.0, "{own} to {slots}: {number} {out}");
+            }
         }
     }
 

@@ -95,12 +95,8 @@ where
             }
             // prost reports this error with the code of a bug, and without details.
             self.0.decode(buffer).map_err(|status| {
-                let found = format!("invalid ({})", status.message());
-                to_status(Error::invalid(
-                    "message",
-                    found,
-                    "an encoded message of this call's type",
-                ))
+                let cause = status.message();
+                to_status(Error::refused(format!("the request cannot be decoded: {cause}")))
             })
         })
     }

@@ -2,13 +2,13 @@
 
 mod checkpoint;
 pub(crate) mod encoded;
+mod fork;
 mod job;
 mod layout;
 mod manifest;
 mod mesh;
 mod optimizer;
 mod placement;
-mod succession;
 
 pub use layout::box_message;
 pub use manifest::dtype;

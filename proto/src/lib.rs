@@ -5,6 +5,9 @@ pub mod codec;
 pub mod convert;
 pub mod frame;
 pub mod status;
+mod wire;
+
+pub use wire::Wire;
 
 /// Generated from `zeroshard/v1/*.proto`, where the messages are documented.
 #[expect(clippy::all, reason = "generated")]

@@ -62,7 +62,7 @@ pub fn from_status(status: &Status, peer: &str) -> Error {
 }
 fn code(error: &Error) -> Code {
     match error {
-        Error::Invalid { .. } => Code::InvalidArgument,
+        Error::Invalid { .. } | Error::Refused { .. } => Code::InvalidArgument,
         Error::Tls { .. } | Error::Unauthenticated { .. } => Code::Unauthenticated,
         Error::Forbidden { .. } => Code::PermissionDenied,
         Error::UnknownJob { .. } | Error::JobReplaced { .. } | Error::NoCheckpoint { .. } => {

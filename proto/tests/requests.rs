@@ -1,4 +1,6 @@
 //! Requests that no ordinary client sends are converted or refused, and never cause a panic.
+//!
+//! promise: invalid-input
 
 use std::collections::HashMap;
 
@@ -72,8 +74,10 @@ fn tensor() -> impl Strategy<Value = pb::Tensor> {
     let shape = prop::collection::vec(dimension, 0..4);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), -1i32..5, -1i32..5, 0u32..3);
     let alias = prop_oneof![3 => Just(None), 1 => name().prop_map(Some)];
-    (name(), shape, alias, flags, prop::option::of(layout())).prop_map(
-        |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group), layout)| {
+    let placed = (prop::option::of(layout()), prop::option::of(0u32..5));
+    (name(), shape, alias, flags, placed).prop_map(
+        |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group), placed)| {
+            let (layout, replaced_by) = placed;
             pb::Tensor {
                 name,
                 shape,
@@ -85,6 +89,7 @@ fn tensor() -> impl Strategy<Value = pb::Tensor> {
                 policy,
                 no_clip,
                 layout,
+                replaced_by,
             }
         },
     )
@@ -111,8 +116,9 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let count = || prop_oneof![0u32..4, any::<u32>()];
     let meshes = prop::collection::vec(mesh(), 0..3);
     let timeout = prop::option::of(any::<u64>());
-    let policy = (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>(), any::<bool>());
-    let counts = (count(), count(), count(), count());
+    let policy =
+        (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>(), any::<bool>(), -1i32..4);
+    let counts = (count(), count(), count(), count(), any::<u64>());
     (name(), tensors, groups, (counts, policy), meshes).prop_map(
         |(name, tensors, groups, (counts, policy), meshes)| pb::JobSpec {
             name,
@@ -128,6 +134,8 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             checkpoints: policy.2,
             compare_every: policy.3,
             offload: policy.4,
+            rounding_seed: counts.4,
+            state_dtype: policy.5,
         },
     )
 }
@@ -143,7 +151,11 @@ fn placement() -> impl Strategy<Value = pb::Placement> {
 
 /// Returns whether the result is an error with a useful text.
 fn refused<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
-    matches!(result, Err(Error::Invalid { what, expected, .. }) if !what.is_empty() && !expected.is_empty())
+    match result {
+        Err(Error::Invalid { what, expected, .. }) => !what.is_empty() && !expected.is_empty(),
+        Err(Error::Refused { sentence }) => !sentence.is_empty(),
+        _ => false,
+    }
 }
 
 proptest! {

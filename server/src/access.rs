@@ -22,7 +22,7 @@ use zeroshard_model::quota::Holder;
 /// The maximum size of the file of tokens.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
-/// The caller of a request, which [`TokenLayer`](crate::layers::token::TokenLayer) adds to it.
+/// The caller of a request, which [`check_token`](crate::layers::token::check_token) adds to it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Caller {
     /// May do everything: the cluster has one token, or none.
@@ -236,15 +236,14 @@ impl Listed {
 
 /// Reads a file of tokens.
 fn read(file: &Path) -> Result<Tokens> {
-    let invalid = |found: String| {
-        let what = format!("file of tokens {}", file.display());
-        Error::invalid(what, found, "a readable file with lines of `zsctl token new`")
+    let unreadable = |cause: String| {
+        Error::refused(format!("cannot read the file of tokens {}: {cause}", file.display()))
     };
-    let found = fs::metadata(file).map_err(|cause| invalid(cause.to_string()))?;
+    let found = fs::metadata(file).map_err(|cause| unreadable(cause.to_string()))?;
     if found.len() > MAX_FILE_BYTES {
-        return Err(invalid(format!("{} bytes large", found.len())));
+        return Err(unreadable(format!("it is larger than {MAX_FILE_BYTES} bytes")));
     }
-    let text = fs::read_to_string(file).map_err(|cause| invalid(cause.to_string()))?;
+    let text = fs::read_to_string(file).map_err(|cause| unreadable(cause.to_string()))?;
     Tokens::parse(&text)
 }
 

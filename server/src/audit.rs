@@ -2,7 +2,7 @@
 //! if the request was refused. The line contains the caller and the outcome.
 //!
 //! The handler of such a request names it ([`Audited::is`]), and the layer around all handlers
-//! ([`AuditLayer`](crate::layers::audit::AuditLayer)) logs it with its outcome. The line identifies
+//! ([`record`](crate::layers::audit::record)) logs it with its outcome. The line identifies
 //! the caller's token by its role and the first eight digits of its hash in the file of tokens. It
 //! never contains the token.
 

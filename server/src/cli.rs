@@ -1,6 +1,6 @@
 //! The command line of `zeroshard-server`.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, path::PathBuf};
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -62,13 +62,22 @@ pub enum Command {
 pub fn read(
     arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
 ) -> Result<Command, Error> {
+    let mut arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
     let mut command = Cli::command();
-    let matches = command.try_get_matches_from_mut(arguments)?;
-    match matches.subcommand().expect("clap requires a subcommand") {
-        ("probe", matches) => Ok(Command::Probe(Probe::from_arg_matches(matches)?)),
-        ("dev-certs", matches) => Ok(Command::DevCerts(DevCerts::from_arg_matches(matches)?)),
-        (section, matches) => Ok(Command::Serve(Box::new(config::load(section, matches)?))),
+    let mut matches = command.try_get_matches_from_mut(&arguments)?;
+    let (section, mut own) = matches.remove_subcommand().expect("clap requires a subcommand");
+    match section.as_str() {
+        "probe" => return Ok(Command::Probe(Probe::from_arg_matches(&own)?)),
+        "dev-certs" => return Ok(Command::DevCerts(DevCerts::from_arg_matches(&own)?)),
+        _ => {}
     }
+    if let Some(file) = own.get_one::<PathBuf>("config") {
+        // The first arguments are the name of the program and the role.
+        arguments.splice(2..2, config::file::flags(file, &section, &own)?);
+        matches = command.try_get_matches_from(arguments)?;
+        own = matches.remove_subcommand().expect("as before").1;
+    }
+    Ok(Command::Serve(Box::new(config::load(&section, &own)?)))
 }
 
 #[cfg(test)]

@@ -2,20 +2,15 @@
 //! order of precedence.
 //!
 //! Each struct is one section of the file and one group of flags, so that each field is declared
-//! once. Figment merges the four sources, and refuses unknown keys of the file.
+//! once.
 
+pub(crate) mod file;
 mod sections;
 mod values;
 
 use std::{cmp::Ordering, path::PathBuf, time::Duration};
 
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, parser::ValueSource};
-use figment::{
-    Figment,
-    providers::{Format, Serialized, Toml},
-    value::{Dict, Value},
-};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zeroshard_net::{
     Token,
     token::Bearer,
@@ -23,13 +18,17 @@ use zeroshard_net::{
     transport::{FRAME_BYTES, WINDOW_BYTES, tls::TlsFiles},
 };
 
-pub use sections::{All, Coordinator, Shard};
+use file::SECTIONS;
+pub use sections::{All, Coordinator, Jobs, Resources, Shard};
 pub use values::{
     Address, Addresses, AdminListen, DeviceChoice, Etcd, Listen, Malformed, Size, StateTier,
 };
 
 /// The longest wait that a caller may request.
 pub const MAX_WAIT: Duration = Duration::from_secs(600);
+
+/// The heading of the flags for tokens, certificates and permissions.
+const ACCESS: &str = "Access";
 
 /// An invalid configuration.
 #[derive(Debug, thiserror::Error)]
@@ -77,11 +76,20 @@ impl Error {
         let flag = key.replace('_', "-");
         Self::Value { flag, key, section, found: found.to_string(), expected: expected.to_owned() }
     }
+
+    /// The error of a value that another crate refuses, for whatever reason.
+    fn refused(section: &'static str, key: &'static str, error: zeroshard_model::Error) -> Self {
+        match error {
+            zeroshard_model::Error::Invalid { found, expected, .. } => {
+                Self::value(section, key, found, &expected)
+            }
+            other => Self::value(section, key, other, "a valid value"),
+        }
+    }
 }
 
 /// The format of log lines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
     /// For human readers.
     Text,
@@ -90,8 +98,8 @@ pub enum LogFormat {
 }
 
 /// The configuration that all roles share.
-#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Args)]
+#[command(next_help_heading = "All servers")]
 pub struct Common {
     /// The log filter (logs go to standard error): a level, or directives such as
     /// `info,zeroshard_server=debug`
@@ -137,36 +145,37 @@ pub struct Common {
         hide_env_values = true,
         value_name = "TOKEN",
         default_value = "",
-        hide_default_value = true
+        hide_default_value = true,
+        help_heading = ACCESS
     )]
     pub token: Token,
     /// File with the token, instead of --token, such as a secret that docker or Kubernetes mounts
-    #[arg(long, env = "ZEROSHARD_TOKEN_FILE", value_name = "FILE")]
+    #[arg(long, env = "ZEROSHARD_TOKEN_FILE", value_name = "FILE", help_heading = ACCESS)]
     pub token_file: Option<PathBuf>,
     /// File with the tokens that calls may carry: a role and a hash per line, as `zsctl token new`
     /// prints them. A line with a role, the word `certificate` and limits has the limits of the
     /// certificates with this role. The file is read again when it changes. --token is then the
     /// token of this server itself, and its role in the file must be `server`
-    #[arg(long, env = "ZEROSHARD_TOKENS", value_name = "FILE")]
+    #[arg(long, env = "ZEROSHARD_TOKENS", value_name = "FILE", help_heading = ACCESS)]
     pub tokens: Option<PathBuf>,
     /// File with the certificates of the cluster's certificate authorities, in PEM format. All
     /// connections are then encrypted, servers need a certificate from one of these authorities,
     /// and callers need one or a token. The role of a certificate is a URI in it:
     /// `zeroshard:server`, `zeroshard:admin`, `zeroshard:job:NAME` or `zeroshard:job:NAME:read`
-    #[arg(long, env = "ZEROSHARD_TLS_CA", value_name = "FILE")]
+    #[arg(long, env = "ZEROSHARD_TLS_CA", value_name = "FILE", help_heading = ACCESS)]
     pub tls_ca: Option<PathBuf>,
     /// File with the certificate of this server, in PEM format. It must be valid for the names and
     /// addresses at which others dial this server, and have the role `zeroshard:server`. It is read
     /// again when it changes
-    #[arg(long, env = "ZEROSHARD_TLS_CERT", value_name = "FILE")]
+    #[arg(long, env = "ZEROSHARD_TLS_CERT", value_name = "FILE", help_heading = ACCESS)]
     pub tls_cert: Option<PathBuf>,
     /// File with the private key of --tls-cert, in PEM format
-    #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE")]
+    #[arg(long, env = "ZEROSHARD_TLS_KEY", value_name = "FILE", help_heading = ACCESS)]
     pub tls_key: Option<PathBuf>,
     /// File with the revocation lists of the authorities in --tls-ca, one of each, in PEM format.
     /// Certificates in them are refused on new connections. It is read again when it changes. A
     /// list that was not updated in time stays valid
-    #[arg(long, env = "ZEROSHARD_TLS_CRL", value_name = "FILE")]
+    #[arg(long, env = "ZEROSHARD_TLS_CRL", value_name = "FILE", help_heading = ACCESS)]
     pub tls_crl: Option<PathBuf>,
     /// URL of an OpenTelemetry collector, such as http://localhost:4317, to which the traces of
     /// steps are sent (OTLP over gRPC). Without it nothing is recorded
@@ -179,11 +188,11 @@ pub struct Common {
     /// Prefix of the URLs at which jobs may save checkpoints and read them, such as
     /// s3://bucket/team/. Without it, everyone who may create a job can have the shard servers
     /// write to any file and any bucket that the servers can write to
-    #[arg(long, env = "ZEROSHARD_CHECKPOINT_URLS", value_name = "PREFIX")]
+    #[arg(long, env = "ZEROSHARD_CHECKPOINT_URLS", value_name = "PREFIX", help_heading = ACCESS)]
     pub checkpoint_urls: Option<String>,
     /// Accept connections from other machines without a token or certificate. Everyone who can
     /// connect can then read, change and delete all jobs
-    #[arg(long, env = "ZEROSHARD_INSECURE")]
+    #[arg(long, env = "ZEROSHARD_INSECURE", help_heading = ACCESS)]
     pub insecure: bool,
 }
 
@@ -209,11 +218,16 @@ impl Common {
 
     /// If both a token and a token file are set, keeps the one whose source has the higher
     /// precedence.
-    fn choose_token(&mut self, precedence: impl Fn(&str) -> u8) {
+    fn choose_token(&mut self, matches: &ArgMatches) {
+        let precedence = |key| match matches.value_source(key) {
+            Some(ValueSource::CommandLine) => 2,
+            Some(ValueSource::EnvVariable) => 1,
+            _ => 0,
+        };
         match precedence("token").cmp(&precedence("token_file")) {
             Ordering::Greater => self.token_file = None,
-            Ordering::Less if self.token_file.is_some() => self.token = Token::default(),
-            _ => {}
+            Ordering::Less => self.token = Token::default(),
+            Ordering::Equal => {}
         }
     }
 
@@ -265,51 +279,34 @@ impl Common {
     }
 
     fn validate(&self) -> Result<(), Error> {
-        let wrong = |key, found: u64, expected| Err(Error::value("common", key, found, expected));
         if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
             let found = format!("{:?} ({error})", self.log);
             let expected =
                 "a level (error, warn, info, debug, trace) or directives such as info,h2=warn";
             return Err(Error::value("common", "log", found, expected));
         }
-        if !(1024..=1 << 31).contains(&self.max_message_bytes) {
-            return wrong(
-                "max_message_bytes",
-                self.max_message_bytes as u64,
-                "1024 to 2147483648 (2 GiB)",
-            );
+        for (key, found, range) in [
+            ("max_message_bytes", self.max_message_bytes as u64, 1024..=1 << 31),
+            ("max_concurrent_streams", self.max_concurrent_streams.into(), 1..=u32::MAX.into()),
+            // RFC 9113: SETTINGS_MAX_FRAME_SIZE, SETTINGS_INITIAL_WINDOW_SIZE.
+            ("frame_bytes", self.frame_bytes.into(), 16_384..=16_777_215),
+            ("window_bytes", self.window_bytes.into(), 65_535..=2_147_483_647),
+            ("keepalive_seconds", self.keepalive_seconds, 1..=3600),
+            ("wait_seconds", self.wait_seconds, 1..=MAX_WAIT.as_secs()),
+            ("drain_seconds", self.drain_seconds, 0..=3600),
+        ] {
+            if !range.contains(&found) {
+                let expected = format!("{} to {}", range.start(), range.end());
+                return Err(Error::value("common", key, found, &expected));
+            }
         }
-        if self.max_concurrent_streams == 0 {
-            return wrong("max_concurrent_streams", 0, "1 or more");
-        }
-        // RFC 9113: SETTINGS_MAX_FRAME_SIZE, SETTINGS_INITIAL_WINDOW_SIZE.
-        if !(16_384..=16_777_215).contains(&self.frame_bytes) {
-            return wrong("frame_bytes", self.frame_bytes.into(), "16384 to 16777215");
-        }
-        if !(65_535..=2_147_483_647).contains(&self.window_bytes) {
-            return wrong("window_bytes", self.window_bytes.into(), "65535 to 2147483647");
-        }
-        if !(1..=3600).contains(&self.keepalive_seconds) {
-            return wrong("keepalive_seconds", self.keepalive_seconds, "1 to 3600");
-        }
-        if !(1..=MAX_WAIT.as_secs()).contains(&self.wait_seconds) {
-            return wrong("wait_seconds", self.wait_seconds, "1 to 600");
-        }
-        if self.drain_seconds > 3600 {
-            return wrong("drain_seconds", self.drain_seconds, "0 to 3600");
-        }
-        if let Err(zeroshard_model::Error::Invalid { found, expected, .. }) =
-            Bearer::new(&self.token)
-        {
-            return Err(Error::value("common", "token", found, &expected));
-        }
+        Bearer::new(&self.token).map_err(|error| Error::refused("common", "token", error))?;
         if !(0.0..=1.0).contains(&self.trace_ratio) {
             return Err(Error::value("common", "trace_ratio", self.trace_ratio, "0 to 1"));
         }
-        if let Some(Err(zeroshard_model::Error::Invalid { found, expected, .. })) =
-            self.collector().map(|endpoint| trace::check(endpoint, self.trace_ratio))
-        {
-            return Err(Error::value("common", "otlp_endpoint", found, &expected));
+        if let Some(endpoint) = self.collector() {
+            trace::check(endpoint, self.trace_ratio)
+                .map_err(|error| Error::refused("common", "otlp_endpoint", error))?;
         }
         Ok(())
     }
@@ -345,9 +342,6 @@ pub(crate) struct Flags<R: Args> {
     common: Common,
 }
 
-/// The sections that the file may have.
-const SECTIONS: [&str; 4] = ["common", "coordinator", "shard", "all"];
-
 /// The role of a process.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Role {
@@ -370,43 +364,42 @@ pub struct Config {
     pub json: bool,
 }
 
-/// The configuration of a server with the role `section`, from its flags and everything below
-/// them.
+/// The configuration of a server with the role `section` from its flags, to which those of
+/// [`file::flags`] belong.
 ///
 /// # Errors
-/// [`Error`] for an invalid value or file.
+/// [`Error`] for an invalid value.
 pub(crate) fn load(section: &str, matches: &ArgMatches) -> Result<Config, Error> {
     let process = Process::from_arg_matches(matches)?;
-    let file = process.config.map(File::read).transpose()?;
-    let mut common: Common = layered("common", matches, file.as_ref())?;
-    common.choose_token(|key| precedence("common", key, matches, file.as_ref()));
+    let mut common = Common::from_arg_matches(matches)?;
+    common.choose_token(matches);
     common.read_token()?;
     common.validate()?;
     let role = match section {
         "coordinator" => {
-            let coordinator: Coordinator = layered("coordinator", matches, file.as_ref())?;
+            let coordinator = Coordinator::from_arg_matches(matches)?;
             coordinator.validate()?;
             common.check_open(coordinator.listen)?;
             common.check_admin(coordinator.admin_listen)?;
             Role::Coordinator(coordinator)
         }
         "shard" => {
-            let shard: Shard = layered("shard", matches, file.as_ref())?;
+            let shard = Shard::from_arg_matches(matches)?;
             sections::check_advertise("shard", shard.listen, shard.advertise.as_ref())?;
             if shard.coordinator.is_none() {
                 let expected = "the HOST:PORT of the coordinator, such as 127.0.0.1:7400";
                 return Err(Error::value("shard", "coordinator", "missing", expected));
             }
-            shard.check_tiers("shard")?;
+            shard.resources.check_tiers("shard")?;
             shard.check_id()?;
             common.check_open(shard.listen)?;
             common.check_admin(shard.admin_listen)?;
             Role::Shard(shard)
         }
         _ => {
-            let all: All = layered("all", matches, file.as_ref())?;
+            let all = All::from_arg_matches(matches)?;
             sections::check_advertise("all", all.shard_listen, all.advertise.as_ref())?;
-            all.shard().check_tiers("all")?;
+            all.resources.check_tiers("all")?;
             common.check_open(all.listen)?;
             common.check_open(all.shard_listen)?;
             common.check_admin(all.admin_listen)?;
@@ -414,64 +407,6 @@ pub(crate) fn load(section: &str, matches: &ArgMatches) -> Result<Config, Error>
         }
     };
     Ok(Config { role, common, json: process.json })
-}
-
-struct File(Figment);
-
-impl File {
-    fn read(path: PathBuf) -> Result<Self, Error> {
-        let figment = Figment::from(Toml::file_exact(&path));
-        let sections: Dict =
-            figment.extract().map_err(|e| Error::File(without_source(&e.to_string())))?;
-        match sections.into_keys().find(|key| !SECTIONS.contains(&key.as_str())) {
-            Some(section) => Err(Error::UnknownSection { file: path, section }),
-            None => Ok(Self(figment)),
-        }
-    }
-}
-
-/// The parser's message without the quoted line of the file, which may contain the token. The
-/// message also names the position.
-fn without_source(message: &str) -> String {
-    let quoted = |line: &&str| {
-        line.trim_start_matches(|c: char| c == ' ' || c.is_ascii_digit()).starts_with('|')
-    };
-    message.lines().filter(|line| !quoted(line)).collect::<Vec<_>>().join("\n")
-}
-
-/// The precedence of the source of a value, highest first: flags, the environment, the file,
-/// defaults.
-fn precedence(section: &str, key: &str, matches: &ArgMatches, file: Option<&File>) -> u8 {
-    match matches.value_source(key) {
-        Some(ValueSource::CommandLine) => 3,
-        Some(ValueSource::EnvVariable) => 2,
-        _ => file.is_some_and(|File(file)| file.contains(&format!("{section}.{key}"))).into(),
-    }
-}
-
-/// Merges one section: defaults, then the file, then flags and environment variables.
-fn layered<T>(section: &str, matches: &ArgMatches, file: Option<&File>) -> Result<T, Error>
-where
-    T: Args + Serialize + DeserializeOwned,
-{
-    let values = T::from_arg_matches(matches)?;
-    let wrap = |e: figment::Error| {
-        let key = e.path.last().map(|key| format!("`{key}`: ")).unwrap_or_default();
-        Error::File(format!("[{section}] {key}{}", e.kind))
-    };
-    let values = Value::serialize(values).map_err(wrap)?.into_dict().expect("a struct");
-    let said = |key: &String| {
-        matches!(
-            matches.value_source(key),
-            Some(ValueSource::CommandLine | ValueSource::EnvVariable)
-        )
-    };
-    let (said, defaults): (Dict, Dict) = values.into_iter().partition(|(key, _)| said(key));
-    let mut figment = Figment::from(Serialized::defaults(defaults));
-    if let Some(File(file)) = file {
-        figment = figment.merge(file.focus(section));
-    }
-    figment.merge(Serialized::defaults(said)).extract().map_err(wrap)
 }
 
 /// The default configuration of a section.

@@ -203,6 +203,7 @@ mod tests {
 
     use super::*;
 
+    // promise: isolation
     #[tokio::test]
     async fn connections_beyond_the_limit_are_refused_then_closed_and_places_become_free() {
         let connections = Connections::new(1);

@@ -6,12 +6,12 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use zeroshard_coordinator::cluster::JobLimits;
+use zeroshard_coordinator::cluster::context::JobLimits;
 use zeroshard_model::limits::{MAX_CONNECTIONS, MAX_JOBS};
 use zeroshard_net::{Token, token::Bearer};
 
 use crate::{
-    config::{self, Address, Common, Listen, Size},
+    config::{self, Address, Common, Listen, Resources, Size},
     coordinator::leadership::Leadership,
     failure::Failure,
     roles::{self, Site},
@@ -41,7 +41,7 @@ impl Options {
             shards,
             host: Ipv4Addr::LOCALHOST.into(),
             common: Common::default(),
-            parked_bytes: config::Shard::default().parked_bytes,
+            parked_bytes: Resources::default().parked_bytes,
         }
     }
 }
@@ -92,7 +92,8 @@ impl Cluster {
         for _ in 0..shards {
             let mut site = Site::bind(listen, &common, MAX_CONNECTIONS).await?;
             site.context.failure = failure.clone();
-            let config = config::Shard { memory, parked_bytes, ..config::Shard::default() };
+            let resources = Resources { memory, parked_bytes, ..Resources::default() };
+            let config = config::Shard { resources, ..config::Shard::default() };
             let parts = roles::shard(&config, address.clone().into(), &site, &order)?;
             healths.push(site.context.health.clone());
             tasks.spawn(site.run(parts, order.clone()));

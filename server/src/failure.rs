@@ -138,6 +138,7 @@ mod tests {
 
     use super::*;
 
+    // promise: no-silent-hang
     #[tokio::test]
     async fn all_callers_are_told_of_the_first_panic() {
         let failure = Failure::default();

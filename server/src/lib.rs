@@ -21,7 +21,7 @@ pub mod health;
 mod identity;
 pub mod layers;
 pub mod logging;
-mod memory;
+pub mod memory;
 pub mod metrics;
 pub mod probe;
 mod quota;

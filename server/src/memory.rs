@@ -10,11 +10,13 @@ use std::{
 
 use zeroshard_shard::tier::{Limits, Tier};
 
-use crate::config::{self, StateTier};
+use crate::config::{Resources, StateTier};
 
 /// The memory for pulls that hold slices which they do not send yet, at most. A step needs the same
 /// amount of memory in addition.
 const MAX_HELD: u64 = 256 << 20;
+/// The memory for the outboxes of workers on this host, at most.
+const MAX_OUTBOXES: u64 = 1 << 30;
 /// The memory for versions that readers have pinned, unless the operator chooses it.
 const MAX_PINNED: u64 = 1 << 30;
 /// The smallest reserve: the program, and the data of connections.
@@ -35,12 +37,14 @@ pub(crate) struct Budgets {
     pub(crate) held: u64,
     /// Second copies of slices that are being saved.
     pub(crate) snapshots: u64,
+    /// Where workers on this host put what they push.
+    pub(crate) outboxes: u64,
 }
 
 impl Budgets {
     /// The budgets in a configuration. `found`: the memory of a server without `--memory`; `None`
     /// if it is not known.
-    pub(crate) fn new(config: &config::Shard, found: Option<u64>) -> Self {
+    pub(crate) fn new(config: &Resources, found: Option<u64>) -> Self {
         let memory = config.memory.map(|size| size.0).or(found);
         let part = |divisor: u64| memory.map_or(u64::MAX, |memory| memory / divisor);
         let parked = config.parked_bytes;
@@ -48,18 +52,27 @@ impl Budgets {
         let snapshots = config.snapshot_bytes.unwrap_or(part(8));
         let held = part(16).min(MAX_HELD);
         // A step writes to new memory beside the versions that pulls hold.
-        let others = [parked, pinned, snapshots, held, held];
+        let outboxes = part(16).min(MAX_OUTBOXES);
+        let others = [parked, pinned, snapshots, held, held, outboxes];
         let arrays = match memory {
             None => u64::MAX,
             Some(memory) => others.iter().fold(memory, |left, &other| left.saturating_sub(other)),
         };
-        Self { memory: memory.unwrap_or(u64::MAX), arrays, parked, pinned, held, snapshots }
+        Self {
+            memory: memory.unwrap_or(u64::MAX),
+            arrays,
+            parked,
+            pinned,
+            held,
+            snapshots,
+            outboxes,
+        }
     }
 }
 
 /// The budgets in a configuration for the tiers of slices, if there are any. `arrays`: the host
 /// memory for arrays on a server without `--host-memory`; `None` if there is no limit.
-pub(crate) fn tier_limits(config: &config::Shard, arrays: Option<u64>) -> Option<Limits> {
+pub(crate) fn tier_limits(config: &Resources, arrays: Option<u64>) -> Option<Limits> {
     let host = config.host_memory.map(|size| size.0);
     let option = if host.is_some() { "--host-memory" } else { "--memory" };
     let (memory, host) = match config.device_memory {
@@ -75,7 +88,7 @@ pub(crate) fn tier_limits(config: &config::Shard, arrays: Option<u64>) -> Option
 }
 
 /// The memory that this process may use, less a reserve; `None` if the system does not tell.
-pub(crate) fn available() -> Option<u64> {
+pub fn available() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| total(&text));
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let limit = limit_of(Path::new("/sys/fs/cgroup"), &groups);
@@ -115,23 +128,23 @@ fn limit_of(root: &Path, groups: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Shard, Size};
+    use crate::config::Size;
 
     #[test]
     fn what_the_other_budgets_leave_is_for_arrays() {
         const MIB: u64 = 1 << 20;
-        let config = Shard { memory: Some(Size(1600 * MIB)), ..Shard::default() };
+        let config = Resources { memory: Some(Size(1600 * MIB)), ..Resources::default() };
         let budgets = Budgets::new(&config, Some(1));
         assert_eq!((budgets.pinned, budgets.held), (100 * MIB, 100 * MIB));
         assert_eq!((budgets.parked, budgets.snapshots), (64 * MIB, 200 * MIB));
-        assert_eq!(budgets.arrays, (1600 - 64 - 3 * 100 - 200) * MIB);
-        let chosen = Shard { pinned_bytes: Some(0), snapshot_bytes: Some(0), ..config };
-        assert_eq!(Budgets::new(&chosen, None).arrays, (1600 - 64 - 2 * 100) * MIB);
+        assert_eq!(budgets.arrays, (1600 - 64 - 4 * 100 - 200) * MIB);
+        let chosen = Resources { pinned_bytes: Some(0), snapshot_bytes: Some(0), ..config };
+        assert_eq!(Budgets::new(&chosen, None).arrays, (1600 - 64 - 3 * 100) * MIB);
     }
 
     #[test]
     fn a_server_on_an_unknown_system_has_no_limit() {
-        let budgets = Budgets::new(&Shard::default(), None);
+        let budgets = Budgets::new(&Resources::default(), None);
         assert_eq!((budgets.arrays, budgets.snapshots), (u64::MAX, u64::MAX));
         assert_eq!((budgets.pinned, budgets.held), (MAX_PINNED, MAX_HELD));
     }

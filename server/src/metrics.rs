@@ -2,8 +2,8 @@
 //! plain fields.
 //!
 //! A process shows only the series of its own roles, and of jobs that exist: a role creates its
-//! series when it begins, and removes those of a job when the job is deleted. `deploy/METRICS.md`
-//! lists all families.
+//! series when it begins, and removes those of a job when the job is deleted.
+//! `docs/reference/metrics.md` lists all families.
 
 mod coordinator;
 mod families;
@@ -13,38 +13,46 @@ mod table;
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
-use prometheus::{
-    Encoder, HistogramVec, IntCounterVec, IntGaugeVec, Registry, TextEncoder, proto::MetricFamily,
-};
+use prometheus::{Encoder, Registry, TextEncoder, proto::MetricFamily};
 use prost::Message;
 use zeroshard_proto::pb;
 
 pub use coordinator::Coordinator;
-use families::Families;
+use families::{Families, families};
 pub use shard::Shard;
-pub(crate) use {coordinator::JobSeries as CoordinatedJob, shard::JobSeries as HeldJob};
+pub(crate) use {coordinator::JobSeries as CoordinatedJob, shard::JobSeries as StoredJob};
 
 /// All metrics of a process. Updates are cheap from any thread.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
     methods: HashSet<String>,
-    requests: IntCounterVec,
-    request_seconds: HistogramVec,
-    in_flight: IntGaugeVec,
-    build_info: IntGaugeVec,
-    expiry: IntGaugeVec,
+    process: Process,
     /// The metrics of the coordinator role.
     pub coordinator: Coordinator,
     /// The metrics of the shard role.
     pub shard: Shard,
 }
 
-/// The figures of jobs that both roles know, by job and role.
-#[derive(Debug, Clone)]
-struct JobGauges {
-    version: IntGaugeVec,
-    epoch: IntGaugeVec,
+families! {
+    /// The metrics of a process, whatever its role.
+    struct Process();
+    requests: counters("requests_total", ["method", "code"]) = "Number of completed gRPC calls.";
+    request_seconds: histograms("request_seconds", ["method"]) =
+        "Seconds of gRPC calls, to the end of the response.";
+    in_flight: gauges("requests_in_flight", ["method"]) = "Number of open gRPC calls.";
+    build_info: gauges("build_info", ["version", "role"]) =
+        "1, with the version of the program and its role: coordinator, shard or all.";
+    expiry: gauges("certificate_expiry_timestamp_seconds", []) =
+        "Time at which the certificate of this server expires, in seconds since 1970. Only with \
+         TLS.";
+}
+
+families! {
+    /// The figures of jobs that both roles know, by job and role.
+    struct JobGauges();
+    version: gauges("job_version", ["job", "role"]) = "Version of the parameters of the job.";
+    epoch: gauges("job_epoch", ["job", "role"]) = "Epoch (membership generation) of the job.";
 }
 
 impl JobGauges {
@@ -63,39 +71,13 @@ impl Metrics {
     }
 
     fn describe(families: &mut Families) -> Self {
-        let f = families;
-        let both = &["job", "role"];
-        let gauges = JobGauges {
-            version: f.gauges("job_version", "Version of the parameters of the job.", both),
-            epoch: f.gauges("job_epoch", "Epoch (membership generation) of the job.", both),
-        };
+        let gauges = JobGauges::new(families);
         let metrics = Self {
             methods: known_methods(),
-            requests: f.counters(
-                "requests_total",
-                "Number of completed gRPC calls.",
-                &["method", "code"],
-            ),
-            request_seconds: f.histograms(
-                "request_seconds",
-                "Seconds of gRPC calls, to the end of the response.",
-                &["method"],
-            ),
-            in_flight: f.gauges("requests_in_flight", "Number of open gRPC calls.", &["method"]),
-            build_info: f.gauges(
-                "build_info",
-                "1, with the version of the program and its role: coordinator, shard or all.",
-                &["version", "role"],
-            ),
-            expiry: f.gauges(
-                "certificate_expiry_timestamp_seconds",
-                "Time at which the certificate of this server expires, in seconds since 1970. Only \
-                 with TLS.",
-                &[],
-            ),
-            coordinator: Coordinator::new(f, gauges.clone()),
-            shard: Shard::new(f, gauges),
-            registry: f.registry.clone(),
+            process: Process::new(families),
+            coordinator: Coordinator::new(families, gauges.clone()),
+            shard: Shard::new(families, gauges),
+            registry: families.registry.clone(),
         };
         metrics.watch_process();
         metrics
@@ -112,13 +94,13 @@ impl Metrics {
 
     /// Shows the role of this process: `coordinator`, `shard` or `all`.
     pub(crate) fn show_role(&self, role: &str) {
-        self.build_info.with_label_values(&[env!("CARGO_PKG_VERSION"), role]).set(1);
+        self.process.build_info.with_label_values(&[env!("CARGO_PKG_VERSION"), role]).set(1);
     }
 
     /// Shows when the certificate of this process expires, in seconds since 1970.
     pub(crate) fn show_expiry(&self, expiry: Option<i64>) {
         if let Some(expiry) = expiry {
-            self.expiry.with_label_values::<&str>(&[]).set(expiry);
+            self.process.expiry.with_label_values::<&str>(&[]).set(expiry);
         }
     }
 
@@ -129,13 +111,13 @@ impl Metrics {
     }
 
     pub(crate) fn request_started(&self, method: &str) {
-        self.in_flight.with_label_values(&[method]).inc();
+        self.process.in_flight.with_label_values(&[method]).inc();
     }
 
     pub(crate) fn request_ended(&self, method: &str, code: &str, took: Duration) {
-        self.in_flight.with_label_values(&[method]).dec();
-        self.requests.with_label_values(&[method, code]).inc();
-        self.request_seconds.with_label_values(&[method]).observe(took.as_secs_f64());
+        self.process.in_flight.with_label_values(&[method]).dec();
+        self.process.requests.with_label_values(&[method, code]).inc();
+        self.process.request_seconds.with_label_values(&[method]).observe(took.as_secs_f64());
     }
 
     /// The current values of all metrics.
@@ -170,9 +152,9 @@ fn known_methods() -> HashSet<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use zeroshard_coordinator::figures::{JobFigures, JobState, Waits};
+    use zeroshard_coordinator::operators::metrics_view::{JobMetrics, JobState, Waits};
 
-    const FIGURES: JobFigures = JobFigures {
+    const FIGURES: JobMetrics = JobMetrics {
         state: JobState::Open,
         epoch: 2,
         version: Some(3),
@@ -248,7 +230,7 @@ mod tests {
         assert!(text.contains("zeroshard_job_state{job=\"a\",state=\"open\"} 1"));
         assert!(text.contains("zeroshard_job_slowest_rank_seconds{job=\"a\",rank=\"1\"} 0.25"));
         let failed =
-            JobFigures { state: JobState::Failed, version: None, slowest: None, ..FIGURES };
+            JobMetrics { state: JobState::Failed, version: None, slowest: None, ..FIGURES };
         metrics.coordinator.show(&mut series, &failed);
         let text = metrics.text();
         assert!(text.contains("zeroshard_job_state{job=\"a\",state=\"open\"} 0"));

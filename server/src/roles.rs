@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_coordinator::cluster::JobLimits;
+use zeroshard_coordinator::cluster::context::JobLimits;
 use zeroshard_kernels::Backend;
 use zeroshard_net::trace;
 
@@ -59,6 +59,15 @@ impl Site {
         let context = Context::new(common.clone(), max_connections, Failure::default()).await?;
         let (has_new_address, sources) = (listen.0.port() == 0, Sources::default());
         Ok(Self { listener, address, has_new_address, context, sources })
+    }
+
+    /// Binds the admin address of the process, if it has one.
+    async fn admin(
+        &self,
+        listen: AdminListen,
+        role: &'static str,
+    ) -> Result<Option<AdminSite>, Error> {
+        AdminSite::bind(listen, role, self.address, &self.context, &self.sources).await
     }
 
     /// Serves `parts` until `shutdown`. The process becomes unready as soon as it is asked to stop.
@@ -113,32 +122,18 @@ async fn serve_role(
                 return elected::run(config, election, &common, json, asked).await;
             }
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
-            let admin = AdminSite::bind(
-                config.admin_listen,
-                "coordinator",
-                site.address,
-                &site.context,
-                &site.sources,
-            )
-            .await?;
+            let admin = site.admin(config.admin_listen, "coordinator").await?;
             let place = Place { address: site.address, is_new: site.has_new_address };
             start_traces(&common, &place.name())?;
             announce(json, "coordinator", site.address, admin.as_ref());
             let leadership = Leadership::alone()?;
-            let parts = coordinator(&site, leadership.clone(), config.job_limits(), &shutdown);
+            let parts = coordinator(&site, leadership.clone(), config.jobs.limits(), &shutdown);
             let serving = until_replaced(&leadership, site.run(parts, shutdown));
             with_admin(serving, admin).await?;
         }
         Role::Shard(config) => {
             let site = Site::bind(config.listen, &common, config.max_connections).await?;
-            let admin = AdminSite::bind(
-                config.admin_listen,
-                "shard",
-                site.address,
-                &site.context,
-                &site.sources,
-            )
-            .await?;
+            let admin = site.admin(config.admin_listen, "shard").await?;
             let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
             start_traces(&common, &advertised(&config, &site).to_string())?;
             let parts = shard(&config, coordinator, &site, &shutdown)?;
@@ -153,16 +148,9 @@ async fn serve_role(
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
             shard_site.sources = site.sources.clone();
-            let admin = AdminSite::bind(
-                config.admin_listen,
-                "all",
-                shard_site.address,
-                &shard_site.context,
-                &shard_site.sources,
-            )
-            .await?;
+            let admin = shard_site.admin(config.admin_listen, "all").await?;
             let leadership = Leadership::alone()?;
-            let parts = coordinator(&site, leadership.clone(), config.job_limits(), &shutdown);
+            let parts = coordinator(&site, leadership.clone(), config.jobs.limits(), &shutdown);
             let dial = Address::dialled_from_here(site.address).into();
             start_traces(&common, &advertised(&config.shard(), &shard_site).to_string())?;
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
@@ -224,7 +212,7 @@ pub(crate) fn shard(
     site: &Site,
     shutdown: &Shutdown,
 ) -> Result<Parts, Error> {
-    let devices = devices::open(&config.device).map_err(zeroshard_model::Error::from)?;
+    let devices = devices::open(&config.resources.device).map_err(zeroshard_model::Error::from)?;
     match devices {
         Devices::Cpu(cpu) => shard_on(vec![cpu], config, coordinator, site, shutdown),
         Devices::Gpus(gpus) => shard_on(gpus, config, coordinator, site, shutdown),

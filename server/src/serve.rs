@@ -6,6 +6,7 @@
 
 use std::{io, net::SocketAddr, sync::Arc};
 
+use axum::middleware::{from_fn, from_fn_with_state};
 use futures_util::{TryStreamExt, future::ready};
 use tokio::net::TcpListener;
 use tonic::{
@@ -28,8 +29,10 @@ use crate::{
     failure::Failure,
     health::Health,
     layers::{
-        audit::AuditLayer, panic::PanicLayer, request_limits::RequestLimitsLayer,
-        request_metrics::RequestMetricsLayer, token::TokenLayer,
+        audit, panic,
+        request_limits::{self, RequestLimits},
+        request_metrics,
+        token::check_token,
     },
     memory,
     metrics::Metrics,
@@ -158,7 +161,16 @@ pub async fn serve(
         .build_v1()?
         // The errors of the reflection service repeat the request.
         .max_decoding_message_size(MAX_REFLECTION);
-    let routes = routes.add_service(health.service()).add_service(reflection).prepare();
+    let routes = routes
+        .add_service(health.service())
+        .add_service(reflection)
+        .into_axum_router()
+        .layer(from_fn_with_state(RequestLimits::new(memory::available()), request_limits::limit))
+        .layer(from_fn(audit::record))
+        .layer(from_fn_with_state(accepted.clone(), check_token))
+        .layer(from_fn_with_state(failure.clone(), panic::catch))
+        // The last layer is the outermost one, so that refused calls are counted.
+        .layer(from_fn_with_state(metrics.clone(), request_metrics::count));
     let (interval, timeout) = common.keepalive();
     let (connections, acceptor) = (Connections::new(*max_connections), acceptor.clone());
     let incoming = TcpIncoming::from(listener)
@@ -178,13 +190,7 @@ pub async fn serve(
         .max_concurrent_streams(common.max_concurrent_streams)
         .http2_keepalive_interval(Some(interval))
         .http2_keepalive_timeout(Some(timeout))
-        // This layer comes first, so that refused calls are counted.
-        .layer(RequestMetricsLayer(metrics.clone()))
-        .layer(PanicLayer(failure.clone()))
-        .layer(TokenLayer(accepted.clone()))
-        .layer(AuditLayer)
-        .layer(RequestLimitsLayer::new(memory::available()))
-        .add_routes(routes)
+        .add_routes(Routes::from(routes).prepare())
         .serve_with_incoming_shutdown(incoming, shutdown.stop().cancelled());
     let drained = async {
         shutdown.asked().await;

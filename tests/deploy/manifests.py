@@ -1,4 +1,4 @@
-"""The manifests of deploy/k8s, as kubectl renders them."""
+"""The manifests of deploy/k8s, as kubectl renders them, and the chart of deploy/helm."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from programs import DEPLOY
+from programs import DEPLOY, TARGET
 
 KUBERNETES = DEPLOY / "k8s"
+CHART = DEPLOY / "helm/zeroshard"
+#: Programs that tests/run installs.
+KUBECTL = TARGET / "kubernetes/kubectl/kubectl"
+HELM = TARGET / "kubernetes/helm/helm"
 #: Programs that are installed beside this interpreter.
 BIN = Path(sys.executable).parent
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (KUBERNETES / "components").iterdir())
+#: Values of the chart that give what the overlay or component of the same name gives.
+EXAMPLES = sorted(path.stem for path in (CHART / "examples").iterdir())
+#: The chart with the values of each example, and with those of all but `minimal` together.
+EVERYTHING = "chart:everything"
+CHARTS = [*(f"chart:{name}" for name in EXAMPLES), EVERYTHING]
 Manifest = dict[str, Any]
-#: The namespace of what is rendered with a component.
+#: The namespace of the chart, and of what is rendered with a component.
 NAMESPACE = "a-namespace"
 
 
 def _kustomize(directory: Path) -> str:
-    command = [BIN / "kubectl", "kustomize", directory]
+    command = [KUBECTL, "kustomize", directory]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert "deprecated" not in process.stderr, process.stderr
@@ -36,12 +45,36 @@ def _write(folder: Path, content: Manifest) -> None:
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
 
 
+def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Helm."""
+    return subprocess.run([HELM, *arguments], capture_output=True, text=True)
+
+
+@functools.cache
+def templated(*arguments: str | Path, chart: Path = CHART) -> str:
+    """The text of the chart with these arguments, which name values."""
+    process = helm("template", "zeroshard", chart, "--namespace", NAMESPACE, *arguments)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def examples(name: str) -> list[str | Path]:
+    """The arguments for the values of ``everything``, of an example, or of several joined by +."""
+    names = name.split("+")
+    if name == "everything":
+        names = [each for each in EXAMPLES if each != "minimal"]
+    return [part for each in names for part in ("--values", CHART / "examples" / f"{each}.yaml")]
+
+
 @functools.cache
 def rendered(name: str) -> str:
     """The text of an overlay, of a component together with the base, or of the workers.
 
-    ``OVERLAY+COMPONENT`` is a component together with an overlay.
+    ``OVERLAY+COMPONENT`` is a component together with an overlay, and ``chart:EXAMPLES`` is the
+    chart with these values.
     """
+    if name.startswith("chart:"):
+        return templated(*examples(name.removeprefix("chart:")))
     if name in OVERLAYS:
         return _kustomize(KUBERNETES / "overlays" / name)
     overlay, _, component = name.rpartition("+")
@@ -62,7 +95,9 @@ def rendered(name: str) -> str:
 
 def manifests(name: str) -> list[Manifest]:
     """The objects of :func:`rendered`."""
-    return [manifest for manifest in yaml.safe_load_all(rendered(name)) if manifest]
+    # The loader in C: the dashboards have 5,000 lines.
+    loaded = yaml.load_all(rendered(name), yaml.CSafeLoader)
+    return [manifest for manifest in loaded if manifest]
 
 
 def of_kind(name: str, kind: str) -> dict[str, Manifest]:

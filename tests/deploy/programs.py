@@ -6,12 +6,16 @@ import functools
 import os
 import re
 import subprocess
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-RELEASE = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+BINARIES = TARGET / "try"
+#: The version of the programs, of the image and of the chart.
+VERSION: str = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
 #: Names of the binaries that the image contains.
 PROGRAMS = ("zeroshard-server", "zeroshard-worker", "zsctl")
 
@@ -22,6 +26,8 @@ class Help:
 
     flags: frozenset[str]
     variables: frozenset[str]
+    #: The names of its own subcommands.
+    commands: frozenset[str]
     #: Address on which it listens by default, by flag.
     listens: dict[str, str]
 
@@ -29,14 +35,16 @@ class Help:
 @functools.cache
 def help_of(program: str, *subcommand: str) -> Help:
     """Runs a subcommand with ``--help``."""
-    command = [RELEASE / program, *subcommand, "--help"]
+    command = [BINARIES / program, *subcommand, "--help"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     flags = re.findall(r"^ +(?:-\w, )?(--[a-z][a-z-]*)", text, re.MULTILINE)
     variables = re.findall(r"\[env: (\w+)", text)
     listens = re.findall(
         r"(--[a-z-]*listen) <IP:PORT>(?:(?!\n {2,8}--).)*?\[default: ([\d.:]+)\]", text, re.DOTALL
     )
-    return Help(frozenset(flags), frozenset(variables), dict(listens))
+    _, _, listed = text.partition("Commands:\n")
+    commands = re.findall(r"^  ([a-z][a-z-]*)", listed.partition("\n\n")[0], re.MULTILINE)
+    return Help(frozenset(flags), frozenset(variables), frozenset(commands), dict(listens))
 
 
 def check_command(command: list[str]) -> Help:

@@ -1,5 +1,5 @@
-"""The compose file starts a cluster in containers. It trains the model of README.md with the bits
-of a run without containers, also when shard servers are restarted and killed."""
+"""The compose file starts a cluster in containers. It trains the trainer's model with the bits of a
+run without containers, also when shard servers are restarted and killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from engine import Project, Unavailable, docker, engine
-from programs import DEPLOY, RELEASE, ROOT
+from programs import DEPLOY, BINARIES, ROOT
 
 IMAGE = "zeroshard-test"
 SHARDS = ["shard-1", "shard-2", "shard-3"]
@@ -28,6 +28,8 @@ SHORT, LONG = 60, 400
 TRAINING = 35.0
 #: Seconds for the start of all containers, for a run, and until an alert fires.
 START, RUN, ALERT = 90.0, 240.0, 60.0
+#: Seconds for an answer. Other tests run beside these.
+ANSWER = 60.0
 
 
 def wait_for(what: str, condition: Callable[[], Any], seconds: float) -> Any:
@@ -47,7 +49,7 @@ def image() -> Iterator[str]:
             with engine():
                 # docker build must not ask the user of the machine for credentials.
                 patch.setenv("DOCKER_CONFIG", "/nonexistent")
-                subprocess.run([DEPLOY / "image.sh", IMAGE, RELEASE], check=True)
+                subprocess.run([DEPLOY / "image.sh", IMAGE, BINARIES], check=True)
                 yield IMAGE
         except Unavailable as error:
             pytest.skip(f"no container engine: {error}")
@@ -55,7 +57,7 @@ def image() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The training text of README.md, readable for the user in the containers."""
+    """The sources of this repository as training text, readable for the user in the containers."""
     folder = tmp_path_factory.mktemp("text")
     listed = subprocess.run(
         ["git", "ls-files", "*.md", "*.rs"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -92,7 +94,7 @@ def project(image: str, text: Path, tmp_path: Path) -> Iterator[Callable[[int, b
 
 def reference(text: Path, steps: int, out: Path) -> dict[str, Any]:
     """The summary of a run in one process, without replicas."""
-    command = [RELEASE / "zeroshard-worker", "train", "--steps", str(steps), "--json"]
+    command = [BINARIES / "zeroshard-worker", "train", "--steps", str(steps), "--json"]
     command += ["--data", text, "--out", out]
     process = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(process.stdout.splitlines()[-1])
@@ -169,10 +171,10 @@ def test_workers_train_to_the_bits_of_a_run_without_containers(
     page = f"http://{services.run('port', 'coordinator', '9400')}/"
     assert page.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(page, timeout=10)
+        urllib.request.urlopen(page, timeout=ANSWER)
     token = Path(services.environment["ZEROSHARD_SECRETS"], "token").read_text()
     asked = urllib.request.Request(page, headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(asked, timeout=10) as answer:
+    with urllib.request.urlopen(asked, timeout=ANSWER) as answer:
         assert answer.status == 200
     # Another container of the network, without the token.
     command = ["run", "--rm", "--network", "zeroshard-test_default", IMAGE]
@@ -238,7 +240,7 @@ def observed_by_debian() -> bool:
 def fetch(project: Project, service: str, port: str, path: str) -> Any:
     """An answer of Prometheus or Alertmanager."""
     url = f"http://{project.run('port', service, port)}/{path}"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=ANSWER) as answer:
         return json.load(answer)
 
 

@@ -15,7 +15,9 @@ import pytest
 import yaml
 from manifests import (
     BIN,
+    CHARTS,
     COMPONENTS,
+    EVERYTHING,
     NAMESPACE,
     OVERLAYS,
     environment,
@@ -24,10 +26,10 @@ from manifests import (
     pods,
     rendered,
 )
-from programs import DEPLOY, ROOT, check_command, check_variables, help_of
+from programs import DEPLOY, ROOT, VERSION, check_command, check_variables, help_of
 
-EVERYTHING = [*OVERLAYS, *COMPONENTS, "workers"]
-CLUSTERS = [*OVERLAYS, *COMPONENTS]
+CLUSTERS = [*OVERLAYS, *COMPONENTS, *CHARTS]
+ALL = [*CLUSTERS, "workers"]
 #: Kinds without a schema in Kubernetes; the tests below check their fields.
 CUSTOM = {
     "Certificate",
@@ -60,7 +62,8 @@ CONTAINER_SECURITY = {
 LAST_TASKS = 5
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+# The chart renders the same objects; see test_chart.py.
+@pytest.mark.parametrize("name", [*OVERLAYS, *COMPONENTS, "workers", EVERYTHING])
 def test_manifests_fit_the_schemas_of_kubernetes(name: str) -> None:
     command = [BIN / "kubernetes-validate", "--strict", "-"]
     process = subprocess.run(command, input=rendered(name), capture_output=True, text=True)
@@ -168,7 +171,7 @@ def test_the_dashboards_are_those_of_compose_and_grafana_finds_them() -> None:
     assert len(json.dumps(dashboards)) < 256 * 1024
 
 
-@pytest.mark.parametrize("cluster", ["tls", "highly-available+tls"])
+@pytest.mark.parametrize("cluster", ["tls", "highly-available+tls", "chart:tls", EVERYTHING])
 def test_the_certificate_of_servers_has_their_role_and_the_names_at_which_they_are_dialled(
     cluster: str,
 ) -> None:
@@ -233,7 +236,7 @@ def test_servers_may_connect_to_the_collector_of_their_traces() -> None:
     assert collector.hostname.endswith(f".{namespace}")
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", ALL)
 def test_pods_are_restricted(name: str) -> None:
     found = [pod for manifest in manifests(name) for pod in pods(manifest)]
     assert found
@@ -257,6 +260,15 @@ def test_pods_are_restricted(name: str) -> None:
             assert mounts[token.rpartition("/")[0]]["readOnly"] is True
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_images_have_the_version_of_the_programs(name: str) -> None:
+    """A tag such as ``latest`` may be another version on each node."""
+    for manifest in manifests(name):
+        for _, specification in pods(manifest):
+            for container in specification["containers"]:
+                assert container["image"].partition(":")[2] == VERSION
+
+
 @pytest.mark.parametrize("name", [*OVERLAYS, "workers"])
 def test_no_namespace_is_hard_coded(name: str) -> None:
     """``kubectl -n`` selects the namespace, or an overlay of the user."""
@@ -265,12 +277,12 @@ def test_no_namespace_is_hard_coded(name: str) -> None:
     assert not re.search(r"\.zeroshard\.svc|-n zeroshard\b", rendered(name))
 
 
-@pytest.mark.parametrize("name", COMPONENTS)
-def test_a_component_is_in_the_namespace_of_its_overlay(name: str) -> None:
+@pytest.mark.parametrize("name", [*COMPONENTS, *CHARTS])
+def test_objects_are_in_the_namespace_of_the_overlay_or_release(name: str) -> None:
     assert {of["metadata"]["namespace"] for of in manifests(name)} == {NAMESPACE}
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", ALL)
 def test_flags_and_variables_exist_in_the_binaries(name: str) -> None:
     for manifest in manifests(name):
         for _, specification in pods(manifest):

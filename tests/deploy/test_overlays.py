@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from manifests import environment, manifests, of_kind
-from programs import RELEASE
+from programs import BINARIES
 
 SHARD, COORDINATOR = "zeroshard-shard", "zeroshard-coordinator"
 
@@ -85,7 +85,7 @@ def test_the_servers_may_connect_to_an_object_store_and_to_minio() -> None:
 
 def test_a_zone_without_a_name_is_accepted() -> None:
     """Before version 1.35 of Kubernetes, the label of the zone is empty."""
-    command = [RELEASE / "zeroshard-server", "shard", "--listen", "127.0.0.1:0", "--json"]
+    command = [BINARIES / "zeroshard-server", "shard", "--listen", "127.0.0.1:0", "--json"]
     command += ["--admin-listen", "off", "--coordinator", "127.0.0.1:1", "--log", "error"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={"ZEROSHARD_ZONE": ""}

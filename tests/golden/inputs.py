@@ -49,7 +49,7 @@ def values(tensor, step, size):
 
 def write(index_name, vectors_name, reference, cases, vectors):
     """Writes the index of the cases and their vectors. `reference` names the reference and its
-    version."""
+    version, and has the tolerance of each optimizer."""
     np.concatenate(vectors).astype("<f4").tofile(HERE / vectors_name)
     index = {
         **reference,

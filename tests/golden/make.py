@@ -4,8 +4,8 @@ beside this file.
     pip install torch numpy && python make.py
 
 torch.optim (foreach=False, fused=False: its single-tensor reference implementations) is the
-reference for all that it has; LAMB and Lion are written here from their papers, in float64. Each
-case is a training as inputs.py describes it.
+reference for all that it has; the others are written here from their papers (PAPERS), in float64.
+Each case is a training as inputs.py describes it.
 
 torch's bits differ from machine to machine, for two reasons (both seen in torch 2.15):
 - Its AVX2 and AVX-512 kernels contract some products and sums to fused multiply-adds, in the vector
@@ -31,6 +31,27 @@ from inputs import LR_FACTORS, RECORDED, SIZES, STEPS, values, write
 #: Shapes of the tensors' SIZES. Gradients of matrices are limited to -1..1: the product of the
 #: second moments of a row and a column with a gradient of 2^40 overflows.
 MATRICES = [[], [1, 7], [17, 59]]
+
+#: The largest difference of a parameter from its vector, relative to the vector or to 1, whichever
+#: is larger. 0 requires equal bits.
+TOLERANCES = {
+    "sgd": 0.0,
+    "asgd": 0.0,
+    "adam": 1e-7,
+    "adamw": 1e-7,
+    "adamax": 0.0,
+    "nadam": 1e-7,
+    "radam": 1e-7,
+    "adagrad": 2e-7,
+    "adadelta": 1e-7,
+    # The reference is computed in float64, and a step moves a parameter by a share of its norm.
+    "adafactor": 1e-5,
+    # Small averages lead to large steps, which momentum accumulates.
+    "rmsprop": 1e-6,
+    # The reference is computed in float64, so the difference is the f32 rounding over 50 steps.
+    "lion": 2e-6,
+    "lamb": 2e-6,
+}
 
 CASES = [
     ("sgd", {"name": "sgd"}),
@@ -120,16 +141,13 @@ CASES = [
 ]
 
 
+#: torch's optimizers by the names of the servers', which are the same in lower case.
+KINDS = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+
+
 def torch_optimizer(hyperparameters, parameters):
-    kinds = {
-        "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-        "asgd": torch.optim.ASGD, "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam,
-        "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
-        "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
-        "adafactor": torch.optim.Adafactor,
-    }  # fmt: skip
     options = dict(hyperparameters)
-    kind = kinds[options.pop("name")]
+    kind = KINDS[options.pop("name")]
     if "beta1" in options or "beta2" in options:
         options["betas"] = (options.pop("beta1", 0.9), options.pop("beta2", 0.999))
     if kind is torch.optim.Adafactor:
@@ -179,9 +197,13 @@ def lamb(w, m, g, step, lr, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
     w -= lr * trust * update
 
 
+#: The optimizers that torch does not have: the formula, and the default learning rate.
+PAPERS = {"lion": (lion, 1e-4), "lamb": (lamb, 1e-3)}
+
+
 def run_paper(hyperparameters):
     options = dict(hyperparameters)
-    rule, lr = {"lion": (lion, 1e-4), "lamb": (lamb, 1e-3)}[options.pop("name")]
+    rule, lr = PAPERS[options.pop("name")]
     lr = options.pop("lr", lr)
     sign = -1 if options.pop("maximize", False) else 1
     parameters = [values(t, 0, size).astype(np.float64) for t, size in enumerate(SIZES)]
@@ -224,15 +246,16 @@ def main():
         if shapes:
             entry["shapes"] = shapes[0]
         shapes = shapes[0] if shapes else [[size] for size in SIZES]
-        if hyperparameters["name"] in ("lion", "lamb"):
+        if hyperparameters["name"] in PAPERS:
             vectors += flat(run_paper(hyperparameters))
         else:
             vectors += flat(run_torch(hyperparameters, shapes))
-        if hyperparameters["name"] not in ("lion", "lamb", "adafactor"):
+        if hyperparameters["name"] not in (*PAPERS, "adafactor"):
             with nearest_square_roots():
                 entry["checksum"] = checksum(flat(run_torch(hyperparameters, shapes)))
         cases.append(entry)
-    write("cases.json", "vectors.f32", {"torch": torch.__version__.split("+")[0]}, cases, vectors)
+    reference = {"torch": torch.__version__.split("+")[0], "tolerances": TOLERANCES}
+    write("cases.json", "vectors.f32", reference, cases, vectors)
 
 
 if __name__ == "__main__":

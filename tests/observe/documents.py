@@ -1,4 +1,4 @@
-"""The files of `deploy/` that describe metrics, as data."""
+"""The files that describe metrics and alerts, as data."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
-RUNBOOK = DEPLOY / "RUNBOOK.md"
-METRICS = DEPLOY / "METRICS.md"
+RUNBOOK = ROOT / "docs" / "operate" / "runbook.md"
+METRICS = ROOT / "docs" / "reference" / "metrics.md"
 
 sys.path.insert(0, str(DEPLOY / "grafana"))
-import dashboards  # noqa: E402
+import dashboards
 
 __all__ = ["ALERTS", "DEPLOY", "METRICS", "RUNBOOK", "Metric", "dashboards", "metrics"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of the table in METRICS.md."""
+    """A row of the table in docs/reference/metrics.md."""
 
     name: str
     kind: str
@@ -35,7 +36,7 @@ class Metric:
 
 
 def metrics() -> list[Metric]:
-    """The rows of the table in METRICS.md."""
+    """The rows of the table in docs/reference/metrics.md."""
     rows = [line for line in METRICS.read_text().splitlines() if line.startswith("| `")]
     found = []
     for row in rows:

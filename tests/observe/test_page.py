@@ -4,7 +4,6 @@ colour schemes and widths."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from training import FRAGILE, JOB, TOKEN, fragile, tiers, training
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
-import servers  # noqa: E402
+import servers
 
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 #: The directory for screenshots.

@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
-import servers  # noqa: E402
+import servers
 
 __all__ = ["FRAGILE", "JOB", "TOKEN", "fragile", "tiers", "training"]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing.context
 import os
+import pathlib
 import pickle
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -152,6 +155,7 @@ def _end(process: Any) -> None:
     if process.is_alive():
         process.kill()
     process.join()
+    _stack_file(process.pid).unlink(missing_ok=True)
 
 
 def _collect(processes: dict[Any, tuple[int, Any]], timeout: float) -> list[Any]:
@@ -175,14 +179,33 @@ def _collect(processes: dict[Any, tuple[int, Any]], timeout: float) -> list[Any]
             else:
                 results[rank] = result
     if failures or waiting:
-        for rank, _ in waiting.values():
-            failures.setdefault(
-                rank, f"had not ended {time.monotonic() - began:.0f} s after the start"
-            )
+        took = f"{time.monotonic() - began:.0f} s"
+        for rank, process in waiting.values():
+            failures[rank] = f"had not ended {took} after the start\n{_stacks(process)}"
         raise RankFailed(
             "\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
         )
     return [results[rank] for rank in range(len(processes))]
+
+
+def _stack_file(pid: int) -> pathlib.Path:
+    return pathlib.Path(tempfile.gettempdir(), f"zeroshard-stacks-{pid}")
+
+
+def _show_stacks_when_asked() -> None:
+    """Makes this process write the stacks of its threads into its file for them on ``SIGUSR1``."""
+    file = _stack_file(os.getpid()).open("w", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, file)
+
+
+def _stacks(process: Any) -> str:
+    """The stacks of the threads of a process that should have ended."""
+    file = _stack_file(process.pid)
+    if not file.exists():
+        return "it had not begun"
+    os.kill(process.pid, signal.SIGUSR1)
+    process.join(1)  # a second to write them
+    return file.read_text(encoding="utf-8")
 
 
 def _cause(process: Any) -> str:
@@ -195,6 +218,7 @@ def _cause(process: Any) -> str:
 def _process(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The main function of a process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _show_stacks_when_asked()
     with contextlib.suppress(OSError):
         connection.send_bytes(_outcome(function, args))
     connection.close()
@@ -203,6 +227,7 @@ def _process(connection: Connection, function: Callable[..., Any], args: tuple[A
 def _member(connection: Connection, begin: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The main function of a rank of a team."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _show_stacks_when_asked()
     begin(*args)
     with contextlib.suppress(OSError, EOFError):
         while True:

@@ -1,4 +1,4 @@
-"""Server processes of the release binary, on free ports."""
+"""Starts the server binary that tests/run has built, on free ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "zeroshard-server"
+BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "try" / "zeroshard-server"
 #: Seconds that a server may take to shut down.
 TIMEOUT = 10
 

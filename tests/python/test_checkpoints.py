@@ -1,7 +1,7 @@
 """Checkpoints in an S3 store over HTTP, and their files as the official reader of safetensors
 finds them.
 
-The store is the server of moto. The cluster, the worker and zsctl are the release binaries.
+The store is the server of moto. The cluster, the worker and zsctl are the binaries of tests/run.
 """
 
 from __future__ import annotations

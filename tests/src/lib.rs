@@ -15,6 +15,7 @@ mod proxy;
 pub mod stock;
 pub mod synthetic;
 pub mod training;
+pub mod window;
 
 use std::time::Duration;
 

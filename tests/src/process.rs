@@ -46,10 +46,12 @@ pub fn binary(name: &str) -> PathBuf {
             env::vars_os()
                 .filter(|(name, _)| name.to_str().is_some_and(is_of_package))
                 .for_each(|(name, _)| _ = build.env_remove(name));
+            let profile = match folder.file_name().and_then(OsStr::to_str) {
+                Some("debug") | None => "dev",
+                Some(profile) => profile,
+            };
             build.args(["build", "--quiet", "--locked", "--workspace", "--bin", name]);
-            if folder.ends_with("release") {
-                build.arg("--release");
-            }
+            build.args(["--profile", profile]);
             let status =
                 build.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("cargo runs");
             assert!(status.success(), "{name} does not build");
@@ -193,7 +195,9 @@ impl Process {
         let memory = memory.expect("a process may write to the memory of its child");
         let maps = std::fs::read_to_string(folder.join("maps")).expect("Linux has it");
         let mut found = 0;
-        for line in maps.lines().filter(|line| line.contains(" rw-p ")) {
+        let writable = [" rw-p ", " rw-s "];
+        let maps = maps.lines().filter(|line| writable.iter().any(|mode| line.contains(mode)));
+        for line in maps {
             let (range, _) = line.split_once(' ').expect("an address range");
             let (start, end) = range.split_once('-').expect("two addresses");
             let address = |text| u64::from_str_radix(text, 16).expect("an address");

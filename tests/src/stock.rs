@@ -82,6 +82,7 @@ pub fn begin(job: &Job, step: Option<u64>) -> pb::PushBegin {
         rank: job.rank(),
         covers: Vec::new(),
         contents: Some(step.map_or_else(|| Contents::Upload(pb::Upload::default()), gradients)),
+        window: 0,
     }
 }
 
@@ -105,7 +106,7 @@ pub fn open(begin: pb::PushBegin) -> pb::PushRequest {
 pub fn extent(slice: u32, offset: u64, values: &[f32]) -> pb::PushRequest {
     let payload: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     let dtype = pb::Dtype::from(DType::F32).into();
-    pb::PushRequest { begin: None, slice, offset, dtype, payload: payload.into() }
+    pb::PushRequest { slice, offset, dtype, payload: payload.into(), ..Default::default() }
 }
 
 /// A reader's request for all elements of `slices` at `version`, as f32.

@@ -2,18 +2,17 @@
 
 use zeroshard_client::TensorData;
 use zeroshard_model::{
-    JobSpec, Manifest, Optimizer, Policy, Result, TensorId, TensorSpec, geometry::blocks::SLICE,
+    JobSpec, Manifest, Optimizer, Policy, Result, TensorId, TensorSpec,
+    geometry::blocks::SLICE,
+    splitmix::{GOLDEN, mixed},
 };
 
 /// `numel` numbers in [-1, 1) that depend only on `seed`: splitmix64 of a counter.
 pub fn values(seed: u64, numel: usize) -> Vec<f32> {
-    const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
     let number = |index: u64| {
-        let mut z = seed.wrapping_mul(GOLDEN) ^ index.wrapping_mul(GOLDEN);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let number = mixed(seed.wrapping_mul(GOLDEN) ^ index.wrapping_mul(GOLDEN));
         // 24 bits: exact in f32.
-        ((z ^ (z >> 31)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        (number >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     };
     (0..numel as u64).map(number).collect()
 }

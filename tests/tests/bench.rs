@@ -87,7 +87,12 @@ fn optimizer_measures_every_optimizer_on_one_and_two_threads() {
         for threads in [1, 2] {
             let is_it =
                 |line: &&Value| line["optimizer"] == optimizer.name() && line["threads"] == threads;
-            assert_eq!(lines.iter().filter(is_it).count(), 1, "{optimizer} on {threads} threads");
+            let states: Vec<_> =
+                lines.iter().filter(is_it).map(|line| line["state_dtype"].as_str()).collect();
+            let has_codes = optimizer.state_codes().is_some_and(|codes| !codes.is_empty());
+            let expected = if has_codes { &["f32", "int8"][..] } else { &["f32"] };
+            let expected: Vec<_> = expected.iter().copied().map(Some).collect();
+            assert_eq!(states, expected, "{optimizer} on {threads} threads");
         }
     }
 }
@@ -109,6 +114,21 @@ fn kernels_measures_every_optimizer_and_transfers_on_a_gpu() {
 }
 
 #[test]
+fn wire_measures_every_encoding_that_is_not_a_copy_with_every_instruction_set() {
+    let numbers = ["encode_ns", "decode_ns", "copy_ns"];
+    let lines = bench(&["wire", "--elements", "1000", "--repeat", "3"], &numbers);
+    let of = |field: &str| lines.iter().map(|line| line[field].clone()).collect::<Vec<_>>();
+    let sets = lines.len() / 3;
+    let expected = ["bf16", "f16", "int8"].into_iter().flat_map(|wire| vec![wire; sets]);
+    assert_eq!(of("wire"), expected.collect::<Vec<_>>());
+    assert_eq!(of("instructions")[sets - 1], "baseline");
+}
+
+fn transports(lines: &[Value]) -> Vec<&str> {
+    lines.iter().map(|line| line["transport"].as_str().unwrap()).collect()
+}
+
+#[test]
 fn step_measures_a_case_at_every_level() {
     for level in ["os", "os_g", "p_g_os"] {
         let case = [
@@ -124,16 +144,18 @@ fn step_measures_a_case_at_every_level() {
             "2",
         ];
         let lines = bench(&[&["step", "--level", level], &case[..]].concat(), &["seconds"]);
-        assert_eq!(lines.len(), 1);
-        let line = &lines[0];
-        assert_eq!((&line["bench"], &line["level"]), (&Value::from("step"), &Value::from(level)));
-        let whole = ["params", "workers", "servers"].map(|field| line[field].as_u64().unwrap());
-        assert_eq!(whole, [5000, 2, 2]);
-        for phase in ["push", "decide", "pull"] {
-            assert!(
-                line["phases"][phase].as_f64().is_some_and(|seconds| seconds >= 0.0),
-                "{phase} in {line}"
-            );
+        assert_eq!(transports(&lines), ["shm", "grpc"]);
+        for line in &lines {
+            let labels = (&line["bench"], &line["level"]);
+            assert_eq!(labels, (&Value::from("step"), &Value::from(level)));
+            let whole = ["params", "workers", "servers"].map(|field| line[field].as_u64().unwrap());
+            assert_eq!(whole, [5000, 2, 2]);
+            for phase in ["push", "decide", "pull"] {
+                assert!(
+                    line["phases"][phase].as_f64().is_some_and(|seconds| seconds >= 0.0),
+                    "{phase} in {line}"
+                );
+            }
         }
     }
 }
@@ -215,8 +237,19 @@ fn checkpoint_compares_saves_and_restores_with_plain_files_and_steps_beside_save
 fn step_measures_a_job_with_replicas() {
     let case = ["step", "--replicas", "2", "--tensors", "5", "--numel", "1000", "--steps", "2"];
     let lines = bench(&case, &["seconds", "server_peak_bytes", "ratio_server_floor"]);
-    assert_eq!(lines.len(), 1);
-    assert_eq!(lines[0]["replicas"], 2);
+    assert_eq!(transports(&lines), ["shm", "grpc"]);
+    assert!(lines.iter().all(|line| line["replicas"] == 2), "{lines:?}");
+}
+
+#[test]
+fn step_measures_parameters_and_optimizer_state_of_other_dtypes() {
+    let case = ["step", "--dtype", "bf16", "--state-dtype", "int8", "--tensors", "2"];
+    let lines = bench(&[&case[..], &["--numel", "1000", "--steps", "2"]].concat(), &["seconds"]);
+    for line in &lines {
+        assert_eq!((&line["dtype"], &line["state_dtype"]), (&"bf16".into(), &"int8".into()));
+        assert_eq!((&line["wire"], &line["parameter_wire"]), (&"bf16".into(), &"bf16".into()));
+        assert_eq!(line["pushed_mb"], 0.004, "{line}");
+    }
 }
 
 #[test]
@@ -297,7 +330,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 case "$system" in ds*) echo "ModuleNotFoundError: No module named 'deepspeed'" >&2; exit 1 ;; esac
-echo '{"params": 8192, "seconds": 0.5, "loss": 1.0, "peak_bytes": 2097152}' >"$output"
+echo '{"params": 8192, "tokens": 512, "seconds": 0.5, "loss": 1.0, "peak_bytes": 2097152, "gpu_peak_bytes": 1048576}' >"$output"
 "#;
 
 /// Writes an interpreter in a separate process: a program cannot be started if another test has it
@@ -314,7 +347,7 @@ fn torch_measures_every_system_and_level_and_omits_deepspeed_if_it_does_not_run(
     let folder = tempfile::tempdir().unwrap();
     let python = interpreter(folder.path(), STUB);
     let numbers =
-        ["params", "seconds", "ratio_ddp", "ratio_fsdp2", "rank0_peak_mib", "rank1_peak_mib"];
+        ["params", "seconds", "ratio_local", "ratio_ddp", "rank0_peak_mib", "rank1_peak_mib"];
     let lines =
         bench(&["torch", "--python", &python, "--servers", "embedded", "--rounds", "2"], &numbers);
     let labels: Vec<_> =
@@ -324,6 +357,9 @@ fn torch_measures_every_system_and_level_and_omits_deepspeed_if_it_does_not_run(
         ["ddp".into(), Value::Null, "gloo".into()],
         ["zero1".into(), Value::Null, "gloo".into()],
         ["fsdp2".into(), Value::Null, "gloo".into()],
+        ["zeroshard".into(), "os".into(), "shm".into()],
+        ["zeroshard".into(), "os_g".into(), "shm".into()],
+        ["zeroshard".into(), "p_g_os".into(), "shm".into()],
         ["zeroshard".into(), "os".into(), "grpc".into()],
         ["zeroshard".into(), "os_g".into(), "grpc".into()],
         ["zeroshard".into(), "p_g_os".into(), "grpc".into()],
@@ -331,8 +367,40 @@ fn torch_measures_every_system_and_level_and_omits_deepspeed_if_it_does_not_run(
     assert_eq!(labels, expected.each_ref().map(|it| it.each_ref()));
     let segment_sizes: Vec<_> =
         lines.iter().filter_map(|line| line["segment_size"].as_u64()).collect();
-    assert_eq!(segment_sizes, [1024 * 1024 / 2], "only at p_g_os, and smaller than a layer");
+    assert_eq!(segment_sizes, [1024 * 1024 / 2; 2], "only at p_g_os, and smaller than a layer");
+    for line in &lines {
+        let floor = line["floor_seconds"].as_f64();
+        assert_eq!(floor.is_some(), line["system"] == "zeroshard", "{line}");
+        assert!(floor.is_none_or(|floor| floor > 0.5 && line["ratio_floor"].as_f64() < Some(1.0)));
+    }
     assert!(lines.iter().all(|line| line["bench"] == "torch"));
+}
+
+#[test]
+fn torch_measures_one_rank_on_a_gpu_with_the_memory_of_the_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let python = interpreter(folder.path(), STUB);
+    let arguments = ["torch", "--python", &python, "--servers", "embedded", "--rounds", "1"];
+    let choice = ["--systems", "fsdp2,zeroshard", "--device", "cuda", "--ranks", "1"];
+    let lines = bench(&[&arguments[..], &choice].concat(), &["rank0_peak_mib", "gpu_peak_mib"]);
+    assert_eq!(transports(&lines), ["nccl", "shm", "shm", "shm", "grpc", "grpc", "grpc"]);
+    assert!(lines.iter().all(|line| line["rank1_peak_mib"].is_null()), "there is one rank");
+    assert!(lines.iter().all(|line| line["tokens_per_s"] == 1024.0), "512 tokens in half a second");
+}
+
+#[test]
+fn torch_knows_sizes_of_gpt2() {
+    let folder = tempfile::tempdir().unwrap();
+    let python = interpreter(folder.path(), STUB);
+    let arguments = ["torch", "--python", &python, "--systems", "local", "--rounds", "1"];
+    for (model, layers, width) in [("gpt2-1g", 18, 2048), ("gpt2-3g", 36, 2560)] {
+        let lines = bench(&[&arguments[..], &["--model", model]].concat(), &["tokens_per_s"]);
+        let of = |field: &str| &lines[0][field];
+        assert_eq!(
+            (of("model"), of("layers"), of("width")),
+            (&"gpt2".into(), &layers.into(), &width.into())
+        );
+    }
 }
 
 #[test]
@@ -341,7 +409,9 @@ fn torch_measures_ways_of_clipping_in_one_run() {
     let python = interpreter(folder.path(), STUB);
     let arguments = ["torch", "--python", &python, "--servers", "embedded", "--rounds", "1"];
     let choice = ["--systems", "ddp,zeroshard", "--clip", "torch,own", "--model", "gpt2"];
-    let lines = bench(&[&arguments[..], &choice].concat(), &["seconds", "ratio_ddp"]);
+    let transport = ["--transport", "grpc"];
+    let arguments = [&arguments[..], &choice, &transport].concat();
+    let lines = bench(&arguments, &["seconds", "ratio_ddp"]);
     let labels: Vec<_> =
         lines.iter().map(|it| [&it["level"], &it["clip"], &it["segment_size"]]).collect();
     let row = |level: &str, clip: &str| [level.into(), clip.into(), Value::Null];
@@ -414,6 +484,29 @@ fn python_with(module: &str) -> Option<String> {
     };
     eprintln!("not measured, since {python} cannot import {module}: {reason}");
     None
+}
+
+#[test]
+fn chart_draws_the_results_of_other_benchmarks_and_prints_their_table() {
+    let folder = tempfile::tempdir().unwrap();
+    let python = interpreter(folder.path(), STUB);
+    let [results, chart] = ["results.jsonl", "chart.svg"]
+        .map(|name| folder.path().join(name).to_str().unwrap().to_owned());
+    let runs: [&[&str]; 3] = [
+        &["torch", "--python", &python, "--servers", "embedded", "--rounds", "1"],
+        &["transfer", "--bytes", "65536", "--repeat", "1", "--boxes", "0", "--transport", "shm"],
+        &["optimizer", "--elements", "100000", "--repeat", "1"],
+    ];
+    let rows = runs.map(|arguments| run("zs-bench", &[&["--json"], arguments].concat()).stdout);
+    std::fs::write(&results, rows.concat()).unwrap();
+    let output = run("zs-bench", &["chart", &results, "--out", &chart, "--table"]);
+    assert!(output.status.success(), "{output:?}");
+    let svg = std::fs::read_to_string(&chart).unwrap();
+    for label in ["ZeroShard p_g_os", "DDP", "64 KiB", "shared memory", "adamw", "int8 state"] {
+        assert!(svg.contains(label), "{label}");
+    }
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(table.contains("| ZeroShard | `os_g` | gRPC | 0.500 | 1.00 |"), "{table}");
 }
 
 /// Checks that all synchronised systems have the same final loss, since they do the same work.

@@ -15,7 +15,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.torch import group_sharded_parallel
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 BATCH = 64
@@ -58,7 +57,7 @@ def main() -> None:
     model = network()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     zs.init()
-    model, optimizer, _ = group_sharded_parallel(model, optimizer, "os_g", sync_buffers=True)
+    zs.shard(model, optimizer, stage=2, sync_buffers=True)
 
     generator = torch.Generator().manual_seed(0)
     for epoch in range(epochs):

@@ -2,9 +2,11 @@
 //! this crate.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use pyo3::prelude::*;
-use zeroshard_client::{Slots, Target, TensorData, TensorId, Values};
+use zeroshard_client::{Pane, Slots, Target, TensorData, TensorId, Values};
 use zeroshard_model::{self as model, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
 
 use crate::{
@@ -25,6 +27,8 @@ pub(crate) struct Array {
     bounds: Option<model::TensorBox>,
     /// Keeps the memory alive.
     owner: Py<PyAny>,
+    /// The pane of which it is the memory.
+    pane: Option<Arc<Pane>>,
     /// Called before the memory is read: returns when a device has copied the values to it.
     wait: Option<Py<PyAny>>,
     /// Called when a pull has written the values: a device begins to copy them.
@@ -34,24 +38,27 @@ pub(crate) struct Array {
 #[pymethods]
 impl Array {
     #[new]
-    #[pyo3(signature = (address, numel, dtype, owner, r#box=None, *, wait=None, pulled=None))]
+    #[pyo3(signature = (
+        address, numel, dtype, owner, r#box=None, *, pane=None, wait=None, pulled=None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         address: usize,
         numel: usize,
         dtype: &str,
         owner: Py<PyAny>,
         r#box: Option<PyRef<'_, TensorBox>>,
+        pane: Option<PyRef<'_, crate::pane::Pane>>,
         wait: Option<Py<PyAny>>,
         pulled: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let dtype = parse_dtype("dtype of an array", dtype)?;
         if address == 0 && numel > 0 {
-            let expected =
-                "the address of the tensor's memory; tensors without storage cannot be transferred";
-            return Err(raise(Error::invalid("address of an array", 0, expected)));
+            return Err(raise(Error::refused("a tensor without storage cannot be transferred")));
         }
         let bounds = r#box.map(|bounds| bounds.0.clone());
-        Ok(Self { address, numel, dtype, bounds, owner, wait, pulled })
+        let pane = pane.map(|pane| pane.0.clone());
+        Ok(Self { address, numel, dtype, bounds, owner, pane, wait, pulled })
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
@@ -75,6 +82,7 @@ pub(crate) struct Lent {
     address: usize,
     bytes: usize,
     dtype: DType,
+    pane: Option<Arc<Pane>>,
     _owner: Py<PyAny>,
 }
 
@@ -87,11 +95,12 @@ impl Lent {
 
     /// The memory, which has its values when the copy to it is complete.
     fn before_copy(py: Python<'_>, array: &Array) -> Self {
-        let Array { address, dtype, owner, .. } = array;
+        let Array { address, dtype, owner, pane, .. } = array;
         Self {
             address: *address,
             bytes: array.nbytes(),
             dtype: *dtype,
+            pane: pane.clone(),
             _owner: owner.clone_ref(py),
         }
     }
@@ -108,10 +117,26 @@ impl Lent {
         }
     }
 
+    /// The number of the last change, if the memory has exactly what a server shows in it.
+    pub(crate) fn unchanged_since(&self) -> Option<u64> {
+        self.pane.as_ref()?.unchanged_since().ok()?
+    }
+
+    /// The number of the last change, if the memory has exactly what a server has shown in it,
+    /// which has this hash.
+    pub(crate) fn unchanged_with(&self, hash: u64) -> Option<u64> {
+        let (number, before) = self.pane.as_ref()?.remembered()?;
+        (hash == before).then_some(number)
+    }
+
     /// The memory as slots for values.
     pub(crate) fn slots(&mut self) -> Result<Slots<'_>, Error> {
-        let dtype = self.dtype;
-        Slots::new(self.bytes_mut(), dtype)
+        let (dtype, pane) = (self.dtype, self.pane.clone());
+        let slots = Slots::new(self.bytes_mut(), dtype)?;
+        match pane {
+            Some(pane) => slots.in_pane(pane),
+            None => Ok(slots),
+        }
     }
 }
 
@@ -188,7 +213,7 @@ impl TensorSpec {
     #[new]
     #[pyo3(signature = (
         name, shape, dtype="f32", *, frozen=false, buffer=false, group=0, whole=false,
-        no_clip=false, layout=None
+        no_clip=false, layout=None, replaced_by=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
@@ -201,6 +226,7 @@ impl TensorSpec {
         whole: bool,
         no_clip: bool,
         layout: Option<(u32, Vec<String>)>,
+        replaced_by: Option<u32>,
     ) -> PyResult<Self> {
         let dtype = parse_dtype(&format!("dtype of tensor {name:?}"), dtype)?;
         let policy = if whole { Policy::Whole } else { Policy::Elementwise };
@@ -216,6 +242,7 @@ impl TensorSpec {
             policy,
             no_clip,
             layout,
+            replaced_by,
             ..Spec::new(name, shape)
         }))
     }

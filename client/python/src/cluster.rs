@@ -5,12 +5,12 @@ use std::{net::IpAddr, path::PathBuf, sync::Mutex, time::Duration};
 use pyo3::prelude::*;
 use serde_json::json;
 use zeroshard_client as client;
-use zeroshard_model::{Error, JobSpec, Manifest};
+use zeroshard_model::{Error, JobSpec, Manifest, StateDType};
 use zeroshard_net::transport::tls::{Tls, TlsFiles};
 use zeroshard_server::embedded;
 
 use crate::{
-    array::{TensorSpec, parse_dtype},
+    array::TensorSpec,
     checkpoint::CheckpointPolicy,
     error::raise,
     job::Job,
@@ -28,17 +28,23 @@ pub(crate) struct Cluster {
     address: String,
     /// The number of servers that hold each slice of the jobs that are created.
     replicas: u32,
+    /// The seed of the rounding of the jobs that are created.
+    rounding_seed: u64,
     embedded: Mutex<Option<embedded::Cluster>>,
 }
 
 fn options(
     token: Option<String>,
-    wire: &str,
+    (wire, parameter_wire): (&str, Option<&str>),
     chunk_bytes: usize,
+    transport: Option<&str>,
     timeout: f64,
 ) -> PyResult<client::Options> {
-    let wire = parse_dtype("wire", wire)?;
-    let options = client::Options::default().wire(wire).chunk_bytes(chunk_bytes);
+    let wire: client::Wire = wire.parse().map_err(raise)?;
+    let parameter_wire = parameter_wire.map(str::parse).transpose().map_err(raise)?;
+    let transport = transport.map(str::parse).transpose().map_err(raise)?;
+    let options = client::Options::default().wire(wire).parameter_wire(parameter_wire);
+    let options = options.chunk_bytes(chunk_bytes).transport(transport);
     Ok(options.timeout(seconds("timeout", timeout)?).token(token.unwrap_or_default().into()))
 }
 
@@ -61,8 +67,8 @@ pub(crate) fn seconds(what: &str, number: f64) -> PyResult<Duration> {
 impl Cluster {
     #[staticmethod]
     #[pyo3(signature = (
-        address, *, token=None, tls=None, wire="f32", chunk_bytes=1048576, timeout=600.0,
-        connect_timeout=10.0, replicas=1
+        address, *, token=None, tls=None, wire="f32", parameter_wire=None, chunk_bytes=1048576,
+        transport=None, timeout=600.0, connect_timeout=10.0, replicas=1, rounding_seed=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn connect(
@@ -71,23 +77,27 @@ impl Cluster {
         token: Option<String>,
         tls: Option<Files>,
         wire: &str,
+        parameter_wire: Option<&str>,
         chunk_bytes: usize,
+        transport: Option<&str>,
         timeout: f64,
         connect_timeout: f64,
         replicas: u32,
+        rounding_seed: u64,
     ) -> PyResult<Self> {
         let connect_timeout = seconds("connect_timeout", connect_timeout)?;
-        let options = options(token, wire, chunk_bytes, timeout)?.connect_timeout(connect_timeout);
+        let options = options(token, (wire, parameter_wire), chunk_bytes, transport, timeout)?;
+        let options = options.connect_timeout(connect_timeout);
         let options = options.tls(tls.map(encryption).transpose().map_err(raise)?);
         let dialled = address.clone();
         let cluster = wait(py, async move { client::Cluster::connect(&dialled, options).await })?;
-        Ok(Self { cluster, address, replicas, embedded: Mutex::new(None) })
+        Ok(Self { cluster, address, replicas, rounding_seed, embedded: Mutex::new(None) })
     }
 
     #[staticmethod]
     #[pyo3(signature = (
-        shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, timeout=600.0,
-        replicas=1
+        shards=1, *, host="127.0.0.1", token=None, wire="f32", parameter_wire=None,
+        chunk_bytes=1048576, transport=None, timeout=600.0, replicas=1, rounding_seed=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn embedded(
@@ -96,9 +106,12 @@ impl Cluster {
         host: &str,
         token: Option<String>,
         wire: &str,
+        parameter_wire: Option<&str>,
         chunk_bytes: usize,
+        transport: Option<&str>,
         timeout: f64,
         replicas: u32,
+        rounding_seed: u64,
     ) -> PyResult<Self> {
         if shards == 0 {
             return Err(raise(Error::invalid("shards", 0, "1 or more")));
@@ -114,8 +127,20 @@ impl Cluster {
                 .map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
         })?;
         let (address, token) = (embedded.address(), embedded.token().reveal().map(str::to_owned));
-        let cluster =
-            Self::connect(py, address, token, None, wire, chunk_bytes, timeout, timeout, replicas)?;
+        let cluster = Self::connect(
+            py,
+            address,
+            token,
+            None,
+            wire,
+            parameter_wire,
+            chunk_bytes,
+            transport,
+            timeout,
+            timeout,
+            replicas,
+            rounding_seed,
+        )?;
         *lock(&cluster.embedded) = Some(embedded);
         Ok(cluster)
     }
@@ -135,7 +160,8 @@ impl Cluster {
 
     #[pyo3(signature = (
         name, tensors, groups, world, meshes=None, *, idle_timeout=None, predecessor=None,
-        fresh_state=false, checkpoints=None, resume=false, group_size=1, offload=false
+        fresh_state=false, checkpoints=None, resume=false, group_size=1, offload=false,
+        state_dtype="f32"
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create_job(
@@ -153,6 +179,7 @@ impl Cluster {
         resume: bool,
         group_size: u32,
         offload: bool,
+        state_dtype: &str,
     ) -> PyResult<()> {
         let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
             .map_err(raise)?;
@@ -161,6 +188,9 @@ impl Cluster {
         let restore = checkpoints.as_ref().filter(|_| resume).map(|policy| policy.latest(&name));
         let checkpoints = checkpoints.map(|policy| policy.0.clone());
         let spec = JobSpec::new(name, manifest, optimizers(groups)?);
+        let state_dtype = state_dtype.parse::<StateDType>().map_err(|unknown| {
+            raise(Error::invalid("state_dtype", format!("{:?}", unknown.0), "\"f32\" or \"int8\""))
+        })?;
         let replicas = self.replicas;
         let min_servers = replicas.max(1);
         let spec = JobSpec {
@@ -172,6 +202,8 @@ impl Cluster {
             min_servers,
             group_size,
             offload,
+            rounding_seed: self.rounding_seed,
+            state_dtype,
             ..spec
         };
         let mut create = client::CreateJob::new(spec);
@@ -189,27 +221,24 @@ impl Cluster {
         Ok(Job::new(job, bucket_numel))
     }
 
-    fn delete_job(&self, py: Python<'_>, name: String) -> PyResult<()> {
-        let cluster = self.cluster.clone();
-        wait(py, async move { cluster.delete_job(&name).await })
-    }
-
     fn save_checkpoint(&self, py: Python<'_>, name: String) -> PyResult<(u64, u64)> {
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.save_checkpoint(&name, None).await })
     }
 
-    #[pyo3(signature = (name, *, version=None, tensors=None, seconds=60.0))]
+    #[pyo3(signature = (name, *, version=None, tensors=None, optimizer_state=false, seconds=60.0))]
     fn pin(
         &self,
         py: Python<'_>,
         name: String,
         version: Option<u64>,
         tensors: Option<Vec<String>>,
+        optimizer_state: bool,
         seconds: f64,
     ) -> PyResult<Pinned> {
         let limit = self::seconds("seconds", seconds)?;
-        let (cluster, pin) = (self.cluster.clone(), client::Pin { version, tensors, limit });
+        let pin = client::Pin { version, tensors, optimizer_state, limit };
+        let cluster = self.cluster.clone();
         wait(py, async move { cluster.pin(&name, &pin).await }).map(Pinned::new)
     }
 

@@ -1,7 +1,7 @@
 //! Python exceptions for [`Error`]: classes of `zeroshard.errors`.
 //!
 //! The class of a variant has the variant's name with `Error` appended: `JobFailed` is
-//! `JobFailedError`. The exception is `Invalid`, which is `InvalidArgumentError`.
+//! `JobFailedError`. The exceptions are `Invalid` and `Refused`, which are `InvalidArgumentError`.
 
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use zeroshard_model::Error;
@@ -31,7 +31,8 @@ fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
 
 /// `STEP_ABORTED` -> `StepAbortedError`.
 fn class_name(reason: &str) -> String {
-    let reason = if reason == "INVALID" { "INVALID_ARGUMENT" } else { reason };
+    let is_argument = matches!(reason, "INVALID" | "REFUSED");
+    let reason = if is_argument { "INVALID_ARGUMENT" } else { reason };
     let words = reason.split('_').chain(["ERROR"]).map(|word| {
         let (first, rest) = word.split_at(word.len().min(1));
         first.to_uppercase() + &rest.to_lowercase()

@@ -20,32 +20,37 @@ const WORD: usize = 4;
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Exchange {
     pub(crate) exchange: client::Exchange,
-    /// The dtype of the values in messages.
-    dtype: DType,
+    /// The dtype of gradients in messages.
+    gradients: DType,
+    /// The dtype of parameters in messages.
+    parameters: DType,
 }
 
 impl Exchange {
-    pub(crate) fn new(exchange: client::Exchange, dtype: DType) -> Self {
-        Self { exchange, dtype }
+    /// The exchange of `job`, of which each message has values as its encodings decode them.
+    pub(crate) fn new(exchange: client::Exchange, job: &client::Job) -> Self {
+        let (gradients, parameters) = (job.wire().decoded(), job.parameter_wire().decoded());
+        Self { exchange, gradients, parameters }
     }
 
+    /// The words of a message with parameters.
     fn words_of(&self, numel: usize) -> usize {
-        (numel * self.dtype.size()).div_ceil(WORD)
+        (numel * self.parameters.size()).div_ceil(WORD)
     }
 
     /// The words of a message with gradients.
     fn message(&self, numel: usize) -> usize {
-        self.exchange.tensors().len() + self.words_of(numel)
+        self.exchange.tensors().len() + (numel * self.gradients.size()).div_ceil(WORD)
     }
 
     /// Writes the messages with gradients to all ranks, one after the other.
     fn write(&self, gradients: &[Option<client::Values>], mut into: &mut [u8]) -> Result<()> {
         for rank in self.exchange.group() {
-            let packed = self.exchange.pack(gradients, self.dtype, rank)?;
+            let packed = self.exchange.pack(gradients, self.gradients, rank)?;
             let words = self.message(self.exchange.sent_to(rank));
             let (message, rest) = into
                 .split_at_mut_checked(words * WORD)
-                .ok_or_else(|| too_small("room for gradients", words))?;
+                .ok_or_else(|| too_small("arrays for gradients", words))?;
             into = rest;
             let (flags, values) = message.split_at_mut(gradients.len() * WORD);
             for (flag, gradient) in flags.chunks_exact_mut(WORD).zip(gradients) {
@@ -69,9 +74,9 @@ impl Exchange {
             from = rest;
             let (flags, values) = message.split_at(self.exchange.tensors().len() * WORD);
             present.push(flags.chunks_exact(WORD).map(|flag| flag != [0; WORD]).collect());
-            received.push(&values[..numel * self.dtype.size()]);
+            received.push(&values[..numel * self.gradients.size()]);
         }
-        Ok((self.exchange.add(&received, self.dtype)?, present))
+        Ok((self.exchange.add(&received, self.gradients)?, present))
     }
 
     /// Writes the messages with parameters to all ranks, one after the other.
@@ -81,10 +86,10 @@ impl Exchange {
             let words = self.words_of(self.exchange.part_for(rank));
             let (message, rest) = into
                 .split_at_mut_checked(words * WORD)
-                .ok_or_else(|| too_small("room for parameters", words))?;
+                .ok_or_else(|| too_small("arrays for parameters", words))?;
             into = rest;
             packed.clear();
-            self.exchange.pack_part(part, self.dtype, rank, &mut packed)?;
+            self.exchange.pack_part(part, self.parameters, rank, &mut packed)?;
             message[..packed.len()].copy_from_slice(&packed);
         }
         Ok(())
@@ -97,10 +102,10 @@ impl Exchange {
                 .split_at_checked(words * WORD)
                 .ok_or_else(|| too_small("received parameters", words))?;
             messages = rest;
-            for piece in self.exchange.split(rank, message, self.dtype) {
+            for piece in self.exchange.split(rank, message, self.parameters) {
                 let (piece, values) = piece?;
                 let target = &mut targets[piece.tensor];
-                target.data.fill(piece.elements.clone(), values, self.dtype)?;
+                target.data.fill(piece.elements.clone(), values, self.parameters)?;
             }
         }
         Ok(())
@@ -109,14 +114,14 @@ impl Exchange {
     /// The beginning of a part of memory, for the pieces of this rank.
     pub(crate) fn own_slots<'a>(&self, part: &'a mut Lent) -> Result<client::Slots<'a>> {
         let numel = self.exchange.part_len();
-        let slots = part.bytes_mut().get_mut(..numel * self.dtype.size());
-        let slots = slots.ok_or_else(|| too_small("room for pieces", self.words_of(numel)))?;
-        client::Slots::new(slots, self.dtype)
+        let slots = part.bytes_mut().get_mut(..numel * self.parameters.size());
+        let slots = slots.ok_or_else(|| too_small("arrays for pieces", self.words_of(numel)))?;
+        client::Slots::new(slots, self.parameters)
     }
 }
 
 fn too_small(what: &str, words: usize) -> Error {
-    Error::invalid(what, "fewer words", format!("{words} words for each message"))
+    Error::refused(format!("the {what} end before a message of {words} words"))
 }
 
 #[pymethods]

@@ -1,97 +1,37 @@
 //! Hashes of tensors' values, which show whether the program has written to them.
 
-use std::{
-    panic::resume_unwind,
-    sync::{
-        OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread,
-};
-
 use pyo3::prelude::*;
-use twox_hash::XxHash3_64;
 
 use crate::array::{Array, Lent};
 
-/// Bytes that one thread hashes at a time.
-const BLOCK: usize = 1 << 20;
-/// More threads do not read memory faster.
-const MAX_THREADS: usize = 8;
-
-/// A hash of each array: XXH3 of the hashes of its blocks of 1 MiB.
-///
-/// The arrays are read by several threads, without the GIL.
+/// Returns a hash of each array. Several threads compute them without the GIL.
 #[pyfunction]
 pub(crate) fn hashes(py: Python<'_>, arrays: Vec<PyRef<'_, Array>>) -> PyResult<Vec<u64>> {
     let lent = arrays.iter().map(|array| Lent::new(py, array)).collect::<PyResult<Vec<_>>>()?;
-    Ok(py.detach(|| hash_all(&lent.iter().map(AsRef::as_ref).collect::<Vec<_>>())))
+    Ok(py.detach(|| hashes_of(&lent.iter().collect::<Vec<_>>())))
 }
 
-fn hash_all(arrays: &[&[u8]]) -> Vec<u64> {
-    let blocks: Vec<&[u8]> = arrays.iter().flat_map(|bytes| bytes.chunks(BLOCK)).collect();
-    let mut hashes = hash_blocks(&blocks).into_iter();
-    let of_array = |bytes: &&[u8]| {
-        let blocks = hashes.by_ref().take(bytes.len().div_ceil(BLOCK));
-        XxHash3_64::oneshot(&blocks.flat_map(u64::to_le_bytes).collect::<Vec<u8>>())
-    };
-    arrays.iter().map(of_array).collect()
+/// Returns of each array what differs if its values do: `(True, number)` if it has exactly what
+/// servers show there, or have shown before it became memory of this process, and otherwise
+/// `(False, hash)`.
+#[pyfunction]
+pub(crate) fn looks(py: Python<'_>, arrays: Vec<PyRef<'_, Array>>) -> PyResult<Vec<(bool, u64)>> {
+    let lent = arrays.iter().map(|array| Lent::new(py, array)).collect::<PyResult<Vec<_>>>()?;
+    Ok(py.detach(|| {
+        let numbers: Vec<_> = lent.iter().map(Lent::unchanged_since).collect();
+        let others = lent.iter().zip(&numbers).filter(|(_, number)| number.is_none());
+        let mut hashes = hashes_of(&others.map(|(lent, _)| lent).collect::<Vec<_>>()).into_iter();
+        let look = |(lent, number): (&Lent, Option<u64>)| match number {
+            Some(number) => (true, number),
+            None => {
+                let hash = hashes.next().expect("each of the others has a hash");
+                lent.unchanged_with(hash).map_or((false, hash), |number| (true, number))
+            }
+        };
+        lent.iter().zip(numbers).map(look).collect()
+    }))
 }
 
-/// The number of cores that this process may use, which takes a while to determine.
-fn cores() -> usize {
-    static CORES: OnceLock<usize> = OnceLock::new();
-    *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from))
-}
-
-/// The hash of each block. Threads take the next block in turn.
-fn hash_blocks(blocks: &[&[u8]]) -> Vec<u64> {
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let taken = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
-        let taken = taken.map_while(|index| Some((index, *blocks.get(index)?)));
-        taken.map(|(index, block)| (index, XxHash3_64::oneshot(block))).collect::<Vec<_>>()
-    };
-    let bytes: usize = blocks.iter().map(|block| block.len()).sum();
-    // A thread takes about as long to start as to hash half a block.
-    let useful = (bytes / BLOCK / 2).min(MAX_THREADS);
-    let others = if useful < 2 { 0 } else { useful.min(cores()) - 1 };
-    let mut hashes = vec![0; blocks.len()];
-    thread::scope(|scope| {
-        let started: Vec<_> = (0..others)
-            .map_while(|_| thread::Builder::new().spawn_scoped(scope, work).ok())
-            .collect();
-        let found = started
-            .into_iter()
-            .flat_map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
-        for (index, hash) in work().into_iter().chain(found) {
-            hashes[index] = hash;
-        }
-    });
-    hashes
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_array_has_the_hash_that_it_has_alone() {
-        let bytes: Vec<u8> = (0..5 * BLOCK + 3).map(|i| ((i * i) >> 7) as u8).collect();
-        let arrays = [&bytes[..], &[], &bytes[..BLOCK], &bytes[7..8], &bytes[..BLOCK + 1]];
-        let alone: Vec<u64> = arrays.iter().flat_map(|array| hash_all(&[array])).collect();
-        assert_eq!(hash_all(&arrays), alone);
-    }
-
-    #[test]
-    fn every_byte_changes_the_hash() {
-        let mut bytes = vec![0; 3 * BLOCK + 5];
-        let before = hash_all(&[&bytes]);
-        for at in [0, BLOCK - 1, BLOCK, 2 * BLOCK + 77, 3 * BLOCK + 4] {
-            bytes[at] = 1;
-            assert_ne!(hash_all(&[&bytes]), before, "byte {at}");
-            bytes[at] = 0;
-        }
-        assert_ne!(hash_all(&[&bytes[..3 * BLOCK]]), before);
-    }
+fn hashes_of(lent: &[&Lent]) -> Vec<u64> {
+    zeroshard_client::hashes(&lent.iter().map(|lent| lent.as_ref()).collect::<Vec<_>>())
 }

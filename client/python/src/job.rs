@@ -4,11 +4,13 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use tokio::{
-    sync::{Semaphore, SemaphorePermit},
-    task::JoinSet,
+    sync::{AcquireError, OwnedSemaphorePermit, Semaphore},
+    task::{JoinError, JoinSet},
 };
-use zeroshard_client::{self as client, Attempt, Commit, Result, StatePart, TensorData, TensorId};
-use zeroshard_model::{AppliedSteps, Error, JobVersion, successor_name};
+use zeroshard_client::{
+    self as client, Attempt, Commit, Result, StateSelector, TensorData, TensorId,
+};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, JobVersion, successor_name};
 
 use crate::{
     array::{Array, Arrays, Lent, Targets, calls_after_pull, pending_data, tensor_data},
@@ -35,10 +37,11 @@ pub(crate) struct Job {
 }
 
 /// The steps applied to a tensor: their number, and the scalar state of the optimizer after them.
-type Applied = (u64, Vec<f32>);
+pub(crate) type Applied = (u64, Vec<f32>);
 
-/// The norm of a step's gradient, that of each tensor's, and the ranks that rest.
-type ReducedNorms = (f64, Vec<f64>, Vec<u32>);
+/// The norm of each tensor's mean gradient, the ranks that rest, and the tensors of which no rank
+/// has a gradient.
+type ReducedNorms = (Vec<f64>, Vec<u32>, Vec<usize>);
 
 /// Two buckets in transfer while the next one is filled, and one to cover gaps between them.
 const MAX_SENDING: usize = 3;
@@ -55,12 +58,62 @@ struct Outgoing {
     /// Copies from a device to gradients of the bucket.
     copies: Vec<Call>,
     numel: usize,
-    pushes: JoinSet<Result<()>>,
+    pushes: Pushes,
+}
+
+/// Pushes of an attempt.
+#[derive(Default)]
+struct Pushes {
+    /// Those that were running when the last one was started.
+    running: JoinSet<Result<()>>,
+    /// The first error of all others.
+    failed: Option<Error>,
+}
+
+impl Pushes {
+    /// Starts a push, whose error [`Self::arrived`] returns. Frees the memory of pushes that have
+    /// ended: blocks of some KiB, which would lie between large ones in the heap until the step
+    /// ends.
+    fn start(&mut self, push: impl Future<Output = Result<()>> + Send + 'static) -> PyResult<()> {
+        while let Some(ended) = self.running.try_join_next() {
+            if let Err(error) = result_of(ended) {
+                self.failed.get_or_insert(error);
+            }
+        }
+        self.running.spawn_on(push, runtime().map_err(raise)?.handle());
+        Ok(())
+    }
+
+    /// Waits until all have ended.
+    async fn arrived(mut self) -> Result<()> {
+        if let Some(error) = self.failed {
+            return Err(error);
+        }
+        while let Some(ended) = self.running.join_next().await {
+            result_of(ended)?;
+        }
+        Ok(())
+    }
+}
+
+fn result_of(ended: std::result::Result<Result<()>, JoinError>) -> Result<()> {
+    ended.map_err(|e| Error::Internal { cause: format!("a push ended: {e}") })?
 }
 
 impl Job {
-    fn steps(&self, (count, scalar_state): Applied) -> PyResult<AppliedSteps> {
-        AppliedSteps::of(&self.job.spec().groups[0], count, &scalar_state).map_err(raise)
+    /// The steps applied to these tensors, which have the same scalar state.
+    fn steps(
+        &self,
+        tensors: impl IntoIterator<Item = usize>,
+        (count, scalar_state): Applied,
+    ) -> PyResult<AppliedSteps> {
+        let spec = self.job.spec();
+        let known = 0..spec.manifest.tensors().len();
+        let mut known = tensors.into_iter().filter(|tensor| known.contains(tensor));
+        match known.find(|&tensor| spec.optimizer_of(tensor).is_some()) {
+            Some(tensor) => spec.applied_to(tensor, count, &scalar_state).map_err(raise),
+            None => Ok(AppliedSteps::default()),
+        }
     }
 
     pub(crate) fn new(job: client::Job, bucket_numel: usize) -> Self {
@@ -77,16 +130,6 @@ impl Job {
         self.job.at(version)
     }
 
-    /// Starts `work`. The next flush returns its error.
-    fn start(
-        &self,
-        outgoing: &mut Outgoing,
-        work: impl Future<Output = Result<()>> + Send + 'static,
-    ) -> PyResult<()> {
-        outgoing.pushes.spawn_on(work, runtime().map_err(raise)?.handle());
-        Ok(())
-    }
-
     /// The attempt at `step`: the same one until [`Outgoing`] is reset or another step begins.
     fn attempt(&self, outgoing: &mut Outgoing, step: u64) -> PyResult<Attempt> {
         if let Some(attempt) = outgoing.attempt.as_ref().filter(|attempt| attempt.step() == step) {
@@ -98,6 +141,18 @@ impl Job {
         Ok(attempt)
     }
 
+    /// A place for a bucket among those that are being sent. It is taken at once if one is free, so
+    /// that [`Self::wait_until_sendable`] counts a bucket whose task has not run yet.
+    fn place(&self) -> impl Future<Output = Result<OwnedSemaphorePermit>> + Send + use<> {
+        let (sending, taken) = (self.sending.clone(), self.sending.clone().try_acquire_owned());
+        async move {
+            match taken {
+                Ok(permit) => Ok(permit),
+                Err(_) => sending.acquire_owned().await.map_err(closed),
+            }
+        }
+    }
+
     fn start_push(
         &self,
         outgoing: &mut Outgoing,
@@ -105,9 +160,9 @@ impl Job {
         bucket: Vec<TensorData>,
         copies: Vec<Call>,
     ) -> PyResult<()> {
-        let (sending, timeout) = (self.sending.clone(), self.job.timeout());
-        self.start(outgoing, async move {
-            let _permit = acquire(&sending).await?;
+        let (place, timeout) = (self.place(), self.job.timeout());
+        outgoing.pushes.start(async move {
+            let _permit = place.await?;
             Call::all(copies, timeout).await?;
             attempt.push(bucket).await
         })
@@ -120,7 +175,7 @@ impl Job {
         if sending.available_permits() > 0 {
             return Ok(());
         }
-        wait(py, async move { acquire(&sending).await.map(drop) })
+        wait(py, async move { sending.acquire().await.map(drop).map_err(closed) })
     }
 
     fn close_bucket(&self, outgoing: &mut Outgoing) -> PyResult<()> {
@@ -135,7 +190,7 @@ impl Job {
     }
 
     /// Closes the bucket. Returns the attempt at `step` and the pushes that it must wait for.
-    fn closed(&self, step: u64) -> PyResult<(Attempt, JoinSet<Result<()>>)> {
+    fn closed(&self, step: u64) -> PyResult<(Attempt, Pushes)> {
         let outgoing = &mut *lock(&self.outgoing);
         self.close_bucket(outgoing)?;
         Ok((self.attempt(outgoing, step)?, std::mem::take(&mut outgoing.pushes)))
@@ -144,27 +199,26 @@ impl Job {
 
 /// The part of the state that Python names: empty for the published parameters, `master`, or a
 /// state tensor of the optimizer.
-fn state_part(name: &str) -> StatePart<'_> {
+pub(crate) fn state_selector(name: &str) -> StateSelector<'_> {
     match name {
-        "" => StatePart::Parameters,
-        "master" => StatePart::MasterWeights,
-        name => StatePart::OptimizerState(name),
+        "" => StateSelector::Parameters,
+        "master" => StateSelector::MasterWeights,
+        name => StateSelector::OptimizerState(name),
     }
+}
+
+/// The steps applied to each tensor, as Python has them.
+pub(crate) fn by_tensor(spec: &JobSpec, steps: &[AppliedSteps]) -> Vec<Applied> {
+    let numbered = steps.iter().enumerate();
+    numbered.map(|(tensor, of)| (of.count, spec.scalar_state_of(tensor, of))).collect()
 }
 
 fn tensor_ids(tensors: Vec<usize>) -> Vec<TensorId> {
     tensors.into_iter().map(TensorId::new).collect()
 }
 
-async fn acquire(sending: &Semaphore) -> Result<SemaphorePermit<'_>> {
-    sending.acquire().await.map_err(|closed| Error::Internal { cause: closed.to_string() })
-}
-
-async fn arrived(mut pushes: JoinSet<Result<()>>) -> Result<()> {
-    while let Some(ended) = pushes.join_next().await {
-        ended.map_err(|e| Error::Internal { cause: format!("a push ended: {e}") })??;
-    }
-    Ok(())
+fn closed(error: AcquireError) -> Error {
+    Error::Internal { cause: error.to_string() }
 }
 
 #[pymethods]
@@ -198,6 +252,14 @@ impl Job {
         self.job.uploads(TensorId::new(tensor)).map_err(raise)
     }
 
+    fn replaces(&self, tensor: usize) -> PyResult<bool> {
+        self.job.replaces(TensorId::new(tensor)).map_err(raise)
+    }
+
+    fn rounds(&self, tensor: usize) -> PyResult<bool> {
+        self.job.rounds(TensorId::new(tensor)).map_err(raise)
+    }
+
     #[pyo3(signature = (arrays, *, part="", applied=(0, Vec::new()), label=None))]
     fn initialise(
         &self,
@@ -207,7 +269,7 @@ impl Job {
         applied: Applied,
         label: Option<String>,
     ) -> PyResult<()> {
-        let applied = self.steps(applied)?;
+        let applied = self.steps(arrays.iter().map(|(tensor, _)| *tensor), applied)?;
         in_parts(arrays, label, |arrays| {
             let (job, part, values) =
                 (self.job.clone(), part.to_owned(), tensor_data(py, &arrays)?);
@@ -222,7 +284,7 @@ impl Job {
 
     #[pyo3(signature = (tensors, *, applied=(0, Vec::new())))]
     fn keep(&self, py: Python<'_>, tensors: Vec<usize>, applied: Applied) -> PyResult<()> {
-        let applied = self.steps(applied)?;
+        let applied = self.steps(tensors.iter().copied(), applied)?;
         let job = self.job.clone();
         let tensors = tensor_ids(tensors);
         wait(py, async move { job.keep(applied, &tensors).await })
@@ -270,7 +332,7 @@ impl Job {
 
     fn exchange(&self, tensors: Vec<usize>) -> PyResult<Exchange> {
         let exchange = self.job.exchange(&tensor_ids(tensors)).map_err(raise)?;
-        Ok(Exchange::new(exchange, self.job.wire()))
+        Ok(Exchange::new(exchange, &self.job))
     }
 
     fn open_attempt(&self, step: u64) -> PyResult<OpenAttempt> {
@@ -290,9 +352,9 @@ impl Job {
         if outgoing.attempt.as_ref().is_none_or(|open| key(open) != attempt.key()) {
             return Ok(());
         }
-        let (attempt, sending) = (attempt.0.clone(), self.sending.clone());
-        self.start(&mut outgoing, async move {
-            let _permit = acquire(&sending).await?;
+        let (attempt, place) = (attempt.0.clone(), self.place());
+        outgoing.pushes.start(async move {
+            let _permit = place.await?;
             let present: Vec<&[bool]> = present.iter().map(Vec::as_slice).collect();
             attempt.push_sums(&exchange.get().exchange, sums, &present).await
         })?;
@@ -318,14 +380,14 @@ impl Job {
     fn absent(&self, step: u64, tensors: Vec<usize>) -> PyResult<()> {
         let outgoing = &mut *lock(&self.outgoing);
         let (attempt, tensors) = (self.attempt(outgoing, step)?, tensor_ids(tensors));
-        self.start(outgoing, async move { attempt.push_absent(&tensors).await })
+        outgoing.pushes.start(async move { attempt.push_absent(&tensors).await })
     }
 
     fn replace(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
         let values = tensor_data(py, &arrays)?;
         let outgoing = &mut *lock(&self.outgoing);
         let attempt = self.attempt(outgoing, step)?;
-        self.start(outgoing, async move { attempt.push_values(values).await })
+        outgoing.pushes.start(async move { attempt.push_values(values).await })
     }
 
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
@@ -334,7 +396,7 @@ impl Job {
             self.close_bucket(outgoing)?;
             std::mem::take(&mut outgoing.pushes)
         };
-        wait(py, arrived(pushes))
+        wait(py, pushes.arrived())
     }
 
     fn forget(&self) {
@@ -360,7 +422,7 @@ impl Job {
         let (attempt, pushes) = self.closed(step)?;
         self.forget();
         let task = spawn(async move {
-            arrived(pushes).await?;
+            pushes.arrived().await?;
             attempt.rest(excluded).await
         })?;
         Ok(Rest::new(task))
@@ -370,21 +432,17 @@ impl Job {
     fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<ReducedNorms> {
         let (attempt, pushes) = self.closed(step)?;
         wait(py, async move {
-            arrived(pushes).await?;
+            pushes.arrived().await?;
             let reduced = attempt.reduce(loss_scale).await?;
-            Ok((reduced.gradient_norm, reduced.tensor_norms, reduced.resting))
+            let absent = reduced.absent.iter().filter(|absent| absent.everywhere);
+            let absent = absent.map(|absent| absent.tensor.index()).collect();
+            Ok((reduced.tensor_norms, reduced.resting, absent))
         })
     }
 
-    fn gradient_sum(
-        &self,
-        py: Python<'_>,
-        step: u64,
-        tensor: usize,
-        array: PyRef<'_, Array>,
-    ) -> PyResult<()> {
+    fn gradient_sums(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
         let attempt = self.attempt(&mut lock(&self.outgoing), step)?;
-        let mut targets = Targets::new(py, &vec![(tensor, array)]);
+        let mut targets = Targets::new(py, &arrays);
         wait(py, async move { attempt.pull_gradient_sum(targets.targets()?).await })
     }
 
@@ -425,7 +483,7 @@ impl Job {
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {
-            arrived(pushes).await?;
+            pushes.arrived().await?;
             attempt.commit_and_pull(commit, targets.targets()?).await
         });
         report.map(Report)
@@ -444,7 +502,9 @@ impl Job {
         let task = spawn(async move {
             match part {
                 None => job.pull(version, targets.targets()?).await?,
-                Some(name) => job.pull_part(version, state_part(&name), targets.targets()?).await?,
+                Some(name) => {
+                    job.pull_part(version, state_selector(&name), targets.targets()?).await?
+                }
             }
             Call::all(calls, job.timeout()).await
         })?;
@@ -466,9 +526,7 @@ impl Job {
     fn applied_steps(&self, py: Python<'_>, version: u64) -> PyResult<Vec<Applied>> {
         let job = self.job.clone();
         let steps = wait(py, async move { job.applied_steps(version).await })?;
-        let optimizer = &self.job.spec().groups[0];
-        let parts = |of: &AppliedSteps| (of.count, of.scalar_state(optimizer).to_vec());
-        Ok(steps.iter().map(parts).collect())
+        Ok(by_tensor(self.job.spec(), &steps))
     }
 
     fn send_user_data(&self, py: Python<'_>, version: u64, user_data: Vec<u8>) -> PyResult<()> {

@@ -12,6 +12,7 @@ mod hash;
 mod job;
 mod mesh;
 mod optimizer;
+mod pane;
 mod pin;
 mod plan;
 mod progress;
@@ -34,13 +35,15 @@ mod _native {
     #[pymodule_export]
     use exchange::Exchange;
     #[pymodule_export]
-    use hash::hashes;
+    use hash::{hashes, looks};
     #[pymodule_export]
     use job::{Job, OpenAttempt};
     #[pymodule_export]
     use mesh::{Layout, Mesh, TensorBox, redistribution};
     #[pymodule_export]
     use optimizer::Optimizer;
+    #[pymodule_export]
+    use pane::{Pane, own_panes};
     #[pymodule_export]
     use pin::Pinned;
     #[pymodule_export]
@@ -54,6 +57,13 @@ mod _native {
     #[pyfunction]
     fn flush_traces(py: Python<'_>) {
         py.detach(zeroshard_client::trace::flush);
+    }
+
+    /// The bytes that a server on this machine may use by default; `None` if the system does not
+    /// tell.
+    #[pyfunction]
+    fn available_memory() -> Option<u64> {
+        zeroshard_server::memory::available()
     }
 
     #[pymodule_init]

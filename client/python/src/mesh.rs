@@ -140,9 +140,8 @@ pub(crate) fn redistribution(
 ) -> PyResult<Vec<(u32, u32, TensorBox)>> {
     let plan = redistribute::plan(&shape, &source.0, &target.0).map_err(raise)?;
     if !plan.reductions.is_empty() || !plan.zeros.is_empty() {
-        let expected = "Shard or Replicate: reduce the tensor first";
-        let what = "placement of a tensor between meshes";
-        return Err(raise(Error::invalid(what, "partial", expected)));
+        let sentence = "a partial tensor cannot move between meshes; reduce it first";
+        return Err(raise(Error::refused(sentence)));
     }
     Ok(plan.moves.into_iter().map(|step| (step.from, step.to, TensorBox(step.bounds))).collect())
 }

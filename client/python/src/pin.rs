@@ -4,10 +4,12 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use zeroshard_client::{Error, Pinned as Held};
+use zeroshard_model::optimizer::StateShape;
 
 use crate::{
     array::{Arrays, Targets},
     error::raise,
+    job::{Applied, by_tensor, state_selector},
     runtime::wait,
 };
 
@@ -30,6 +32,13 @@ impl Pinned {
         let (version, tensors) = (held.version(), tensors.collect());
         Self { held: Mutex::new(Some(Arc::new(held))), version, tensors }
     }
+
+    fn held(&self) -> PyResult<Arc<Held>> {
+        let held = self.held.lock().expect("no holder of the lock panics").clone();
+        held.ok_or_else(|| {
+            raise(Error::refused("the pinned version is closed; read tensors before that"))
+        })
+    }
 }
 
 #[pymethods]
@@ -44,14 +53,31 @@ impl Pinned {
         self.tensors.clone()
     }
 
-    fn pull(&self, py: Python<'_>, arrays: Arrays<'_>) -> PyResult<()> {
-        let held = self.held.lock().expect("no holder of the lock panics").clone();
-        let held = held.ok_or_else(|| {
-            let expected = "one that is open; read the tensors before it is closed";
-            raise(Error::invalid("pinned version", "closed", expected))
-        })?;
+    #[pyo3(signature = (arrays, *, part=None))]
+    fn pull(&self, py: Python<'_>, arrays: Arrays<'_>, part: Option<String>) -> PyResult<()> {
+        let held = self.held()?;
         let mut targets = Targets::new(py, &arrays);
-        wait(py, async move { held.pull(targets.targets()?).await })
+        wait(py, async move {
+            let targets = targets.targets()?;
+            match part {
+                None => held.pull(targets).await,
+                Some(name) => held.pull_part(state_selector(&name), targets).await,
+            }
+        })
+    }
+
+    fn state_names(&self, tensor: usize) -> PyResult<Vec<&'static str>> {
+        let held = self.held()?;
+        let spec = held.spec();
+        let Some(of) = spec.manifest.tensors().get(tensor) else { return Ok(Vec::new()) };
+        let Some(optimizer) = spec.optimizer_of(tensor) else { return Ok(Vec::new()) };
+        let state = optimizer.state().iter().zip(optimizer.state_shapes(&of.shape));
+        Ok(state.filter(|(_, of)| *of != StateShape::Absent).map(|(name, _)| *name).collect())
+    }
+
+    fn applied_steps(&self) -> PyResult<Vec<Applied>> {
+        let held = self.held()?;
+        Ok(by_tensor(held.spec(), held.applied_steps().map_err(raise)?))
     }
 
     fn close(&self) {

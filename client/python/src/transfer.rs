@@ -74,7 +74,7 @@ impl Drop for Rest {
 impl Rest {
     fn wait(&mut self, py: Python<'_>) -> PyResult<(u64, u32)> {
         let Some(task) = &mut self.task else {
-            return Err(raise(Error::invalid("rest", "ended", "one that was not waited for")));
+            return Err(raise(Error::refused("the rest has already been waited for")));
         };
         let ended = join(py, task)?;
         self.task = None;

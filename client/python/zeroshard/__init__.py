@@ -1,16 +1,18 @@
 """ZeroShard: optimizer state, gradients and parameters of a training job, on shard servers.
 
 import zeroshard as zs
-from zeroshard.torch import group_sharded_parallel
 
 zs.init()
-model, optimizer, scaler = group_sharded_parallel(model, optimizer, "p_g_os")
+zs.shard(model, optimizer)
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import errors
 from ._checkpoints import Checkpoints
+from ._environment import Environment, check
 from ._native import __version__
 from ._pin import Pinned
 from ._report import TrainingReport, report
@@ -34,6 +36,7 @@ from .errors import (
     LayoutsError,
     LeaseLostError,
     LimitExceededError,
+    MissingNameError,
     NoCheckpointError,
     NotATensorError,
     NotHereError,
@@ -58,18 +61,24 @@ from .errors import (
     UnknownJobError,
     UnsupportedModuleError,
     UnsupportedOptimizerError,
+    UnsupportedVersionError,
     UnusedParameterError,
     UserDataLostError,
     VersionGoneError,
     VersionMismatchError,
 )
 
+if TYPE_CHECKING:
+    from .torch import shard as shard
+
+# Without "shard", since `from zeroshard import *` would import torch.
 __all__ = [
     "AlreadyParallelError",
     "CheckpointDamagedError",
     "Checkpoints",
     "DeviceError",
     "DisagreementError",
+    "Environment",
     "Error",
     "ForbiddenError",
     "InsufficientMemoryError",
@@ -83,6 +92,7 @@ __all__ = [
     "LayoutsError",
     "LeaseLostError",
     "LimitExceededError",
+    "MissingNameError",
     "NoCheckpointError",
     "NotATensorError",
     "NotHereError",
@@ -113,11 +123,13 @@ __all__ = [
     "UnknownJobError",
     "UnsupportedModuleError",
     "UnsupportedOptimizerError",
+    "UnsupportedVersionError",
     "UnusedParameterError",
     "UserDataLostError",
     "VersionGoneError",
     "VersionMismatchError",
     "__version__",
+    "check",
     "errors",
     "init",
     "report",
@@ -125,3 +137,19 @@ __all__ = [
     "status",
     "steps",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports ``zeroshard.shard``, and with it torch, when it is first used."""
+    if name != "shard":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from .torch import shard
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise ImportError(
+            "zeroshard.shard is for PyTorch, which is not installed; install torch or, for models "
+            "of Paddle, use zeroshard.paddle.group_sharded_parallel"
+        ) from error
+    return shard

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from . import _native
+from ._core.saving import Saving
 from .errors import (
     InvalidArgumentError,
     InvalidTypeError,
@@ -16,9 +17,8 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from ._core.framework import Optimizer
     from ._core.job import ModelJob
-    from ._core.sharding import Sharding
+    from ._core.optimizer_settings import Optimizer
 
 #: The data of a rank begins with it if ``zeroshard.steps`` has added the state of its loop.
 _MARK = b"zeroshard.steps 1\n"
@@ -37,6 +37,17 @@ class Loop(Protocol):
 
     def state(self) -> dict[str, Any]:
         """The state of the loop with which the next step is to begin."""
+
+
+class SavedModel(Protocol):
+    """A sharded model with checkpoints."""
+
+    @property
+    def job(self) -> ModelJob[Any]:
+        """The job of the model."""
+
+    def roll_back(self) -> None:
+        """Follows the job to the checkpoint from which it was restored, if it was."""
 
 
 class Checkpoints:
@@ -108,7 +119,7 @@ class Checkpoints:
                 raise InvalidArgumentError(f"{what} is {number}; it must be {least} or more")
         if resume not in ("auto", "never"):
             raise InvalidArgumentError(f'resume is {resume!r}; it must be "auto" or "never"')
-        self.policy = _native.CheckpointPolicy(
+        policy = _native.CheckpointPolicy(
             url,
             every=every,
             every_seconds=every_seconds,
@@ -116,7 +127,8 @@ class Checkpoints:
             on_loss=on_loss,
             on_memory_shortage=on_memory_shortage,
         )
-        self.resumes = resume == "auto"
+        #: What the job of the model needs of this.
+        self.saving = Saving(policy, url, resumes=resume == "auto")
         #: The directory or prefix of the checkpoints.
         self.url = url
         self._state = state
@@ -125,7 +137,7 @@ class Checkpoints:
         #: The version for which this rank has announced data and has not sent it; 0: none.
         self._owed = 0
         # Weak: the job ends with the model, also if the program keeps this object.
-        self._sharding: weakref.ref[Sharding[Any]] | None = None
+        self._sharding: weakref.ref[SavedModel] | None = None
 
     def resume(self) -> tuple[int, bytes | None]:
         """Continues from the checkpoint, on every rank: at the start of a run, and after
@@ -183,7 +195,7 @@ class Checkpoints:
         job.job.save(job.version)
         return job.version
 
-    def _bound(self, method: str) -> Sharding[Any]:
+    def _bound(self, method: str) -> SavedModel:
         sharding = None if self._sharding is None else self._sharding()
         if sharding is None:
             raise InvalidArgumentError(
@@ -201,7 +213,7 @@ class Checkpoints:
             return False
         return True
 
-    def _saved(self, sharding: Sharding[Any], rank: int) -> bytes | None:
+    def _saved(self, sharding: SavedModel, rank: int) -> bytes | None:
         job = sharding.job
         if not job.version:
             return None
@@ -245,7 +257,7 @@ class Checkpoints:
     @property
     def optimizer(self) -> Optimizer[Any]:
         """The settings of the optimizer of the model."""
-        return self._bound("optimizer").job.optimizer
+        return self._bound("optimizer").job.optimizer.settings
 
     def resume_loop(self) -> tuple[int, dict[str, Any] | None, bytes | None]:
         """As :meth:`resume`, with the state of the loop at that step between its two results. A
@@ -274,7 +286,7 @@ class Checkpoints:
                 "checkpoints is already used by another model; create one Checkpoints for each"
             )
 
-    def bind(self, sharding: Sharding[Any]) -> None:
+    def bind(self, sharding: SavedModel) -> None:
         """Called when the model has been sharded."""
         self._sharding = weakref.ref(sharding)
 

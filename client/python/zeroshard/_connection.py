@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ._activity import Activity
-from ._native import CheckpointPolicy, Cluster, Job, Mesh, TensorSpec, Transfer
+from ._native import CheckpointPolicy, Cluster, Job, Mesh, TensorSpec, Transfer, own_panes
 from ._rendezvous import ProcessGroup, Rendezvous
+from ._shown import own
 from ._status import JobStatus, Status, status_of
-from .errors import Error, JobExistsError, RankTakenError, UnknownJobError
+from .errors import (
+    Error,
+    JobExistsError,
+    NotInitialisedError,
+    RankTakenError,
+    UnknownJobError,
+)
 
 #: Seconds for which rank 0 keeps its embedded cluster when no rank has a job, but not all ranks
 #: have left.
@@ -35,15 +41,19 @@ class Connection:
         timeout: float,
         *,
         named: bool,
+        wires: Mapping[str, str],
     ) -> None:
         """``run`` is the prefix of the names of the run's jobs: ``name`` and a random number. Jobs
         with checkpoints have the prefix ``name``, which later runs have as well; without ``named``
         it is that of the script, which other scripts of the cluster may have. ``rendezvous`` is
-        None for a single process; rank 0 may host the cluster that the other ranks use."""
+        None for a single process; rank 0 may host the cluster that the other ranks use. ``wires``:
+        the arguments of :func:`zeroshard.init` that name encodings, which must be alike on all
+        ranks."""
         self.cluster = cluster
         self.world = world
         self._name = name
         self._named = named
+        self.wires = wires
         self._run = run
         self._rendezvous = rendezvous
         #: The maximum time of an operation in seconds.
@@ -85,6 +95,7 @@ class Connection:
         resume: bool = False,
         group_size: int = 1,
         offload: bool = False,
+        state_dtype: str = "f32",
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
@@ -106,6 +117,7 @@ class Connection:
                 resume=resume,
                 group_size=group_size,
                 offload=offload,
+                state_dtype=state_dtype,
             )
             job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         except (JobExistsError, RankTakenError) as error:
@@ -118,18 +130,31 @@ class Connection:
         self._jobs.append(job)
         return job
 
-    def leave(self, job: Job, *, wait: bool = True) -> None:
-        """Leaves a job, once."""
+    def leave(self, job: Job, *, wait: bool = True, shown: bool = False) -> None:
+        """Leaves a job, once. ``shown``: servers show values of the job, which they forget."""
         if job in self._jobs:
             self._jobs.remove(job)
-            leaving = job.leave()
+            try:
+                if shown:
+                    own_panes()
+            finally:
+                leaving = job.leave()
             if wait:
                 leaving.wait()
             else:
                 self._leaving = [*(other for other in self._leaving if not other.done()), leaving]
 
     def status(self) -> Status:
-        """Servers and jobs of the cluster."""
+        """Servers and jobs of the cluster.
+
+        Raises:
+            NotInitialisedError: the session was closed.
+        """
+        if self.closed:
+            raise NotInitialisedError(
+                "the session was closed by zeroshard.shutdown(), or at the end of its block; call "
+                "zeroshard.init() and use the new session"
+            )
         return status_of(self.cluster)
 
     def status_of(self, job: Job) -> JobStatus:
@@ -147,32 +172,38 @@ class Connection:
         if self.world.rank == 0:
             self.activity.log_end(self._run, self.cluster.traffic())
         try:
+            own()
             for job in list(self._jobs):
                 self.leave(job, wait=False)
             for leaving in self._leaving:
-                try:
+                with contextlib.suppress(Error):  # the cluster or the job is gone
                     leaving.wait()
-                except Error:
-                    pass  # the cluster or the job is gone
             if self._rendezvous is not None:
-                self._wait_for_others(self._rendezvous)
+                # Errors of a connection: the cluster is gone, or does not answer this process.
+                with contextlib.suppress(OSError):
+                    self._wait_for_others(self._rendezvous)
         finally:
             self.cluster.close()
 
     def _wait_for_others(self, rendezvous: Rendezvous) -> None:
         """Reports that this rank has left. Rank 0, which may host the cluster, waits until the
         other ranks have left as well or have no job for :data:`_GRACE` seconds."""
-        key = f"{self._run}/left"
+        until = time.monotonic() + self.timeout
+        idle_since = None
+        left = self._left(rendezvous, 1)
+        while self.world.rank == 0 and left < self.world.size and time.monotonic() < until:
+            time.sleep(0.02)
+            left = self._left(rendezvous, 0)
+            # Not `status()`, which is for programs and refuses a closed session.
+            idle = not any(job.joined for job in status_of(self.cluster).jobs)
+            idle_since = (idle_since or time.monotonic()) if idle else None
+            if idle_since is not None and time.monotonic() - idle_since > _GRACE:
+                break
+
+    def _left(self, rendezvous: Rendezvous, by: int) -> int:
+        """Adds to the number of ranks that have left, and returns it."""
         try:
-            left = rendezvous.count(key, 1)
-            until = time.monotonic() + self.timeout
-            idle_since = None
-            while self.world.rank == 0 and left < self.world.size and time.monotonic() < until:
-                time.sleep(0.02)
-                left = rendezvous.count(key, 0)
-                idle = not any(job.joined for job in self.status().jobs)
-                idle_since = (idle_since or time.monotonic()) if idle else None
-                if idle_since is not None and time.monotonic() - idle_since > _GRACE:
-                    break
+            return rendezvous.count(f"{self._run}/left", by)
         except Exception:
-            pass  # the process that served the store has ended, and no rank waits any more
+            # The process that served the store has ended, and no rank waits any more.
+            return self.world.size

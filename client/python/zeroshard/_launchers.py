@@ -47,7 +47,9 @@ class Torch(Launcher):
     def store(self, rank: int, world: int, timeout: float) -> Any:
         group = torch_distributed()
         if group is not None:
-            return group.distributed_c10d._get_default_store()
+            from .torch._private import default_store
+
+            return default_store()
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if address is None or port is None:
             raise NotInitialisedError(
@@ -56,7 +58,7 @@ class Torch(Launcher):
                 "with torchrun"
             )
         try:
-            from torch._C._distributed_c10d import TCPStore
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
         except ImportError:
             raise NotInitialisedError(
                 f"WORLD_SIZE is {world}, and torch, whose store the ranks use, cannot be imported; "
@@ -107,7 +109,7 @@ class Paddle(Launcher):
                 "python -m paddle.distributed.launch or paddle.distributed.spawn"
             )
         try:
-            from paddle.base import core
+            from .paddle._private import default_store
         except ImportError:
             raise NotInitialisedError(
                 f"PADDLE_TRAINERS_NUM is {world}, and paddle, whose store the ranks use, cannot be "
@@ -115,7 +117,7 @@ class Paddle(Launcher):
             ) from None
         try:
             # One store per process, which init_parallel_env uses as well.
-            return core.create_or_get_global_tcp_store()
+            return default_store()
         except Exception as error:
             raise TimeoutError(f"rank {rank} cannot reach the store: {error}") from None
 

@@ -18,6 +18,13 @@ def check_functions(**functions: object) -> None:
             raise InvalidArgumentError(f"{name} is {function!r}; it must be a function or None")
 
 
+def on_other_mesh(name: str, own: str, of_layer: str) -> InvalidArgumentError:
+    """The error for a parameter that is on another mesh than its layer, with the texts of both."""
+    return InvalidArgumentError(
+        f"parameter {name!r} is on the mesh {own}; it must be on the mesh of the layer, {of_layer}"
+    )
+
+
 def parameters_text(layer: Any, placements: Callable[[Any], Sequence[Any] | None]) -> str:
     """Names, shapes, dtypes and placements of a layer's parameters, for errors.
 

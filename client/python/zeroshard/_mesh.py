@@ -35,6 +35,22 @@ def check_placements(placements: object, placement_type: type, mesh_ndim: int, w
         )
 
 
+def unsupported_placement(placement: str) -> InvalidArgumentError:
+    """The error for a parameter whose placement the servers do not support."""
+    return InvalidArgumentError(
+        f"a parameter has the placement {placement}; it must be Shard or Replicate"
+    )
+
+
+def placed_already(placements: Sequence[object], mesh: str) -> InvalidArgumentError:
+    """The error of ``shard_tensor`` for a tensor that is distributed in another way. ``mesh``: the
+    text of its mesh."""
+    return InvalidArgumentError(
+        f"the tensor already has the placements {list(placements)} on the mesh {mesh}; use reshard "
+        "to change its placements or mesh"
+    )
+
+
 def tensor_dimension(dim: int, ndim: int, what: str) -> int:
     """The non-negative index of a tensor's dimension."""
     if not -ndim <= dim < ndim:

@@ -20,6 +20,7 @@ __all__ = [
     "Mesh",
     "OpenAttempt",
     "Optimizer",
+    "Pane",
     "Pinned",
     "Report",
     "Rest",
@@ -27,8 +28,11 @@ __all__ = [
     "TensorSpec",
     "Transfer",
     "__version__",
+    "available_memory",
     "flush_traces",
     "hashes",
+    "looks",
+    "own_panes",
     "redistribution",
     "user_data",
 ]
@@ -45,6 +49,9 @@ class Array:
     ``"f32"`` words. A pull writes ``box`` of the tensor, in row-major order; by default the rank's
     box of the tensor's layout, which is the whole tensor if it has no layout.
 
+    ``pane``: the pane of which it is the memory. A pull then shows values in it instead of
+    copying them, if a server on this host has them as they are.
+
     ``wait`` is called before the values are read, and returns when a device has copied them to the
     memory. ``pulled`` is called when :meth:`Job.pull` has written the values. Both may be called by
     another thread.
@@ -58,15 +65,51 @@ class Array:
         owner: object,
         box: Box | None = None,
         *,
+        pane: Pane | None = None,
         wait: Callable[[], None] | None = None,
         pulled: Callable[[], None] | None = None,
     ) -> Array: ...
     def wait(self) -> None:
         """Waits until the memory has the values."""
 
+def available_memory() -> int | None:
+    """The bytes that a server on this machine may use by default; None if the system does not
+    tell."""
+
 def flush_traces() -> None:
     """Sends the spans that have ended to the collector of traces, if there is one. Waits for at
     most five seconds.
+    """
+
+@final
+class Pane:
+    """Memory in which pages of servers on this host appear, without a copy."""
+
+    @staticmethod
+    def reserve(nbytes: int) -> Pane | None:
+        """A new pane of zeros. None if the system has none, or it would be so small that servers
+        send its values."""
+
+    @property
+    def address(self) -> int:
+        """The address of its first byte."""
+
+    @property
+    def shown(self) -> bool:
+        """``True`` if servers show all of it. The program may have written to it."""
+
+    def release(self) -> None:
+        """Lets the servers overwrite what they show. Do not read the pane before the next pull."""
+
+def own_panes() -> None:
+    """Copies the values of all panes into memory of this process, which servers do not change.
+
+    Raises :class:`~zeroshard.errors.OutOfMemoryError`.
+    """
+
+def looks(arrays: Sequence[Array]) -> list[tuple[bool, int]]:
+    """A value for each array that changes when its elements do: ``(True, number)`` if servers show
+    exactly these elements in its pane, and otherwise ``(False, hash)``.
     """
 
 def hashes(arrays: Sequence[Array]) -> list[int]:
@@ -168,7 +211,8 @@ class TensorSpec:
     layout determines which ranks upload the tensor and contribute to its gradient: each box of a
     sharded tensor comes from the ranks that have it, the first rank contributes for replicas, and
     partial values are reduced. Without a layout rank 0 uploads the tensor, and the gradient is the
-    mean over all ranks.
+    mean over all ranks. ``replaced_by`` is the only rank that may push new values of a tensor
+    without a layout (:meth:`Job.replace`); by default rank 0.
     """
 
     def __new__(
@@ -183,6 +227,7 @@ class TensorSpec:
         whole: bool = False,
         no_clip: bool = False,
         layout: tuple[int, Sequence[str]] | None = None,
+        replaced_by: int | None = None,
     ) -> TensorSpec: ...
 
 @final
@@ -216,10 +261,13 @@ class Cluster:
         token: str | None = None,
         tls: tuple[str, str | None, str | None, str | None] | None = None,
         wire: str = "f32",
+        parameter_wire: str | None = None,
         chunk_bytes: int = 1048576,
+        transport: str | None = None,
         timeout: float = 600.0,
         connect_timeout: float = 10.0,
         replicas: int = 1,
+        rounding_seed: int = 0,
     ) -> Cluster: ...
     @staticmethod
     def embedded(
@@ -228,9 +276,12 @@ class Cluster:
         host: str = "127.0.0.1",
         token: str | None = None,
         wire: str = "f32",
+        parameter_wire: str | None = None,
         chunk_bytes: int = 1048576,
+        transport: str | None = None,
         timeout: float = 600.0,
         replicas: int = 1,
+        rounding_seed: int = 0,
     ) -> Cluster: ...
     @property
     def address(self) -> str: ...
@@ -251,6 +302,7 @@ class Cluster:
         resume: bool = False,
         group_size: int = 1,
         offload: bool = False,
+        state_dtype: str = "f32",
     ) -> None:
         """Creates the job, unless a job with the same name and the same specification exists.
 
@@ -260,7 +312,7 @@ class Cluster:
         The rank that uploads such a tensor then calls :meth:`Job.initialise` or :meth:`Job.keep`.
 
         The coordinator deletes the job when all ranks have left it, or when no rank has held it for
-        ``idle_timeout`` seconds. With None, the job is kept until :meth:`delete_job`.
+        ``idle_timeout`` seconds. With None, the job is kept until ``zsctl delete``.
 
         With ``resume``, the job starts from the latest checkpoint of a job of this name, if there
         is one. Its version is then that of the checkpoint, and nothing is uploaded.
@@ -269,9 +321,11 @@ class Cluster:
         see :class:`Exchange`.
 
         With ``offload``, servers with a GPU keep the optimizer state in host memory or on disk.
+
+        ``state_dtype``: ``"f32"``, or ``"int8"`` for optimizer state of 1 byte per element, for the
+        optimizers that can have it; :meth:`Job.pull` still returns it as f32.
         """
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
-    def delete_job(self, name: str) -> None: ...
     def save_checkpoint(self, name: str) -> tuple[int, int]:
         """Saves the current version of a job where its policy says. Returns the version and the
         size in bytes when the checkpoint is complete."""
@@ -281,9 +335,11 @@ class Cluster:
         *,
         version: int | None = None,
         tensors: Sequence[str] | None = None,
+        optimizer_state: bool = False,
         seconds: float = 60.0,
     ) -> Pinned:
-        """Keeps a version of the parameters on the servers, the latest one by default."""
+        """Keeps a version of the parameters, and of the optimizer state if requested, on the
+        servers; the latest one by default."""
     def state_hash(self, name: str) -> str: ...
     def traffic(self) -> tuple[int, int]:
         """Payload bytes pulled and pushed so far."""
@@ -299,8 +355,13 @@ class Pinned:
     @property
     def tensors(self) -> list[tuple[str, list[int], str, bool]]:
         """Name, shape, dtype, and whether it is a buffer, of all tensors of the job."""
-    def pull(self, arrays: Sequence[tuple[int, Array]]) -> None:
-        """Fills the arrays with whole tensors, which are given by their indices."""
+    def state_names(self, tensor: int) -> list[str]:
+        """The names of the state tensors of the tensor with this index, if it trains."""
+    def pull(self, arrays: Sequence[tuple[int, Array]], *, part: str | None = None) -> None:
+        """Fills the arrays with tensors, which are given by their indices: whole, or the boxes of
+        the arrays. ``part`` is as in :meth:`Job.pull`."""
+    def applied_steps(self) -> list[tuple[int, list[float]]]:
+        """As :meth:`Job.applied_steps`, at the pinned version, if the optimizer state is pinned."""
     def close(self) -> None:
         """Releases the version."""
 
@@ -374,6 +435,11 @@ class Job:
     def uploads(self, tensor: int) -> bool:
         """Returns whether this rank uploads its box of the tensor. Only one of several replicas
         does."""
+    def replaces(self, tensor: int) -> bool:
+        """Returns whether this rank pushes new values of its box of the tensor."""
+    def rounds(self, tensor: int) -> bool:
+        """Returns whether a fetch without a ``part`` rounds the tensor, because the encoding of
+        parameters has fewer bits than the tensor."""
     def initialise(
         self,
         arrays: Sequence[tuple[int, Array]],
@@ -442,12 +508,14 @@ class Job:
         Gradients that were sent for ``step`` count in it. ``excluded``: mean gradients are over the
         ranks that do not rest. It must be the same on every rank.
         """
-    def reduce(self, step: int, loss_scale: float = 1.0) -> tuple[float, list[float], list[int]]:
-        """Flushes, waits until every rank has flushed, and returns the global norm of the mean
-        gradient, the norm of each tensor's, and the ranks that rest."""
-    def gradient_sum(self, step: int, tensor: int, array: Array) -> None:
-        """Fetches the sum over the ranks of the gradients of a tensor in the open attempt. Waits
-        until every rank has flushed."""
+    def reduce(
+        self, step: int, loss_scale: float = 1.0
+    ) -> tuple[list[float], list[int], list[int]]:
+        """Flushes, waits until every rank has flushed, and returns the norm of each tensor's mean
+        gradient, the ranks that rest, and the tensors of which no rank has a gradient."""
+    def gradient_sums(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
+        """Fetches the sums over the ranks of the gradients of tensors in the open attempt, as f32.
+        Waits until every rank has flushed."""
     def divisor(self, tensor: int) -> int:
         """The number of ranks whose gradients of a tensor are averaged."""
     def commit(

@@ -50,14 +50,32 @@ class Pinned(Generic[T]):
         Raises:
             InvalidArgumentError: the job has no such tensor.
         """
-        if name not in self._tensors:
-            raise InvalidArgumentError(
-                f"the job has no tensor {name!r}; its tensors are {self.names}"
-            )
+        self._check_name(name)
         index, shape, _, _ = self._tensors[name]
         host = self._framework.host(shape)
         self._pinned.pull([(index, self._framework.array(host))])
         return host
+
+    def optimizer_state(self, name: str) -> dict[str, T | int]:
+        """The optimizer state of the tensor with this name: its state tensors as float32 on the
+        CPU, with the servers' names, and under ``"step"`` the number of steps that were applied to
+        it. Empty if there were none, and for tensors that do not train.
+
+        Raises:
+            InvalidArgumentError: the job has no such tensor, or the version was pinned without
+                ``optimizer_state=True``.
+        """
+        self._check_name(name)
+        index, shape, _, _ = self._tensors[name]
+        applied, _ = self._pinned.applied_steps()[index]
+        if not applied:
+            return {}
+        found: dict[str, T | int] = {"step": applied}
+        for part in self._pinned.state_names(index):
+            host = self._framework.host(shape)
+            self._pinned.pull([(index, self._framework.array(host))], part=part)
+            found[part] = host
+        return found
 
     def load(self, model: Any) -> None:
         """Gives the parameters and buffers of ``model`` the values of this version.
@@ -94,6 +112,12 @@ class Pinned(Generic[T]):
         for _, memory in incoming:
             memory.finish()
 
+    def _check_name(self, name: str) -> None:
+        if name not in self._tensors:
+            raise InvalidArgumentError(
+                f"the job has no tensor {name!r}; its tensors are {self.names}"
+            )
+
     def close(self) -> None:
         """Releases the version."""
         self._pinned.close()
@@ -115,13 +139,20 @@ def pin(
     job: str,
     version: int | None,
     tensors: Sequence[str] | None,
+    optimizer_state: bool,
     seconds: float,
     address: str | None,
     token: str | None,
 ) -> Pinned[T]:
     cluster = _cluster(address, token)
     names = None if tensors is None else list(tensors)
-    pinned = cluster.pin(_name(cluster, job), version=version, tensors=names, seconds=seconds)
+    pinned = cluster.pin(
+        _name(cluster, job),
+        version=version,
+        tensors=names,
+        optimizer_state=optimizer_state,
+        seconds=seconds,
+    )
     return Pinned(framework, pinned)
 
 

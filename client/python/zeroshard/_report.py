@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ._activity import Wait, waiting_text
-from ._core.sharding import Sharding, find
+from ._core.sharded_models import find
+from ._core.sharding import Sharding
 from ._log import bytes_text, steps_text
 from .errors import InvalidArgumentError, NotInitialisedError
 
@@ -46,6 +47,26 @@ class TrainingReport:
     #: include the remaining gradients, the other ranks and the new parameters.
     waited: dict[Wait, float]
 
+    def as_dict(self) -> dict[str, float]:
+        """Returns the numbers of this report for a logger, such as TensorBoard or W&B.
+
+        Each name begins with ``zeroshard/`` and says its unit. ``server_bytes`` are those of all
+        servers, and ``waited_seconds/pull``, ``/push`` and ``/commit`` are the times in ``waited``.
+        """
+        numbers = {
+            name: value for name, value in vars(self).items() if isinstance(value, int | float)
+        }
+        numbers["server_bytes"] = sum(
+            server.master_bytes
+            + server.published_bytes
+            + server.accumulator_bytes
+            + server.parked_bytes
+            + server.state_bytes
+            for server in self.servers
+        )
+        numbers |= {f"waited_seconds/{operation}": time for operation, time in self.waited.items()}
+        return {f"zeroshard/{name}": number for name, number in numbers.items()}
+
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
             ("", "parameters", "gradients", "optimizer state"),
@@ -80,7 +101,7 @@ def report(model: Any) -> TrainingReport:
     """The memory, the traffic and the waiting times of a sharded model. Any rank may call it.
 
     Args:
-        model: the model or the optimizer that ``group_sharded_parallel`` has returned, a
+        model: a model or an optimizer of :func:`zeroshard.shard` or ``group_sharded_parallel``, a
             ``DistModel``, or a module with parameters of a sharded model.
 
     Raises:
@@ -103,7 +124,9 @@ def report(model: Any) -> TrainingReport:
         seconds=connection.activity.seconds,
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
-        peak_gathered_bytes=0 if sharding.gatherer is None else sharding.gatherer.peak_bytes,
+        peak_gathered_bytes=0
+        if sharding.gatherer is None
+        else sharding.gatherer.holdings.peak_nbytes,
         servers=connection.status().servers,
         pulled_bytes=pulled,
         pushed_bytes=pushed,

@@ -20,6 +20,7 @@ from ._credentials import tls_files, token_of
 from ._native import Cluster, flush_traces
 from ._rendezvous import Rendezvous, reachable_host, world_group
 from ._status import Status
+from ._versions import check_versions
 from .errors import Error, InvalidArgumentError, NotInitialisedError, UnavailableError
 
 _current: Session | None = None
@@ -42,7 +43,11 @@ class Session:
         return self._connection.cluster.address
 
     def status(self) -> Status:
-        """Servers and jobs of the cluster."""
+        """Servers and jobs of the cluster.
+
+        Raises:
+            NotInitialisedError: the session was closed.
+        """
         return self._connection.status()
 
     def again(self, arguments: Mapping[str, Any]) -> Session:
@@ -85,11 +90,14 @@ def init(
     *,
     name: str | None = None,
     wire: str = "f32",
+    parameter_wire: str | None = None,
     chunk_bytes: int = 1 << 20,
+    transport: str | None = None,
     timeout: float = 600.0,
     deadline: float | None = None,
     connect_timeout: float = 10.0,
     replicas: int = 1,
+    rounding_seed: int = 0,
 ) -> Session:
     """Connects this process to a cluster, or starts one. A further call with the same arguments
     returns the open session.
@@ -108,9 +116,18 @@ def init(
         name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
             checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.
             With several ranks, that of rank 0 counts.
-        wire: the dtype of parameters and gradients on the network: ``"f32"``, ``"bf16"`` or
-            ``"f16"``.
+        wire: the encoding of gradients on the wire: ``"f32"``, ``"bf16"``, ``"f16"`` or
+            ``"int8"``. With ``"int8"``, 128 elements share one scale and are rounded
+            stochastically, without bias: a push has 0.26 of the bytes of ``"f32"``. The same
+            script has the same bits on any number of servers, and after a fault.
+        parameter_wire: the encoding of parameters on the wire, by default that of gradients, or
+            ``"f32"`` if these are ``"int8"``. With another one than the parameters' dtype, the
+            script computes with rounded parameters; those on the servers and in checkpoints are
+            exact.
         chunk_bytes: the payload of one message.
+        transport: ``"grpc"``, ``"shm"`` (shared memory; an error if a server is on another host) or
+            ``"auto"`` (shared memory with servers on this host); ``ZEROSHARD_TRANSPORT`` by
+            default, or ``"auto"``. It does not change any result.
         timeout: the maximum time of an operation in seconds, including the wait for a rank that
             evaluates or saves.
         deadline: another name for ``timeout``.
@@ -119,9 +136,12 @@ def init(
         replicas: the number of shard servers that hold each part of a job. With 2 or more, training
             goes on when a server is lost; the step in which it is lost raises
             :class:`StepAbortedError`, and is run again.
+        rounding_seed: the seed of the rounding to ``"int8"``.
 
     Raises:
         NotInitialisedError: the ranks cannot find each other.
+        UnsupportedVersionError: ZeroShard is not tested with the imported version of torch or
+            Paddle.
         InvalidArgumentError: the name has other characters, or a session with other arguments is
             open.
         UnavailableError: no coordinator answers at the address, which the message names together
@@ -138,13 +158,17 @@ def init(
         "shards": shards,
         "name": name,
         "wire": wire,
+        "parameter_wire": parameter_wire,
         "chunk_bytes": chunk_bytes,
+        "transport": transport,
         "timeout": timeout,
         "connect_timeout": connect_timeout,
         "replicas": replicas,
+        "rounding_seed": rounding_seed,
     }
     if _current is not None:
         return _current.again(arguments)
+    check_versions(("torch", "paddle"))
     named, name = name is not None, _script() if name is None else _checked(name)
     world = world_group()
     number = next(_inits)
@@ -158,10 +182,13 @@ def init(
             # A cluster that this program has started does not use TLS.
             tls=None if is_ours else tls_files(),
             wire=wire,
+            parameter_wire=parameter_wire,
             chunk_bytes=chunk_bytes,
+            transport=transport,
             timeout=timeout,
             connect_timeout=connect_timeout,
             replicas=replicas,
+            rounding_seed=rounding_seed,
         )
 
     rendezvous = Rendezvous(world, timeout) if world.size > 1 else None
@@ -192,9 +219,12 @@ def init(
                 host=host,
                 token=token,
                 wire=wire,
+                parameter_wire=parameter_wire,
                 chunk_bytes=chunk_bytes,
+                transport=transport,
                 timeout=timeout,
                 replicas=replicas,
+                rounding_seed=rounding_seed,
             )
         if rendezvous is not None:
             shared = {
@@ -208,8 +238,13 @@ def init(
             rendezvous.publish(f"run/{number}", json.dumps(shared))
     # The connection keeps the rendezvous: this process may serve the store, and other ranks may
     # still have to read it.
-    made = Connection(cluster, world, name, run, rendezvous, timeout, named=named)
+    wires = {"wire": wire, "parameter_wire": str(parameter_wire)}
+    made = Connection(cluster, world, name, run, rendezvous, timeout, named=named, wires=wires)
     _current = Session(made, arguments)
+    if multiprocessing.parent_process() is not None:
+        # Processes that multiprocessing forks end without calling atexit handlers, and forget what
+        # was registered before their function began, as the imports of a script are.
+        multiprocessing.util.Finalize(None, shutdown, exitpriority=100)
     return _current
 
 
@@ -259,6 +294,3 @@ def shutdown() -> None:
 
 
 atexit.register(shutdown)
-if multiprocessing.parent_process() is not None:
-    # Processes that multiprocessing starts end without calling atexit handlers.
-    multiprocessing.util.Finalize(None, shutdown, exitpriority=100)

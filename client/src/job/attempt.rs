@@ -165,7 +165,7 @@ impl Attempt {
         }
         // The next attempt belongs to the new epoch, which must be known here before this attempt
         // ends.
-        if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
+        if let Err(error) = self.job.wait_for_change(new_epoch.saturating_sub(1), deadline).await {
             return error;
         }
         if let Some(error) = self.rolled_back() {

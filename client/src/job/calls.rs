@@ -10,7 +10,7 @@ use zeroshard_proto::pb;
 
 use super::{
     Job, Member,
-    membership::{Membership, NEWS_TIMEOUT, SentData},
+    membership::{CHANGE_TIMEOUT, Membership, SentData},
 };
 use crate::{cluster::Description, retry::drops_job, state};
 
@@ -18,7 +18,7 @@ use crate::{cluster::Description, retry::drops_job, state};
 const SAVE_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The pause before servers are asked again that did not know of a new placement.
-const NEWS_PAUSE: Duration = Duration::from_millis(20);
+const CHANGE_PAUSE: Duration = Duration::from_millis(20);
 
 impl Job {
     /// The hash of the job's whole state at `version`, which must be the current version.
@@ -65,11 +65,11 @@ impl Job {
                 result => return result,
             };
             // The servers and this rank do not learn of a new placement at the same time.
-            let limit = limit.get_or_insert_with(|| Deadline::after(NEWS_TIMEOUT));
+            let limit = limit.get_or_insert_with(|| Deadline::after(CHANGE_TIMEOUT));
             if limit.left().is_zero() {
                 return Err(error);
             }
-            let _ = self.wait_for_news(epoch, limit.at_most(NEWS_PAUSE)).await;
+            let _ = self.wait_for_change(epoch, limit.at_most(CHANGE_PAUSE)).await;
         }
     }
 

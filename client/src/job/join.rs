@@ -15,7 +15,7 @@ use super::{
     membership::{Membership, SentData},
     watcher::{Watcher, take_rank},
 };
-use crate::Cluster;
+use crate::{Cluster, windows::Windows};
 
 impl Cluster {
     /// Joins the job as `rank`. If the rank has an earlier lease, the call waits until that lease
@@ -68,6 +68,7 @@ impl Job {
         let watcher = tokio::spawn(watcher.run(stream));
         let member = Member {
             restoration: AtomicU64::new(restored),
+            windows: Windows::new(&cluster.options),
             cluster,
             spec,
             id,

@@ -7,7 +7,7 @@ use zeroshard_model::{Error, Placement, Result};
 use zeroshard_proto::pb;
 
 /// The coordinator announces the end of a job at most this long after the servers have reported it.
-pub(super) const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const CHANGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The contents of all messages so far.
 #[derive(Debug, Clone)]

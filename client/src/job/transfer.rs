@@ -4,15 +4,20 @@
 use std::sync::Arc;
 
 use futures_util::future::try_join_all;
-use zeroshard_model::{AppliedSteps, DType, Error, Result, TensorId};
+use zeroshard_model::{AppliedSteps, DType, Error, Result, Server, TensorId};
 use zeroshard_net::{Deadline, trace::Trace};
-use zeroshard_proto::pb::{self, push_begin::Contents as Wire};
+use zeroshard_proto::{
+    Wire,
+    pb::{self, push_begin::Contents as Message},
+};
 
 use super::{Attempt, Job, Member, membership::Membership};
 use crate::{
-    Exchange, Slots, StatePart, Target, TensorData, pull,
-    push::{self, Contents, Sending},
+    Exchange, Slots, StateSelector, Target, TensorData, pull,
+    push::{self, Contents, Encoding, Sending},
     retry::{Next, Tries, drops_job},
+    window::Window,
+    windows::{Holder, Of},
 };
 
 impl Job {
@@ -39,7 +44,7 @@ impl Job {
         applied: AppliedSteps,
         parameters: Vec<TensorData>,
     ) -> Result<()> {
-        self.upload(StatePart::Parameters, applied, Contents::Uploaded(parameters)).await
+        self.upload(StateSelector::Parameters, applied, Contents::Uploaded(parameters)).await
     }
 
     /// Uploads the optimizer state tensor `name`, one of [`zeroshard_model::Optimizer::state`], of
@@ -56,7 +61,7 @@ impl Job {
         applied: AppliedSteps,
         state: Vec<TensorData>,
     ) -> Result<()> {
-        self.upload(StatePart::OptimizerState(name), applied, Contents::Uploaded(state)).await
+        self.upload(StateSelector::OptimizerState(name), applied, Contents::Uploaded(state)).await
     }
 
     /// Keeps the content that was copied from the predecessor (see [`crate::CreateJob::from`]):
@@ -67,31 +72,57 @@ impl Job {
     /// # Errors
     /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not copied.
     pub async fn keep(&self, applied: AppliedSteps, tensors: &[TensorId]) -> Result<()> {
-        self.upload(StatePart::Parameters, applied, Contents::Kept(tensors)).await
+        self.upload(StateSelector::Parameters, applied, Contents::Kept(tensors)).await
     }
 
     async fn upload(
         &self,
-        part: StatePart<'_>,
+        part: StateSelector<'_>,
         applied: AppliedSteps,
         contents: Contents<'_>,
     ) -> Result<()> {
         let epoch = self.current()?.epoch;
-        let upload = pb::Upload {
-            part: Some(part.into()),
-            applied: applied.count,
-            scalar_state: applied.scalar_state(&self.spec().groups[0]).to_vec(),
-            kept: Vec::new(),
-        };
-        let begin = self.begin(epoch, Wire::Upload(upload));
+        let scalar_state = self.scalar_state(&contents, &applied)?;
+        let (part, applied) = (Some(part.into()), applied.count);
+        let upload = pb::Upload { part, applied, scalar_state, kept: Vec::new() };
+        let begin = self.begin(epoch, Message::Upload(upload));
         // Always f32: master weights and state are.
-        self.push(begin, DType::F32, contents, None).await
+        self.push(begin, DType::F32.into(), contents, None).await
+    }
+
+    /// The scalar state after `applied` of the tensors that are uploaded together.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for optimizers with different scalar state.
+    fn scalar_state(&self, contents: &Contents<'_>, applied: &AppliedSteps) -> Result<Vec<f32>> {
+        let tensors: Vec<TensorId> = match contents {
+            Contents::Uploaded(values) => values.iter().map(|of| of.tensor).collect(),
+            Contents::Kept(tensors) => tensors.to_vec(),
+            Contents::Contributed(_)
+            | Contents::Replaced(_)
+            | Contents::Sums(..)
+            | Contents::Absent(_) => Vec::new(),
+        };
+        // The plan of the push refuses tensors that the job does not have.
+        let known = 0..self.spec().manifest.tensors().len();
+        let tensors = tensors.iter().map(|tensor| tensor.index()).filter(|at| known.contains(at));
+        let mut optimizers = tensors.filter_map(|tensor| self.spec().optimizer_of(tensor));
+        let Some(first) = optimizers.next() else { return Ok(Vec::new()) };
+        let other = optimizers.find(|other| other.scalar_state() != first.scalar_state());
+        match other.filter(|_| applied.count > 0) {
+            None => Ok(applied.scalar_state(first).to_vec()),
+            Some(other) => Err(Error::refused(format!(
+                "tensors with {first} and with {other} cannot be uploaded together after {} steps, \
+                 because their optimizers have different scalar state; upload them one by one",
+                applied.count
+            ))),
+        }
     }
 
     /// The message that opens a push of this rank.
-    pub(super) fn begin(&self, epoch: u64, contents: Wire) -> pb::PushBegin {
+    pub(super) fn begin(&self, epoch: u64, contents: Message) -> pb::PushBegin {
         let Member { spec, id, rank, .. } = &*self.0;
-        let is_sum = spec.group_size > 1 && matches!(contents, Wire::Gradients(_));
+        let is_sum = spec.group_size > 1 && matches!(contents, Message::Gradients(_));
         pb::PushBegin {
             job: spec.name.clone(),
             job_id: *id,
@@ -100,6 +131,7 @@ impl Job {
             epoch,
             covers: if is_sum { spec.group_of(*rank).collect() } else { Vec::new() },
             contents: Some(contents),
+            window: 0,
         }
     }
 
@@ -108,7 +140,7 @@ impl Job {
     pub(super) async fn push(
         &self,
         begin: pb::PushBegin,
-        dtype: DType,
+        wire: Wire,
         contents: Contents<'_>,
         attempt: Option<&Attempt>,
     ) -> Result<()> {
@@ -122,7 +154,12 @@ impl Job {
             shards: &cluster.shards,
             options: &cluster.options,
             begin: &begin,
-            dtype,
+            windows: &self.0.windows,
+            encoding: Encoding {
+                wire,
+                seed: spec.rounding_seed,
+                step: attempt.map_or(0, Attempt::step),
+            },
             deadline,
             trace: attempt.map(Attempt::trace).unwrap_or_default(),
         };
@@ -143,14 +180,17 @@ impl Job {
     }
 
     /// Fills the targets with the parameters at `version`, and waits for that version. Buffers are
-    /// transferred as f32, regardless of the wire dtype.
+    /// transferred as f32, and tensors that are not trained are never int8, regardless of
+    /// [`Options::parameter_wire`].
+    ///
+    /// [`Options::parameter_wire`]: crate::Options::parameter_wire
     ///
     /// # Errors
     /// [`Error::VersionGone`], [`Error::Timeout`] if the version does not arrive,
     /// [`Error::Invalid`] for sizes that do not match.
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
-        let targets = pull::by_dtype(&self.0.spec.manifest, self.0.cluster.options.wire, targets);
-        self.pull_as(version, StatePart::Parameters, targets).await
+        let targets = pull::by_wire(&self.0.spec.manifest, self.parameter_wire(), targets);
+        self.pull_as(version, StateSelector::Parameters, targets).await
     }
 
     /// The division of these tensors among the ranks of the group: see [`Exchange`].
@@ -173,15 +213,12 @@ impl Job {
         exchange: &Exchange,
         slots: Slots<'_>,
     ) -> Result<()> {
-        let Member { cluster, spec, locals, .. } = &*self.0;
-        let is_buffer = |tensor: &TensorId| spec.manifest.tensors()[tensor.index()].buffer;
-        let dtype = match exchange.tensors().iter().any(is_buffer) {
-            true => DType::F32,
-            false => cluster.options.wire,
-        };
+        let Member { spec, locals, .. } = &*self.0;
+        let wire = self.parameter_wire();
+        let wire_of = |tensor| pull::wire_of(&spec.manifest, wire, tensor);
         let placement = self.current()?.placement;
-        let pulls = pull::plan_pieces(&placement, locals, dtype, exchange, slots)?;
-        self.pull_all(version, StatePart::Parameters, pulls).await
+        let pulls = pull::plan_pieces(&placement, locals, wire_of, exchange, slots)?;
+        self.pull_all(version, StateSelector::Parameters, pulls).await
     }
 
     /// Fills the targets with a part of the state at `version`, in f32, and waits for that version.
@@ -191,23 +228,23 @@ impl Job {
     pub async fn pull_part(
         &self,
         version: u64,
-        part: StatePart<'_>,
+        part: StateSelector<'_>,
         targets: Vec<Target<'_>>,
     ) -> Result<()> {
-        self.pull_as(version, part, [(DType::F32, targets)]).await
+        self.pull_as(version, part, [(DType::F32.into(), targets)]).await
     }
 
     async fn pull_as<'a>(
         &self,
         version: u64,
-        part: StatePart<'_>,
-        targets: impl IntoIterator<Item = (DType, Vec<Target<'a>>)>,
+        part: StateSelector<'_>,
+        targets: impl IntoIterator<Item = (Wire, Vec<Target<'a>>)>,
     ) -> Result<()> {
         let Member { spec, locals, .. } = &*self.0;
         let placement = self.current()?.placement;
         let mut pulls = Vec::new();
-        for (dtype, targets) in targets {
-            pulls.extend(pull::plan(&spec.manifest, &placement, locals, dtype, targets)?);
+        for (wire, targets) in targets {
+            pulls.extend(pull::plan(&spec.manifest, &placement, locals, wire, targets)?);
         }
         self.pull_all(version, part, pulls).await
     }
@@ -215,7 +252,7 @@ impl Job {
     async fn pull_all(
         &self,
         version: u64,
-        part: StatePart<'_>,
+        part: StateSelector<'_>,
         pulls: Vec<pull::ServerPull<'_>>,
     ) -> Result<()> {
         self.check_restored(version)?;
@@ -228,18 +265,26 @@ impl Job {
         &self,
         pull: pull::ServerPull<'_>,
         version: u64,
-        part: StatePart<'_>,
+        part: StateSelector<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         let server = pull.server.clone();
         self.reaching(server, self.pull_from_one(pull, version, part, deadline)).await
     }
 
+    /// The shared memory with a server, if it is on this host.
+    async fn window(&self, server: &Server) -> Result<Option<Arc<Window>>> {
+        let Member { cluster, spec, id, rank, windows, .. } = &*self.0;
+        let holder = Holder::Rank { rank: *rank, lease: self.lease() };
+        let of = Of { job: &spec.name, job_id: *id, holder };
+        windows.get(server, &cluster.shards.get(server)?, of).await
+    }
+
     async fn pull_from_one(
         &self,
         mut pull: pull::ServerPull<'_>,
         version: u64,
-        part: StatePart<'_>,
+        part: StateSelector<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         let Member { cluster, spec, id, .. } = &*self.0;
@@ -252,6 +297,8 @@ impl Job {
                 let pulls = pulls.map(|pull| self.pull_from(pull, version, part, deadline));
                 return Box::pin(try_join_all(pulls)).await.map(drop);
             }
+            let window = self.window(&pull.server);
+            let window = tries.limit(|| waiting_for.clone(), window).await??;
             let of = pull::PullOf {
                 job: &spec.name,
                 job_id: *id,
@@ -263,6 +310,7 @@ impl Job {
                 timeout: tries.timeout(),
                 trace: Trace::of_step(*id, epoch, version),
                 rank: Some(self.0.rank),
+                window,
             };
             // A server that was lost does not answer.
             let moved = |now: &Membership| !Arc::ptr_eq(&now.placement, &placement);
@@ -273,14 +321,14 @@ impl Job {
                 Ok(Err(error)) => error,
             };
             if drops_job(&error) {
-                let dropped = tokio::time::sleep(self.news_timeout());
+                let dropped = tokio::time::sleep(self.change_timeout());
                 match self.unless(moved, dropped).await {
                     Err(_moved) => continue,
                     Ok(()) => return Err(error),
                 }
             }
             if let Next::Refresh(_) = tries.next(error).await? {
-                self.wait_for_news(epoch, deadline).await?;
+                self.wait_for_change(epoch, deadline).await?;
             }
         }
     }

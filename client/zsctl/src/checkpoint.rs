@@ -1,13 +1,13 @@
 //! `zsctl checkpoint`.
 
-use std::path::{Path, PathBuf};
+use std::{collections::BTreeSet, path::PathBuf};
 
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use zeroshard_checkpoint::{Export, Manifest, Storage, exported_bytes};
 use zeroshard_client::{Cluster, CreateJob, Error, Result};
-use zeroshard_model::{JobSpec, Restore, RestoreVersion};
+use zeroshard_model::{JobSpec, Optimizer, Restore, RestoreVersion};
 
 use crate::{
     print,
@@ -182,14 +182,9 @@ async fn open(job: &str, version: Option<u64>, place: &Place) -> Result<(Storage
 
 /// Opens a storage that exists: a directory with a typing error is not created.
 fn existing(url: &str) -> Result<Storage> {
-    if let Some(directory) = url.strip_prefix("file://") {
-        let is_encoded = directory.contains('%');
-        if directory.starts_with('/') && !is_encoded && !Path::new(directory).is_dir() {
-            let expected = "the URL of a directory that exists";
-            return Err(Error::invalid("--url", format!("{url:?}"), expected));
-        }
-    }
-    Storage::open(url)
+    let expected = "the URL of a directory that exists";
+    Storage::open_existing(url)?
+        .ok_or_else(|| Error::invalid("--url", format!("{url:?}"), expected))
 }
 
 async fn list(job: Option<&str>, place: &Place, json: bool) -> Result<()> {
@@ -237,7 +232,7 @@ async fn show(job: &str, version: Option<u64>, place: &Place, json: bool) -> Res
         let event = json!({
             "event": "checkpoint", "job": job, "version": manifest.version(),
             "bytes": manifest.bytes(), "files": files, "created": manifest.created(),
-            "optimizer": spec.groups[0].name(), "world": spec.world, "ranks": manifest.ranks(),
+            "optimizer": optimizers(spec), "world": spec.world, "ranks": manifest.ranks(),
             "lost_ranks": manifest.lost_ranks(),
         });
         print(true, &event, "");
@@ -262,12 +257,18 @@ async fn show(job: &str, version: Option<u64>, place: &Place, json: bool) -> Res
         manifest.version(),
         human(manifest.bytes()),
         spec.manifest.parameters(),
-        spec.groups[0].name(),
+        optimizers(spec),
         spec.world,
         manifest.ranks(),
     );
     print(false, &Value::Null, &text);
     Ok(())
+}
+
+/// The kinds of optimizers of the parameter groups, such as "adamw" or "adamw, sgd".
+fn optimizers(spec: &JobSpec) -> String {
+    let names: BTreeSet<&str> = spec.groups.iter().map(Optimizer::name).collect();
+    names.into_iter().collect::<Vec<_>>().join(", ")
 }
 
 /// A progress bar over bytes, which is hidden unless standard error is a terminal.
@@ -303,7 +304,7 @@ async fn remove(job: &str, version: u64, place: &Place, json: bool) -> Result<()
 }
 
 async fn release(job: &str, place: &Place, json: bool) -> Result<()> {
-    let storage = Storage::open(&place.url)?;
+    let storage = existing(&place.url)?;
     let Some(owner) = release_claim(&storage, job).await? else {
         let (url, job) = (place.url.clone(), job.to_owned());
         return Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() });

@@ -18,7 +18,7 @@ pub(crate) struct Arguments {
 /// Deletes the job after the user has confirmed it.
 ///
 /// # Errors
-/// [`Error::Invalid`] if the deletion is not confirmed; those of [`Cluster::delete_job`].
+/// [`Error::Refused`] if the deletion is not confirmed; those of [`Cluster::delete_job`].
 pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) -> Result<()> {
     let Arguments { job, yes } = arguments;
     if !yes {
@@ -34,12 +34,13 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
 
 /// Asks the user on the terminal to confirm the deletion.
 fn confirm(job: &JobStatus) -> Result<()> {
-    let refused = |found: &str| {
-        let expected = "confirmed on a terminal, or with --yes";
-        Err(Error::invalid(format!("deletion of job {:?}", job.name), found, expected))
+    let refused = || {
+        let name = &job.name;
+        let sentence = format!("job {name:?} is kept; confirm on a terminal, or with --yes");
+        Err(Error::refused(sentence))
     };
     if !stdin().is_terminal() || !stderr().is_terminal() {
-        return refused("not confirmed");
+        return refused();
     }
     let version =
         job.version.map_or("no version".to_owned(), |version| format!("version {version}"));
@@ -51,6 +52,6 @@ fn confirm(job: &JobStatus) -> Result<()> {
         stderr().write_all(question.as_bytes()).and_then(|()| stdin().read_line(&mut answer));
     match (asked, answer.trim()) {
         (Ok(_), "y" | "Y" | "yes") => Ok(()),
-        _ => refused("refused"),
+        _ => refused(),
     }
 }

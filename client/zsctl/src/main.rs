@@ -20,6 +20,7 @@ mod table;
 mod tensors;
 mod token;
 mod top;
+mod transport;
 mod why;
 
 use std::{
@@ -88,10 +89,6 @@ enum Command {
     Tensors {
         /// Name of the job; `zsctl status` lists the jobs
         job: String,
-        /// Also show the L2 norm of the master weights of each tensor at the current version, for
-        /// which the shard servers read all parameters of the job
-        #[arg(long)]
-        norms: bool,
     },
     /// Print the hash of a job's whole state (master weights and optimizer state) at its current
     /// version. Equal hashes mean equal bits; the hash does not depend on the number of servers
@@ -188,7 +185,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
         Command::Status(status) => return status::run(status, &cluster, is_json).await,
         Command::Why { job } => why::run(job.as_deref(), &cluster, is_json).await?,
         Command::Top(top) => top::run(top, &cluster, is_json).await?,
-        Command::Tensors { job, norms } => tensors::run(job, *norms, &cluster, is_json).await?,
+        Command::Tensors { job } => tensors::run(job, &cluster, is_json).await?,
         Command::Hash { job } => {
             let hash = cluster.state_hash(job).await?;
             let event = json!({"event": "hash", "job": job, "state_hash": hash});

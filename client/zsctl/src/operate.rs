@@ -96,9 +96,11 @@ pub(crate) async fn drain(drain: &Drain, cluster: &Cluster, json: bool) -> Resul
             stays.iter().for_each(|stays| progress(address, stays, json));
         }
         if is_final {
-            let what = format!("shard server {address} (now cordoned)");
-            let found = format!("needed by {}", summary(&reasons));
-            return Err(Error::invalid(what, found, "without jobs before it is stopped"));
+            return Err(Error::refused(format!(
+                "shard server {address} is cordoned now, and needed by {}; stop it when no job \
+                 needs it",
+                summary(&reasons)
+            )));
         }
         if began.elapsed() + PAUSE >= limit {
             let waiting_for =

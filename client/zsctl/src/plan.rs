@@ -4,7 +4,7 @@ use std::{cmp::Reverse, collections::BinaryHeap, path::PathBuf, process::ExitCod
 
 use clap::Args;
 use serde_json::{Value, json};
-use zeroshard_client::Result;
+use zeroshard_client::{Options, Result, Wire};
 use zeroshard_model::{DType, Error, JobSpec, Manifest, Optimizer, Policy, TensorSpec, size};
 
 use crate::{
@@ -22,9 +22,13 @@ pub(crate) struct Estimate {
     /// Optimizer, such as adamw, sgd or lamb, with its default hyperparameters
     #[arg(long, value_name = "NAME", default_value = "adamw")]
     optimizer: Optimizer,
-    /// Element type of the parameters, also on the network: f32, bf16 or f16
+    /// Element type of the parameters: f32, bf16 or f16
     #[arg(long, value_name = "DTYPE", default_value = "f32")]
     dtype: DType,
+    /// Encoding of gradients on the network, as in zeroshard.init(wire=): f32, bf16, f16 or int8.
+    /// Parameters are encoded alike, but as f32 with int8
+    #[arg(long, value_name = "ENCODING", default_value = "f32")]
+    wire: Wire,
     /// Level: os, os_g or p_g_os
     #[arg(long, value_name = "LEVEL", default_value = "os_g",
         value_parser = ["os", "os_g", "p_g_os"])]
@@ -148,16 +152,18 @@ impl Estimate {
             spec.required_by_slice().into_iter().map(|required| required.bytes).collect();
         slices.sort_unstable_by(|a, b| b.cmp(a));
         let numels = spec.manifest.tensors().iter().map(TensorSpec::numel);
-        let (parameters, wire) = (numels.clone().sum::<u64>(), self.dtype.size() as u64);
+        let (parameters, element) = (numels.clone().sum::<u64>(), self.dtype.size() as u64);
         let largest = numels.max().unwrap_or_default();
         let worker = match self.level.as_str() {
-            "os" => 2 * parameters * wire,
-            "os_g" => parameters * wire,
+            "os" => 2 * parameters * element,
+            "os_g" => parameters * element,
             // A module, and the one that is fetched meanwhile.
-            _ => (2 * largest).min(parameters) * wire,
+            _ => (2 * largest).min(parameters) * element,
         };
+        let encoded = |wire: Wire| wire.bytes(parameters as usize) as u64;
         // Ranks of a group push sums, which are f32. At p_g_os, backward fetches parameters again.
-        let pushed = if self.group > 1 { 4 * parameters } else { wire * parameters };
+        let pushed = if self.group > 1 { 4 * parameters } else { encoded(self.wire) };
+        let pulled = encoded(Options::default().wire(self.wire).wire_of_parameters());
         let passes = if self.level == "p_g_os" { 2 } else { 1 };
         let group = u64::from(self.group);
         Ok(Figures {
@@ -166,7 +172,7 @@ impl Estimate {
             slices,
             worker,
             pushed: pushed / group,
-            pulled: passes * wire * parameters / group,
+            pulled: passes * pulled / group,
             replicated: 4 * parameters * u64::from(self.replicas - 1) / u64::from(self.servers),
         })
     }
@@ -312,9 +318,24 @@ mod tests {
         assert!(figures.servers[0] - figures.servers[3] <= slice);
         assert_eq!(
             (figures.worker, figures.pushed, figures.pulled),
-            (4_000_000_000, 2_000_000_000, 2_000_000_000)
+            (4_000_000_000, 4_000_000_000, 4_000_000_000)
         );
-        assert_eq!(plan.links(&figures), [4_000_000_000, 4_000_000_000]);
+        assert_eq!(plan.links(&figures), [8_000_000_000, 8_000_000_000]);
+    }
+
+    #[test]
+    fn the_traffic_follows_the_encoding_on_the_wire() {
+        let traffic = |flags: &str| {
+            let figures = plan(&format!("--parameters 128000 {flags}")).figures().unwrap();
+            (figures.pushed, figures.pulled)
+        };
+        assert_eq!(traffic("--dtype bf16"), (512_000, 512_000));
+        assert_eq!(traffic("--wire bf16"), (256_000, 256_000));
+        assert_eq!(
+            traffic("--wire int8"),
+            (132_000, 512_000),
+            "a scale of 4 bytes for 128 elements"
+        );
     }
 
     #[test]

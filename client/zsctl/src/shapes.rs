@@ -2,6 +2,7 @@
 //! Face.
 
 use std::{
+    fmt::Display,
     fs::File,
     io::Read,
     path::{Path, PathBuf},
@@ -17,15 +18,15 @@ const MAX_JSON: u64 = 100 << 20;
 /// The name and the shape of a tensor.
 pub(crate) type Shape = (String, Vec<u64>);
 
-fn invalid(path: &Path, found: impl ToString, expected: &str) -> Error {
-    Error::invalid(format!("model file {}", path.display()), found.to_string(), expected)
+fn unreadable(path: &Path, cause: impl Display) -> Error {
+    Error::refused(format!("cannot read model file {}: {cause}", path.display()))
 }
 
 /// The tensors in a safetensors file, or in all files of a directory with
 /// `model.safetensors.index.json`.
 ///
 /// # Errors
-/// [`Error::Invalid`] for files that cannot be read or have another format.
+/// [`Error::Refused`] for files that cannot be read or have another format.
 pub(crate) fn of_safetensors(path: &Path) -> Result<Vec<Shape>> {
     if !path.is_dir() {
         return header(path);
@@ -34,9 +35,9 @@ pub(crate) fn of_safetensors(path: &Path) -> Result<Vec<Shape>> {
     if !index.exists() {
         return header(&path.join("model.safetensors"));
     }
-    let expected = "an index with a weight_map";
     let json = json(&index)?;
-    let files = json["weight_map"].as_object().ok_or_else(|| invalid(&index, "JSON", expected))?;
+    let missing = || unreadable(&index, "it has no weight_map");
+    let files = json["weight_map"].as_object().ok_or_else(missing)?;
     let mut files: Vec<PathBuf> =
         files.values().filter_map(Value::as_str).map(|file| path.join(file)).collect();
     files.sort();
@@ -47,43 +48,42 @@ pub(crate) fn of_safetensors(path: &Path) -> Result<Vec<Shape>> {
 
 /// The tensors in the header of a safetensors file: its length as 8 bytes, and JSON.
 fn header(path: &Path) -> Result<Vec<Shape>> {
-    let expected = "a safetensors file";
-    let failed = |cause: std::io::Error| invalid(path, cause, expected);
+    let failed = |cause: std::io::Error| unreadable(path, cause);
     let mut file = File::open(path).map_err(failed)?;
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(failed)?;
     let length = u64::from_le_bytes(length);
     let size = file.metadata().map_err(failed)?.len();
     if length > MAX_JSON.min(size.saturating_sub(8)) {
-        return Err(invalid(path, format!("a header of {length} bytes"), expected));
+        let cause = format!("a safetensors file cannot have a header of {length} bytes");
+        return Err(unreadable(path, cause));
     }
     let mut text = vec![0; length as usize];
     file.read_exact(&mut text).map_err(failed)?;
     let header: Map<String, Value> =
-        serde_json::from_slice(&text).map_err(|cause| invalid(path, cause, expected))?;
+        serde_json::from_slice(&text).map_err(|cause| unreadable(path, cause))?;
     let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
     let shape = |(name, tensor): (String, Value)| {
         let sizes = tensor["shape"].as_array().map(|sizes| sizes.iter().map(Value::as_u64));
         match sizes.and_then(Iterator::collect::<Option<Vec<u64>>>) {
             Some(shape) => Ok((name, shape)),
-            None => Err(invalid(path, format!("tensor {name:?} without a shape"), expected)),
+            None => Err(unreadable(path, format!("tensor {name:?} has no shape"))),
         }
     };
     tensors.map(shape).collect()
 }
 
 fn json(path: &Path) -> Result<Value> {
-    let expected = "a JSON file of at most 100 MiB";
-    let failed = |cause: std::io::Error| invalid(path, cause, expected);
+    let failed = |cause: std::io::Error| unreadable(path, cause);
     let mut text = Vec::new();
     File::open(path).and_then(|file| file.take(MAX_JSON).read_to_end(&mut text)).map_err(failed)?;
-    serde_json::from_slice(&text).map_err(|cause| invalid(path, cause, expected))
+    serde_json::from_slice(&text).map_err(|cause| unreadable(path, cause))
 }
 
 /// The tensors of the model that a `config.json` of Hugging Face describes.
 ///
 /// # Errors
-/// [`Error::Invalid`] for another kind of model, and a missing size.
+/// [`Error::Refused`] for another kind of model, and a missing size.
 pub(crate) fn of_config(path: &Path) -> Result<Vec<Shape>> {
     let path = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
     let config = Config { values: json(&path)?, path: &path };
@@ -91,9 +91,11 @@ pub(crate) fn of_config(path: &Path) -> Result<Vec<Shape>> {
         "gpt2" => config.gpt2(),
         "llama" | "mistral" | "qwen2" => config.llama(),
         other => {
-            let expected = "a model of the type gpt2, llama, mistral or qwen2; pass the weights of \
-                            others with --safetensors";
-            Err(invalid(&path, format!("of the type {other:?}"), expected))
+            let cause = format!(
+                "its model_type is {other:?}, and gpt2, llama, mistral and qwen2 are known; pass \
+                 the weights with --safetensors"
+            );
+            Err(unreadable(&path, cause))
         }
     }
 }
@@ -105,8 +107,7 @@ struct Config<'a> {
 
 impl Config<'_> {
     fn size(&self, key: &str) -> Result<u64> {
-        let missing =
-            || invalid(self.path, format!("without a valid {key}"), "a size of at most 2^31");
+        let missing = || unreadable(self.path, format!("it has no {key}, a size of at most 2^31"));
         self.optional(key).ok_or_else(missing)
     }
 
@@ -116,7 +117,7 @@ impl Config<'_> {
 
     fn layers(&self, key: &str) -> Result<u64> {
         let layers = self.size(key)?;
-        let many = || invalid(self.path, format!("of {layers} layers"), "at most 10,000 of them");
+        let many = || unreadable(self.path, format!("it has {layers} layers; 10,000 are allowed"));
         (layers <= 10_000).then_some(layers).ok_or_else(many)
     }
 

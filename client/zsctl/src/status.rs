@@ -9,6 +9,7 @@ use zeroshard_client::{Cluster, JobState, JobStatus, MissingServer, Result, Serv
 use crate::{
     PROBLEM,
     table::{ago, human, table},
+    transport::Transport,
 };
 
 /// The duration above which the output mentions a wait, even if no rank or server is missing.
@@ -37,10 +38,18 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
         say!("{}", leader_json(&status, cluster.address()));
         status.servers.iter().for_each(|server| say!("{}", server_json(server)));
         status.missing.iter().for_each(|missing| say!("{}", missing_json(missing)));
-        jobs().for_each(|(job, problem)| say!("{}", job_json(job, problem.as_deref())));
+        for (job, problem) in jobs() {
+            let transport = Transport::of(job, &status.servers);
+            say!("{}", job_json(job, &transport, problem.as_deref()));
+        }
     } else {
         say!("{}\n", leader(&status, cluster.address()));
-        say!("{}\n\n{}", servers(&status), table_of(&status.jobs));
+        say!("{}\n\n{}", servers(&status), table_of(&status.jobs, &status.servers));
+        for job in &status.jobs {
+            if let Some(note) = Transport::of(job, &status.servers).note(&job.name) {
+                say!("{note}");
+            }
+        }
         let notes = jobs().filter_map(|(job, problem)| note(job, problem.as_deref()));
         let notes: Vec<_> = of_cluster.iter().cloned().chain(notes).collect();
         if !notes.is_empty() {
@@ -161,7 +170,7 @@ fn missing_for(since: Duration) -> String {
     format!("missing for {}", ago(since))
 }
 
-fn table_of(jobs: &[JobStatus]) -> Table {
+fn table_of(jobs: &[JobStatus], servers: &[ServerStatus]) -> Table {
     let mut table = table(&[
         "JOB",
         "VERSION",
@@ -170,6 +179,7 @@ fn table_of(jobs: &[JobStatus]) -> Table {
         "PARAMETERS",
         "TENSORS",
         "SLICES",
+        "TRANSPORT",
         "LATE RANK",
         "CHECKPOINT",
         "STATE",
@@ -183,6 +193,7 @@ fn table_of(jobs: &[JobStatus]) -> Table {
             job.parameters.to_string(),
             job.tensors.to_string(),
             job.slices.to_string(),
+            Transport::of(job, servers).summary(),
             late_rank(job),
             checkpoint(job),
             state(job),
@@ -237,7 +248,9 @@ fn server_json(status: &ServerStatus) -> serde_json::Value {
     })
 }
 
-fn job_json(job: &JobStatus, problem: Option<&str>) -> serde_json::Value {
+fn job_json(job: &JobStatus, transport: &Transport, problem: Option<&str>) -> serde_json::Value {
+    let reasons = transport.reasons.iter();
+    let reasons = reasons.map(|(server, why)| json!({"server": server, "reason": why}));
     json!({
         "event": "job", "name": job.name, "version": job.version, "epoch": job.epoch, "world": job.world,
         "joined": job.joined, "parameters": job.parameters, "tensors": job.tensors, "slices": job.slices,
@@ -248,7 +261,8 @@ fn job_json(job: &JobStatus, problem: Option<&str>) -> serde_json::Value {
         "late_seconds": job.slowest.map(|slowest| slowest.late.as_secs_f64()),
         "degraded_slices": job.degraded_slices, "saved_version": job.saved_version,
         "saved_seconds_ago": job.saved_ago.map(|ago| ago.as_secs_f64()),
-        "failed_saves": job.failed_saves, "save_error": job.save_error,
+        "failed_saves": job.failed_saves, "save_error": job.save_error, "transport": transport.summary(),
+        "no_shared_memory": reasons.collect::<Vec<_>>(),
     })
 }
 
@@ -307,9 +321,9 @@ mod tests {
             state: JobState::Failed,
             ..job()
         };
-        let table = table_of(std::slice::from_ref(&job)).to_string();
+        let table = table_of(std::slice::from_ref(&job), &[]).to_string();
         assert!(table.contains("failed: server 2 is gone"));
-        assert_eq!(job_json(&job, None)["failure"], "server 2 is gone");
+        assert_eq!(job_json(&job, &Transport::default(), None)["failure"], "server 2 is gone");
         assert!(problem(&job, None).unwrap().contains("server 2 is gone"));
     }
 

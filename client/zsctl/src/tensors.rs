@@ -6,23 +6,28 @@ use zeroshard_model::{JobSpec, TensorSpec};
 
 use crate::table::{human, table};
 
-/// Prints the tensors of a job and, if requested, their norms.
+/// Prints the tensors of a job.
 ///
 /// # Errors
-/// Those of [`Cluster::describe_job`] and [`Cluster::norms`].
-pub(crate) async fn run(job: &str, with_norms: bool, cluster: &Cluster, json: bool) -> Result<()> {
+/// Those of [`Cluster::describe_job`].
+pub(crate) async fn run(job: &str, cluster: &Cluster, json: bool) -> Result<()> {
     let spec = cluster.describe_job(job).await?.spec;
-    let norms = if with_norms { Some(cluster.norms(job).await?) } else { None };
     let mut slices = vec![0; spec.manifest.tensors().len()];
     for slice in spec.manifest.slices() {
         slices[slice.tensor] += 1;
     }
-    let mut titles =
-        vec!["TENSOR", "SHAPE", "DTYPE", "KIND", "GROUP", "LAYOUT", "PARAMETERS", "SIZE", "SLICES"];
-    titles.extend(norms.is_some().then_some("NORM"));
-    let mut rows = table(&titles);
-    for (index, (tensor, slices)) in spec.manifest.tensors().iter().zip(slices).enumerate() {
-        let norm = norms.as_ref().map(|norms| norms.tensors.get(index).copied().flatten());
+    let mut rows = table(&[
+        "TENSOR",
+        "SHAPE",
+        "DTYPE",
+        "KIND",
+        "GROUP",
+        "LAYOUT",
+        "PARAMETERS",
+        "SIZE",
+        "SLICES",
+    ]);
+    for (tensor, slices) in spec.manifest.tensors().iter().zip(slices) {
         let (kind, layout) = (kind(tensor), layout(&spec, tensor));
         // A tied tensor has no values of its own.
         let bytes = match tensor.alias_of {
@@ -31,17 +36,14 @@ pub(crate) async fn run(job: &str, with_norms: bool, cluster: &Cluster, json: bo
         };
         let dtype = tensor.dtype.to_string();
         if json {
-            let mut line = json!({
+            let line = json!({
                 "event": "tensor", "job": job, "name": tensor.name, "shape": tensor.shape,
                 "dtype": dtype, "kind": kind, "group": tensor.group, "layout": layout,
                 "parameters": tensor.numel(), "bytes": bytes, "slices": slices,
             });
-            if let (Some(norm), Some(norms)) = (norm, &norms) {
-                (line["norm"], line["version"]) = (json!(norm), json!(norms.version));
-            }
             say!("{line}");
         }
-        let mut row = vec![
+        rows.add_row(vec![
             tensor.name.clone(),
             format!("{:?}", tensor.shape),
             dtype,
@@ -51,15 +53,11 @@ pub(crate) async fn run(job: &str, with_norms: bool, cluster: &Cluster, json: bo
             tensor.numel().to_string(),
             human(bytes),
             slices.to_string(),
-        ];
-        row.extend(norm.map(|norm| norm.map_or("-".to_owned(), |norm| format!("{norm:.6e}"))));
-        rows.add_row(row);
+        ]);
     }
     if !json {
         let (tensors, parameters) = (spec.manifest.tensors().len(), spec.manifest.parameters());
-        let version = norms.map(|norms| format!(", norms of version {}", norms.version));
-        let version = version.unwrap_or_default();
-        say!("job {job:?}: {tensors} tensors, {parameters} parameters{version}\n\n{rows}");
+        say!("job {job:?}: {tensors} tensors, {parameters} parameters\n\n{rows}");
     }
     Ok(())
 }

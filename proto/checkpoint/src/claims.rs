@@ -61,15 +61,18 @@ pub struct Claimant<'a> {
 /// A claim.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Claim {
+    /// The id of the job.
     job_id: u64,
-    /// The nearest ancestor first.
+    /// The jobs from whose checkpoints it has started, the nearest first.
     ancestors: Vec<Ancestor>,
+    /// The coordinator that runs the job, for messages: its host and port.
     by: String,
 }
 
 /// A job from whose checkpoint another job has started.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Ancestor {
+    /// The id of the ancestor.
     job_id: u64,
     /// The last version that the new job shares.
     until: u64,
@@ -297,12 +300,19 @@ impl Storage {
         Ok([nearest].into_iter().chain(older).collect())
     }
 
-    /// Shows that a job lives. `sign` has not been used before.
+    /// Writes a sign of life of a job, if its name has claims. `sign`: a number that no earlier
+    /// sign of the job had.
     ///
     /// # Errors
     /// [`Error::Storage`].
     pub async fn beat(&self, job: &str, job_id: u64, sign: u64) -> Result<()> {
         let path = self.path_of(job, job_id, ALIVE);
+        // A directory that somebody has removed with all its checkpoints must not come back.
+        let is_removed =
+            self.described(&path).await?.is_none() && self.claims(job).await?.numbers.is_empty();
+        if is_removed {
+            return Ok(());
+        }
         match self.store().put(&path, format!("{sign:016x}").into()).await {
             Ok(_) => Ok(()),
             Err(error) => Err(self.failed("write", &path, &error)),

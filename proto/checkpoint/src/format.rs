@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use serde_json::Value;
-use zeroshard_model::{DType, JobSpec, Optimizer, checkpoint::Part};
+use zeroshard_model::{DType, JobSpec, checkpoint::Part};
 
 /// The length of the number in front of the header.
 const PREFIX: usize = 8;
@@ -36,10 +36,9 @@ pub(crate) fn parts(spec: &JobSpec, index: usize) -> Vec<(Part, Entry)> {
         shape: vec![numel as u64],
         bytes: numel * dtype.size(),
     };
-    if !tensor.trains() {
+    let Some(optimizer) = spec.optimizer_of(slice.tensor) else {
         return vec![(Part::Values, entry("values", tensor.dtype, slice.numel))];
-    }
-    let optimizer: &Optimizer = &spec.groups[tensor.group as usize];
+    };
     let mut parts = vec![(Part::Values, entry("master", DType::F32, slice.numel))];
     let shapes = optimizer.state_shapes(&tensor.shape).into_iter().zip(optimizer.state());
     for (position, (shape, state)) in shapes.enumerate() {

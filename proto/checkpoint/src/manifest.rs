@@ -42,15 +42,21 @@ struct Document {
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Contents {
+    /// The version of the format.
     format: u32,
+    /// The name of the job.
     job: String,
+    /// The id of the job.
     job_id: u64,
+    /// The version of the parameters that was saved.
     version: u64,
     /// The number of the save, with which the names of its files begin.
     save: u64,
     /// When the checkpoint was completed, in seconds since 1970.
     created: u64,
+    /// The specification of the job, with all tensors and the optimizers.
     spec: pb::JobSpec,
+    /// The files of slices, and that of the data of ranks.
     files: Vec<File>,
     /// The ranks whose data was lost before the save.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -60,10 +66,14 @@ struct Contents {
 /// A file of a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct File {
+    /// Its name in the directory of the version.
     pub(crate) name: String,
+    /// Its size.
     pub(crate) bytes: u64,
+    /// BLAKE3 of its length prefix and header, in hexadecimal digits.
     #[serde(with = "hash::hex")]
     pub(crate) header: Hash,
+    /// Its slices, in the order in which they are stored.
     pub(crate) slices: Vec<SliceEntry>,
     /// The ranks whose data the file has. Such a file has no slices.
     #[serde(default)]
@@ -73,12 +83,14 @@ pub(crate) struct File {
 /// A slice in a file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SliceEntry {
+    /// The index of the slice in the job.
     pub(crate) slice: u32,
+    /// The number of steps that were applied to it.
     pub(crate) applied: u64,
-    /// As f64, whose text is exact.
+    /// State that is one number for a whole tensor, as f64, whose text is exact.
     #[serde(default)]
     scalar_state: Vec<f64>,
-    /// One hash for each part.
+    /// BLAKE3 of each of its tensors, in hexadecimal digits.
     #[serde(with = "hash::hex_list")]
     pub(crate) hashes: Vec<Hash>,
 }
@@ -86,8 +98,11 @@ pub(crate) struct SliceEntry {
 /// The data of a rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct RankEntry {
+    /// The rank.
     pub(crate) rank: u32,
+    /// The size of its data.
     pub(crate) bytes: u64,
+    /// BLAKE3 of its data, in hexadecimal digits.
     #[serde(with = "hash::hex")]
     pub(crate) hash: Hash,
 }
@@ -256,8 +271,8 @@ impl Manifest {
     }
 
     /// The first reason for which a job with this specification cannot start from the checkpoint.
-    /// Tensors and the kind of optimizer must be equal. Hyperparameters, parameter groups, layouts,
-    /// the number of ranks and of servers may differ.
+    /// Tensors and the kind of their optimizers must be equal. Hyperparameters, parameter groups,
+    /// layouts, the number of ranks and of servers may differ.
     pub fn difference(&self, spec: &JobSpec) -> Option<String> {
         let (ours, theirs) = (self.spec.manifest.tensors(), spec.manifest.tensors());
         if ours.len() != theirs.len() {
@@ -270,8 +285,11 @@ impl Manifest {
         if let Some((tensor, _)) = differs {
             return Some(format!("tensor {:?}", tensor.name));
         }
-        let same = self.spec.groups[0].same_state_layout(&spec.groups[0]);
-        (!same).then(|| "optimizer".to_owned())
+        let optimizers = |tensor| self.spec.optimizer_of(tensor).zip(spec.optimizer_of(tensor));
+        let tensor = (0..ours.len()).find(|&tensor| {
+            optimizers(tensor).is_some_and(|(own, other)| !own.same_state_layout(other))
+        })?;
+        Some(format!("optimizer of tensor {:?}", ours[tensor].name))
     }
 }
 
@@ -364,10 +382,8 @@ impl SliceEntry {
     /// [`Error::Invalid`] if the optimizer has another scalar state.
     pub(crate) fn applied(&self, spec: &JobSpec) -> Result<AppliedSteps> {
         let scalar_state: Vec<f32> = self.scalar_state.iter().map(|&value| value as f32).collect();
-        match spec.manifest.trains(self.slice as usize) {
-            true => AppliedSteps::of(&spec.groups[0], self.applied, &scalar_state),
-            false => Ok(AppliedSteps::default()),
-        }
+        let tensor = spec.manifest.slices()[self.slice as usize].tensor;
+        spec.applied_to(tensor, self.applied, &scalar_state)
     }
 }
 

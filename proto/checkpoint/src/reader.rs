@@ -60,8 +60,8 @@ impl Storage {
     pub async fn read_slice(&self, manifest: &Manifest, slice: u32) -> Result<SavedSlice> {
         let found = self.find(manifest, slice)?;
         let spec = manifest.spec();
-        let trains = spec.manifest.trains(slice as usize);
-        let states = if trains { spec.groups[0].state().len() } else { 0 };
+        let optimizer = spec.optimizer_of_slice(slice as usize);
+        let states = optimizer.map_or(0, |optimizer| optimizer.state().len());
         let mut saved = SavedSlice {
             values: Bytes::new(),
             state: vec![Bytes::new(); states],

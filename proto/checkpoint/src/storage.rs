@@ -1,6 +1,11 @@
 //! The place of checkpoints: a directory or an object store.
 
-use std::{collections::BTreeSet, fmt, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    fmt,
+    path::{self, PathBuf},
+    sync::Arc,
+};
 
 use bytes::Bytes;
 use futures_util::TryStreamExt;
@@ -40,13 +45,34 @@ impl Storage {
     /// endpoints and regions come from the usual environment variables (`AWS_ACCESS_KEY_ID`,
     /// `AWS_ENDPOINT_URL`, `GOOGLE_SERVICE_ACCOUNT`, `AZURE_STORAGE_ACCOUNT_NAME`, ...).
     ///
+    /// Creates a directory that does not exist.
+    ///
     /// # Errors
     /// [`Error::Invalid`] for an invalid URL; [`Error::Storage`] for an invalid configuration.
     pub fn open(url: &str) -> Result<Self> {
         check_url(url)?;
+        if let Some(directory) = directory_of(url)? {
+            std::fs::create_dir_all(directory).map_err(|error| invalid(url, error))?;
+        }
+        Self::opened(url)
+    }
+
+    /// Opens a storage like [`Self::open`]. Returns `None` for a directory that does not exist.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub fn open_existing(url: &str) -> Result<Option<Self>> {
+        check_url(url)?;
+        match directory_of(url)? {
+            Some(directory) if !directory.is_dir() => Ok(None),
+            _ => Self::opened(url).map(Some),
+        }
+    }
+
+    fn opened(url: &str) -> Result<Self> {
         let shown = url.trim_end_matches('/').into();
-        if let Some(directory) = url.strip_prefix("file://") {
-            let store = Arc::new(local(url, directory)?);
+        if let Some(directory) = directory_of(url)? {
+            let store = Arc::new(local(url, &directory)?);
             let local = Some(store.clone());
             return Ok(Self { store, local, prefix: Path::default(), url: shown });
         }
@@ -295,14 +321,18 @@ fn invalid(url: &str, cause: impl fmt::Display) -> Error {
     Error::Storage { action: "open".to_owned(), url: url.to_owned(), cause: cause.to_string() }
 }
 
-fn local(url: &str, directory: &str) -> Result<LocalFileSystem> {
+/// The directory that a URL names; `None` for a bucket.
+fn directory_of(url: &str) -> Result<Option<PathBuf>> {
+    let Some(directory) = url.strip_prefix("file://") else { return Ok(None) };
     if !directory.starts_with('/') {
         let expected = "an absolute path after file://, for example file:///checkpoints";
         return Err(Error::invalid("url of the checkpoints", format!("{url:?}"), expected));
     }
-    let directory = percent_decode_str(directory).decode_utf8_lossy();
-    std::fs::create_dir_all(&*directory).map_err(|error| invalid(url, error))?;
-    let store = LocalFileSystem::new_with_prefix(&*directory);
+    Ok(Some(percent_decode_str(directory).decode_utf8_lossy().into_owned().into()))
+}
+
+fn local(url: &str, directory: &path::Path) -> Result<LocalFileSystem> {
+    let store = LocalFileSystem::new_with_prefix(directory);
     let store = store.map_err(|error| invalid(url, root_cause(&error)))?;
     Ok(store.with_fsync(true).with_automatic_cleanup(true))
 }

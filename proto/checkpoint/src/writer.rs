@@ -141,10 +141,8 @@ async fn write_file(
 }
 
 fn saved(spec: &JobSpec, slice: u32, applied: AppliedSteps) -> pb::SavedSlice {
-    let scalar_state = match spec.manifest.trains(slice as usize) {
-        true => applied.scalar_state(&spec.groups[0]).to_vec(),
-        false => Vec::new(),
-    };
+    let tensor = spec.manifest.slices()[slice as usize].tensor;
+    let scalar_state = spec.scalar_state_of(tensor, &applied);
     pb::SavedSlice { slice, applied: applied.count, scalar_state }
 }
 

@@ -138,3 +138,22 @@ fn set_age(saved: &Saved, name: &str, age: Duration) {
     let file = File::options().write(true).open(path.unwrap()).unwrap();
     file.set_modified(SystemTime::now() - age).unwrap();
 }
+
+#[tokio::test]
+async fn a_job_does_not_bring_back_a_directory_that_somebody_has_removed() {
+    let saved = Saved::new("sgd");
+    let (directory, storage) = (saved.directory.path(), &saved.storage);
+    claim(storage, JOB_ID, "a:1", Start::Anew).await.unwrap();
+    storage.beat(JOB, JOB_ID, 1).await.unwrap();
+    let of_job = directory.read_dir().unwrap().next().unwrap().unwrap().path();
+    std::fs::remove_dir_all(of_job).unwrap();
+    storage.beat(JOB, JOB_ID, 2).await.unwrap();
+    assert_eq!(directory.read_dir().unwrap().count(), 0, "the directory of the job is back");
+    std::fs::remove_dir(directory).unwrap();
+    storage.beat(JOB, JOB_ID, 3).await.unwrap();
+    storage.end_claim(JOB, JOB_ID).await.unwrap();
+    assert!(Storage::open_existing(storage.url()).unwrap().is_none());
+    assert!(!directory.exists(), "the directory of all jobs is back");
+    Storage::open(storage.url()).unwrap();
+    assert!(Storage::open_existing(storage.url()).unwrap().is_some());
+}

@@ -6,7 +6,7 @@
 
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
-use zeroshard_proto::frame::{Decoder, Event, Extent};
+use zeroshard_proto::frame::{Decoder, Event, Extent, Reference};
 
 const MAX_MESSAGE: usize = 1 << 16;
 
@@ -15,6 +15,7 @@ const MAX_MESSAGE: usize = 1 << 16;
 enum Whole {
     Begin(String),
     Extent(Extent, u64, Vec<u8>),
+    Reference(Reference),
 }
 
 /// Reads `input` in pieces of `piece` bytes. Returns the messages, and whether reading ended in an
@@ -30,16 +31,23 @@ fn read(input: &[u8], piece: usize) -> (Vec<Whole>, bool) {
                 Err(_) => return (whole, true),
                 Ok(Some(Event::Begin(begin))) => whole.push(Whole::Begin(format!("{begin:?}"))),
                 Ok(Some(Event::Extent(extent, elements))) => {
-                    assert!(elements <= MAX_MESSAGE as u64);
                     whole.push(Whole::Extent(extent, elements, Vec::new()));
                 }
                 Ok(Some(Event::Payload(bytes))) => {
                     let Some(Whole::Extent(extent, elements, payload)) = whole.last_mut() else {
                         panic!("a payload without an extent");
                     };
-                    assert!(bytes.len().is_multiple_of(extent.dtype.size()));
+                    assert!(*elements <= MAX_MESSAGE as u64);
+                    assert!(extent.wire.elements(bytes.len() as u64).is_some());
                     payload.extend_from_slice(&bytes);
-                    assert!(payload.len() as u64 <= *elements * extent.dtype.size() as u64);
+                    assert!(payload.len() <= extent.wire.bytes(*elements as usize));
+                }
+                Ok(Some(Event::Reference(reference))) => {
+                    let Some(Whole::Extent(extent, elements, _)) = whole.last() else {
+                        panic!("a reference without an extent");
+                    };
+                    assert_eq!(extent.wire.elements(reference.bytes), Some(*elements));
+                    whole.push(Whole::Reference(reference));
                 }
             }
         }

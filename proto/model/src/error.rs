@@ -12,12 +12,15 @@ mod quote;
 pub const MAX_QUOTED: usize = 200;
 /// The maximum number of characters of its `expected` text.
 const MAX_EXPECTED: usize = 500;
+/// The maximum number of characters of the sentence of [`Error::refused`].
+const MAX_SENTENCE: usize = 500;
 
 /// An error that is sent over the wire.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "reason", rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum Error {
-    /// The request is invalid; a retry fails in the same way.
+    /// The request is invalid; a retry fails in the same way. Functions that document this error
+    /// return [`Error::Refused`] if the case needs a sentence of its own.
     #[error("{what} is {found}; it must be {expected}")]
     Invalid {
         /// The invalid field, with its tensor, slice, rank or step if it has one.
@@ -26,6 +29,13 @@ pub enum Error {
         found: String,
         /// A description of the valid values.
         expected: String,
+    },
+    /// The request is invalid, and the case has a sentence of its own; a retry fails in the same
+    /// way.
+    #[error("{sentence}")]
+    Refused {
+        /// What is wrong, where, and what to do.
+        sentence: String,
     },
     /// The two sides of a connection do not trust each other, or only one of them uses TLS.
     #[error("no secure connection to {peer}: {cause}")]
@@ -357,7 +367,7 @@ pub enum Error {
         servers: String,
     },
     /// A limit of the cluster or of a server is reached.
-    #[error("the limit of {what}, {limit}, is reached; {remedy}")]
+    #[error("the limit of {limit} {what} is reached; {remedy}")]
     LimitExceeded {
         /// What is limited, such as "jobs of the cluster (--max-jobs)".
         what: String,
@@ -417,6 +427,11 @@ impl Error {
         }
     }
 
+    /// Creates an [`Error::Refused`]. The sentence is truncated to a maximum length.
+    pub fn refused(sentence: impl Display) -> Self {
+        Self::Refused { sentence: quote(MAX_SENTENCE, sentence) }
+    }
+
     /// The name of the variant as it is sent over the network, such as `STEP_ABORTED`.
     pub fn name(&self) -> String {
         let value = serde_json::to_value(self).unwrap_or_default();
@@ -437,6 +452,7 @@ impl Error {
             Self::StaleEpoch { .. } | Self::NotHere { .. } => Remedy::Refresh,
             Self::StepAborted { .. } | Self::StaleAttempt { .. } => Remedy::RedoStep,
             Self::Invalid { .. }
+            | Self::Refused { .. }
             | Self::Unauthenticated { .. }
             | Self::Forbidden { .. }
             | Self::VersionMismatch { .. }

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::{
     CheckpointPolicy, DimPlacement, Error, Layout, Manifest, OnLoss, Optimizer, Policy,
-    ProcessMesh, Reduction, Result, TensorBox, TensorLayout, TensorSpec,
+    ProcessMesh, Reduction, Result, StateDType, TensorBox, TensorLayout, TensorSpec,
     geometry::Contributions,
     limits::{
         IDLE_TIMEOUTS, MAX_CONTRIBUTIONS, MAX_GROUP_SIZE, MAX_GROUPS, MAX_JOB_NAME, MAX_MESHES,
@@ -22,8 +22,8 @@ pub struct JobSpec {
     pub name: String,
     /// The tensors.
     pub manifest: Manifest,
-    /// The optimizer of each parameter group. All groups have the same kind and the same state
-    /// tensors, and may have different hyperparameters.
+    /// The optimizer of each parameter group. Groups may have optimizers of different kinds, and
+    /// the state of a tensor is that of its group's.
     pub groups: Vec<Optimizer>,
     /// The number of workers.
     pub world: u32,
@@ -50,6 +50,12 @@ pub struct JobSpec {
     /// the GPU; that of LAMB and Adafactor stays there. A server with a GPU and without budgets for
     /// host memory or a disk refuses the job. Results do not change.
     pub offload: bool,
+    /// The seed of the stochastic rounding of int8 on the wire. Two jobs with the same seed round
+    /// alike.
+    pub rounding_seed: u64,
+    /// The dtype of the optimizer state. With [`StateDType::Int8`], results differ from those with
+    /// f32, and are the same on every server, device and tier.
+    pub state_dtype: StateDType,
 }
 
 /// The effect of a rank that has left in order on ranks that wait for it.
@@ -79,6 +85,8 @@ impl JobSpec {
             checkpoints: None,
             compare_every: 100,
             offload: false,
+            rounding_seed: 0,
+            state_dtype: StateDType::F32,
         }
     }
 
@@ -96,14 +104,17 @@ impl JobSpec {
     /// Checks the rules that involve several parts of the spec.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the spec has no parameter group, groups of different kinds, or a
-    /// hyperparameter out of range; a tensor in no group, or one that is split although its
-    /// optimizer needs it whole; a layout that does not fit its tensor or mesh; a world size,
-    /// number of servers or idle timeout out of range; or more of anything than its limit.
+    /// [`Error::Invalid`] if the spec has no parameter group, or a hyperparameter out of range; a
+    /// tensor in no group, or one that is split although its optimizer needs it whole; a layout
+    /// that does not fit its tensor or mesh; a world size, number of servers or idle timeout out of
+    /// range; or more of anything than its limit. [`Error::Refused`] for an optimizer that cannot
+    /// have its state in `state_dtype`, and for `average` together with other optimizers.
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name, MAX_JOB_NAME)?;
         check_number("meshes", self.meshes.len(), MAX_MESHES)?;
-        check_groups(&self.groups, self.groups.first(), Optimizer::same_state_layout)?;
+        check_groups(&self.groups)?;
+        self.check_overflows()?;
+        self.check_state_dtype()?;
         for (index, mesh) in self.meshes.iter().enumerate() {
             self.validate_mesh(index, mesh)?;
         }
@@ -139,6 +150,31 @@ impl JobSpec {
         }
         self.checkpoints.as_ref().map_or(Ok(()), CheckpointPolicy::validate)?;
         self.check_contributions()
+    }
+
+    /// A step is applied or skipped as a whole.
+    fn check_overflows(&self) -> Result<()> {
+        let (skip, never): (Vec<&Optimizer>, Vec<&Optimizer>) =
+            self.groups.iter().partition(|group| group.skips_overflow());
+        match (skip.first(), never.first()) {
+            (Some(one), Some(other)) => Err(Error::refused(format!(
+                "parameter groups with {other}, which skips no step, and with {one}, which skips \
+                 those whose gradients are inf or NaN, cannot be in one job; create a job for each"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_state_dtype(&self) -> Result<()> {
+        let uncoded = |group: &&Optimizer| group.state_codes().is_none();
+        match self.groups.iter().find(uncoded).filter(|_| self.state_dtype == StateDType::Int8) {
+            None => Ok(()),
+            Some(group) => Err(Error::refused(format!(
+                "{group} with state {:?} cannot have state_dtype int8; use f32, or adam or adamw \
+                 without amsgrad, lion, or sgd",
+                group.state()
+            ))),
+        }
     }
 
     fn check_contributions(&self) -> Result<()> {
@@ -201,6 +237,18 @@ impl JobSpec {
         Layout::new(Arc::clone(&self.meshes[layout.mesh as usize]), layout.placements.clone())
     }
 
+    /// The optimizer of tensor number `tensor` (of its owner, if it is tied); `None` if it is not
+    /// trained.
+    pub fn optimizer_of(&self, tensor: usize) -> Option<&Optimizer> {
+        let owner = &self.manifest.tensors()[self.manifest.owner(tensor)];
+        owner.trains().then(|| &self.groups[owner.group as usize])
+    }
+
+    /// The optimizer of slice number `slice`; `None` if it is not trained.
+    pub fn optimizer_of_slice(&self, slice: usize) -> Option<&Optimizer> {
+        self.optimizer_of(self.manifest.slices()[slice].tensor)
+    }
+
     /// The layout of tensor number `tensor` (of its owner, if it is tied); `None` if it has no
     /// layout.
     pub fn layout_of(&self, tensor: usize) -> Option<Layout> {
@@ -215,7 +263,8 @@ impl JobSpec {
             None => Contributions::mean(shape, self.world),
             Some(layout) => layout.contributions(shape),
         };
-        contributions.grouped(self.group_size)
+        let owner = &self.manifest.tensors()[self.manifest.owner(tensor)];
+        contributions.replaced_by(owner.replaced_by).grouped(self.group_size)
     }
 
     /// The ranks of the group of `rank`.
@@ -250,10 +299,24 @@ impl JobSpec {
         }
     }
 
+    fn check_replacer(&self, tensor: &TensorSpec) -> Result<()> {
+        let Some(rank) = tensor.replaced_by else { return Ok(()) };
+        let expected = match (&tensor.alias_of, &tensor.layout) {
+            (Some(owner), _) => format!("absent, because the tensor is tied to {owner:?}"),
+            (None, Some(_)) => {
+                "absent, because the tensor has a layout, which names the ranks".to_owned()
+            }
+            (None, None) if rank < self.world => return Ok(()),
+            (None, None) => format!("less than the world size, {}", self.world),
+        };
+        Err(Error::invalid(format!("replaced_by of tensor {:?}", tensor.name), rank, expected))
+    }
+
     fn validate_tensor(&self, tensor: &TensorSpec) -> Result<()> {
         if let Some(layout) = &tensor.layout {
             self.validate_layout(tensor, layout)?;
         }
+        self.check_replacer(tensor)?;
         let Some(optimizer) = self.groups.get(tensor.group as usize) else {
             return Err(Error::invalid(
                 format!("group of tensor {:?}", tensor.name),
@@ -271,11 +334,10 @@ impl JobSpec {
         // torch's step divides by the number of elements, and fails.
         let is_adafactor = matches!(optimizer, Optimizer::Adafactor(_));
         if is_adafactor && tensor.trains() && tensor.numel() == 0 {
-            return Err(Error::invalid(
-                format!("shape of tensor {:?}", tensor.name),
-                format!("{:?}", tensor.shape),
-                "a shape with elements, because adafactor computes their root mean square",
-            ));
+            return Err(Error::refused(format!(
+                "tensor {:?} has no elements, and adafactor cannot compute their root mean square",
+                tensor.name
+            )));
         }
         Ok(())
     }
@@ -283,14 +345,23 @@ impl JobSpec {
     /// Checks the hyperparameters of a step.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the number of groups or their kind differs from the job's, if they
-    /// need state tensors that the job does not have, or if a hyperparameter is out of range.
+    /// [`Error::Invalid`] if the number of groups or the kind of one differs from the job's, if one
+    /// needs state tensors that the job's does not have, or if a hyperparameter is out of range.
     pub fn validate_step(&self, groups: &[Optimizer]) -> Result<()> {
         if groups.len() != self.groups.len() {
             let expected = format!("the number of groups of the job, {}", self.groups.len());
             return Err(Error::invalid("number of parameter groups", groups.len(), expected));
         }
-        check_groups(groups, self.groups.first(), Optimizer::uses_state_of)
+        check_groups(groups)?;
+        let mut both = groups.iter().zip(&self.groups).enumerate();
+        match both.find(|(_, (group, own))| !group.uses_state_of(own)) {
+            None => Ok(()),
+            Some((index, (group, own))) => Err(Error::invalid(
+                format!("optimizer of parameter group {index}"),
+                format!("{group} with state {:?}", group.state()),
+                format!("{own} with state {:?}, as in the job", own.state()),
+            )),
+        }
     }
 
     /// The name of the first part in which `other` differs.
@@ -316,23 +387,20 @@ impl JobSpec {
             ("policy for checkpoints", self.checkpoints == other.checkpoints),
             ("compare_every", self.compare_every == other.compare_every),
             ("offload", self.offload == other.offload),
+            ("rounding_seed", self.rounding_seed == other.rounding_seed),
+            ("state_dtype", self.state_dtype == other.state_dtype),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }
 }
 
-/// Checks the parameter groups; `fits` compares each with `like`, the job's.
-fn check_groups(
-    groups: &[Optimizer],
-    like: Option<&Optimizer>,
-    fits: impl Fn(&Optimizer, &Optimizer) -> bool,
-) -> Result<()> {
-    let Some(like) = like else {
+/// Checks the number of the parameter groups and their hyperparameters.
+fn check_groups(groups: &[Optimizer]) -> Result<()> {
+    if groups.is_empty() {
         return Err(Error::invalid("number of parameter groups", 0, format!("1 to {MAX_GROUPS}")));
-    };
+    }
     check_number("parameter groups", groups.len(), MAX_GROUPS)?;
     for (index, group) in groups.iter().enumerate() {
-        let what = || format!("optimizer of parameter group {index}");
         group.validate().map_err(|e| {
             Error::invalid(
                 format!("{} of {} of parameter group {index}", e.field, e.optimizer),
@@ -340,13 +408,6 @@ fn check_groups(
                 e.expected,
             )
         })?;
-        if !fits(group, like) {
-            return Err(Error::invalid(
-                what(),
-                format!("{} with state {:?}", group.name(), group.state()),
-                format!("{} with state {:?}, as in the job", like.name(), like.state()),
-            ));
-        }
     }
     Ok(())
 }

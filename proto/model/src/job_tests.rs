@@ -1,4 +1,5 @@
 use super::*;
+use crate::local::LocalTensor;
 
 fn spec() -> JobSpec {
     let manifest = Manifest::new(vec![TensorSpec::new("w", [2, 3])]).unwrap();
@@ -12,6 +13,7 @@ fn what(result: Result<impl std::fmt::Debug>) -> String {
     }
 }
 
+// promise: invalid-input
 #[test]
 fn a_spec_that_contradicts_itself_is_refused() {
     assert_eq!(what(JobSpec { world: 0, ..spec() }.validate()), "world");
@@ -23,9 +25,33 @@ fn a_spec_that_contradicts_itself_is_refused() {
     }
     let lamb = JobSpec { groups: vec!["lamb".parse().unwrap()], ..spec() };
     assert_eq!(what(lamb.validate()), "policy of tensor \"w\"");
-    let mixed =
-        JobSpec { groups: vec!["adamw".parse().unwrap(), "sgd".parse().unwrap()], ..spec() };
-    assert_eq!(what(mixed.validate()), "optimizer of parameter group 1");
+    let groups = |names: [&str; 2]| JobSpec {
+        groups: names.map(|name| name.parse().unwrap()).into(),
+        ..spec()
+    };
+    let refused = groups(["adamw", "average"]).validate();
+    assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
+}
+
+// promise: invalid-input
+#[test]
+fn each_group_has_its_own_optimizer_in_every_step() {
+    let groups = |names: [&str; 2]| names.map(|name| name.parse().unwrap()).to_vec();
+    let tensors = ["w", "v", "frozen"].map(|name| TensorSpec::new(name, [2, 3]));
+    let [w, v, frozen] = tensors;
+    let v = TensorSpec { group: 1, ..v };
+    let tied = TensorSpec { alias_of: Some("v".into()), ..TensorSpec::new("tied", [2, 3]) };
+    let tensors = vec![w, v, TensorSpec { frozen: true, ..frozen }, tied];
+    let manifest = Manifest::new(tensors).unwrap();
+    let spec = JobSpec::new("job", manifest, groups(["adamw", "sgd"]));
+    spec.validate().unwrap();
+    let kinds = [0, 1, 2, 3].map(|tensor| spec.optimizer_of(tensor).map(Optimizer::name));
+    assert_eq!(kinds, [Some("adamw"), Some("sgd"), None, Some("sgd")]);
+    assert_eq!(spec.arrays(0).state.len(), 2);
+    assert!(spec.arrays(1).state.is_empty());
+    spec.validate_step(&groups(["adamw", "sgd"])).unwrap();
+    let swapped = spec.validate_step(&groups(["sgd", "adamw"]));
+    assert_eq!(what(swapped), "optimizer of parameter group 0");
 }
 
 fn sharded(placements: &[DimPlacement]) -> JobSpec {
@@ -33,6 +59,23 @@ fn sharded(placements: &[DimPlacement]) -> JobSpec {
     let tensor = TensorSpec { layout, ..TensorSpec::new("w", [2, 3]) };
     let meshes = vec![Arc::new(ProcessMesh::dense([1, 2], ["dp", "tp"]).unwrap())];
     JobSpec { manifest: Manifest::new(vec![tensor]).unwrap(), world: 2, meshes, ..spec() }
+}
+
+// promise: invalid-input
+#[test]
+fn a_tensor_is_replaced_by_one_rank_of_those_that_hold_it() {
+    let named = |spec: JobSpec, rank| {
+        let tensors = spec.manifest.tensors().iter().cloned();
+        let tensors = tensors.map(|tensor| TensorSpec { replaced_by: Some(rank), ..tensor });
+        JobSpec { manifest: Manifest::new(tensors.collect()).unwrap(), world: 2, ..spec }
+    };
+    named(spec(), 1).validate().unwrap();
+    let of_rank = |rank| LocalTensor::new(&named(spec(), 1), 0, rank);
+    assert_eq!([0, 1].map(|rank| of_rank(rank).uploads()), [true, false]);
+    assert_eq!([0, 1].map(|rank| of_rank(rank).replaces()), [false, true]);
+    assert_eq!(what(named(spec(), 2).validate()), "replaced_by of tensor \"w\"");
+    let sharded = sharded(&[DimPlacement::Replicate; 2]);
+    assert_eq!(what(named(sharded, 1).validate()), "replaced_by of tensor \"w\"");
 }
 
 #[test]
@@ -44,6 +87,7 @@ fn layouts_determine_local_boxes() {
     assert_eq!(spec.describe_rank(1), "rank 1 (dp 0, tp 1)");
 }
 
+// promise: invalid-input
 #[test]
 fn layouts_that_do_not_fit_are_refused() {
     use DimPlacement::{Partial, Replicate, Shard};

@@ -6,6 +6,7 @@ pub mod checkpoint;
 pub mod direct;
 pub mod dtype;
 pub mod error;
+pub mod fork;
 pub mod geometry;
 pub mod job;
 pub mod limits;
@@ -19,23 +20,23 @@ pub mod placement;
 pub mod quota;
 pub mod role;
 pub mod size;
-pub mod succession;
+pub mod splitmix;
 pub mod version;
 
 pub use attempt::Attempt;
 pub use checkpoint::{CheckpointPolicy, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
 pub use dtype::DType;
 pub use error::Error;
+pub use fork::{Fork, JobVersion, successor_name};
 pub use geometry::{
     DimPlacement, Elements, Layout, ProcessMesh, Reduction, SliceSpec, StridedBox, TensorBox,
     TensorLayout,
 };
 pub use job::{Departure, JobSpec};
 pub use manifest::{Manifest, Policy, TensorId, TensorSpec};
-pub use optimizer::{AppliedSteps, Optimizer};
+pub use optimizer::{AppliedSteps, Optimizer, StateDType};
 pub use placement::{Placement, Server};
 pub use role::Role;
-pub use succession::{JobVersion, Succession, successor_name};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

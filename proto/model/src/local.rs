@@ -80,6 +80,11 @@ impl LocalTensor {
         locals
     }
 
+    /// The rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
     /// Returns whether the rank contributes to the gradient.
     pub fn contributes(&self) -> bool {
         self.ranks.is_some()
@@ -88,6 +93,11 @@ impl LocalTensor {
     /// Returns whether the rank uploads the initial values of its box.
     pub fn uploads(&self) -> bool {
         self.ranks.as_ref().is_some_and(|ranks| ranks.uploader() == self.rank)
+    }
+
+    /// Returns whether the rank pushes the values of its box that replace those of an earlier step.
+    pub fn replaces(&self) -> bool {
+        self.ranks.as_ref().is_some_and(|ranks| ranks.replacer() == self.rank)
     }
 
     /// The rank's place in the order in which contributions to slice number `slice` are added.

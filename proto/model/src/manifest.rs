@@ -33,8 +33,8 @@ pub struct TensorSpec {
     pub dtype: DType,
     /// The tensor is pulled but never pushed, and has no optimizer state.
     pub frozen: bool,
-    /// The tensor is not a parameter (such as batch-norm statistics): it takes no gradient, and the
-    /// rank that uploads it may push new content with each step.
+    /// The tensor is not a parameter (such as batch-norm statistics): it takes no gradient, and its
+    /// content may be replaced with each step.
     pub buffer: bool,
     /// The earlier tensor with which this tensor shares its storage, if it is tied.
     pub alias_of: Option<String>,
@@ -47,6 +47,9 @@ pub struct TensorSpec {
     /// How the gradient and the initial values are distributed over the ranks. `None`: each rank
     /// has the whole gradient, the servers take the mean, and rank 0 uploads the initial values.
     pub layout: Option<TensorLayout>,
+    /// The only rank that may push new values with a step. `None`: the ranks that upload the
+    /// initial values.
+    pub replaced_by: Option<u32>,
 }
 
 impl TensorSpec {
@@ -63,6 +66,7 @@ impl TensorSpec {
             policy: Policy::Elementwise,
             no_clip: false,
             layout: None,
+            replaced_by: None,
         }
     }
 
@@ -139,12 +143,11 @@ impl Manifest {
                 None => index,
                 Some(alias) => owner_of(&tensors, &names, tensor, alias)?,
             });
-            if names.insert(tensor.name.as_str(), index).is_some() {
-                return Err(Error::invalid(
-                    format!("name of tensor {index}"),
-                    format!("{:?}, the name of an earlier tensor", tensor.name),
-                    "unique",
-                ));
+            if let Some(first) = names.insert(tensor.name.as_str(), index) {
+                let name = &tensor.name;
+                return Err(Error::refused(format!(
+                    "tensors {first} and {index} have the same name, {name:?}"
+                )));
             }
         }
         let mut first = Vec::with_capacity(tensors.len() + 1);
@@ -162,13 +165,10 @@ impl Manifest {
     /// keep the result.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if no tensor has the name.
+    /// [`Error::Refused`] if no tensor has the name.
     pub fn find(&self, name: &str) -> Result<TensorId> {
         let index = self.tensors.iter().position(|tensor| tensor.name == name);
-        index.map(TensorId).ok_or_else(|| {
-            let expected = "the name of a tensor of the manifest";
-            Error::invalid("name of a tensor", format!("{name:?}"), expected)
-        })
+        index.map(TensorId).ok_or_else(|| Error::refused(format!("the job has no tensor {name:?}")))
     }
 
     /// The tensors, in order.
@@ -256,24 +256,24 @@ fn owner_of(
     tensor: &TensorSpec,
     alias: &str,
 ) -> Result<usize> {
-    let what = || format!("alias_of of tensor {:?}", tensor.name);
+    let TensorSpec { name, shape, dtype, .. } = tensor;
     let owner = *earlier.get(alias).ok_or_else(|| {
-        Error::invalid(what(), format_args!("{alias:?}"), "the name of an earlier tensor")
+        let what = format!("alias_of of tensor {name:?}");
+        Error::invalid(what, format_args!("{alias:?}"), "the name of an earlier tensor")
     })?;
     let spec = &tensors[owner];
-    if spec.alias_of.is_some() {
-        return Err(Error::invalid(
-            what(),
-            format!("{alias:?}, which is an alias itself"),
-            "a tensor that is not an alias",
-        ));
+    if let Some(own) = &spec.alias_of {
+        return Err(Error::refused(format!(
+            "tensor {name:?} is an alias of {alias:?}, which is an alias itself; make it \
+             an alias of {own:?}"
+        )));
     }
-    if spec.shape != tensor.shape || spec.dtype != tensor.dtype {
-        return Err(Error::invalid(
-            what(),
-            format!("{alias:?} of shape {:?} and dtype {}", spec.shape, spec.dtype),
-            format!("a tensor of shape {:?} and dtype {}", tensor.shape, tensor.dtype),
-        ));
+    if spec.shape != *shape || spec.dtype != *dtype {
+        return Err(Error::refused(format!(
+            "tensor {name:?} of shape {shape:?} and dtype {dtype} cannot be an alias of {alias:?} \
+             of shape {:?} and dtype {}",
+            spec.shape, spec.dtype
+        )));
     }
     Ok(owner)
 }
@@ -316,6 +316,7 @@ mod tests {
     fn refused(tensors: Vec<TensorSpec>) -> String {
         match Manifest::new(tensors) {
             Err(Error::Invalid { what, .. }) => what,
+            Err(Error::Refused { sentence }) => sentence,
             other => panic!("{other:?}"),
         }
     }
@@ -325,10 +326,8 @@ mod tests {
         let tensors = ["weight", "bias"].map(|name| TensorSpec::new(name, [4]));
         let manifest = Manifest::new(tensors.into()).unwrap();
         assert_eq!(manifest.find("bias"), Ok(TensorId::new(1)));
-        let Err(Error::Invalid { what, found, .. }) = manifest.find("head") else {
-            panic!("the manifest has no such tensor");
-        };
-        assert_eq!((what.as_str(), found.as_str()), ("name of a tensor", "\"head\""));
+        let unknown = Error::refused("the job has no tensor \"head\"");
+        assert_eq!(manifest.find("head"), Err(unknown));
     }
 
     #[test]
@@ -358,12 +357,19 @@ mod tests {
     #[test]
     fn wrong_manifests_are_refused_by_name() {
         let a = || TensorSpec::new("a", [2]);
-        assert_eq!(refused(vec![a(), a()]), "name of tensor 1");
+        assert_eq!(refused(vec![a(), a()]), "tensors 0 and 1 have the same name, \"a\"");
         assert_eq!(refused(vec![TensorSpec::new("", [2])]), "name of tensor 0");
         assert_eq!(refused(vec![tied("b", &[2], "a"), a()]), "alias_of of tensor \"b\"");
-        assert_eq!(refused(vec![a(), tied("b", &[3], "a")]), "alias_of of tensor \"b\"");
+        assert_eq!(
+            refused(vec![a(), tied("b", &[3], "a")]),
+            "tensor \"b\" of shape [3] and dtype f32 cannot be an alias of \"a\" of shape [2] and \
+             dtype f32"
+        );
         let chain = vec![a(), tied("b", &[2], "a"), tied("c", &[2], "b")];
-        assert_eq!(refused(chain), "alias_of of tensor \"c\"");
+        assert_eq!(
+            refused(chain),
+            "tensor \"c\" is an alias of \"b\", which is an alias itself; make it an alias of \"a\""
+        );
         let huge = TensorSpec::new("h", [u64::MAX, 2]);
         assert_eq!(refused(vec![huge]), "shape of tensor \"h\"");
     }

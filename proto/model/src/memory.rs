@@ -6,8 +6,9 @@
 use std::ops::{Add, AddAssign};
 
 use crate::{
-    DType, JobSpec, Optimizer, TensorSpec,
+    DType, JobSpec, Optimizer, StateDType, TensorSpec,
     manifest::{number_of_slices, slice_numel},
+    optimizer::Code,
 };
 
 /// The arrays of a slice on one server, in bytes.
@@ -17,7 +18,7 @@ pub struct Arrays {
     pub master: u64,
     /// The f32 sum of the gradients.
     pub sum: u64,
-    /// The f32 state tensors of the optimizer, in their order.
+    /// The state tensors of the optimizer, in their order.
     pub state: Vec<u64>,
     /// The parameters in another dtype than f32: a copy of the master weights, or all that a
     /// server has of a tensor that is not trained.
@@ -28,8 +29,13 @@ pub struct Arrays {
 
 impl Arrays {
     /// The arrays of `numel` consecutive elements of a tensor, whose parameter group has this
-    /// optimizer.
-    fn of(tensor: &TensorSpec, optimizer: Option<&Optimizer>, numel: usize) -> Self {
+    /// optimizer, with state of `state_dtype`.
+    fn of(
+        tensor: &TensorSpec,
+        optimizer: Option<&Optimizer>,
+        state_dtype: StateDType,
+        numel: usize,
+    ) -> Self {
         let bytes = |dtype: DType| numel as u64 * dtype.size() as u64;
         let published = if tensor.dtype == DType::F32 { 0 } else { bytes(tensor.dtype) };
         let Some(optimizer) = optimizer.filter(|_| tensor.trains()) else {
@@ -37,7 +43,7 @@ impl Arrays {
             return Self { master, published, ..Self::default() };
         };
         let state = optimizer.state_shapes(&tensor.shape).into_iter();
-        let state = state.map(|shape| shape.numel(numel) as u64 * DType::F32.size() as u64);
+        let state = state.map(|shape| state_dtype.bytes(shape.numel(numel)) as u64);
         Self {
             master: bytes(DType::F32),
             sum: bytes(DType::F32),
@@ -106,6 +112,14 @@ impl Capacity {
 }
 
 impl JobSpec {
+    /// The codes of the 8-bit state tensors of a parameter group; none if the state is f32.
+    pub fn state_codes(&self, group: usize) -> &'static [Code] {
+        match self.state_dtype {
+            StateDType::F32 => &[],
+            StateDType::Int8 => self.groups[group].state_codes().unwrap_or_default(),
+        }
+    }
+
     /// The arrays of slice number `slice` on one server.
     pub fn arrays(&self, slice: usize) -> Arrays {
         let numel = self.manifest.slices()[slice].numel;
@@ -113,7 +127,7 @@ impl JobSpec {
     }
 
     fn arrays_of(&self, tensor: &TensorSpec, numel: usize) -> Arrays {
-        Arrays::of(tensor, self.groups.get(tensor.group as usize), numel)
+        Arrays::of(tensor, self.groups.get(tensor.group as usize), self.state_dtype, numel)
     }
 
     /// The memory of each slice on one server.
@@ -172,8 +186,10 @@ mod tests {
         let state = vec![400, 400];
         assert_eq!(arrays("adamw", w.clone()), Arrays { state: state.clone(), ..trained.clone() });
         let published = Arrays { published: 200, state, ..trained.clone() };
-        assert_eq!(arrays("adamw", half.clone()), published);
+        assert_eq!(arrays("adamw", half.clone()), published.clone());
         assert_eq!(published.required(), Required { bytes: 1800, fixed: 200 });
+        let int8 = JobSpec { state_dtype: StateDType::Int8, ..job("adamw", vec![half.clone()]) };
+        assert_eq!(int8.arrays(0), Arrays { state: vec![101, 101], ..published });
         let whole = arrays("lamb", half.clone()).required();
         assert_eq!(whole, Required { bytes: 1800, fixed: 1800 });
         let frozen = |tensor| TensorSpec { frozen: true, ..tensor };
@@ -196,6 +212,7 @@ mod tests {
             sizes in prop::collection::vec((0u64..40, 0u64..3 * SLICE as u64 / 20), 1..6),
             optimizer in prop::sample::select(Optimizer::NAMES),
             half: bool,
+            eight_bits: bool,
         ) {
             let mut tensors: Vec<_> = sizes.iter().enumerate().map(|(index, &(rows, columns))| {
                 let dtype = if half { DType::Bf16 } else { DType::F32 };
@@ -203,7 +220,10 @@ mod tests {
             }).collect();
             let tied = TensorSpec { alias_of: Some("t0".to_owned()), ..tensors[0].clone() };
             tensors.push(TensorSpec { name: "tied".to_owned(), ..tied });
-            let spec = job(optimizer, tensors);
+            let mut spec = job(optimizer, tensors);
+            if eight_bits && spec.groups[0].state_codes().is_some() {
+                spec.state_dtype = StateDType::Int8;
+            }
             let by_slice = spec.required_by_slice();
             let slices = spec.manifest.slices().len();
             prop_assert_eq!(&by_slice, &(0..slices).map(|slice| spec.arrays(slice).required()).collect::<Vec<_>>());

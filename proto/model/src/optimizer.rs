@@ -1,12 +1,12 @@
 //! The optimizer of a job and its hyperparameters. Names, defaults and rules are those of torch.
 //!
 //! This module only describes optimizers, for clients and servers. The arithmetic of a step is in
-//! the server's `backend`. The state tensors are listed here ([`Optimizer::state`]), because
+//! the server's kernels. The state tensors are listed here ([`Optimizer::state`]), because
 //! snapshots and checkpoints name them.
 //!
-//! All parameter groups of a job share the kind and the state layout
-//! ([`Optimizer::same_state_layout`]); everything else may differ between groups and between steps.
-//! A step may use fewer state tensors ([`Optimizer::uses_state_of`]), and keeps the others.
+//! A parameter group keeps the kind and the state layout that it has in the job's specification;
+//! everything else may differ between steps. A step may use fewer state tensors
+//! ([`Optimizer::uses_state_of`]), and keeps the others.
 
 use std::{fmt, str::FromStr};
 
@@ -14,18 +14,23 @@ use serde::{Deserialize, Serialize};
 
 mod applied;
 mod hyperparameters;
+mod kinds;
+mod state_dtype;
 mod state_shape;
 
+use hyperparameters::Range;
+
 pub use applied::AppliedSteps;
-pub use hyperparameters::{
-    Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Asgd, Average, Invalid, Lamb, Lion, NAdam,
-    RAdam, RmsProp, Sgd,
-};
+pub use hyperparameters::Invalid;
+pub use state_dtype::{Code, StateDType, UnknownStateDType};
 pub use state_shape::StateShape;
 
-/// Declares the optimizers and their names.
-macro_rules! optimizers {
-    ($($(#[$doc:meta])* $kind:ident $name:literal,)*) => {
+/// Declares the optimizers of the table in [`kinds`], and their hyperparameters.
+macro_rules! declare {
+    ($($(#[$doc:meta])* $kind:ident $name:ident {
+        state($it:pat) = $state:expr;
+        $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr $(=> $range:ident)?,)*
+    })*) => {
         /// An optimizer with its hyperparameters.
         #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(tag = "name", rename_all = "lowercase")]
@@ -35,7 +40,7 @@ macro_rules! optimizers {
 
         impl Optimizer {
             /// The names of all optimizers.
-            pub const NAMES: &[&str] = &[$($name,)*];
+            pub const NAMES: &[&str] = &[$(stringify!($name),)*];
 
             /// Every optimizer with torch's defaults.
             pub fn defaults() -> Vec<Optimizer> {
@@ -45,154 +50,69 @@ macro_rules! optimizers {
             /// The name, as flags and manifests write it.
             pub const fn name(&self) -> &'static str {
                 match self {
-                    $(Optimizer::$kind(_) => $name,)*
+                    $(Optimizer::$kind(_) => stringify!($name),)*
                 }
             }
 
-            fn check_ranges(&self) -> Result<(), Invalid> {
+            /// The state tensors of the optimizer, by torch's names, in the order in which they are
+            /// stored. [`Optimizer::state_shapes`] are their shapes.
+            pub const fn state(&self) -> &'static [&'static str] {
                 match self {
-                    $(Optimizer::$kind(it) => it.check_ranges($name),)*
+                    $(Optimizer::$kind($it) => $state,)*
+                }
+            }
+
+            /// The hyperparameters that are numbers, and their ranges.
+            fn numbers(&mut self) -> Vec<(&'static str, Range, &mut f64)> {
+                match self {
+                    $(#[allow(unused_variables, reason = "an optimizer may have no numbers")]
+                    Optimizer::$kind(it) => {
+                        vec![$($((stringify!($field), Range::$range, &mut it.$field),)?)*]
+                    })*
                 }
             }
         }
+
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+            #[serde(default, deny_unknown_fields)]
+            pub struct $kind { $($(#[$field_doc])* pub $field: $type,)* }
+
+            impl Default for $kind {
+                fn default() -> Self {
+                    Self { $($field: $default,)* }
+                }
+            }
+        )*
     };
 }
 
-optimizers! {
-    /// `torch.optim.SGD`.
-    Sgd "sgd",
-    /// `torch.optim.ASGD`: averaged stochastic gradient descent.
-    Asgd "asgd",
-    /// `torch.optim.Adam`: weight decay is added to the gradient.
-    Adam "adam",
-    /// `torch.optim.AdamW`: weight decay is decoupled.
-    AdamW "adamw",
-    /// `torch.optim.Adamax`: Adam with the infinity norm.
-    Adamax "adamax",
-    /// `torch.optim.NAdam`: Adam with Nesterov momentum.
-    NAdam "nadam",
-    /// `torch.optim.RAdam`: Adam with a rectified adaptive learning rate.
-    RAdam "radam",
-    /// `torch.optim.Adagrad`.
-    Adagrad "adagrad",
-    /// `torch.optim.Adadelta`.
-    Adadelta "adadelta",
-    /// `torch.optim.Adafactor`: the second moments of a matrix are those of its rows and columns.
-    Adafactor "adafactor",
-    /// `torch.optim.RMSprop`.
-    RmsProp "rmsprop",
-    /// Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
-    Lion "lion",
-    /// You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
-    Lamb "lamb",
-    /// No optimizer: the parameters become the mean gradient, which every worker then applies by
-    /// itself (plain data parallelism). It never skips a step: inf and NaN pass through.
-    Average "average",
-}
-
-/// Evaluates an expression for the hyperparameters of any optimizer, and another expression for the
-/// optimizer without hyperparameters.
-macro_rules! for_any {
-    ($optimizer:expr, $it:ident => $body:expr, else $none:expr) => {
-        match $optimizer {
-            Optimizer::Sgd($it) => $body,
-            Optimizer::Asgd($it) => $body,
-            Optimizer::Adam($it) => $body,
-            Optimizer::AdamW($it) => $body,
-            Optimizer::Adamax($it) => $body,
-            Optimizer::NAdam($it) => $body,
-            Optimizer::RAdam($it) => $body,
-            Optimizer::Adagrad($it) => $body,
-            Optimizer::Adadelta($it) => $body,
-            Optimizer::Adafactor($it) => $body,
-            Optimizer::RmsProp($it) => $body,
-            Optimizer::Lion($it) => $body,
-            Optimizer::Lamb($it) => $body,
-            Optimizer::Average(_) => $none,
-        }
-    };
-}
+crate::optimizers!(declare);
 
 impl Optimizer {
-    /// The state tensors of the optimizer, by torch's names, in the order in which they are stored.
-    /// Each is f32; [`Optimizer::state_shapes`] are their shapes.
-    pub const fn state(&self) -> &'static [&'static str] {
-        match self {
-            Optimizer::Sgd(sgd) if sgd.momentum != 0.0 => &["momentum_buffer"],
-            Optimizer::Sgd(_) => &[],
-            Optimizer::Asgd(_) => &["ax"],
-            Optimizer::Adam(Adam { amsgrad, .. }) | Optimizer::AdamW(AdamW { amsgrad, .. }) => {
-                if *amsgrad {
-                    &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-                } else {
-                    &["exp_avg", "exp_avg_sq"]
-                }
-            }
-            Optimizer::Adamax(_) => &["exp_avg", "exp_inf"],
-            Optimizer::NAdam(_) | Optimizer::RAdam(_) => &["exp_avg", "exp_avg_sq"],
-            Optimizer::Adagrad(_) => &["sum"],
-            Optimizer::Adadelta(_) => &["square_avg", "acc_delta"],
-            Optimizer::Adafactor(_) => &["row_var", "col_var", "variance"],
-            Optimizer::RmsProp(rms) => match (rms.momentum != 0.0, rms.centered) {
-                (false, false) => &["square_avg"],
-                (true, false) => &["square_avg", "momentum_buffer"],
-                (false, true) => &["square_avg", "grad_avg"],
-                (true, true) => &["square_avg", "momentum_buffer", "grad_avg"],
-            },
-            Optimizer::Lion(_) => &["exp_avg"],
-            Optimizer::Lamb(_) => &["exp_avg", "exp_avg_sq"],
-            Optimizer::Average(_) => &[],
-        }
-    }
-
-    /// The state that is one f32 for a whole tensor, by torch's names, in the order in which
-    /// [`AppliedSteps`] has them. (A number that depends on the number of applied steps alone
-    /// is not part of the state.)
-    pub const fn scalar_state(&self) -> &'static [&'static str] {
-        match self {
-            Optimizer::NAdam(_) => &["mu_product"],
-            Optimizer::Asgd(_) => &["eta", "mu"],
-            _ => &[],
-        }
-    }
-
-    /// The initial value of all elements of the state tensors.
-    pub const fn initial_state(&self) -> f32 {
-        match self {
-            Optimizer::Adagrad(adagrad) => adagrad.initial_accumulator_value as f32,
-            _ => 0.0,
-        }
-    }
-
-    /// Returns whether a step needs the whole tensor (its norm decides the update), so that the
-    /// tensor must be one slice.
-    pub const fn needs_whole_tensors(&self) -> bool {
-        matches!(self, Optimizer::Lamb(_) | Optimizer::Adafactor(_))
-    }
-
-    /// Returns whether a step is skipped when a gradient is inf or NaN.
-    pub const fn skips_overflow(&self) -> bool {
-        !matches!(self, Optimizer::Average(_))
-    }
-
     /// The learning rate; `None` if the optimizer does not have one.
-    pub const fn lr(&self) -> Option<f64> {
-        for_any!(self, it => Some(it.lr), else None)
+    pub fn lr(mut self) -> Option<f64> {
+        self.number("lr").copied()
     }
 
     /// Sets the learning rate, if the optimizer has one.
-    pub const fn set_lr(&mut self, lr: f64) {
-        for_any!(self, it => it.lr = lr, else ())
+    pub fn set_lr(&mut self, lr: f64) {
+        self.number("lr").into_iter().for_each(|of| *of = lr);
     }
 
     /// The weight decay; `None` if the optimizer does not have one.
-    pub const fn weight_decay(&self) -> Option<f64> {
-        for_any!(self, it => Some(it.weight_decay), else None)
+    pub fn weight_decay(mut self) -> Option<f64> {
+        self.number("weight_decay").copied()
     }
 
     /// Sets the weight decay, if the optimizer has one.
-    pub const fn set_weight_decay(&mut self, weight_decay: f64) {
-        for_any!(self, it => it.weight_decay = weight_decay, else ())
+    pub fn set_weight_decay(&mut self, weight_decay: f64) {
+        self.number("weight_decay").into_iter().for_each(|of| *of = weight_decay);
+    }
+
+    fn number(&mut self, name: &str) -> Option<&mut f64> {
+        self.numbers().into_iter().find_map(|(field, _, value)| (field == name).then_some(value))
     }
 
     /// Returns whether the state of one optimizer can be used by the other: same kind, same state
@@ -211,12 +131,12 @@ impl Optimizer {
     ///
     /// # Errors
     /// The first hyperparameter that is out of range.
-    pub fn validate(&self) -> Result<(), Invalid> {
-        self.check_ranges()?;
-        match self {
-            Optimizer::Sgd(sgd) => sgd.check_nesterov(),
-            _ => Ok(()),
+    pub fn validate(mut self) -> Result<(), Invalid> {
+        let name = self.name();
+        for (field, range, value) in self.numbers() {
+            range.check(name, field, *value)?;
         }
+        self.check_combinations()
     }
 }
 

@@ -34,15 +34,13 @@ impl Placement {
     /// A slice with fewer servers ends with entries of [`u32::MAX`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless every slice has 1 to `replicas` distinct servers.
+    /// [`Error::Refused`] unless every slice has 1 to `replicas` distinct servers.
     pub fn new(servers: Vec<Server>, replicas: usize, owners: Vec<u32>) -> Result<Self> {
-        let wrong =
-            |found: String, expected: &str| Err(Error::invalid("placement", found, expected));
         if replicas == 0 || !owners.len().is_multiple_of(replicas) {
-            return wrong(
-                format!("a list of {} owners with {replicas} replicas", owners.len()),
-                "a list with the same number of owners, at least 1, for each slice",
-            );
+            return Err(Error::refused(format!(
+                "the placement has {} owners, which is not a multiple of {replicas} replicas",
+                owners.len()
+            )));
         }
         // For each server, the last slice (counted from 1) that listed it.
         let mut last = vec![0; servers.len()];
@@ -53,10 +51,12 @@ impl Placement {
             });
             let is_padded = owners[listed(owners).len()..].iter().all(|&owner| owner == NONE);
             if !distinct || !is_padded || owners[0] == NONE {
-                return wrong(
-                    format!("{owners:?} of {} servers for slice {}", servers.len(), slice - 1),
-                    "distinct positions in the list of servers for each slice",
-                );
+                return Err(Error::refused(format!(
+                    "the owners of slice {}, {owners:?}, are not distinct positions in the list \
+                     of {} servers",
+                    slice - 1,
+                    servers.len()
+                )));
             }
         }
         let is_uneven = owners.contains(&NONE);
@@ -66,7 +66,7 @@ impl Placement {
     /// Creates a placement from the list of servers of each slice, primary first.
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless every slice has distinct servers, at least one.
+    /// [`Error::Refused`] unless every slice has distinct servers, at least one.
     pub fn of_lists(servers: Vec<Server>, lists: &[Vec<u32>]) -> Result<Self> {
         let replicas = lists.iter().map(Vec::len).max().unwrap_or(1);
         let padded = lists.iter().flat_map(|owners| {

@@ -43,11 +43,13 @@ impl Quota {
     /// a limit.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an unknown limit or an invalid number. `what` describes the location
+    /// [`Error::Refused`] for an unknown limit or an invalid number. `what` describes the location
     /// of the word.
     pub fn read(&mut self, word: &str, what: impl Fn() -> String) -> Result<bool> {
         let Some((name, number)) = word.split_once('=') else { return Ok(false) };
-        let wrong = |expected: &str| Error::invalid(what(), word, expected);
+        let wrong = |expected: &str| {
+            Error::refused(format!("{} has `{word:.200}` in place of {expected}", what()))
+        };
         let whole = || number.parse().map_err(|_| wrong("a whole number"));
         match name {
             "memory" => {
@@ -122,7 +124,7 @@ mod tests {
             "bytes=5",
             "=5",
         ] {
-            assert!(matches!(read(wrong), Err(Error::Invalid { .. })), "{wrong}");
+            assert!(matches!(read(wrong), Err(Error::Refused { .. })), "{wrong}");
         }
         assert_eq!(Quota::default().read("laptop", String::new), Ok(false));
     }

@@ -1,6 +1,7 @@
 //! Connections: addresses, TLS, tokens and roles, deadlines, and traces.
 
 pub mod deadline;
+pub mod numbers;
 pub mod reloaded;
 pub mod token;
 pub mod tokens;

@@ -58,7 +58,8 @@ impl Token {
         if fs::metadata(file).is_ok_and(|found| found.len() > MAX_FILE_BYTES) {
             return Err(invalid(format!("larger than {MAX_FILE_BYTES} bytes")));
         }
-        let text = fs::read_to_string(file).map_err(|cause| invalid(cause.to_string()))?;
+        let text =
+            fs::read_to_string(file).map_err(|cause| invalid(format!("unreadable ({cause})")))?;
         let text = Zeroizing::new(text);
         match text.trim_end_matches(['\r', '\n']) {
             "" => Err(invalid("empty".to_owned())),
@@ -77,7 +78,7 @@ impl Token {
             (None, Some(file)) => Self::read(file),
             (Some(_), Some(file)) => {
                 let what = format!("token file {}", file.display());
-                Err(Error::invalid(what, "given together with a token", "one of the two"))
+                Err(Error::invalid(what, "given together with a token", "given without one"))
             }
         }
     }
@@ -263,7 +264,7 @@ mod tests {
             assert_eq!(Token::of(&none, Some(&file)).unwrap().reveal(), Some("s3cret"));
         }
         let both = Token::of(&Token::from("other".to_owned()), Some(&file)).unwrap_err();
-        assert!(both.to_string().contains("one of the two"), "{both}");
+        assert!(both.to_string().contains("given without one"), "{both}");
         for wrong in [&b"\n"[..], b"", b"\xff\xfes3cret", &[b'x'; 70_000]] {
             fs::write(&file, wrong).unwrap();
             let error = Token::read(&file).unwrap_err().to_string();

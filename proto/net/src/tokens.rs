@@ -49,7 +49,7 @@ impl Tokens {
     /// ignored.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the number of the invalid line.
+    /// [`Error::Refused`] with the number of the invalid line.
     pub fn parse(text: &str) -> Result<Self> {
         let mut tokens = HashMap::new();
         for (number, line) in text.lines().enumerate() {
@@ -60,7 +60,7 @@ impl Tokens {
             let what = || format!("line {} of the file of tokens", number + 1);
             let mut words = line.split_whitespace();
             let role = words.next().unwrap_or_default().parse::<Role>();
-            let role = role.map_err(|error| Error::invalid(what(), error, "a role and a hash"))?;
+            let role = role.map_err(|error| Error::refused(format!("{}: {error}", what())))?;
             let credential = match words.next() {
                 Some(CERTIFICATE) => Some(Credential::Certificate(role.clone())),
                 word => word
@@ -69,9 +69,11 @@ impl Tokens {
                     .map(|hash| Credential::Token(*hash.as_bytes())),
             };
             let credential = credential.ok_or_else(|| {
-                let expected = "followed by a hash that `zsctl token new` has printed, or by the \
-                                word certificate";
-                Error::invalid(what(), format!("role {role} without a hash"), expected)
+                Error::refused(format!(
+                    "{} has no hash after the role {role}; add one that `zsctl token new` prints, \
+                     or the word certificate",
+                    what()
+                ))
             })?;
             let mut quota = Quota::default();
             for word in words {
@@ -81,8 +83,9 @@ impl Tokens {
             }
             let is_token = matches!(credential, Credential::Token(_));
             if tokens.insert(credential, (role, quota)).is_some() {
-                let found = if is_token { "a hash" } else { "certificates of a role" };
-                return Err(Error::invalid(what(), format!("{found} for the second time"), "new"));
+                let repeated = if is_token { "hash" } else { "certificates" };
+                let sentence = format!("{} has the {repeated} of an earlier line", what());
+                return Err(Error::refused(sentence));
             }
         }
         if tokens.is_empty() || tokens.len() > MAX_TOKENS {
@@ -140,7 +143,7 @@ mod tests {
         assert_eq!(quota("jobs=4 weight=2 # jobs=5"), Ok(Quota { weight: 2, ..four }));
         assert_eq!(quota("jobs=4 the laptop of x=y"), Ok(four));
         assert_eq!(quota("the laptop"), Ok(Quota::default()));
-        assert!(matches!(quota("job=4"), Err(Error::Invalid { .. })));
+        assert!(matches!(quota("job=4"), Err(Error::Refused { .. })));
     }
 
     #[test]

@@ -85,9 +85,9 @@ impl TryFrom<pb::Restore> for Restore {
             }
             (Some(version), false) => RestoreVersion::Exactly(version),
             (Some(version), true) => {
-                let what = "if_any of the checkpoint";
-                let found = format!("true with version {version}");
-                return Err(Error::invalid(what, found, "false for a certain version"));
+                return Err(Error::refused(format!(
+                    "`if_any` is set for version {version}; leave out one of the two"
+                )));
             }
             (None, false) => RestoreVersion::Latest,
             (None, true) => RestoreVersion::LatestIfAny,
@@ -151,6 +151,6 @@ mod tests {
             version: Some(1),
             if_any: true,
         };
-        assert!(matches!(Restore::try_from(both), Err(Error::Invalid { .. })));
+        assert!(matches!(Restore::try_from(both), Err(Error::Refused { .. })));
     }
 }

@@ -115,6 +115,7 @@ mod tests {
         }
     }
 
+    // promise: invalid-input
     #[test]
     fn an_encoded_specification_with_too_much_of_anything_is_refused_and_one_at_the_limit_is_not() {
         let spec = |tensors, dims, hyperparameters| pb::JobSpec {

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use prost::Message;
 use zeroshard_model::{
-    Departure, Error, JobSpec, Manifest, ProcessMesh, Result, TensorSpec,
+    Departure, Error, JobSpec, Manifest, ProcessMesh, Result, StateDType, TensorSpec,
     job::check_number,
     limits::{MAX_MESH_RANKS, MAX_MESHES},
     manifest::check_number_of_tensors,
@@ -33,6 +33,12 @@ impl From<&JobSpec> for pb::JobSpec {
             checkpoints: spec.checkpoints.as_ref().map(Into::into),
             compare_every: spec.compare_every,
             offload: spec.offload,
+            rounding_seed: spec.rounding_seed,
+            state_dtype: match spec.state_dtype {
+                StateDType::F32 => pb::StateDtype::F32,
+                StateDType::Int8 => pb::StateDtype::Int8,
+            }
+            .into(),
         }
     }
 }
@@ -66,6 +72,14 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             checkpoints: message.checkpoints.map(TryInto::try_into).transpose()?,
             compare_every: message.compare_every,
             offload: message.offload,
+            rounding_seed: message.rounding_seed,
+            state_dtype: match pb::StateDtype::try_from(message.state_dtype) {
+                Ok(pb::StateDtype::Unspecified | pb::StateDtype::F32) => StateDType::F32,
+                Ok(pb::StateDtype::Int8) => StateDType::Int8,
+                Err(_) => {
+                    return Err(Error::invalid("state_dtype", message.state_dtype, "F32 or INT8"));
+                }
+            },
         };
         spec.validate()?;
         Ok(spec)
@@ -101,6 +115,7 @@ mod tests {
     fn what(result: Result<impl std::fmt::Debug>) -> String {
         match result {
             Err(Error::Invalid { what, .. }) => what,
+            Err(Error::Refused { sentence }) => sentence,
             other => panic!("{other:?}"),
         }
     }
@@ -121,8 +136,13 @@ mod tests {
 
     #[test]
     fn a_spec_survives_the_wire() {
-        let kept = JobSpec { idle_timeout: Some(Duration::from_millis(1500)), ..spec() };
-        for spec in [spec(), kept] {
+        let kept = JobSpec {
+            idle_timeout: Some(Duration::from_millis(1500)),
+            rounding_seed: u64::MAX,
+            ..spec()
+        };
+        let int8 = JobSpec { state_dtype: StateDType::Int8, ..spec() };
+        for spec in [spec(), kept, int8] {
             assert_eq!(JobSpec::try_from(pb::JobSpec::from(&spec)), Ok(spec));
         }
     }
@@ -133,7 +153,9 @@ mod tests {
             name: "adam".into(),
             hyperparameters: [(name.to_owned(), value)].into(),
         };
-        assert_eq!(what(Optimizer::try_from(adam("momentum", 0.9))), "hyperparameter");
+        let unknown = what(Optimizer::try_from(adam("momentum", 0.9)));
+        let names = "amsgrad, beta1, beta2, eps, lr, maximize, weight_decay";
+        assert_eq!(unknown, format!("adam has no hyperparameter momentum; it has {names}"));
         assert_eq!(what(Optimizer::try_from(adam("amsgrad", 0.5))), "amsgrad of adam");
         assert_eq!(what(Optimizer::try_from(adam("lr", f64::NAN))), "lr of adam");
         assert!(Optimizer::try_from(adam("amsgrad", 1.0)).is_ok());
@@ -184,6 +206,24 @@ mod tests {
             what(JobSpec::try_from(message)),
             "number of contributions (ranks times slices)"
         );
+    }
+
+    #[test]
+    fn optimizers_without_codes_are_refused_with_8_bit_state() {
+        let with = |name: &str, optimizer: &str| {
+            let groups = vec![serde_json::from_str::<Optimizer>(optimizer).unwrap()];
+            let spec = JobSpec { groups, state_dtype: StateDType::Int8, ..spec() };
+            JobSpec::try_from(pb::JobSpec { name: name.to_owned(), ..pb::JobSpec::from(&spec) })
+        };
+        for optimizer in ["adam", "adamw", "lion", "sgd", "average"] {
+            assert!(with("job", &format!(r#"{{"name":"{optimizer}"}}"#)).is_ok(), "{optimizer}");
+        }
+        for optimizer in [r#"{"name":"nadam"}"#, r#"{"name":"adamw","amsgrad":true}"#] {
+            let refused = what(with("job", optimizer));
+            assert!(refused.contains("cannot have state_dtype int8"), "{refused}");
+        }
+        let unknown = pb::JobSpec { state_dtype: 7, ..pb::JobSpec::from(&spec()) };
+        assert_eq!(what(JobSpec::try_from(unknown)), "state_dtype");
     }
 
     #[test]

@@ -20,6 +20,7 @@ impl From<&TensorSpec> for pb::Tensor {
             }
             .into(),
             no_clip: tensor.no_clip,
+            replaced_by: tensor.replaced_by,
             layout: tensor.layout.as_ref().map(Into::into),
         }
     }
@@ -49,6 +50,7 @@ impl TryFrom<pb::Tensor> for TensorSpec {
             alias_of: message.alias_of,
             group: message.group,
             no_clip: message.no_clip,
+            replaced_by: message.replaced_by,
             layout: message.layout.map(TensorLayout::try_from).transpose()?,
         })
     }
@@ -67,7 +69,8 @@ impl From<DType> for pb::Dtype {
 /// The dtype of an enum number in a message; `None` if unspecified or unknown.
 pub fn dtype(number: i32) -> Option<DType> {
     match pb::Dtype::try_from(number).ok()? {
-        pb::Dtype::Unspecified => None,
+        // Int8 is an encoding of the data plane, and no dtype of a tensor.
+        pb::Dtype::Unspecified | pb::Dtype::Int8 => None,
         pb::Dtype::F32 => Some(DType::F32),
         pb::Dtype::Bf16 => Some(DType::Bf16),
         pb::Dtype::F16 => Some(DType::F16),
@@ -82,8 +85,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tensors_survive_the_wire(shape in prop::collection::vec(0u64..9, 0..4), frozen: bool, no_clip: bool, group in 0u32..9) {
-            let spec = TensorSpec { frozen, no_clip, group, dtype: DType::Bf16, ..TensorSpec::new("t", shape) };
+        fn tensors_survive_the_wire(shape in prop::collection::vec(0u64..9, 0..4), frozen: bool, no_clip: bool, group in 0u32..9, replaced_by: Option<u32>) {
+            let spec = TensorSpec { frozen, no_clip, group, replaced_by, dtype: DType::Bf16, ..TensorSpec::new("t", shape) };
             prop_assert_eq!(TensorSpec::try_from(pb::Tensor::from(&spec)).unwrap(), spec);
         }
     }

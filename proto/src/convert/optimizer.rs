@@ -40,12 +40,11 @@ impl TryFrom<pb::Optimizer> for Optimizer {
             let what = format!("{name} of {}", default.name());
             let names = fields.keys().cloned().collect::<Vec<_>>().join(", ");
             let Some(field) = fields.get_mut(&name) else {
-                let some = if names.is_empty() {
-                    format!("absent, because {} has no hyperparameters", default.name())
-                } else {
-                    format!("one of {names}")
-                };
-                return Err(Error::invalid("hyperparameter", what, some));
+                let (optimizer, names) =
+                    (default.name(), if names.is_empty() { "none" } else { &names });
+                return Err(Error::refused(format!(
+                    "{optimizer} has no hyperparameter {name:.200}; it has {names}"
+                )));
             };
             *field = match field {
                 Value::Bool(_) if number == 0.0 || number == 1.0 => Value::Bool(number == 1.0),
@@ -56,8 +55,7 @@ impl TryFrom<pb::Optimizer> for Optimizer {
         }
         fields.insert("name".to_owned(), Value::from(default.name()));
         serde_json::to_value(fields).and_then(serde_json::from_value).map_err(|e| {
-            let what = format!("list of hyperparameters of {}", default.name());
-            Error::invalid(what, format!("invalid ({e})"), "valid")
+            Error::refused(format!("the hyperparameters of {} are invalid: {e}", default.name()))
         })
     }
 }

@@ -3,14 +3,15 @@
 
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message;
+use zeroshard_loops::int8::TILE_BYTES;
 use zeroshard_model::{Error, Result};
 
 use super::{
-    Extent, field,
+    Extent, Reference, field,
     prefix::{self, PREFIX},
     wire,
 };
-use crate::{convert, pb};
+use crate::{Wire, pb};
 
 /// The maximum number of bytes before a payload: the prefix, small fields, and an opening message.
 const MAX_HEADER: usize = 4 << 10;
@@ -22,8 +23,10 @@ pub enum Event {
     Begin(pb::PushBegin),
     /// A payload of this number of elements follows.
     Extent(Extent, u64),
-    /// The next whole elements of the payload, little endian, at any alignment.
+    /// The next whole elements of the payload, or whole tiles, at any alignment.
     Payload(Bytes),
+    /// The elements of the extent are in the window.
+    Reference(Reference),
 }
 
 /// Reads messages from buffers with arbitrary boundaries.
@@ -35,18 +38,27 @@ pub struct Decoder {
     input: Bytes,
     /// An extent whose header has been read.
     extent: Option<(Extent, u64)>,
+    /// Where its elements are, if they do not follow.
+    reference: Option<Reference>,
     payload: Payload,
 }
 
 /// The payload being read.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Payload {
     /// The number of bytes that have not arrived yet.
     left: usize,
-    element: usize,
-    /// The first bytes of an element that is split between two buffers.
-    cut: [u8; 4],
+    /// The number of bytes that are decoded together: an element, or a tile.
+    grain: usize,
+    /// The first bytes of a grain that is split between two buffers.
+    cut: [u8; TILE_BYTES],
     cut_len: usize,
+}
+
+impl Default for Payload {
+    fn default() -> Self {
+        Self { left: 0, grain: 1, cut: [0; TILE_BYTES], cut_len: 0 }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -55,6 +67,7 @@ struct Header {
     slice: u32,
     offset: u64,
     dtype: i32,
+    reference: Reference,
     payload: Option<usize>,
 }
 
@@ -66,6 +79,7 @@ impl Decoder {
             partial: BytesMut::new(),
             input: Bytes::new(),
             extent: None,
+            reference: None,
             payload: Payload::default(),
         }
     }
@@ -87,6 +101,9 @@ impl Decoder {
             if let Some((extent, elements)) = self.extent.take() {
                 return Ok(Some(Event::Extent(extent, elements)));
             }
+            if let Some(reference) = self.reference.take() {
+                return Ok(Some(Event::Reference(reference)));
+            }
             if self.payload.left > 0 {
                 match self.payload.take(&mut self.input) {
                     Some(bytes) => return Ok(Some(Event::Payload(bytes))),
@@ -107,10 +124,10 @@ impl Decoder {
     /// Checks that the stream ended at the end of a message.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the last message is truncated.
+    /// [`Error::Refused`] if the last message is truncated.
     pub fn finish(&self) -> Result<()> {
         if self.payload.left > 0 || !self.partial.is_empty() {
-            return Err(Error::invalid("last message of the stream", "truncated", "complete"));
+            return Err(Error::refused("the stream ended in the middle of a message"));
         }
         Ok(())
     }
@@ -135,11 +152,9 @@ impl Decoder {
                 self.partial.clear();
                 Ok(Some(header))
             }
-            None if self.partial.len() == MAX_HEADER => Err(Error::invalid(
-                "size of the fields before `payload`",
-                format!("more than {MAX_HEADER} bytes"),
-                format!("at most {MAX_HEADER} bytes; `payload` must be the last field"),
-            )),
+            None if self.partial.len() == MAX_HEADER => Err(Error::refused(format!(
+                "the fields before `payload` exceed {MAX_HEADER} bytes; send `payload` last"
+            ))),
             None => {
                 self.input.advance(more);
                 Ok(None)
@@ -148,41 +163,60 @@ impl Decoder {
     }
 
     fn open(&mut self, header: &Header) -> Result<()> {
-        let Some(bytes) = header.payload else {
-            return Ok(());
+        let (bytes, is_reference) = match (header.payload, header.reference.bytes) {
+            (Some(_), 1..) => {
+                return Err(Error::refused(format!(
+                    "an extent of slice {} has a payload and elements in the window; send one",
+                    header.slice
+                )));
+            }
+            (Some(payload), 0) => (payload as u64, false),
+            (None, 0) => return Ok(()),
+            (None, bytes) => (bytes, true),
         };
         let what = |field: &str| format!("{field} of an extent of slice {}", header.slice);
-        let dtype = convert::dtype(header.dtype)
-            .ok_or_else(|| Error::invalid(what("dtype"), header.dtype, "f32, bf16 or f16"))?;
-        let element = dtype.size();
-        if bytes == 0 || bytes % element != 0 {
-            let expected = format!("one or more elements of {element} bytes");
+        let wire = Wire::of_message(header.dtype, || what("dtype"))?;
+        let Some(elements) = wire.elements(bytes).filter(|&elements| elements > 0) else {
+            let expected = match wire {
+                Wire::Plain(dtype) => format!("one or more elements of {} bytes", dtype.size()),
+                Wire::Int8 => "one or more tiles: 4 bytes and up to 128 elements each".to_owned(),
+            };
             return Err(Error::invalid(what("payload"), format!("{bytes} bytes"), expected));
+        };
+        let extent = Extent { slice: header.slice, offset: header.offset, wire };
+        self.extent = Some((extent, elements));
+        match is_reference {
+            true => self.reference = Some(header.reference),
+            false => {
+                let (left, grain) = (bytes as usize, wire.grain_bytes());
+                self.payload = Payload { left, grain, ..Payload::default() };
+            }
         }
-        let extent = Extent { slice: header.slice, offset: header.offset, dtype };
-        self.extent = Some((extent, (bytes / element) as u64));
-        self.payload = Payload { left: bytes, element, ..Payload::default() };
         Ok(())
     }
 }
 
 impl Payload {
-    /// Takes the whole elements at the beginning of `input`, and stores the bytes of a split
-    /// element.
+    /// Takes the whole grains at the beginning of `input`, and stores the bytes of a split grain.
+    /// The last grain may be a part of a tile.
     fn take(&mut self, input: &mut Bytes) -> Option<Bytes> {
         if self.cut_len > 0 {
-            let more = (self.element - self.cut_len).min(input.len());
+            let grain = self.grain.min(self.cut_len + self.left);
+            let more = (grain - self.cut_len).min(input.len());
             self.cut[self.cut_len..][..more].copy_from_slice(&input.split_to(more));
             self.cut_len += more;
             self.left -= more;
-            if self.cut_len < self.element {
+            if self.cut_len < grain {
                 return None;
             }
             self.cut_len = 0;
-            return Some(Bytes::copy_from_slice(&self.cut[..self.element]));
+            return Some(Bytes::copy_from_slice(&self.cut[..grain]));
         }
         let available = input.len().min(self.left);
-        let whole = available - available % self.element;
+        let whole = match available == self.left {
+            true => available,
+            false => available - available % self.grain,
+        };
         if whole > 0 {
             self.left -= whole;
             return Some(input.split_to(whole));
@@ -239,6 +273,10 @@ impl Header {
                         })?;
                     }
                     field::OFFSET => self.offset = value,
+                    field::LASTS => self.reference.lasts = value != 0,
+                    field::HOLD => self.reference.hold = value,
+                    field::AT => self.reference.at = value,
+                    field::BYTES => self.reference.bytes = value,
                     field::DTYPE => self.dtype = i32::try_from(value).unwrap_or(i32::MAX),
                     _ => {} // a field of a later version
                 }
@@ -250,9 +288,8 @@ impl Header {
                 let length = cursor.checked(length)?;
                 if number == field::PAYLOAD {
                     if cursor.at + length != cursor.end {
-                        return Err(malformed(
-                            "a message with a field after `payload`",
-                            "a message whose last field is `payload`",
+                        return Err(Error::refused(
+                            "a field follows `payload`; send `payload` last",
                         ));
                     }
                     self.payload = Some(length);
@@ -262,24 +299,21 @@ impl Header {
                     return Ok(None);
                 };
                 if number == field::BEGIN {
-                    let begin = pb::PushBegin::decode(value).map_err(|e| {
-                        malformed(format!("an invalid `begin` ({e})"), "a valid PushBegin")
-                    })?;
+                    let begin = pb::PushBegin::decode(value)
+                        .map_err(|e| Error::refused(format!("`begin` cannot be decoded: {e}")))?;
                     self.begin = Some(begin);
                 }
             }
             (_, wire::FIXED64) => return cursor.skip(8),
             (_, wire::FIXED32) => return cursor.skip(4),
             (_, other) => {
-                return Err(malformed(format!("a field of wire type {other}"), "0, 1, 2 or 5"));
+                return Err(Error::refused(format!(
+                    "a data-plane message has a field of the unsupported wire type {other}"
+                )));
             }
         }
         Ok(Some(()))
     }
-}
-
-fn malformed(found: impl std::fmt::Display, expected: &str) -> Error {
-    Error::invalid("encoding of a data-plane message", found, expected)
 }
 
 /// Reads within one message. INVARIANT: at <= end; `bytes` may end before `end`.
@@ -306,9 +340,8 @@ impl Cursor<'_> {
                 return Ok(Some(value));
             }
         }
-        Err(malformed(
-            "an invalid varint",
-            "a varint of at most 10 bytes that ends inside the message",
+        Err(Error::refused(
+            "a data-plane message has a varint longer than 10 bytes, or one that it cuts off",
         ))
     }
 
@@ -316,10 +349,9 @@ impl Cursor<'_> {
         let room = self.end - self.at;
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         if length > room {
-            return Err(malformed(
-                format!("a field of {length} bytes"),
-                &format!("a field of at most {room} bytes, the rest of the message"),
-            ));
+            return Err(Error::refused(format!(
+                "a data-plane message with {room} bytes left has a field of {length} bytes"
+            )));
         }
         Ok(length)
     }

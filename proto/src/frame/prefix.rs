@@ -16,11 +16,11 @@ pub(super) fn put(buffer: &mut BytesMut, length: usize) {
 /// Returns the length of the message that follows a prefix.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a compressed message.
+/// [`Error::Refused`] for a compressed message.
 pub(super) fn parse([compressed, length @ ..]: [u8; PREFIX]) -> Result<usize> {
     match compressed {
         0 => Ok(u32::from_be_bytes(length) as usize),
-        _ => Err(Error::invalid("gRPC message", "compressed", "not compressed")),
+        _ => Err(Error::refused("the gRPC message is compressed; send it without compression")),
     }
 }
 
@@ -36,15 +36,15 @@ pub fn encode_message(message: &impl Message) -> Bytes {
 /// Decodes a body that consists of exactly one message with its prefix.
 ///
 /// # Errors
-/// [`Error::Invalid`].
+/// [`Error::Refused`].
 pub fn decode_message<M: Message + Default>(bytes: &[u8]) -> Result<M> {
-    let malformed = |found: String| Error::invalid("gRPC message", found, "one complete message");
     let (prefix, message) = bytes
         .split_first_chunk::<PREFIX>()
-        .ok_or_else(|| malformed(format!("{} bytes, less than its prefix", bytes.len())))?;
-    let length = parse(*prefix)?;
-    if length != message.len() {
-        return Err(malformed(format!("{} bytes with a length of {length}", message.len())));
+        .ok_or_else(|| Error::refused("the gRPC message is shorter than its prefix"))?;
+    let (length, found) = (parse(*prefix)?, message.len());
+    if length != found {
+        let sentence = format!("the gRPC message has {found} bytes, but its prefix says {length}");
+        return Err(Error::refused(sentence));
     }
-    M::decode(message).map_err(|e| malformed(e.to_string()))
+    M::decode(message).map_err(|e| Error::refused(format!("a message cannot be decoded: {e}")))
 }

@@ -1,10 +1,12 @@
 //! Written messages can be read by this parser and by generated code, with any buffer boundaries.
 //! Malformed messages are refused.
+//!
+//! promise: invalid-input
 
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
 use prost::Message;
-use zeroshard_model::{Error, Result};
+use zeroshard_model::{DType, Error, Result};
 
 use super::{prefix::PREFIX, *};
 use crate::pb;
@@ -57,11 +59,11 @@ fn prefixed(message: &[u8]) -> Vec<u8> {
 }
 
 fn extent() -> impl Strategy<Value = (Extent, Bytes)> {
-    let dtype = prop::sample::select(zeroshard_model::DType::ALL.to_vec());
-    (any::<u32>(), any::<u64>(), dtype, 1usize..20_000).prop_map(
-        |(slice, offset, dtype, elements)| {
-            let payload = (0..elements * dtype.size()).map(|i| (i * 7) as u8).collect();
-            (Extent { slice, offset, dtype }, payload)
+    let wire = prop::sample::select(Wire::ALL.to_vec());
+    (any::<u32>(), any::<u64>(), wire, 1usize..20_000).prop_map(
+        |(slice, offset, wire, elements)| {
+            let payload = (0..wire.bytes(elements)).map(|i| (i * 7) as u8).collect();
+            (Extent { slice, offset, wire }, payload)
         },
     )
 }
@@ -76,8 +78,8 @@ proptest! {
     ) {
         let events = read(&write(&extents), &pieces).unwrap();
         let expected = extents.iter().flat_map(|(extent, payload)| {
-            let elements = payload.len() / extent.dtype.size();
-            [Event::Extent(*extent, elements as u64), Event::Payload(payload.clone())]
+            let elements = extent.wire.elements(payload.len() as u64).unwrap();
+            [Event::Extent(*extent, elements), Event::Payload(payload.clone())]
         });
         prop_assert_eq!(events, expected.collect::<Vec<_>>());
     }
@@ -99,6 +101,9 @@ proptest! {
         let contents = Some(pb::push_begin::Contents::Gradients(gradients));
         let begin = pb::PushBegin { job: "job".into(), epoch: 3, rank: 1, contents, ..Default::default() };
         let message = pb::PushRequest {
+            hold: 0,
+            at: 0,
+            bytes: 0,
             begin: Some(begin.clone()),
             slice,
             offset,
@@ -106,7 +111,7 @@ proptest! {
             payload: Bytes::from_static(&[1, 2, 3, 4]),
         };
         let events = read(&prefixed(&message.encode_to_vec()), &[one]).unwrap();
-        let extent = Extent { slice, offset, dtype: zeroshard_model::DType::F32 };
+        let extent = Extent { slice, offset, wire: Wire::Plain(DType::F32) };
         prop_assert_eq!(events, vec![
             Event::Begin(begin),
             Event::Extent(extent, 1),
@@ -133,6 +138,67 @@ proptest! {
 }
 
 #[test]
+fn references_are_read_by_this_parser_and_by_generated_code() {
+    let extent = Extent { slice: 3, offset: 1 << 40, wire: Wire::Plain(DType::Bf16) };
+    let reference = Reference { at: u64::MAX, bytes: 1 << 33, hold: 300, lasts: true };
+    let mut writer = Writer::default();
+    writer.reference(extent, reference);
+    writer.flush();
+    let wire = writer.next_frame().unwrap();
+    for pieces in [1, 2, wire.len()] {
+        let expected = [Event::Extent(extent, 1 << 32), Event::Reference(reference)];
+        assert_eq!(read(&wire, &[pieces]).unwrap(), expected);
+    }
+    let message = pb::PullResponse::decode(&wire[PREFIX..]).unwrap();
+    assert_eq!((message.at, message.bytes, message.hold), (u64::MAX, 1 << 33, 300));
+    assert!(message.lasts);
+    assert!(message.payload.is_empty());
+}
+
+#[test]
+fn an_extent_has_a_payload_or_a_reference_of_whole_elements() {
+    let dtype = pb::Dtype::F32.into();
+    for (bytes, payload, expected) in [
+        (4, &[0; 4][..], "a payload and elements in the window"),
+        (6, &[], "one or more elements of 4 bytes"),
+    ] {
+        let payload = payload.to_vec().into();
+        let message = pb::PushRequest { dtype, bytes, payload, ..Default::default() };
+        let refused = read(&prefixed(&message.encode_to_vec()), &[7]).unwrap_err().to_string();
+        assert!(refused.contains(expected), "{refused}");
+    }
+}
+
+/// The events of a payload, before they are joined.
+fn payloads(wire: &[u8], piece: usize) -> Vec<usize> {
+    let mut decoder = Decoder::new(MAX);
+    let mut lengths = Vec::new();
+    for piece in wire.chunks(piece) {
+        decoder.feed(Bytes::copy_from_slice(piece));
+        while let Some(event) = decoder.next().unwrap() {
+            if let Event::Payload(bytes) = event {
+                lengths.push(bytes.len());
+            }
+        }
+    }
+    lengths
+}
+
+#[test]
+fn tiles_are_never_cut() {
+    let extent = Extent { slice: 0, offset: 0, wire: Wire::Int8 };
+    let payload: Bytes = vec![1; Wire::Int8.bytes(3 * 128 + 5)].into();
+    let wire = write(&[(extent, payload.clone())]);
+    for piece in 1..wire.len() + 1 {
+        let lengths = payloads(&wire, piece);
+        let (last, whole) = lengths.split_last().unwrap();
+        assert!(whole.iter().all(|length| length % 132 == 0), "{piece}: {lengths:?}");
+        assert_eq!(last % 132, 9, "{piece}: {lengths:?}");
+        assert_eq!(lengths.iter().sum::<usize>(), payload.len());
+    }
+}
+
+#[test]
 fn unknown_fields_are_skipped() {
     let known = pb::PullResponse {
         slice: 1,
@@ -149,24 +215,30 @@ fn unknown_fields_are_skipped() {
     assert_eq!(read(&prefixed(&message), &[3]).unwrap().len(), 2);
 }
 
-fn refused(wire: &[u8]) {
-    assert!(matches!(read(wire, &[7]), Err(Error::Invalid { .. })), "{wire:?}");
+fn refused(wire: &[u8], why: &str) {
+    let error = read(wire, &[7]).expect_err(why);
+    assert!(matches!(error, Error::Invalid { .. } | Error::Refused { .. }), "{wire:?}: {error:?}");
+    assert!(error.to_string().contains(why), "{error}");
 }
 
 #[test]
 fn malformed_messages_are_refused() {
-    refused(&[1, 0, 0, 0, 0]); // compressed
-    refused(&[0, 0xff, 0xff, 0xff, 0xff]); // longer than the limit
-    refused(&prefixed(&[15 << 3 | 2, 9, 0])); // a payload longer than its message
-    refused(&prefixed(&[15 << 3 | 2, 1, 0, 2 << 3, 1])); // a field after the payload
-    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 3, 0, 0, 0])); // three bytes of f32
-    refused(&prefixed(&[4 << 3, 9, 15 << 3 | 2, 4, 0, 0, 0, 0])); // an unknown dtype
-    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 0])); // an empty payload
-    refused(&prefixed(&[3])); // wire type 3
-    refused(&prefixed(&[0xff; 11])); // a varint without an end
-    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 4, 0, 0, 0, 0])[..10]); // truncated
+    refused(&[1, 0, 0, 0, 0], "is compressed"); // compressed
+    refused(&[0, 0xff, 0xff, 0xff, 0xff], "at most 1048576 bytes"); // longer than the limit
+    refused(&prefixed(&[15 << 3 | 2, 9, 0]), "with 1 bytes left has a field of 9"); // a payload longer than its message
+    refused(&prefixed(&[15 << 3 | 2, 1, 0, 2 << 3, 1]), "a field follows `payload`"); // a field after the payload
+    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 3, 0, 0, 0]), "one or more elements of 4 bytes"); // three bytes of f32
+    refused(&prefixed(&[4 << 3, 9, 15 << 3 | 2, 4, 0, 0, 0, 0]), "f32, bf16, f16 or int8"); // an unknown dtype
+    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 0]), "one or more elements of 4 bytes"); // an empty payload
+    refused(&prefixed(&[4 << 3, 4, 15 << 3 | 2, 4, 0, 0, 0, 0]), "one or more tiles"); // a scale alone
+    refused(&prefixed(&[3]), "unsupported wire type 3"); // wire type 3
+    refused(&prefixed(&[0xff; 11]), "a varint longer than 10 bytes"); // a varint without an end
+    refused(
+        &prefixed(&[4 << 3, 1, 15 << 3 | 2, 4, 0, 0, 0, 0])[..10],
+        "ended in the middle of a message",
+    ); // truncated
     let long = vec![0u8; 5000];
     let mut fields = vec![9 << 3 | 2, 0x88, 0x27];
     fields.extend(long);
-    refused(&prefixed(&fields)); // more fields before the payload than the limit
+    refused(&prefixed(&fields), "the fields before `payload` exceed 4096 bytes"); // more fields before the payload than the limit
 }

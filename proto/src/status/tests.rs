@@ -1,4 +1,6 @@
 //! Errors survive the wire, remain distinguishable, and never exceed the size limit of headers.
+//!
+//! promise: invalid-input
 
 use zeroshard_model::error::Remedy;
 
@@ -8,6 +10,7 @@ use super::*;
 fn an_error_survives_the_wire() {
     let errors = [
         Error::invalid("offset of slice 3", 70, "at most 64"),
+        Error::refused("the request has no `turn`"),
         Error::Unauthenticated { found: "no token".into() },
         Error::StaleEpoch { job: "a".into(), epoch: 1, current: 2 },
         Error::JobFailed { job: "a".into(), reason: "server 2 is gone".into() },
@@ -24,6 +27,7 @@ fn every_variant(text: &str) -> Vec<Error> {
     let t = || text.to_owned();
     vec![
         Error::Invalid { what: t(), found: t(), expected: t() },
+        Error::Refused { sentence: t() },
         Error::Unauthenticated { found: t() },
         Error::Forbidden { role: t(), action: t() },
         Error::Tls { peer: t(), cause: t() },

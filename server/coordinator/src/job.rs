@@ -1,19 +1,18 @@
 //! A job in any phase. What it does is in the files of `job`, one for each subject.
 
 pub(crate) mod attempts;
+pub(crate) mod broken_links;
 pub(crate) mod commit;
 pub(crate) mod copies;
 pub(crate) mod creators;
-pub(crate) mod decisions;
-pub(crate) mod disconnects;
 pub(crate) mod drains;
 pub(crate) mod endings;
 pub(crate) mod epochs;
-pub(crate) mod figures;
+pub(crate) mod fork;
 pub(crate) mod idle;
 pub(crate) mod leases;
-pub(crate) mod links;
 pub(crate) mod memberships;
+pub(crate) mod metrics_view;
 pub(crate) mod opening;
 pub(crate) mod operators;
 pub(crate) mod progress;
@@ -21,52 +20,57 @@ pub(crate) mod rebuild;
 pub(crate) mod recovery;
 pub(crate) mod reduce;
 pub(crate) mod replicas;
-pub(crate) mod resting;
 pub(crate) mod restore;
 pub(crate) mod resync;
 pub(crate) mod save;
 pub(crate) mod scrub;
-pub(crate) mod succession;
+pub(crate) mod server_disconnects;
+pub(crate) mod step_decision;
+pub(crate) mod uneven_inputs;
 pub(crate) mod user_data;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeSet, mem, sync::Arc};
 
-use zeroshard_model::{Attempt, Error, JobSpec, Placement, Restore, Result, Succession};
+use zeroshard_model::{Attempt, Error, Fork, JobSpec, Placement, Restore, Result, Server};
 
 use crate::{
-    calls::Turn,
-    commands::{Checkpoint, Command},
-    context::{Common, Context},
-    decided::Decided,
-    disconnects::Away,
-    events::Action,
-    figures::Lateness,
-    held::Age,
-    ids::{JobRef, Lease, Now, ServerId, Waiter},
-    index::{Entry, Interests, Name},
-    interrupted::Interrupted,
-    learning::unknown_yet,
-    links::Links,
-    members::{Members, Queue},
-    memberships::Peers,
-    plan::{Loads, Plan},
-    progress::Progress,
-    recovery::Recovery,
-    replicas::Replicas,
-    resting::Resting,
-    round::Round,
-    saves::Saves,
-    scrub::Scrub,
-    user_data::UserData,
+    cluster::{
+        context::{Common, Context},
+        index::{Entry, Interests, Name},
+        startup::unknown_yet,
+    },
+    operators::metrics_view::Lateness,
+    placement::plan::{Loads, Plan},
+    state::{
+        broken_links::BrokenLinks,
+        departed::Departed,
+        interrupted::Interrupted,
+        members::{Members, Queue},
+        memberships::Peers,
+        progress::Progress,
+        recovery::Recovery,
+        replicas::Replicas,
+        round::Round,
+        saves::Saves,
+        scrub::Scrub,
+        server_disconnects::Disconnects,
+        uneven_inputs::UnevenInputs,
+        user_data::UserData,
+        version::Version,
+    },
+    vocabulary::{
+        calls::Turn,
+        commands::{Checkpoint, Command},
+        events::Action,
+        ids::{JobRef, Lease, Now, ServerId, Waiter},
+        job_report::Age,
+    },
 };
 
 /// A job in any phase.
 #[derive(Debug)]
 pub struct Job {
-    /// That of the spec.
+    /// The name in the spec.
     pub(crate) name: Name,
     pub spec: Arc<JobSpec>,
     /// Random, never 0.
@@ -77,7 +81,7 @@ pub struct Job {
     /// first join; or the time when the job failed. It has no meaning while a rank has a lease.
     pub unused_since: Now,
     /// How it continues from another job, if it does.
-    pub succession: Option<Arc<Succession>>,
+    pub fork: Option<Arc<Fork>>,
     /// The checkpoint that its creator has requested, if any.
     pub restore: Option<Arc<Restore>>,
     /// The latest description by a server; `None` for a job that was created here.
@@ -153,9 +157,9 @@ impl Job {
         let open = self.phase.open(&self.name)?;
         Ok(Description {
             spec: self.spec.clone(),
-            placement: open.placement.clone(),
+            placement: open.plan.placement.clone(),
             epoch: self.epoch,
-            version: open.version,
+            version: open.version.current(),
             job_id: self.id,
         })
     }
@@ -163,7 +167,7 @@ impl Job {
     /// The attempt that was decided last.
     pub fn last_decision(&self) -> Option<Attempt> {
         let Phase::Open(open) = &self.phase else { return None };
-        Some(open.last.as_ref()?.decision.attempt)
+        Some(open.version.last()?.decision().attempt)
     }
 
     /// Why the job has failed, if it has.
@@ -180,12 +184,12 @@ impl Job {
             Phase::Open(open) => Some(open),
             _ => None,
         };
-        let from = self.succession.as_ref().filter(|_| self.is_new());
+        let from = self.fork.as_ref().filter(|_| self.is_new());
         Entry {
-            placement: self.phase.placement_arc().cloned(),
+            placement: self.phase.plan().map(|plan| plan.placement.clone()),
             holders: self.phase.holders().collect(),
             deadline: self.next_deadline(common),
-            predecessor: from.map(|succession| succession.from.job_id),
+            predecessor: from.map(|fork| fork.from.job_id),
             interests: Interests {
                 servers: matches!(self.phase, Phase::Waiting { .. }),
                 descriptions: matches!(self.phase, Phase::Recovering(_)),
@@ -211,8 +215,7 @@ impl Job {
         of_phase.into_iter().chain(self.idle_deadline(common)).min()
     }
 
-    /// Does what is due: calls whose deadline has passed are answered, and what has been waited for
-    /// too long is given up.
+    /// Answers calls at their deadlines, and gives up what the job has waited for too long.
     pub(crate) fn expire(&mut self, cx: &mut Context<'_>) {
         self.expire_creators(cx);
         self.expire_recovery(cx);
@@ -233,36 +236,19 @@ impl Job {
 /// The state of a job that workers can join.
 #[derive(Debug)]
 pub struct Open {
-    pub placement: Arc<Placement>,
-    /// The trained slices of each server that has any, ascending.
-    pub trainable: BTreeMap<ServerId, Vec<u32>>,
-    /// The bytes that the job needs of each server.
-    pub loads: Loads,
-    /// The servers that do not have all of their initial parameters.
-    pub uninitialised: BTreeSet<ServerId>,
-    /// INVARIANT: Some when `uninitialised` is empty.
-    pub version: Option<u64>,
+    pub plan: Plan,
+    pub version: Version,
     pub members: Members,
     /// Joins that wait for the end of an earlier lease.
     pub queue: Queue,
-    /// Ranks that left in order, and that no other worker has taken since. INVARIANT: not in
-    /// `members`.
-    pub left: BTreeSet<u32>,
-    /// Ranks that have no more data, with the first version at which that is known. INVARIANT: not
-    /// in `members`, not in `left`.
-    pub done: BTreeMap<u32, u64>,
-    pub resting: Resting,
+    pub departed: Departed,
+    pub uneven_inputs: UnevenInputs,
     pub peers: Peers,
     pub round: Round,
-    /// The decision that produced `version`.
-    pub last: Option<Box<Decided>>,
     pub saves: Saves,
-    /// The first epoch and the version after the last restoration, if ranks were waiting.
-    pub rolled_back: Option<(u64, u64)>,
-    /// The servers of the placement that are not connected.
-    pub away: BTreeMap<ServerId, Away>,
+    pub disconnects: Disconnects,
     /// The links from ranks to servers that do not work.
-    pub links: Links,
+    pub broken_links: BrokenLinks,
     pub replicas: Replicas,
     pub scrub: Scrub,
     pub lateness: Lateness,
@@ -270,27 +256,19 @@ pub struct Open {
 
 impl Open {
     pub fn new(plan: Plan, replicas: Replicas) -> Self {
-        let Plan { placement, trainable, loads } = plan;
-        let uninitialised: BTreeSet<_> =
-            placement.servers().iter().map(|server| server.id).collect();
+        let servers = plan.placement.servers().iter().map(|server| server.id).collect();
         Self {
-            version: uninitialised.is_empty().then_some(0),
-            placement,
-            trainable,
-            loads,
-            uninitialised,
+            version: Version::awaited(servers),
+            plan,
             members: Members::default(),
             queue: Queue::default(),
-            left: BTreeSet::new(),
-            done: BTreeMap::new(),
-            resting: Resting::default(),
+            departed: Departed::default(),
+            uneven_inputs: UnevenInputs::default(),
             peers: Peers::default(),
             round: Round::default(),
-            last: None,
             saves: Saves::default(),
-            rolled_back: None,
-            away: BTreeMap::new(),
-            links: Links::default(),
+            disconnects: Disconnects::default(),
+            broken_links: BrokenLinks::default(),
             replicas,
             scrub: Scrub::default(),
             lateness: Lateness::default(),
@@ -298,38 +276,52 @@ impl Open {
     }
 
     fn next_deadline(&self) -> Option<Now> {
-        let last =
-            self.last.iter().flat_map(|last| last.waiters.iter().map(|waiter| waiter.deadline));
-        let others = [
+        let deadlines = [
             self.round.next_deadline(),
-            self.resting.next_deadline(),
+            self.uneven_inputs.next_deadline(),
             self.saves.next_deadline(),
             self.queue.next_deadline(),
             self.members.next_deadline(),
-            self.links.due(),
+            self.broken_links.due(),
+            self.version.next_deadline(),
+            self.disconnects.next_deadline(),
         ];
-        let away = self.away.values().map(|away| away.until);
-        last.chain(others.into_iter().flatten()).chain(away).min()
+        deadlines.into_iter().flatten().min()
     }
 
     /// The open step. It can be pushed and committed before the initial parameters are complete.
     pub fn step(&self) -> u64 {
-        self.version.unwrap_or(0)
+        self.version.current().unwrap_or(0)
     }
 
     /// The open attempt, in the job's current epoch.
     pub fn attempt(&self, epoch: u64) -> Attempt {
-        Attempt { epoch, step: self.step(), number: self.round.attempt }
+        Attempt { epoch, step: self.step(), number: self.round.attempt() }
     }
 
     /// The ids of the servers of the placement.
     pub fn servers(&self) -> impl Iterator<Item = ServerId> + '_ {
-        self.placement.servers().iter().map(|server| server.id)
+        self.plan.placement.servers().iter().map(|server| server.id)
+    }
+
+    /// The servers of the placement that are not connected.
+    pub fn away(&self) -> impl Iterator<Item = &Server> {
+        let servers = self.plan.placement.servers().iter();
+        servers.filter(|server| self.disconnects.contains(server.id))
     }
 
     /// Sends `command` to every server of the placement.
     pub fn send(&self, command: &Command, out: &mut Vec<Action>) {
         out.extend(self.servers().map(|server| Action::Command(server, command.clone())));
+    }
+
+    /// Drops the calls about steps and saves, and returns them.
+    pub(crate) fn drop_calls(&mut self) -> Vec<Waiter> {
+        let mut waiters = self.round.drop_all();
+        waiters.extend(mem::take(&mut self.version).into_waiters());
+        waiters.extend(self.uneven_inputs.end().1);
+        waiters.extend(mem::take(&mut self.saves).into_waiters());
+        waiters
     }
 
     /// Wakes the streams of all members to look for changes.
@@ -339,24 +331,23 @@ impl Open {
 
     /// The number of ranks that take part in the open step.
     pub fn active(&self, world: u32) -> usize {
-        world as usize - self.done.len() - self.resting.len()
+        world as usize - self.departed.done().len() - self.uneven_inputs.len()
     }
 
     /// Returns whether every rank has left in order or has no more data.
     pub fn has_ended(&self, world: u32) -> bool {
-        self.members.is_empty() && self.left.len() + self.done.len() == world as usize
+        self.members.is_empty() && self.departed.len() == world as usize
     }
 
     /// Returns whether the rank takes part in the open step: it is neither done nor resting.
     pub fn takes_part(&self, rank: u32) -> bool {
-        !self.done.contains_key(&rank) && !self.resting.contains(rank)
+        !self.departed.is_done(rank) && !self.uneven_inputs.contains(rank)
     }
 
-    /// The ranks below `world` that take part and have no call in `present`: those with a
-    /// worker, and those without.
-    pub fn missing<T>(&self, world: u32, present: &BTreeMap<u32, T>) -> (Vec<u32>, Vec<u32>) {
-        let missing =
-            (0..world).filter(|rank| !present.contains_key(rank) && self.takes_part(*rank));
+    /// The ranks below `world` that take part and have not called: those with a worker, and those
+    /// without.
+    pub fn missing(&self, world: u32, has_called: impl Fn(u32) -> bool) -> (Vec<u32>, Vec<u32>) {
+        let missing = (0..world).filter(|&rank| !has_called(rank) && self.takes_part(rank));
         missing.partition(|&rank| self.members.get(rank).is_some())
     }
 
@@ -381,15 +372,19 @@ impl Open {
     pub fn check_turn(&self, turn: &Turn, current: Attempt) -> Result<()> {
         self.check_lease(turn)?;
         let &Turn { ref job, rank, attempt, .. } = turn;
-        if let Some((_, version)) = self.rolled_back.filter(|(epoch, _)| attempt.epoch < *epoch) {
+        if let Some((_, version)) =
+            self.version.rolled_back().filter(|(epoch, _)| attempt.epoch < *epoch)
+        {
             return Err(Error::RolledBack { job: job.name.clone(), version });
         }
-        if let Some(since) = self.resting.since(rank) {
-            let what = format!("rank {rank} of job {:?}", job.name);
-            let expected = "a rank with further batches; it takes part again when every rank rests";
-            return Err(Error::invalid(what, format!("resting since step {since}"), expected));
+        if let Some(since) = self.uneven_inputs.since(rank) {
+            return Err(Error::refused(format!(
+                "rank {rank} of job {:?} has rested since step {since}; it takes part again when \
+                 every rank rests",
+                job.name
+            )));
         }
-        if let Some(&rank) = self.left.first() {
+        if let Some(rank) = self.departed.left().next() {
             return Err(Error::RankLeft { job: job.name.clone(), rank, step: self.step() });
         }
         if attempt == current { Ok(()) } else { Err(attempt.refusal(&job.name, current)) }
@@ -397,27 +392,23 @@ impl Open {
 }
 
 impl Phase {
-    pub fn placement(&self) -> Option<&Placement> {
-        self.placement_arc().map(|placement| &**placement)
-    }
-
-    fn placement_arc(&self) -> Option<&Arc<Placement>> {
+    /// The placement with what follows from it, once there is one.
+    fn plan(&self) -> Option<&Plan> {
         match self {
             Self::Waiting { .. } | Self::Failed { .. } | Self::Gone => None,
-            Self::Opening { plan, .. } => Some(&plan.placement),
-            Self::Recovering(recovery) => Some(&recovery.plan.placement),
-            Self::Open(open) => Some(&open.placement),
+            Self::Opening { plan, .. } => Some(plan),
+            Self::Recovering(recovery) => Some(recovery.plan()),
+            Self::Open(open) => Some(&open.plan),
         }
+    }
+
+    pub fn placement(&self) -> Option<&Placement> {
+        self.plan().map(|plan| &*plan.placement)
     }
 
     /// The bytes that the job needs of each server, once it is placed.
     pub fn loads(&self) -> Option<&Loads> {
-        match self {
-            Self::Waiting { .. } | Self::Failed { .. } | Self::Gone => None,
-            Self::Opening { plan, .. } => Some(&plan.loads),
-            Self::Recovering(recovery) => Some(&recovery.plan.loads),
-            Self::Open(open) => Some(&open.loads),
-        }
+        self.plan().map(|plan| &plan.loads)
     }
 
     /// The servers that may hold the job as it was before it returned to a checkpoint.
@@ -441,16 +432,13 @@ impl Phase {
             | Self::Opening { mut creators, interrupted, .. } => {
                 let mut leases = Vec::new();
                 if let Some(interrupted) = interrupted {
-                    leases.extend(interrupted.members.leases());
+                    leases.extend(interrupted.leases());
                     creators.extend(interrupted.into_waiters());
                 }
                 (creators, leases)
             }
             Self::Open(mut open) => {
-                let mut waiters = open.round.drop_all();
-                waiters.extend(open.last.into_iter().flat_map(|last| last.waiters));
-                waiters.extend(open.resting.end().1);
-                waiters.extend(open.saves.into_waiters());
+                let mut waiters = open.drop_calls();
                 waiters.extend(open.queue.into_waiters());
                 let leases = open.members.leases().collect();
                 waiters.extend(open.members.into_joining());

@@ -9,6 +9,7 @@ mod decisions;
 mod departures;
 mod descriptions;
 mod disconnects;
+mod fork;
 mod identities;
 mod idle;
 mod interrupted;
@@ -25,7 +26,6 @@ mod replicas;
 mod resting;
 mod restore;
 mod saves;
-mod succession;
 mod user_data;
 mod visits;
 
@@ -36,24 +36,23 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_model::{
-    Attempt, DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec,
-    memory::Capacity,
+    Attempt, DType, Error, Fork, JobSpec, Manifest, Result, Server, TensorSpec, memory::Capacity,
 };
 
 use crate::{
-    calls::{Commit, Create, Discard, Join, Leave, Reduce, Reply, Rest, Save, Saved, Turn},
     cluster::Cluster,
-    commands::{About, Checkpoint, Command, ServerEvent},
-    decision::{Decision, Report, Update},
-    events::{Action, Completion, Event, Placed, Placing},
-    gradient::{Absent, Norm, Overflow, Reduced},
-    ids::{Caller, JobRef, Lease, Link, Now},
     job::{Description, Job, Open},
-    memberships::Change,
-    placement::Zones,
-    plan::Plan,
-    reports::{Files, JobStats, Stats},
-    user_data::UserData,
+    placement::{Zones, plan::Plan},
+    state::{memberships::Change, user_data::UserData},
+    vocabulary::{
+        calls::{Commit, Create, Discard, Join, Leave, Reduce, Reply, Rest, Save, Saved, Turn},
+        commands::{About, Checkpoint, Command, ServerEvent},
+        decision::{Decision, Report, Update},
+        events::{Action, Completion, Event, Placed, Placing},
+        gradient::{Absent, Norm, Overflow, Reduced},
+        ids::{Caller, JobRef, Lease, Link, Now},
+        reports::{Files, JobStats, Stats},
+    },
 };
 
 /// The id of the job.
@@ -71,7 +70,7 @@ fn spec(world: u32) -> JobSpec {
 }
 
 fn creation(spec: JobSpec) -> Box<Create> {
-    Box::new(Create { spec, succession: None, restore: None, quota: None })
+    Box::new(Create { spec, fork: None, restore: None, quota: None })
 }
 
 /// The job, as its members and servers name it.
@@ -174,8 +173,8 @@ impl Script {
                     .map(|said| Event::FromServer { from: self.links[&server], event: said });
             }
             Action::Place(placing) => {
-                let Placing { ref spec, ref live, ref zones, ref rooms, .. } = placing;
-                let plan = Plan::within(spec, live, zones, rooms);
+                let Placing { ref spec, ref live, ref zones, ref free_memory, .. } = placing;
+                let plan = Plan::within(spec, live, zones, free_memory);
                 let found = placing.restore.and(self.found.clone());
                 let user_data = self.found_data.clone();
                 let placed = plan.map(|plan| Placed { plan, checkpoint: found, user_data });
@@ -234,7 +233,7 @@ impl Script {
             stream,
             server,
             about: About { capacity, ..About::default() },
-            held: Vec::new(),
+            reports: Vec::new(),
             is_new: true,
         });
     }
@@ -253,7 +252,7 @@ impl Script {
 
     /// A server reports that it cannot hold the job.
     fn failed(&mut self, server: u64, reason: &str) {
-        let epoch = self.cluster.jobs["job"].epoch;
+        let epoch = self.cluster.jobs()["job"].epoch;
         self.failed_in(server, epoch, reason, false);
     }
 
@@ -284,14 +283,9 @@ impl Script {
         self.create_from(job_id, spec, None)
     }
 
-    fn create_from(
-        &mut self,
-        job_id: u64,
-        spec: JobSpec,
-        succession: Option<Succession>,
-    ) -> Caller {
+    fn create_from(&mut self, job_id: u64, spec: JobSpec, fork: Option<Fork>) -> Caller {
         let caller = self.caller();
-        let create = Box::new(Create { spec, succession, restore: None, quota: None });
+        let create = Box::new(Create { spec, fork, restore: None, quota: None });
         self.event(Event::Create { caller, job_id, create, wait: WAIT });
         caller
     }
@@ -313,7 +307,7 @@ impl Script {
 
     /// What a server says that has opened a job in its current epoch.
     fn opened(&self, job: JobRef) -> ServerEvent {
-        let epoch = self.cluster.jobs.get(&job.name).map_or(0, |found| found.epoch);
+        let epoch = self.cluster.jobs().get(&job.name).map_or(0, |found| found.epoch);
         ServerEvent::Opened { job, epoch }
     }
 
@@ -324,7 +318,7 @@ impl Script {
     }
 
     fn open(&self) -> &Open {
-        self.cluster.jobs["job"].phase.open("job").expect("open")
+        self.cluster.jobs()["job"].phase.open("job").expect("open")
     }
 
     fn describe(&self, job: &str) -> Result<Description> {
@@ -333,7 +327,7 @@ impl Script {
 
     /// Why the job has failed, if it has.
     fn failure(&self) -> Option<&str> {
-        self.cluster.jobs.get("job").and_then(Job::failure)
+        self.cluster.jobs().get("job").and_then(Job::failure)
     }
 
     fn epoch(&self) -> u64 {
@@ -425,7 +419,7 @@ impl Script {
     fn ready(&mut self, server: u64, step: u64, change: impl FnOnce(&mut Reduced)) {
         let mut reduced = self.gradients(server);
         change(&mut reduced);
-        let job = JobRef { id: self.cluster.jobs["job"].id, ..job() };
+        let job = JobRef { id: self.cluster.jobs()["job"].id, ..job() };
         self.said(server, ServerEvent::Ready { job, attempt: self.first_attempt(step), reduced });
     }
 
@@ -477,7 +471,7 @@ impl Script {
 
     fn reduced(&self, caller: Caller) -> Norm {
         match self.answer(caller) {
-            Some(Ok(Reply::Reduced(norm, _))) => norm.clone(),
+            Some(Ok(Reply::Reduced { norm, .. })) => norm.clone(),
             other => panic!("{caller:?} has {other:?}"),
         }
     }
@@ -537,7 +531,11 @@ fn the_weight_of_a_slice_is_its_memory_on_the_servers() {
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("f", [10]) };
     let manifest = Manifest::new(vec![TensorSpec::new("w", [10]), bf16, frozen]).unwrap();
     let weights = |name: &str| {
-        super::plan::weights(&JobSpec::new("job", manifest.clone(), vec![name.parse().unwrap()]))
+        super::placement::plan::weights(&JobSpec::new(
+            "job",
+            manifest.clone(),
+            vec![name.parse().unwrap()],
+        ))
     };
     assert_eq!(weights("adamw"), [160, 180, 40]);
     assert_eq!(weights("sgd"), [80, 100, 40]);

@@ -10,6 +10,7 @@ use super::cpu::Cpu;
 use super::loops::Level;
 use super::{Backend, Failure};
 
+mod codes;
 mod conversions;
 mod reference;
 mod steps;
@@ -19,6 +20,7 @@ mod sums;
 pub(crate) fn run<B: Backend>(backend: &B) {
     memory(backend);
     conversions::run(backend);
+    codes::run(backend);
     sums::run(backend);
     steps::run(backend);
 }
@@ -63,7 +65,7 @@ fn memory<B: Backend>(backend: &B) {
 }
 
 /// A pseudo-random u32 for each `i`.
-fn hash(i: usize) -> u32 {
+pub(crate) fn hash(i: usize) -> u32 {
     let x = (i as u32 ^ 0x5EED).wrapping_mul(0x9E37_79B1);
     let x = (x ^ (x >> 15)).wrapping_mul(0x85EB_CA77);
     x ^ (x >> 13)

@@ -4,15 +4,18 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zeroshard_model::{DType, Elements, geometry::blocks::BLOCK};
+use zeroshard_loops::convert::{self, Bf16, F16, F32};
+use zeroshard_model::{DType, Elements, geometry::blocks::BLOCK, optimizer::Code};
+use zeroshard_shm::Arena;
 
 use super::failure::DeviceName;
-use super::loops::convert::{self, Bf16, F16, F32};
 use super::loops::{Level, sum};
 use super::memory::Memory;
 use super::{Backend, Failure, Output, Result, Update};
+use crate::layout::Layout;
 
-mod step;
+mod coded;
+pub(crate) mod step;
 
 #[cfg(target_endian = "big")]
 compile_error!("buffers are handed out as the little-endian bytes of the wire");
@@ -20,7 +23,7 @@ compile_error!("buffers are handed out as the little-endian bytes of the wire");
 /// The CPU with one instruction set. All instruction sets give the same bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Cpu {
-    level: Level,
+    pub(crate) level: Level,
 }
 
 impl Cpu {
@@ -42,38 +45,14 @@ impl Cpu {
         }
     }
 
-    fn encode(&self, src: &[f32], dst: &mut [u8], dtype: DType) {
+    pub(crate) fn encode(&self, src: &[f32], dst: &mut [u8], dtype: DType) {
         match dtype {
             DType::F32 => convert::encode::<F32>(self.level, src, dst),
             DType::Bf16 => convert::encode::<Bf16>(self.level, src, dst),
             DType::F16 => convert::encode::<F16>(self.level, src, dst),
         }
     }
-
-    /// Converts between any two dtypes, through f32. Returns whether all values of `src` are
-    /// finite.
-    fn convert(
-        &self,
-        src: &[u8],
-        from: DType,
-        dst: &mut [u8],
-        to: DType,
-        scratch: &mut Scratch,
-    ) -> bool {
-        let mut finite = true;
-        let sources = src.chunks(scratch.len() * from.size());
-        for (src, dst) in sources.zip(dst.chunks_mut(scratch.len() * to.size())) {
-            let values = &mut scratch[..src.len() / from.size()];
-            finite &= self.decode(src, from, values);
-            self.encode(values, dst, to);
-        }
-        finite
-    }
 }
-
-/// Values during the conversion from one dtype to another. The array fits into the first-level
-/// cache, and is created once for all runs.
-type Scratch = [f32; 2_048];
 
 /// Splits `src` by the runs of `at`. Returns whether `each` returned true for all of them.
 fn each_run(
@@ -98,34 +77,51 @@ impl Default for Cpu {
 
 /// An array in host memory.
 pub struct Buffer {
-    /// INVARIANT: `numel * dtype.size()` bytes.
+    /// INVARIANT: `layout.bytes(numel)` bytes.
     memory: Memory,
-    dtype: DType,
+    layout: Layout,
     numel: usize,
 }
 
 impl Buffer {
+    pub(crate) fn dtype(&self) -> DType {
+        self.layout.dtype()
+    }
+
     fn bytes(&self, range: Range<usize>) -> &[u8] {
-        let size = self.dtype.size();
+        let size = self.dtype().size();
         &self.memory.bytes()[range.start * size..range.end * size]
     }
 
-    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
-        let size = self.dtype.size();
+    pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+        let size = self.dtype().size();
         &mut self.memory.bytes_mut()[range.start * size..range.end * size]
     }
 
     /// The elements of an f32 buffer.
     pub fn values(&self) -> &[f32] {
-        assert_eq!(self.dtype, DType::F32, "an f32 buffer is needed here");
+        assert_eq!(self.layout, Layout::Values(DType::F32), "an f32 buffer is needed here");
         bytemuck::cast_slice(self.memory.bytes())
     }
 
     /// The elements of an f32 buffer, for writing.
     pub fn values_mut(&mut self) -> &mut [f32] {
-        assert_eq!(self.dtype, DType::F32, "an f32 buffer is needed here");
+        assert_eq!(self.layout, Layout::Values(DType::F32), "an f32 buffer is needed here");
         bytemuck::cast_slice_mut(self.memory.bytes_mut())
     }
+}
+
+/// A buffer whose memory `allocate` provides, from its size in bytes.
+fn buffer(
+    layout: Layout,
+    numel: usize,
+    allocate: impl FnOnce(usize) -> Option<Memory>,
+) -> Result<Buffer> {
+    let bytes = layout.bytes(numel);
+    let memory = bytes.and_then(allocate);
+    let memory = memory
+        .ok_or_else(|| Failure::out_of_memory(DeviceName::Cpu, bytes.unwrap_or(usize::MAX)))?;
+    Ok(Buffer { memory, layout, numel })
 }
 
 /// A part of a buffer, as the owner of [`Bytes`].
@@ -146,14 +142,35 @@ impl Backend for Cpu {
     type Buffer = Buffer;
 
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer> {
-        let memory = numel.checked_mul(dtype.size()).and_then(Memory::zeroed);
-        let bytes = numel.saturating_mul(dtype.size());
-        let memory = memory.ok_or_else(|| Failure::out_of_memory(DeviceName::Cpu, bytes))?;
-        Ok(Buffer { memory, dtype, numel })
+        buffer(Layout::Values(dtype), numel, Memory::zeroed)
+    }
+
+    fn allocate_in(&self, arena: &Arc<Arena>, dtype: DType, numel: usize) -> Result<Buffer> {
+        buffer(Layout::Values(dtype), numel, |bytes| Memory::shared(arena, bytes))
+    }
+
+    fn allocate_coded(&self, code: Code, numel: usize) -> Result<Buffer> {
+        buffer(Layout::Codes(code), numel, Memory::zeroed)
+    }
+
+    fn another(&self, of: &Buffer) -> Result<Buffer> {
+        buffer(of.layout, of.numel, |_| of.memory.another())
+    }
+
+    fn bytes(&self, buffer: &Buffer) -> usize {
+        buffer.memory.bytes().len()
+    }
+
+    fn place(&self, buffer: &Buffer) -> Option<Range<usize>> {
+        buffer.memory.place()
     }
 
     fn populate(&self, buffer: &mut Buffer, range: Range<usize>) {
-        let size = buffer.dtype.size();
+        let size = match buffer.layout {
+            Layout::Values(dtype) => dtype.size(),
+            // The exponents behind the codes of a whole slice are 32 KiB.
+            Layout::Codes(_) => 1,
+        };
         buffer.memory.populate(range.start * size..range.end * size);
     }
 
@@ -162,7 +179,7 @@ impl Backend for Cpu {
     }
 
     fn dtype(&self, buffer: &Buffer) -> DType {
-        buffer.dtype
+        buffer.dtype()
     }
 
     fn store(
@@ -172,7 +189,15 @@ impl Backend for Cpu {
         src: &[u8],
         dtype: DType,
     ) -> Result<bool> {
-        let (at, to) = (at.into(), dst.dtype);
+        let at = at.into();
+        let to = match dst.layout {
+            Layout::Values(to) => to,
+            Layout::Codes(code) => {
+                return Ok(each_run(&at, src, dtype, |run, src| {
+                    self.store_coded(code, dst, run, src, dtype)
+                }));
+            }
+        };
         Ok(match to {
             DType::F32 => {
                 // The compiler copies first and then checks. With tiles, the checked data is in
@@ -184,12 +209,9 @@ impl Backend for Cpu {
                     tiles.fold(true, |finite, (src, dst)| self.decode(src, dtype, dst) & finite)
                 })
             }
-            DType::Bf16 | DType::F16 => {
-                let mut scratch = [0.0; _];
-                each_run(&at, src, dtype, |run, src| {
-                    self.convert(src, dtype, dst.bytes_mut(run), to, &mut scratch)
-                })
-            }
+            DType::Bf16 | DType::F16 => each_run(&at, src, dtype, |run, src| {
+                convert::cast(self.level, src, dtype, dst.bytes_mut(run), to)
+            }),
         })
     }
 
@@ -217,14 +239,14 @@ impl Backend for Cpu {
 
     fn read(&self, src: &Arc<Buffer>, from: impl Into<Elements>, dtype: DType) -> Result<Bytes> {
         let from = from.into();
-        if src.dtype != dtype {
-            let mut bytes = vec![0; from.numel() * dtype.size()];
-            let (mut rest, mut scratch) = (&mut bytes[..], [0.0; _]);
+        let src_dtype = match src.layout {
+            Layout::Values(src_dtype) => src_dtype,
+            Layout::Codes(code) => return Ok(self.read_coded(code, src, &from, dtype)),
+        };
+        if src_dtype != dtype {
+            let mut bytes = Vec::with_capacity(from.numel() * dtype.size());
             for run in from.runs() {
-                let dst = rest
-                    .split_off_mut(..run.len() * dtype.size())
-                    .expect("as long as all runs together");
-                self.convert(src.bytes(run), src.dtype, dst, dtype, &mut scratch);
+                convert::append(self.level, src.bytes(run), src_dtype, &mut bytes, dtype);
             }
             return Ok(bytes.into());
         }
@@ -234,6 +256,15 @@ impl Backend for Cpu {
         let mut bytes = Vec::with_capacity(from.numel() * dtype.size());
         from.runs().for_each(|run| bytes.extend_from_slice(src.bytes(run)));
         Ok(bytes.into())
+    }
+
+    fn read_tiles(&self, src: &Buffer, tiles: Range<usize>) -> Result<Bytes> {
+        Ok(coded::read_tiles(src, tiles))
+    }
+
+    fn store_tiles(&self, dst: &mut Buffer, tiles: Range<usize>, src: &[u8]) -> Result<()> {
+        coded::store_tiles(dst, tiles, src);
+        Ok(())
     }
 
     fn block_sums(&self, src: &Buffer, range: Range<usize>) -> Result<Vec<f64>> {
@@ -246,7 +277,7 @@ impl Backend for Cpu {
         update: &Update<'_>,
         master: Output<'_, Buffer>,
         state: Vec<Output<'_, Buffer>>,
-        gradient: &Buffer,
+        gradient: Option<&Buffer>,
         published: Option<&mut Buffer>,
     ) -> Result<()> {
         step::apply(self, update, master, state, gradient, published);
@@ -255,11 +286,22 @@ impl Backend for Cpu {
 
     fn copy(&self, src: &Buffer, dst: &mut Buffer) -> Result<()> {
         assert_eq!(src.numel, dst.numel, "a copy has as many elements");
-        if src.dtype == dst.dtype {
+        if src.layout == dst.layout {
             dst.memory.bytes_mut().copy_from_slice(src.memory.bytes());
-        } else {
-            let to = dst.dtype;
-            self.convert(src.memory.bytes(), src.dtype, dst.memory.bytes_mut(), to, &mut [0.0; _]);
+            return Ok(());
+        }
+        match (src.layout, dst.layout) {
+            (Layout::Values(from), Layout::Values(to)) => {
+                let (from_bytes, to_bytes) = (src.memory.bytes(), dst.memory.bytes_mut());
+                convert::cast(self.level, from_bytes, from, to_bytes, to);
+            }
+            (Layout::Values(from), Layout::Codes(code)) => {
+                self.store_coded(code, dst, 0..src.numel, src.memory.bytes(), from);
+            }
+            (Layout::Codes(code), Layout::Values(to)) => {
+                self.decode_into(code, src, 0..src.numel, dst.memory.bytes_mut(), to);
+            }
+            (Layout::Codes(_), Layout::Codes(_)) => unreachable!("a copy has the same code"),
         }
         Ok(())
     }

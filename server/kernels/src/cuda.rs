@@ -11,18 +11,20 @@
 use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
-use zeroshard_model::{Elements, dtype::DType, geometry::blocks::BLOCK};
+use zeroshard_loops::convert::{self, Bf16, F16, F32};
+use zeroshard_model::{
+    Elements,
+    dtype::DType,
+    geometry::blocks::{BLOCK, TILE},
+    optimizer::Code,
+};
 
 use super::{
-    Backend, Failure, Output, Result, Update, Usage,
-    failure::DeviceName,
-    loops::{
-        Level,
-        convert::{self, Bf16, F16, F32},
-    },
+    Backend, Failure, Output, Result, Update, Usage, failure::DeviceName, layout::Layout,
+    loops::Level,
 };
 use launch::{Address, Array, Launch, Published, dtype_number};
-use step::Step;
+use step::{Rounding, Step};
 
 pub(crate) mod driver;
 #[cfg(test)]
@@ -30,7 +32,7 @@ mod fake;
 #[cfg(test)]
 mod host;
 pub(crate) mod launch;
-mod step;
+pub(crate) mod step;
 #[cfg(test)]
 mod tests;
 
@@ -88,7 +90,7 @@ pub(crate) struct Cuda<D: Device> {
 /// An array in the memory of a device.
 pub(crate) struct Buffer<D: Device> {
     memory: Memory<D>,
-    dtype: DType,
+    layout: Layout,
     numel: usize,
 }
 
@@ -107,18 +109,51 @@ impl<D: Device> Drop for Memory<D> {
 impl<D: Device> Buffer<D> {
     /// The address of an element.
     fn address(&self, element: usize) -> Address {
-        self.memory.address + (element * self.dtype.size()) as Address
+        let size = match self.layout {
+            Layout::Values(dtype) => dtype.size(),
+            Layout::Codes(_) => 1,
+        };
+        self.memory.address + (element * size) as Address
     }
-}
 
-/// The launch that converts consecutive elements of one dtype to another.
-fn conversion(
-    (to, to_dtype): (Address, u32),
-    numel: usize,
-    (from, from_dtype): (Address, u32),
-) -> Launch {
-    let launch = Launch::over_elements("store", numel).with(to).with(to_dtype).with(numel);
-    launch.with(from).with(from_dtype)
+    /// The address of the exponent of the tile of an element of 8-bit state.
+    fn exponent(&self, element: usize) -> Address {
+        self.address(self.numel) + (element / TILE) as Address
+    }
+
+    /// The addresses and lengths of the codes of whole tiles, and of their exponents.
+    fn tiles(&self, tiles: &Range<usize>) -> [(Address, usize); 2] {
+        let exponents = tiles.end.div_ceil(TILE) - tiles.start / TILE;
+        [(self.address(tiles.start), tiles.len()), (self.exponent(tiles.start), exponents)]
+    }
+
+    /// The launch that stores consecutive elements, of 8-bit state whole tiles, at `start`.
+    fn stored(&self, start: usize, numel: usize, values: (Address, DType)) -> Launch {
+        let from = (values.0, dtype_number(values.1));
+        match self.layout {
+            Layout::Values(to) => {
+                Launch::conversion((self.address(start), dtype_number(to)), numel, from)
+            }
+            Layout::Codes(code) => {
+                let to = [self.address(start), self.exponent(start)];
+                Launch::encoding(code, to, numel, from)
+            }
+        }
+    }
+
+    /// The launch that loads consecutive elements.
+    fn loaded(&self, run: &Range<usize>, to: (Address, DType)) -> Launch {
+        let to = (to.0, dtype_number(to.1));
+        match self.layout {
+            Layout::Values(of) => {
+                Launch::conversion(to, run.len(), (self.address(run.start), dtype_number(of)))
+            }
+            Layout::Codes(code) => {
+                let from = [self.address(0), self.exponent(0)];
+                Launch::decoding(code, to, run, from)
+            }
+        }
+    }
 }
 
 /// Splits consecutive elements, and those of a box, at every `stage` elements. Each part has its
@@ -153,6 +188,13 @@ impl<D: Device> Cuda<D> {
         Self { device: Arc::new(device), level: Level::best() }
     }
 
+    fn buffer(&self, layout: Layout, numel: usize) -> Result<Buffer<D>> {
+        let device = self.device();
+        let too_large = || Failure::out_of_memory(device, usize::MAX);
+        let bytes = layout.bytes(numel).ok_or_else(too_large)?;
+        Ok(Buffer { memory: self.memory(bytes)?, layout, numel })
+    }
+
     fn memory(&self, bytes: usize) -> Result<Memory<D>> {
         let address = self.device.allocate(bytes)?;
         Ok(Memory { device: self.device.clone(), address })
@@ -171,7 +213,9 @@ impl<D: Device> Cuda<D> {
     ) -> Result<bool> {
         assert_eq!(src.len(), at.numel() * dtype.size(), "one value for each element");
         let (mut rest, mut finite) = (src, true);
-        for part in parts(at, self.device.stage_bytes() / dtype.size()) {
+        // Whole tiles stay together.
+        let stage = self.device.stage_bytes() / dtype.size() / TILE * TILE;
+        for part in parts(at, stage) {
             let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
             let (values, later) = rest.split_at(numel * dtype.size());
             rest = later;
@@ -227,14 +271,23 @@ impl<D: Device> Backend for Cuda<D> {
     }
 
     fn dtype(&self, buffer: &Self::Buffer) -> DType {
-        buffer.dtype
+        buffer.layout.dtype()
+    }
+
+    fn bytes(&self, buffer: &Self::Buffer) -> usize {
+        buffer.layout.bytes(buffer.numel).expect("it was computed before the allocation")
     }
 
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer> {
-        let device = self.device();
-        let too_large = || Failure::out_of_memory(device, usize::MAX);
-        let bytes = numel.checked_mul(dtype.size()).ok_or_else(too_large)?;
-        Ok(Buffer { memory: self.memory(bytes)?, dtype, numel })
+        self.buffer(Layout::Values(dtype), numel)
+    }
+
+    fn allocate_coded(&self, code: Code, numel: usize) -> Result<Self::Buffer> {
+        self.buffer(Layout::Codes(code), numel)
+    }
+
+    fn another(&self, of: &Self::Buffer) -> Result<Self::Buffer> {
+        self.buffer(of.layout, of.numel)
     }
 
     fn store(
@@ -244,9 +297,8 @@ impl<D: Device> Backend for Cuda<D> {
         src: &[u8],
         dtype: DType,
     ) -> Result<bool> {
-        let [to, of] = [dst.dtype, dtype].map(dtype_number);
         self.receive(&at.into(), src, dtype, |start, numel, values| {
-            conversion((dst.address(start), to), numel, (values, of))
+            dst.stored(start, numel, (values, dtype))
         })
     }
 
@@ -284,14 +336,12 @@ impl<D: Device> Backend for Cuda<D> {
         let from = from.into();
         let mut bytes = vec![0; from.numel() * dtype.size()];
         let mut rest = &mut bytes[..];
-        let [of, as_dtype] = [src.dtype, dtype].map(dtype_number);
         for part in parts(&from, self.device.stage_bytes() / dtype.size()) {
             let numel: usize = part.iter().map(ExactSizeIterator::len).sum();
             let values = rest.split_off_mut(..numel * dtype.size()).expect("as long as all parts");
             self.device.download(values, &mut |mut to| {
                 let launches = part.iter().map(|run| {
-                    let source = (src.address(run.start), of);
-                    let launch = conversion((to, as_dtype), run.len(), source);
+                    let launch = src.loaded(run, (to, dtype));
                     to += (run.len() * dtype.size()) as Address;
                     launch
                 });
@@ -299,6 +349,42 @@ impl<D: Device> Backend for Cuda<D> {
             })?;
         }
         Ok(bytes.into())
+    }
+
+    fn read_tiles(&self, src: &Self::Buffer, tiles: Range<usize>) -> Result<Bytes> {
+        let mut bytes = Vec::new();
+        for (from, length) in src.tiles(&tiles) {
+            for start in (0..length).step_by(self.device.stage_bytes()) {
+                let length = self.device.stage_bytes().min(length - start);
+                let mut part = vec![0; length];
+                self.device.download(&mut part, &mut |to| {
+                    self.device.launch(&[Launch::bytes(to, length, from + start as Address)])
+                })?;
+                bytes.extend_from_slice(&part);
+            }
+        }
+        Ok(bytes.into())
+    }
+
+    fn store_tiles(
+        &self,
+        dst: &mut Self::Buffer,
+        tiles: Range<usize>,
+        mut src: &[u8],
+    ) -> Result<()> {
+        for (mut to, length) in dst.tiles(&tiles) {
+            let (these, later) = src.split_at(length);
+            src = later;
+            for part in these.chunks(self.device.stage_bytes()) {
+                self.device.upload(
+                    part.len(),
+                    &mut |pinned| pinned.copy_from_slice(part),
+                    &mut |from| self.device.launch(&[Launch::bytes(to, part.len(), from)]),
+                )?;
+                to += part.len() as Address;
+            }
+        }
+        Ok(())
     }
 
     fn block_sums(&self, src: &Self::Buffer, range: Range<usize>) -> Result<Vec<f64>> {
@@ -320,7 +406,7 @@ impl<D: Device> Backend for Cuda<D> {
         update: &Update<'_>,
         master: Output<'_, Self::Buffer>,
         state: Vec<Output<'_, Self::Buffer>>,
-        gradient: &Self::Buffer,
+        gradient: Option<&Self::Buffer>,
         published: Option<&mut Self::Buffer>,
     ) -> Result<()> {
         let array = |of: &Output<'_, Self::Buffer>| Array {
@@ -328,6 +414,8 @@ impl<D: Device> Backend for Cuda<D> {
             to: of.buffer.address(0),
         };
         assert_eq!(state.len(), update.optimizer.state().len(), "the state tensors");
+        let is_coded = state.iter().any(|of| of.buffer.layout.code().is_some());
+        let gradient = gradient.unwrap_or(master.buffer);
         assert_eq!(gradient.numel, master.buffer.numel, "the gradient is of the master's size");
         let step = Step {
             numel: master.buffer.numel,
@@ -336,13 +424,14 @@ impl<D: Device> Backend for Cuda<D> {
             gradient: gradient.address(0),
             published: match &published {
                 None => Published { to: 0, dtype: 0 },
-                Some(of) => Published { to: of.address(0), dtype: dtype_number(of.dtype) },
+                Some(of) => Published { to: of.address(0), dtype: dtype_number(of.layout.dtype()) },
             },
+            rounding: is_coded.then(|| Rounding::of(update)),
         };
         let scratch = self.memory(step.scratch_bytes())?;
         self.device.launch(&step.launches(update, scratch.address))?;
         // The master in its own dtype is not published by the kernels.
-        match published.filter(|of| of.dtype == DType::F32) {
+        match published.filter(|of| of.layout.dtype() == DType::F32) {
             Some(published) => self.copy(master.buffer, published),
             None => Ok(()),
         }
@@ -353,7 +442,14 @@ impl<D: Device> Backend for Cuda<D> {
         if src.numel == 0 {
             return Ok(());
         }
-        let (to, from) = [dst, src].map(|of| (of.address(0), dtype_number(of.dtype))).into();
-        self.device.launch(&[conversion(to, src.numel, from)])
+        let launch = match (src.layout, dst.layout) {
+            (Layout::Codes(from), Layout::Codes(to)) => {
+                assert_eq!(from, to, "copies have the same code");
+                Launch::bytes(dst.address(0), self.bytes(src), src.address(0))
+            }
+            (Layout::Values(from), _) => dst.stored(0, src.numel, (src.address(0), from)),
+            (_, Layout::Values(to)) => src.loaded(&(0..src.numel), (dst.address(0), to)),
+        };
+        self.device.launch(&[launch])
     }
 }

@@ -20,15 +20,19 @@ use bytes::Bytes;
 use zeroshard_model::{
     Elements,
     dtype::DType,
-    optimizer::{AppliedSteps, Optimizer},
+    optimizer::{AppliedSteps, Code, Optimizer},
 };
+use zeroshard_shm::Arena;
 
 pub mod cpu;
 mod cuda;
 mod failure;
+mod kernel;
+mod layout;
 pub mod loops;
 mod memory;
 mod optim;
+mod random;
 
 #[cfg(test)]
 mod conformance;
@@ -36,6 +40,7 @@ mod conformance;
 pub use cpu::Cpu;
 pub use cuda::driver::lane::Lane;
 pub use failure::{DeviceName, Failure, Result};
+pub use kernel::reads_gradient_once;
 pub use memory::{Memory, has_headroom};
 pub use optim::{fill, initial_state};
 
@@ -91,6 +96,38 @@ pub trait Backend: Send + Sync + 'static {
     /// affected.
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer>;
 
+    /// Allocates like [`Backend::allocate`], in `arena` if the device has such memory and there is
+    /// room.
+    ///
+    /// # Errors
+    /// Those of [`Backend::allocate`].
+    fn allocate_in(&self, _arena: &Arc<Arena>, dtype: DType, numel: usize) -> Result<Self::Buffer> {
+        self.allocate(dtype, numel)
+    }
+
+    /// Allocates an array of 8-bit optimizer state ([`loops::code`]) whose elements are 0. It has
+    /// dtype f32 for all operations: [`Backend::read`] and [`Backend::copy`] decode. What encodes
+    /// ([`Backend::store`], [`Backend::copy`]) writes whole tiles, rounded to nearest. No other
+    /// operation than [`Backend::apply`] accepts it.
+    ///
+    /// # Errors
+    /// Those of [`Backend::allocate`].
+    fn allocate_coded(&self, code: Code, numel: usize) -> Result<Self::Buffer>;
+
+    /// Allocates another array of the same size, dtype and code, if possible in the same arena.
+    ///
+    /// # Errors
+    /// Those of [`Backend::allocate`].
+    fn another(&self, of: &Self::Buffer) -> Result<Self::Buffer>;
+
+    /// The size of `buffer` in bytes.
+    fn bytes(&self, buffer: &Self::Buffer) -> usize;
+
+    /// The bytes of an array in its arena, if it is in one.
+    fn place(&self, _buffer: &Self::Buffer) -> Option<Range<usize>> {
+        None
+    }
+
     /// Provides the memory of these elements now, so that their first use is as fast as later ones.
     fn populate(&self, buffer: &mut Self::Buffer, range: Range<usize>);
 
@@ -135,6 +172,13 @@ pub trait Backend: Send + Sync + 'static {
         dtype: DType,
     ) -> Result<Bytes>;
 
+    /// Reads the elements `tiles` of 8-bit state, which are whole tiles, as they are stored: a byte
+    /// for each element, followed by a byte for each tile.
+    fn read_tiles(&self, src: &Self::Buffer, tiles: Range<usize>) -> Result<Bytes>;
+
+    /// Stores what [`Backend::read_tiles`] of a buffer with the same code has returned.
+    fn store_tiles(&self, dst: &mut Self::Buffer, tiles: Range<usize>, src: &[u8]) -> Result<()>;
+
     /// The sum of squares of each block of `range` in f64. `range` begins at the beginning of a
     /// block; see [`loops::sum`] for the order. A sum is finite exactly if every element of the
     /// block is finite.
@@ -142,14 +186,20 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Applies one optimizer step in one pass over memory (LAMB: two, Adafactor: three). `master`,
     /// `state` (one buffer for each of [`Optimizer::state`], in that order) and `gradient` are f32
-    /// and of equal size, except state of another shape ([`Optimizer::state_shapes`]). The new
-    /// master is also cast into `published`, if there is one, while it is in cache.
+    /// and of equal size, except state of another shape ([`Optimizer::state_shapes`]). All state of
+    /// an optimizer with [`Optimizer::state_codes`] may have these codes instead; the new values
+    /// are then rounded stochastically. The new master is also cast into `published`, if there is
+    /// one, while it is in cache.
+    ///
+    /// `gradient`: `None` if it is in `master.buffer`, where the new values replace it, and the
+    /// earlier values are elsewhere. Only optimizers that [read it once](reads_gradient_once) can
+    /// do this.
     fn apply(
         &self,
         update: &Update<'_>,
         master: Output<'_, Self::Buffer>,
         state: Vec<Output<'_, Self::Buffer>>,
-        gradient: &Self::Buffer,
+        gradient: Option<&Self::Buffer>,
         published: Option<&mut Self::Buffer>,
     ) -> Result<()>;
 
@@ -198,28 +248,33 @@ pub struct Update<'a> {
     /// The factor of the gradient: the clip coefficient divided by the loss scale and the number of
     /// contributions.
     pub coefficient: f32,
+    /// The first element of the arrays.
+    pub at: Position,
+}
+
+/// An element of a job, by which the rounding of 8-bit state differs from that of other elements.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Position {
+    /// The index of the tensor in the job.
+    pub tensor: u64,
+    /// The number of the element in the tensor: the first one of a tile.
+    pub element: u64,
 }
 
 impl<'a> Update<'a> {
-    /// The step that follows the `applied` ones.
+    /// The step that follows the `applied` ones, at the beginning of the first tensor.
     pub fn after(applied: AppliedSteps, optimizer: &'a Optimizer, coefficient: f32) -> Self {
-        let scalar_state = match optimizer {
-            _ if applied.count > 0 => applied.scalar_state,
-            Optimizer::NAdam(_) => [1.0, 0.0],
-            Optimizer::Asgd(asgd) => [asgd.lr as f32, 1.0],
-            _ => [0.0; 2],
+        let scalar_state = match applied.count {
+            0 => kernel::of(optimizer).scalars_before(),
+            _ => applied.scalar_state,
         };
-        Self { optimizer, step: applied.count + 1, scalar_state, coefficient }
+        let at = Position::default();
+        Self { optimizer, step: applied.count + 1, scalar_state, coefficient, at }
     }
 
     /// The applied steps, including this one.
     pub fn applied(&self) -> AppliedSteps {
-        let Self { step, scalar_state: [first, _], .. } = *self;
-        let scalar_state = match self.optimizer {
-            Optimizer::NAdam(nadam) => [loops::nadam::mu_product_after(nadam, step, first), 0.0],
-            Optimizer::Asgd(asgd) => loops::asgd::eta_and_mu_after(asgd, step),
-            _ => [0.0; 2],
-        };
-        AppliedSteps { count: step, scalar_state }
+        let scalar_state = kernel::of(self.optimizer).scalars_after(self);
+        AppliedSteps { count: self.step, scalar_state }
     }
 }

@@ -1,115 +1,24 @@
-//! The loops: one file for each family of optimizers, with its formula, its scalars and its loop
-//! over slices.
+//! The loops. Each optimizer has a file of its name, with its formula, its scalars, its loop over
+//! slices and the launches of its kernels for GPUs.
 //!
-//! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and
-//! selected at run time. The compiler vectorises it. Because it never contracts to fused
-//! multiply-adds and never reorders floating-point operations, all three give the same bits.
+//! Every loop is compiled for each instruction set: see [`zeroshard_loops`].
 //!
 //! The scalars have the layout of C, because the kernels for GPUs (`../cuda/kernels`) take them
 //! too.
 
-pub mod adadelta;
-pub mod adafactor;
-pub mod adagrad;
-pub mod adam;
-pub mod adamax;
-pub mod asgd;
-pub mod average;
-pub mod convert;
-pub mod lamb;
-pub mod lion;
-pub mod nadam;
+pub mod code;
 pub mod prefetch;
-pub mod radam;
-pub mod rmsprop;
-pub mod sgd;
 pub mod stream;
 pub mod sum;
 
-/// An instruction set that this machine has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Level(Isa);
+pub use zeroshard_loops::Level;
+use zeroshard_loops::vectorised;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Isa {
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    Baseline,
+macro_rules! modules {
+    ($($(#[$doc:meta])* $kind:ident $name:ident $table:tt)*) => { $(pub mod $name;)* };
 }
 
-impl Level {
-    /// The fastest instruction set of this machine.
-    pub fn best() -> Level {
-        Level::all()[0]
-    }
-
-    /// All instruction sets of this machine, fastest first.
-    pub fn all() -> Vec<Level> {
-        // INVARIANT: a `Level` is created only here, after checking the machine. The unsafe calls
-        // rely on it.
-        let mut levels = Vec::new();
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl")
-            {
-                levels.push(Level(Isa::Avx512));
-            }
-            if is_x86_feature_detected!("avx2") {
-                levels.push(Level(Isa::Avx2));
-            }
-        }
-        levels.push(Level(Isa::Baseline));
-        levels
-    }
-}
-
-/// Compiles a function once for each instruction set. The generated function takes the [`Level`] as
-/// its first argument.
-macro_rules! vectorised {
-    ($(#[$meta:meta])* pub fn $name:ident $(<$generic:ident: $bound:ident>)? (
-        $($arg:ident: $type:ty),* $(,)?
-    ) $(-> $output:ty)? $body:block) => {
-        $(#[$meta])*
-        pub fn $name $(<$generic: $bound>)? (
-            level: $crate::loops::Level, $($arg: $type),*
-        ) $(-> $output)? {
-            #[inline(always)]
-            fn body $(<$generic: $bound>)? ($($arg: $type),*) $(-> $output)? $body
-
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-            fn avx512 $(<$generic: $bound>)? ($($arg: $type),*) $(-> $output)? {
-                body $(::<$generic>)? ($($arg),*)
-            }
-
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2")]
-            fn avx2 $(<$generic: $bound>)? ($($arg: $type),*) $(-> $output)? {
-                body $(::<$generic>)? ($($arg),*)
-            }
-
-            match level.0 {
-                // SAFETY: such a level exists only if the machine has these instructions.
-                #[cfg(target_arch = "x86_64")]
-                $crate::loops::Isa::Avx512 => unsafe {
-                    avx512 $(::<$generic>)? ($($arg),*)
-                },
-                // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                $crate::loops::Isa::Avx2 => unsafe {
-                    avx2 $(::<$generic>)? ($($arg),*)
-                },
-                $crate::loops::Isa::Baseline => body $(::<$generic>)? ($($arg),*),
-            }
-        }
-    };
-}
-use vectorised;
+zeroshard_model::optimizers!(modules);
 
 /// `coefficient`, negated if the objective is maximised; the multiplication then equals torch's
 /// `-gradient`.

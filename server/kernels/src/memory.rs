@@ -1,9 +1,10 @@
 //! Zeroed, aligned host memory whose allocation can fail without aborting.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use bytemuck::{Pod, Zeroable};
 use memmap2::{Advice, MmapMut, MmapOptions};
+use zeroshard_shm::{Arena, Block, SHARED_FROM};
 
 /// From this size on, memory is mapped separately, so that the kernel gets it back as soon as it is
 /// dropped. For smaller arrays (a model may have ten thousand small tensors) separate mappings
@@ -43,6 +44,7 @@ pub struct Memory {
 enum Storage {
     Heap(Vec<Line>),
     Mapped(MmapMut),
+    Shared(Block),
 }
 
 impl Memory {
@@ -63,17 +65,45 @@ impl Memory {
         Some(Memory { storage, len })
     }
 
+    /// Allocates `len` zero bytes in `arena`, which other processes can map. A small array, and one
+    /// for which the arena has no room, is allocated elsewhere. Returns `None` if there is not
+    /// enough memory.
+    pub fn shared(arena: &Arc<Arena>, len: usize) -> Option<Memory> {
+        match Some(len).filter(|&len| len >= SHARED_FROM).and_then(|len| arena.allocate(len)) {
+            Some(block) => Some(Memory { storage: Storage::Shared(block), len }),
+            None => Memory::zeroed(len),
+        }
+    }
+
+    /// Another array of this size in the same place; `None` if there is not enough memory.
+    pub fn another(&self) -> Option<Memory> {
+        match &self.storage {
+            Storage::Shared(block) => Memory::shared(block.arena(), self.len),
+            Storage::Heap(_) | Storage::Mapped(_) => Memory::zeroed(self.len),
+        }
+    }
+
+    /// The position of the array in its arena, if it is in one.
+    pub fn place(&self) -> Option<Range<usize>> {
+        match &self.storage {
+            Storage::Shared(block) => Some(block.range()),
+            Storage::Heap(_) | Storage::Mapped(_) => None,
+        }
+    }
+
     /// Has the kernel provide the pages of a range now. A page that is first read and then written
     /// is faulted in twice otherwise, and the second fault interrupts all cores: the first step
     /// took ten times as long as the others.
     pub fn populate(&mut self, range: Range<usize>) {
-        if let Storage::Mapped(map) = &self.storage {
-            for start in range.clone().step_by(POPULATED) {
-                let length = POPULATED.min(range.end - start);
-                // Linux before 5.14 does not support this advice, and populates pages at their
-                // first use.
-                let _ = map.advise_range(Advice::PopulateWrite, start, length);
-            }
+        for start in range.clone().step_by(POPULATED) {
+            let length = POPULATED.min(range.end - start);
+            // Linux before 5.14 does not support this advice, and populates pages at their first
+            // use.
+            let _ = match &mut self.storage {
+                Storage::Heap(_) => return,
+                Storage::Mapped(map) => map.advise_range(Advice::PopulateWrite, start, length),
+                Storage::Shared(block) => block.populate(start..start + length),
+            };
         }
     }
 
@@ -82,6 +112,7 @@ impl Memory {
         let all = match &self.storage {
             Storage::Heap(lines) => bytemuck::cast_slice(lines),
             Storage::Mapped(map) => &map[..],
+            Storage::Shared(block) => block.bytes(),
         };
         &all[..self.len]
     }
@@ -91,6 +122,7 @@ impl Memory {
         let all = match &mut self.storage {
             Storage::Heap(lines) => bytemuck::cast_slice_mut(lines),
             Storage::Mapped(map) => &mut map[..],
+            Storage::Shared(block) => block.bytes_mut(),
         };
         &mut all[..self.len]
     }
@@ -101,9 +133,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_kinds_are_zeroed_aligned_and_of_the_right_size() {
-        for len in [0, 1, 63, 64, 4_000, MAPPED_FROM - 1, MAPPED_FROM, MAPPED_FROM + 1] {
-            let mut memory = Memory::zeroed(len).unwrap();
+    fn all_kinds_are_zeroed_aligned_and_of_the_right_size() {
+        let arena = Arena::create("test", 16 * MAPPED_FROM).unwrap();
+        let lens =
+            [0, 1, 63, 64, 4_000, SHARED_FROM, MAPPED_FROM - 1, MAPPED_FROM, MAPPED_FROM + 1];
+        let apart = lens.map(|len| (Memory::zeroed(len).unwrap(), len));
+        let shared = lens.map(|len| (Memory::shared(&arena, len).unwrap(), len));
+        for (mut memory, len) in apart.into_iter().chain(shared) {
+            let another = memory.another().unwrap();
+            assert_eq!(
+                (another.bytes().len(), another.place().is_some()),
+                (len, memory.place().is_some())
+            );
             assert_eq!(memory.bytes().len(), len);
             assert_eq!(memory.bytes().as_ptr().align_offset(64), 0);
             assert!(memory.bytes_mut().iter().all(|&byte| byte == 0));
@@ -111,6 +152,17 @@ mod tests {
             memory.populate(len / 3..len);
             assert!(memory.bytes().iter().all(|&byte| byte == 7));
         }
+    }
+
+    #[test]
+    fn large_arrays_are_in_the_arena_while_there_is_room() {
+        let arena = Arena::create("test", 2 * SHARED_FROM).unwrap();
+        assert_eq!(Memory::shared(&arena, SHARED_FROM - 1).unwrap().place(), None);
+        let first = Memory::shared(&arena, SHARED_FROM).unwrap();
+        assert_eq!(first.place(), Some(0..SHARED_FROM));
+        assert_eq!(first.another().unwrap().place(), Some(SHARED_FROM..2 * SHARED_FROM));
+        let second = first.another().unwrap();
+        assert_eq!((first.another().unwrap().place(), second.bytes().len()), (None, SHARED_FROM));
     }
 
     #[test]

@@ -37,6 +37,12 @@ impl Budget {
         self.reserve(bytes).then(|| Space { budget: self.clone(), bytes })
     }
 
+    /// Returns whether [`Self::take`] would succeed now.
+    pub fn has(&self, bytes: u64) -> bool {
+        let fits = self.used().checked_add(bytes).is_some_and(|sum| sum <= self.limit);
+        fits && self.whole.as_ref().is_none_or(|whole| whole.has(bytes))
+    }
+
     fn reserve(&self, bytes: u64) -> bool {
         let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.limit);
         if self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_err() {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use zeroshard_kernels::{Backend, DeviceName};
 use zeroshard_model::{Error, JobSpec, Result};
+use zeroshard_shm::Arena;
 
 use super::budget::{Budget, Space};
 use crate::tier::{Places, Sizes, Tiers};
@@ -29,6 +30,8 @@ pub struct Home<'a, B: Backend> {
     pub device: &'a Device<B>,
     /// The tiers of the arrays.
     pub places: Places,
+    /// Where the published parameters are, if they are in memory.
+    pub arena: Option<&'a Arc<Arena>>,
 }
 
 impl<B: Backend> Clone for Home<'_, B> {
@@ -59,14 +62,11 @@ pub fn place<'a, B: Backend>(
         |of: &&Device<B>| of.tiers.is_none() && of.backend.device() != DeviceName::Cpu;
     if let Some(gpu) = devices.iter().find(keeps_all_on_gpu).filter(|_| job.offload) {
         let name = gpu.backend.device();
-        return Err(Error::invalid(
-            format!("offload of job {:?}", job.name),
-            "true",
-            format!(
-                "false, because a server has all slices on {name}: start it with --device-memory, \
-                 and --host-memory or --disk"
-            ),
-        ));
+        return Err(Error::refused(format!(
+            "job {:?} has offload, but a server has all slices on {name}; start it with \
+             --device-memory, and --host-memory or --disk",
+            job.name
+        )));
     }
     let (mut of_device, mut spaces) = (vec![Vec::new(); usable.len()], Vec::new());
     for (position, &slice) in slices.iter().enumerate() {
@@ -88,7 +88,7 @@ pub fn place<'a, B: Backend>(
             None => vec![Places::default(); here.len()],
         };
         for (position, places) in positions.into_iter().zip(places) {
-            homes[position] = Some(Home { device, places });
+            homes[position] = Some(Home { device, places, arena: None });
         }
     }
     Ok((homes.into_iter().flatten().collect(), spaces))

@@ -65,7 +65,7 @@ fn a_job_with_offload_is_refused_by_a_gpu_without_other_memory_and_is_like_any_o
     gpu.device = DeviceName::Cuda(3);
     let on_gpu = devices([gpu]);
     let refused = place(&on_gpu, &offload, &[0]).err().unwrap().to_string();
-    assert!(refused.contains("offload of job \"job\"") && refused.contains("cuda:3"), "{refused}");
+    assert!(refused.contains("job \"job\" has offload") && refused.contains("cuda:3"), "{refused}");
     assert!(place(&on_gpu, &job(&[4]), &[0]).is_ok());
 }
 

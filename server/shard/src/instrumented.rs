@@ -11,7 +11,7 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_kernels::{Backend, Cpu, DeviceName, Failure, Output, Result, Update};
-use zeroshard_model::{DType, Elements};
+use zeroshard_model::{DType, Elements, optimizer::Code};
 
 type Buffer = <Cpu as Backend>::Buffer;
 
@@ -32,6 +32,14 @@ impl Instrumented {
     pub(crate) fn new() -> Self {
         let (writes, room) = (AtomicUsize::new(0), AtomicUsize::new(usize::MAX));
         Self { cpu: Cpu::new(), writes, room, device: DeviceName::Cpu, is_lost: false }
+    }
+
+    fn take_room(&self, bytes: usize, make: impl FnOnce() -> Result<Buffer>) -> Result<Buffer> {
+        let take = |room: usize| room.checked_sub(1);
+        match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+            Ok(_) => make(),
+            Err(_) => Err(Failure::out_of_memory(DeviceName::Cpu, bytes)),
+        }
     }
 
     fn count(&self) -> &Cpu {
@@ -55,11 +63,20 @@ impl Backend for Instrumented {
     }
 
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer> {
-        let take = |room: usize| room.checked_sub(1);
-        match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
-            Ok(_) => self.cpu.allocate(dtype, numel),
-            Err(_) => Err(Failure::out_of_memory(DeviceName::Cpu, numel * dtype.size())),
-        }
+        self.take_room(numel * dtype.size(), || self.cpu.allocate(dtype, numel))
+    }
+
+    fn allocate_coded(&self, code: Code, numel: usize) -> Result<Buffer> {
+        self.take_room(numel, || self.cpu.allocate_coded(code, numel))
+    }
+
+    fn another(&self, of: &Buffer) -> Result<Buffer> {
+        let another = || self.cpu.another(of);
+        self.take_room(self.cpu.bytes(of), another)
+    }
+
+    fn bytes(&self, buffer: &Buffer) -> usize {
+        self.cpu.bytes(buffer)
     }
 
     fn populate(&self, buffer: &mut Buffer, range: Range<usize>) {
@@ -102,6 +119,14 @@ impl Backend for Instrumented {
         self.cpu.read(src, from, dtype)
     }
 
+    fn read_tiles(&self, src: &Buffer, tiles: Range<usize>) -> Result<Bytes> {
+        self.cpu.read_tiles(src, tiles)
+    }
+
+    fn store_tiles(&self, dst: &mut Buffer, tiles: Range<usize>, src: &[u8]) -> Result<()> {
+        self.count().store_tiles(dst, tiles, src)
+    }
+
     fn block_sums(&self, src: &Buffer, range: Range<usize>) -> Result<Vec<f64>> {
         self.cpu.block_sums(src, range)
     }
@@ -111,7 +136,7 @@ impl Backend for Instrumented {
         update: &Update<'_>,
         master: Output<'_, Buffer>,
         state: Vec<Output<'_, Buffer>>,
-        gradient: &Buffer,
+        gradient: Option<&Buffer>,
         published: Option<&mut Buffer>,
     ) -> Result<()> {
         self.cpu.apply(update, master, state, gradient, published)

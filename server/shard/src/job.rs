@@ -18,6 +18,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use zeroshard_model::{AppliedSteps, Error, JobSpec, Placement, Result};
+use zeroshard_shm::Arena;
 
 use super::{
     budget::{Budget, Space},
@@ -28,20 +29,22 @@ use super::{
     senders::{self, Sent, describe},
     slice::{Holds, Memory, Reduced, Role, Slice, Upload},
 };
-use allocation::{Allocation, check_placement};
-pub use held::Held;
+use allocation::{Allocation, arena_of, check_placement};
+use early::EarlyValues;
 use progress::Progress;
 pub use progress::{Decided, Ready};
 use ranks::Ranks;
 pub use ranks::Rest;
+pub use report::JobReport;
 use zeroshard_kernels::Backend;
 use zeroshard_model::Attempt;
 
 mod allocation;
-mod held;
+mod early;
 mod progress;
 mod ranks;
 mod replicas;
+mod report;
 mod steps;
 
 /// A job to be opened, and the resources of this server that it uses.
@@ -117,6 +120,9 @@ pub struct Job<B: Backend, D> {
     devices: Arc<[Device<B>]>,
     /// The shares of the job in the resources of the server.
     pub shares: Shares,
+    /// The memory of the published parameters, which processes on this host can map; `None` if the
+    /// system has no such memory.
+    arena: Option<Arc<Arena>>,
     /// The parts of the devices' budgets that the slices take.
     spaces: Mutex<Vec<Space>>,
     /// The budget for the memory of early gradients.
@@ -125,6 +131,7 @@ pub struct Job<B: Backend, D> {
     /// The slices by number, empty where this server is neither primary nor backup. With another
     /// placement the server may get more slices.
     slices: Vec<OnceLock<Slice<B>>>,
+    early: Mutex<EarlyValues>,
     /// In a job with replicas: the version that can be read.
     served: AtomicU64,
     progress: Mutex<Progress<D>>,
@@ -173,10 +180,12 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         let attempt = Attempt::first(epoch, version.unwrap_or(0));
         let slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| OnceLock::new()).collect();
         let populates = !opening.is_restored;
+        let arena = arena_of(&spec);
         let new = Allocation {
             devices: &devices,
             spec: &spec,
             closed: &closed,
+            arena: arena.as_ref(),
             slices: &slices,
             populates,
             memory: &opening.shares.memory,
@@ -196,11 +205,13 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
             placement: RwLock::new(Arc::new(placement)),
             served: AtomicU64::new(0),
             devices,
+            arena,
             shares: opening.shares,
             spaces: Mutex::new(spaces),
             budget: opening.budget,
             host,
             slices,
+            early: Mutex::default(),
             progress: Mutex::new(progress),
             ranks: RwLock::default(),
             changed: watch::Sender::new(()),
@@ -213,6 +224,12 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
 
     pub fn epoch(&self) -> u64 {
         self.attempt().epoch
+    }
+
+    /// Returns the memory of the published parameters, which processes on this host can map, if the
+    /// system has such memory.
+    pub fn arena(&self) -> Option<&Arc<Arena>> {
+        self.arena.as_ref()
     }
 
     /// The open attempt.
@@ -388,19 +405,29 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         Ok(())
     }
 
-    /// Stores a chunk of a tensor's new values. Returns the number of new elements.
-    pub fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
-        let slice = self.slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
-        self.note(index, slice.replace(attempt, chunk, current))
-    }
-
     /// Checks the attempt of a push.
     ///
     /// # Errors
     /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] unless `attempt` is
     /// open and `slice` is at its version.
     fn check_attempt(&self, attempt: Attempt, slice: &Slice<B>) -> Result<()> {
+        self.check_open(attempt)?;
+        match slice.version() {
+            _ if self.host.lacks(Safeguard::Fence) => Ok(()),
+            Some(version) if version == attempt.step => Ok(()),
+            version => Err(Error::StepMismatch {
+                job: self.spec.name.clone(),
+                step: attempt.step,
+                current: version.unwrap_or_default(),
+            }),
+        }
+    }
+
+    /// Checks that `attempt` is open.
+    ///
+    /// # Errors
+    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`].
+    fn check_open(&self, attempt: Attempt) -> Result<()> {
         let mut progress = self.progress();
         if self.host.lacks(Safeguard::Fence) {
             return Ok(());
@@ -409,14 +436,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
             return Err(attempt.refusal(&self.spec.name, progress.attempt));
         }
         progress.begin_phase(|| self.host.now());
-        match slice.version() {
-            Some(version) if version == attempt.step => Ok(()),
-            version => Err(Error::StepMismatch {
-                job: self.spec.name.clone(),
-                step: attempt.step,
-                current: version.unwrap_or_default(),
-            }),
-        }
+        Ok(())
     }
 
     /// Counts a slice whose gradient is complete.

@@ -1,4 +1,6 @@
 //! Commands of the coordinator to a job before, during and between pushes.
+//!
+//! promise: exactly-once
 
 use std::sync::{
     Arc,
@@ -14,6 +16,7 @@ use crate::{
     fair::Resources,
     round::Absent,
     slice::Apply,
+    state_selector::StateSelector,
     tier::{
         Tiers,
         tests::{Fault, failing, scarce},
@@ -46,6 +49,12 @@ impl Host for Listener {
     fn measured(&self, _: Phase, _: Attempt, _: Duration, _: Option<&Error>) {}
 }
 
+/// The owners of all slices, as positions among two servers, of which the first is the subject.
+fn placed(replicas: usize, owners: Vec<u32>) -> Placement {
+    let server = |id| Server { id, incarnation: 1, address: format!("host:{id}") };
+    Placement::new(vec![server(1), server(2)], replicas, owners).unwrap()
+}
+
 fn chunk(rank: u32, value: f32) -> Chunk {
     let bytes = [value, value].iter().flat_map(|value| value.to_le_bytes()).collect();
     Chunk { rank, offset: 0, dtype: zeroshard_model::DType::F32, bytes }
@@ -64,8 +73,10 @@ impl Subject {
         let tensors = (0..slices).map(|index| TensorSpec::new(format!("t{index}"), [2]));
         let manifest = Manifest::new(tensors.collect()).unwrap();
         let spec = JobSpec { world, ..JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]) };
-        let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
-        let placement = Placement::new(servers, 1, vec![0; slices]).unwrap();
+        Self::with(spec, placed(1, vec![0; slices]), tiers)
+    }
+
+    fn with(spec: JobSpec, placement: Placement, tiers: Option<Arc<Tiers<Cpu>>>) -> Result<Self> {
         let (events, said) = unbounded_channel();
         let opening = Opening {
             id: JOB_ID,
@@ -267,21 +278,21 @@ fn a_command_that_is_repeated_drops_no_gradients() {
     subject.job.open_attempt(at(2, 0, 1), Some(0)).unwrap();
     subject.push(at(2, 0, 1), 0, 1, 3.0).unwrap();
     assert_eq!(subject.ready().unwrap().slices[0].sum_of_squares, 32.0);
-    assert_eq!(subject.job.held().rested, None);
+    assert_eq!(subject.job.report().rested, None);
 }
 
 #[test]
 fn the_description_of_a_job_has_the_end_of_a_rest_and_a_done_rank_does_not_rest() {
     let subject = Subject::initialised(1, 2);
     subject.job.open_attempt(at(1, 0, 1), Some(1)).unwrap();
-    assert_eq!(subject.job.held().rested, Some(1));
+    assert_eq!(subject.job.report().rested, Some(1));
     subject.job.open_attempt(at(1, 0, 2), None).unwrap();
-    assert_eq!(subject.job.held().rested, None);
+    assert_eq!(subject.job.report().rested, None);
     subject.job.grant(1, 7);
     subject.job.rank_rests(Rest { rank: 1, since: 0, excluded: false }, false).unwrap();
     subject.job.rank_done(1).unwrap();
-    let held = subject.job.held();
-    assert_eq!((held.resting.len(), held.leases.len(), held.done), (0, 0, vec![1]));
+    let report = subject.job.report();
+    assert_eq!((report.resting.len(), report.leases.len(), report.done), (0, 0, vec![1]));
 }
 
 #[test]
@@ -306,7 +317,7 @@ fn nothing_is_readable_before_version_0_is_published() {
     subject.upload_all(1, 1.0);
     let read = |slice| {
         let slice: &Slice<Cpu> = subject.job.slice(slice).unwrap();
-        slice.read(crate::part::Part::Parameters, "job", 0).unwrap()
+        slice.read(crate::state_selector::StateSelector::Parameters, "job", 0).unwrap()
     };
     assert!(read(0).is_none() && read(1).is_none());
     subject.job.publish(1).unwrap();
@@ -396,4 +407,89 @@ fn opening_stops_when_the_job_is_closed() {
     };
     let opened = Job::<_, Attempt>::open(opening, Arc::new(Listener(unbounded_channel().0)));
     assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));
+}
+
+/// A running job of one rank whose second slice was on another server until now. The subject is to
+/// copy it.
+fn degraded() -> Subject {
+    let tensors = ["here", "there"].map(|name| TensorSpec::new(name, [2]));
+    let manifest = Manifest::new(tensors.to_vec()).unwrap();
+    let groups = vec!["sgd".parse().unwrap()];
+    let spec = JobSpec { replicas: 2, ..JobSpec::new("job", manifest, groups) };
+    let mut subject = Subject::with(spec, placed(1, vec![0, 1]), None).unwrap();
+    subject.job.upload(at(1, 0, 0), 0, UPLOAD, &chunk(0, 0.0)).unwrap();
+    assert!(matches!(subject.said.try_recv(), Ok(JobEvent::Initialised { .. })));
+    subject.job.publish(1).unwrap();
+    subject.job.new_placement(2, placed(2, vec![0, 1, 1, 0])).unwrap();
+    subject
+}
+
+impl Subject {
+    /// Copies slice 1, whose elements are 4, and applies a step in which all gradients are 1.
+    fn copy_and_step(&self, attempt: Attempt) {
+        assert_eq!(self.job.begin_copy(1, &[1]).unwrap(), Some(vec![1]));
+        let Chunk { bytes, .. } = chunk(0, 4.0);
+        let slice = self.job.slice(1).unwrap();
+        slice.fill(StateSelector::Master, 0, &bytes).unwrap();
+        slice.end_copy().unwrap();
+        self.push(attempt, 0, 0, 1.0).unwrap();
+        self.job.store_reduced(attempt, 1, 0, &chunk(0, 1.0).bytes).unwrap();
+        self.decide(attempt).unwrap();
+    }
+
+    /// The elements of slice 1.
+    fn copied(&self, version: u64) -> Chunk {
+        let slice = self.job.slice(1).unwrap();
+        let array = slice.read(StateSelector::Master, "job", version).unwrap().unwrap();
+        let dtype = zeroshard_model::DType::F32;
+        Chunk { bytes: array.read(&Cpu::new(), 0..2, dtype).unwrap(), ..chunk(0, 0.0) }
+    }
+}
+
+#[test]
+fn new_values_of_a_slice_wait_for_its_copy() {
+    let subject = degraded();
+    let lr = 0.001;
+    assert_eq!(subject.job.replace(at(2, 0, 0), 1, &chunk(0, 8.0)), Ok(2));
+    assert_eq!(subject.job.replace(at(2, 0, 0), 1, &chunk(0, 8.0)), Ok(0), "they are there");
+    subject.copy_and_step(at(2, 0, 0));
+    assert_eq!(subject.copied(1).bytes, chunk(0, 8.0 - lr).bytes);
+}
+
+#[test]
+fn new_values_of_an_attempt_that_has_ended_do_not_count_in_a_copy() {
+    let subject = degraded();
+    let lr = 0.001;
+    subject.job.replace(at(2, 0, 0), 1, &chunk(0, 8.0)).unwrap();
+    subject.job.open_attempt(at(2, 0, 1), None).unwrap();
+    let stale = subject.job.replace(at(2, 0, 0), 1, &chunk(0, 8.0));
+    assert!(matches!(stale, Err(Error::StaleAttempt { .. })), "{stale:?}");
+    subject.copy_and_step(at(2, 0, 1));
+    assert_eq!(subject.copied(1).bytes, chunk(0, 4.0 - lr).bytes);
+}
+
+#[test]
+fn a_slice_without_its_new_values_is_not_copied() {
+    let mut subject = degraded();
+    subject.job.replace(at(2, 0, 0), 1, &chunk(0, 8.0)).unwrap();
+    // There was no memory for another slice: this server keeps no more values.
+    subject.job.refuse_copy(1, "no memory".to_owned());
+    assert_eq!(subject.job.replace(at(2, 0, 0), 1, &chunk(0, 8.0)), Ok(2));
+    assert_eq!(subject.job.begin_copy(2, &[1]).unwrap(), None);
+    for number in [1, 2] {
+        let said = subject.said.try_recv();
+        assert!(matches!(said, Ok(JobEvent::CopyRefused { number: n, .. }) if n == number));
+    }
+    // The next attempt has other values.
+    subject.job.open_attempt(at(2, 0, 1), None).unwrap();
+    subject.copy_and_step(at(2, 0, 1));
+    assert_eq!(subject.copied(1).bytes, chunk(0, 4.0 - 0.001).bytes);
+}
+
+#[test]
+fn new_values_of_slices_of_other_servers_are_refused() {
+    let subject = degraded();
+    subject.job.new_placement(3, placed(1, vec![0, 1])).unwrap();
+    let refused = subject.job.replace(at(3, 0, 0), 1, &chunk(0, 8.0));
+    assert!(matches!(refused, Err(Error::NotHere { slice: 1, .. })), "{refused:?}");
 }

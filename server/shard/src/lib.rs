@@ -19,11 +19,11 @@ pub mod fair;
 #[cfg(test)]
 mod instrumented;
 pub mod job;
-pub mod part;
 mod ranges;
 pub mod round;
 pub mod senders;
 pub mod slice;
+pub mod state_selector;
 #[cfg(test)]
 mod test_jobs;
 pub mod tier;

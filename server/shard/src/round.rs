@@ -160,11 +160,10 @@ impl Round {
 }
 
 fn too_many_ranges(slice: u32, rank: u32) -> Error {
-    Error::invalid(
-        format!("gradient of slice {slice} from rank {rank}"),
-        format!("in more than {MAX_RANGES} separate ranges"),
-        "sent in order",
-    )
+    Error::refused(format!(
+        "rank {rank} sent the gradient of slice {slice} in more than {MAX_RANGES} separate ranges; \
+         send it in order"
+    ))
 }
 
 #[cfg(test)]

@@ -1,4 +1,6 @@
 //! The order of arrival, the chunks and repetitions do not change a bit of the sum.
+//!
+//! promise: exactly-once
 
 use proptest::prelude::*;
 use zeroshard_kernels::Cpu;
@@ -210,5 +212,5 @@ fn a_contribution_in_too_many_ranges_is_refused() {
         .map(|offset| round.contribute(&backend, &mut sum, &one(offset), &budget))
         .collect();
     assert_eq!(results.iter().filter(|r| r.is_ok()).count(), MAX_RANGES);
-    assert!(matches!(results.last(), Some(Err(Error::Invalid { .. }))));
+    assert!(matches!(results.last(), Some(Err(Error::Refused { .. }))));
 }

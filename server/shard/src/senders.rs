@@ -1,7 +1,7 @@
 //! The ranks that may send data of a slice.
 
 use zeroshard_model::{
-    DimPlacement, Error, JobSpec, Result, geometry::SliceContributors, listing::some_of,
+    DimPlacement, Error, JobSpec, Result, TensorSpec, geometry::SliceContributors, listing::some_of,
 };
 
 /// Data of a slice that a rank sends.
@@ -11,14 +11,14 @@ pub enum Sent {
     Gradient,
     /// Initial values, from the uploading rank.
     Initial,
-    /// New values, from the uploading rank.
+    /// New values, from the rank that replaces them.
     Replacement,
 }
 
 /// The contributors of slice number `index` for which `rank` sends data.
 ///
 /// # Errors
-/// [`Error::Invalid`] if `rank` may not send it; the error names the reason and the ranks that may.
+/// [`Error::Refused`] if `rank` may not send it; the error names the reason and the ranks that may.
 pub fn contributors_of<'a>(
     spec: &JobSpec,
     index: u32,
@@ -28,18 +28,26 @@ pub fn contributors_of<'a>(
 ) -> Result<&'a SliceContributors> {
     let may = |of: &&SliceContributors| match sent {
         Sent::Gradient => of.ranks.contains(rank),
-        Sent::Initial | Sent::Replacement => of.ranks.uploader() == rank,
+        Sent::Initial => of.ranks.uploader() == rank,
+        Sent::Replacement => of.ranks.replacer() == rank,
     };
     all.iter().find(may).ok_or_else(|| refusal(spec, index, all, rank, sent))
 }
 
 fn refusal(spec: &JobSpec, index: u32, all: &[SliceContributors], rank: u32, sent: Sent) -> Error {
     let tensor = spec.manifest.slices()[index as usize].tensor;
-    let name = &spec.manifest.tensors()[tensor].name;
+    let TensorSpec { name, replaced_by, .. } = &spec.manifest.tensors()[tensor];
+    if let Some(only) = replaced_by.filter(|_| sent == Sent::Replacement) {
+        let [rank, only] = [rank, only].map(|rank| describe(spec, tensor, rank));
+        return Error::refused(format!(
+            "{rank} cannot push new values of tensor {name:?}, which only {only} may replace, \
+             according to the specification of the job"
+        ));
+    }
     let (what, does) = match sent {
-        Sent::Gradient => ("pushes the gradient of tensor", "contributes to"),
-        Sent::Initial => ("uploads tensor", "uploads a part of"),
-        Sent::Replacement => ("pushes new values of tensor", "uploads a part of"),
+        Sent::Gradient => ("push the gradient of tensor", "contribute to"),
+        Sent::Initial => ("upload tensor", "upload parts of"),
+        Sent::Replacement => ("push new values of tensor", "upload parts of"),
     };
     let mut ranks: Vec<u32> = match sent {
         Sent::Gradient => all.iter().flat_map(|of| of.ranks.iter().copied()).collect(),
@@ -47,11 +55,10 @@ fn refusal(spec: &JobSpec, index: u32, all: &[SliceContributors], rank: u32, sen
     };
     ranks.sort_unstable();
     let who = some_of(ranks.into_iter().map(|rank| describe(spec, tensor, rank)));
-    Error::invalid(
-        format!("rank that {what} {name:?}"),
-        format!("{}, {}", describe(spec, tensor, rank), reason(spec, tensor, all, rank)),
-        format!("a rank that {does} slice {index}: {who}"),
-    )
+    let (rank, reason) = (describe(spec, tensor, rank), reason(spec, tensor, all, rank));
+    Error::refused(format!(
+        "{rank}, {reason}, cannot {what} {name:?}; the ranks that {does} slice {index} are: {who}"
+    ))
 }
 
 /// Describes a rank with its coordinates in the tensor's mesh or, if it is not in that mesh, in

@@ -9,11 +9,11 @@ use std::sync::{
     atomic::{AtomicU8, AtomicU64, Ordering},
 };
 
-use zeroshard_kernels::Backend;
+use zeroshard_kernels::{Backend, reads_gradient_once};
 use zeroshard_model::{
     AppliedSteps, Attempt, DType, Error, JobSpec, Result, SliceSpec,
-    geometry::{Contributions, SliceContributors},
-    optimizer::StateShape,
+    geometry::{Contributions, Ranks, SliceContributors},
+    optimizer::{Code, StateShape},
 };
 
 use super::{
@@ -22,23 +22,26 @@ use super::{
     round::{Absent, Chunk, Round},
 };
 use crate::tier::{Array, Kind, Tiers};
-use carried::Carried;
+use forked::Forked;
 use hold::Hold;
 use received::Received;
 use replacement::Replacement;
+use staged::Staged;
 use versioned::{Versioned, in_memory};
 
 mod backup;
-mod carried;
-mod carry;
 mod factors;
+mod fork;
+mod forked;
 mod hold;
 mod home;
 mod read;
 mod received;
 mod replace;
 mod replacement;
+mod rotate;
 mod saved;
+mod staged;
 mod step;
 mod upload;
 mod versioned;
@@ -72,6 +75,8 @@ pub struct Slice<B: Backend> {
     state_names: &'static [&'static str],
     /// The shapes of the state tensors.
     state_shapes: Vec<StateShape>,
+    /// The codes of 8-bit state; none: it is f32.
+    state_codes: &'static [Code],
     /// The initial value of all elements of the optimizer state.
     initial_state: f32,
     /// The dtype of the published parameters.
@@ -99,10 +104,12 @@ struct Inner<B: Backend> {
     /// The master weights in the tensor's dtype, if it is not f32.
     published: Option<Versioned<B>>,
     state: Vec<Versioned<B>>,
+    /// Of 8-bit state, one for each state tensor: values that have not been encoded yet.
+    staged: Vec<Option<Staged<B>>>,
     /// The applied steps: those that were not skipped and had a gradient from at least one rank.
     applied: AppliedSteps,
     /// The initial content that was copied from the predecessor of the job, if any.
-    carried: Option<Carried>,
+    forked: Option<Forked>,
     /// The initial parameters that have arrived.
     uploaded: Received,
     /// The state tensors that have arrived.
@@ -193,25 +200,45 @@ impl<B: Backend> Slice<B> {
         let group = tensor.trains().then_some(tensor.group as usize);
         let home = home::Of { home, slice: index as u32, tensor: &tensor.name };
         let array = |kind, dtype| home.array(kind, dtype, spec.numel, None);
+        let state_codes = group.map_or(&[][..], |group| job.state_codes(group));
+        let rotates = tensor.dtype == DType::F32
+            && job.replicas == 1
+            && home.tiers().is_none()
+            && group.is_some_and(|group| reads_gradient_once(&groups[group]));
         let inner = match group {
-            None => Inner::new(array(Kind::Master, tensor.dtype)?, &contributors, attempt),
+            None => Inner::new(
+                home.shared(Some(Kind::Master), tensor.dtype, spec.numel)?,
+                &contributors,
+                attempt,
+            ),
             Some(group) => Inner {
                 uploaded_state: groups[group]
                     .state()
                     .iter()
-                    .map(|_| Received::new(&contributors))
+                    .map(|_| Received::new(&contributors, Ranks::uploader))
                     .collect(),
                 published: match tensor.dtype {
                     DType::F32 => None,
-                    dtype => Some(Versioned::new(home.in_memory(dtype, spec.numel, None)?)),
+                    dtype => Some(Versioned::new(home.shared(None, dtype, spec.numel)?)),
                 },
-                state: home.state(&groups[group], &tensor.shape, spec.numel)?,
+                state: home.state(&groups[group], state_codes, &tensor.shape, spec.numel)?,
+                staged: state_codes.iter().map(|_| None).collect(),
                 open: Some(Open {
-                    sum: Versioned::new(array(Kind::Sum, DType::F32)?),
+                    sum: Versioned::new(match rotates {
+                        true => home.shared(Some(Kind::Sum), DType::F32, spec.numel)?,
+                        false => array(Kind::Sum, DType::F32)?,
+                    }),
                     round: Round::new(index as u32, spec.numel, &pushers),
                     is_reported: false,
                 }),
-                ..Inner::new(array(Kind::Master, DType::F32)?, &contributors, attempt)
+                ..Inner::new(
+                    match tensor.dtype {
+                        DType::F32 => home.shared(Some(Kind::Master), DType::F32, spec.numel)?,
+                        _ => array(Kind::Master, DType::F32)?,
+                    },
+                    &contributors,
+                    attempt,
+                )
             },
         };
         Ok(Self {
@@ -224,6 +251,7 @@ impl<B: Backend> Slice<B> {
             state_names: group.map_or(&[], |group| groups[group].state()),
             state_shapes: group
                 .map_or_else(Vec::new, |group| groups[group].state_shapes(&tensor.shape)),
+            state_codes,
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
             dtype: tensor.dtype,
             backend: home.backend(),
@@ -269,9 +297,10 @@ impl<B: Backend> Slice<B> {
         let inner = self.lock();
         let bytes = |array: &Array<B>| array.memory().map_or(0, |_| array.bytes(&self.backend));
         let replacement = inner.replacement.as_ref().map_or(0, |new| bytes(&new.values));
+        let staged = inner.staged.iter().flatten().map(|staged| staged.bytes(&self.backend));
         Memory {
             master: bytes(inner.master.current()),
-            state: inner.state.iter().map(|state| bytes(state.current())).sum(),
+            state: inner.state.iter().map(|state| bytes(state.current())).chain(staged).sum(),
             accumulator: inner.open.as_ref().map_or(0, |open| bytes(open.sum.current()))
                 + replacement,
             published: inner.published.as_ref().map_or(0, |of| bytes(of.current())),
@@ -409,6 +438,7 @@ impl<B: Backend> Slice<B> {
     pub fn publish(&self, version: u64) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
+        inner.encode_all_staged(&self.backend)?;
         inner.cast(&self.backend)?;
         inner.settle(&self.backend)?;
         inner.restart(&self.backend, Attempt { step: version, ..inner.attempt }, self.role())?;
@@ -434,9 +464,10 @@ impl<B: Backend> Inner<B> {
             master: Versioned::new(master),
             published: None,
             state: Vec::new(),
+            staged: Vec::new(),
             applied: AppliedSteps::default(),
-            carried: None,
-            uploaded: Received::new(contributors),
+            forked: None,
+            uploaded: Received::new(contributors, Ranks::uploader),
             uploaded_state: Vec::new(),
             stale_state: false,
             open: None,
@@ -537,6 +568,10 @@ mod disk_tests;
 mod hold_tests;
 #[cfg(test)]
 mod reserve_tests;
+#[cfg(test)]
+mod rotate_tests;
+#[cfg(test)]
+mod staged_tests;
 #[cfg(test)]
 #[path = "slice_tests.rs"]
 mod tests;

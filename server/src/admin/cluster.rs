@@ -3,7 +3,7 @@
 
 use std::{fmt::Write as _, time::SystemTime};
 
-use zeroshard_coordinator::{
+use zeroshard_coordinator::operators::{
     advice::Advice,
     overview::{Overview, ServerOverview},
 };

@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, time::SystemTime};
 
-use zeroshard_coordinator::{
+use zeroshard_coordinator::operators::{
     history::{Happened, Severity},
     overview::{Overview, View},
 };

@@ -4,10 +4,12 @@
 use std::{fmt::Write as _, time::Duration};
 
 use zeroshard_coordinator::{
-    figures::JobState,
-    history::{History, Phases, Point},
-    overview::{Details, JobOverview, Overview, View},
-    plan::weights,
+    operators::{
+        history::{History, Phases, Point},
+        metrics_view::JobState,
+        overview::{Details, JobOverview, Overview, View},
+    },
+    placement::plan::weights,
 };
 use zeroshard_model::{Placement, Server};
 
@@ -79,23 +81,23 @@ fn pages(html: &mut String, overview: &Overview) {
 }
 
 fn row(html: &mut String, job: &JobOverview, view: View) {
-    let JobOverview { id, spec, figures, rate, idle, loss, norm, .. } = job;
+    let JobOverview { id, spec, metrics, rate, idle, loss, norm, .. } = job;
     // The card of a job that is not on this page is on a page of its own.
     let page = match job.details {
         Some(_) => String::new(),
         None => Link(View { job: Some(*id), ..view }).to_string(),
     };
     let name = format!("<a href='{page}#job-{id:016x}'>{}</a>", Text(&spec.name));
-    let late = figures.slowest.map_or(String::new(), |(rank, seconds)| {
+    let late = metrics.slowest.map_or(String::new(), |(rank, seconds)| {
         format!("{rank} <small>+{}</small>", duration(Duration::from_secs_f64(seconds)))
     });
-    let workers = format!("{} / {}", figures.workers, spec.world);
+    let workers = format!("{} / {}", metrics.workers, spec.world);
     JOBS.row(
         html,
         &[
             &name,
             &state(job),
-            &figures.version.map(count).unwrap_or_default(),
+            &metrics.version.map(count).unwrap_or_default(),
             &idle.map(age).unwrap_or_default(),
             &optional(*rate),
             &optional(*loss),
@@ -128,12 +130,12 @@ fn checkpoint(job: &JobOverview) -> String {
 
 /// The state as a coloured label. The text alone also identifies the state.
 fn state(job: &JobOverview) -> String {
-    let state = job.figures.state;
+    let state = job.metrics.state;
     let (class, text) = match state {
         JobState::Failed => ("bad", state.label()),
-        JobState::Open if job.figures.degraded > 0 => ("warn", "degraded"),
-        JobState::Open if job.figures.version.is_none() => ("warn", "initialising"),
-        JobState::Open if job.figures.workers == 0 => ("idle", "no workers"),
+        JobState::Open if job.metrics.degraded > 0 => ("warn", "degraded"),
+        JobState::Open if job.metrics.version.is_none() => ("warn", "initialising"),
+        JobState::Open if job.metrics.workers == 0 => ("idle", "no workers"),
         JobState::Open => ("good", "training"),
         _ => ("warn", state.label()),
     };
@@ -142,7 +144,7 @@ fn state(job: &JobOverview) -> String {
 
 /// Returns whether an operator has to do something, or the job waits for longer than a step.
 fn needs_attention(job: &JobOverview) -> bool {
-    let is_open = job.figures.state == JobState::Open;
+    let is_open = job.metrics.state == JobState::Open;
     !is_open || job.failed_saves > 0 || job.idle.is_none_or(|idle| idle > PATIENCE)
 }
 
@@ -164,7 +166,7 @@ pub(super) fn card(html: &mut String, job: &JobOverview, details: &Details) {
     }
     facts(html, job, &details.history);
     waiting(html, job, details);
-    if job.figures.version.is_some() {
+    if job.metrics.version.is_some() {
         curves(html, job, &details.history);
         html.push_str("<div class=columns>");
         phases(html, details.history.phases());
@@ -178,7 +180,7 @@ pub(super) fn card(html: &mut String, job: &JobOverview, details: &Details) {
 }
 
 fn facts(html: &mut String, job: &JobOverview, history: &History) {
-    let JobOverview { spec, figures, resting, done, .. } = job;
+    let JobOverview { spec, metrics, resting, done, .. } = job;
     let manifest = &spec.manifest;
     let steps = format!(
         "{} applied, {} skipped, {} aborted",
@@ -187,9 +189,9 @@ fn facts(html: &mut String, job: &JobOverview, history: &History) {
         count(history.aborted)
     );
     let mut facts = vec![
-        ("Version", figures.version.map_or("–".to_owned(), count)),
-        ("Epoch", count(figures.epoch)),
-        ("Workers", format!("{} of {}", figures.workers, spec.world)),
+        ("Version", metrics.version.map_or("–".to_owned(), count)),
+        ("Epoch", count(metrics.epoch)),
+        ("Workers", format!("{} of {}", metrics.workers, spec.world)),
         ("Parameters", short(manifest.parameters())),
         ("Tensors", count(manifest.tensors().len() as u64)),
         ("Slices", count(manifest.number_of_slices() as u64)),
@@ -211,18 +213,18 @@ fn facts(html: &mut String, job: &JobOverview, history: &History) {
 
 /// The input that the job waits for, if any.
 fn waiting(html: &mut String, job: &JobOverview, details: &Details) {
-    let JobOverview { figures, uninitialised, spec, .. } = job;
+    let JobOverview { metrics, uninitialised, spec, .. } = job;
     let mut reasons = Vec::new();
-    if figures.degraded > 0 {
-        reasons.push(format!("{} with too few replicas", counted(figures.degraded, "slice")));
+    if metrics.degraded > 0 {
+        reasons.push(format!("{} with too few replicas", counted(metrics.degraded, "slice")));
     }
     if *uninitialised > 0 {
         let servers = counted(*uninitialised, "server");
         reasons.push(format!("initial parameters are missing on {servers}"));
     }
-    let has_all = figures.workers + job.resting + job.done >= spec.world as usize;
-    if figures.state == JobState::Open && !has_all {
-        let missing = (spec.world as usize).saturating_sub(figures.workers + job.done);
+    let has_all = metrics.workers + job.resting + job.done >= spec.world as usize;
+    if metrics.state == JobState::Open && !has_all {
+        let missing = (spec.world as usize).saturating_sub(metrics.workers + job.done);
         reasons.push(format!("{} without a worker", counted(missing, "rank")));
     }
     if job.idle.is_none_or(|idle| idle > PATIENCE)

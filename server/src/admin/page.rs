@@ -6,7 +6,7 @@ use std::{
 };
 
 use prometheus::proto::MetricType;
-use zeroshard_coordinator::overview::View;
+use zeroshard_coordinator::operators::overview::View;
 
 use super::{
     Admin, cluster,

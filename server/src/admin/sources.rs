@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use zeroshard_coordinator::overview;
+use zeroshard_coordinator::operators::overview;
 
 use crate::shard;
 

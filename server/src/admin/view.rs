@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Write as _};
 
-use zeroshard_coordinator::{history::Severity, overview::View};
+use zeroshard_coordinator::operators::{history::Severity, overview::View};
 
 /// Reads a query. What it does not name, or names wrongly, has its default.
 pub(super) fn parse(query: &str) -> View {

@@ -3,8 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
-use serde::{Deserialize, Serialize};
-use zeroshard_coordinator::cluster::JobLimits;
+use zeroshard_coordinator::cluster::context::JobLimits;
 use zeroshard_model::{
     limits::{MAX_CONNECTIONS, MAX_JOBS, MAX_SERVER_NAME},
     name::check_name,
@@ -16,8 +15,7 @@ use super::{
 };
 
 /// The configuration of the coordinator.
-#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Args)]
 pub struct Coordinator {
     /// Address on which the coordinator serves workers and shard servers. With 0.0.0.0:7400 other
     /// machines can connect; then also set --token or the TLS flags
@@ -32,10 +30,6 @@ pub struct Coordinator {
         default_value = "127.0.0.1:9400"
     )]
     pub admin_listen: AdminListen,
-    /// Seconds after which a job without workers is deleted, and saved before if it has a policy
-    /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
-    #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
-    pub job_timeout: u64,
     /// The election in etcd, which makes one of several coordinators the leader; the others wait
     /// until the leader is lost. Shard servers and clients get the addresses of all coordinators,
     /// separated by commas. Only coordinators with the same members and NAME (zeroshard by default)
@@ -57,9 +51,9 @@ pub struct Coordinator {
     /// etcd. A leader that is stopped with SIGTERM is replaced at once
     #[arg(long, env = "ZEROSHARD_ELECTION_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub election_seconds: u64,
-    /// Maximum number of jobs of the cluster; the creation of further jobs is refused
-    #[arg(long, env = "ZEROSHARD_MAX_JOBS", value_name = "N", default_value_t = MAX_JOBS)]
-    pub max_jobs: usize,
+    /// The limits of jobs.
+    #[command(flatten)]
+    pub jobs: Jobs,
     /// Maximum number of connections to the server; calls on further connections are refused
     #[arg(long, env = "ZEROSHARD_MAX_CONNECTIONS", value_name = "N", default_value_t = MAX_CONNECTIONS)]
     pub max_connections: usize,
@@ -72,11 +66,6 @@ impl Default for Coordinator {
 }
 
 impl Coordinator {
-    /// [`Self::job_timeout`] and [`Self::max_jobs`].
-    pub fn job_limits(&self) -> JobLimits {
-        JobLimits { timeout: optional_seconds(self.job_timeout), number: self.max_jobs }
-    }
-
     /// [`Self::election_seconds`].
     pub fn election_duration(&self) -> Duration {
         Duration::from_secs(self.election_seconds)
@@ -125,8 +114,7 @@ impl Coordinator {
 }
 
 /// The configuration of a shard server.
-#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Args)]
 pub struct Shard {
     /// Address on which the server serves workers. With 0.0.0.0:7401 (and --advertise) other
     /// machines can connect; then also set --token or the TLS flags
@@ -158,52 +146,9 @@ pub struct Shard {
     /// memory
     #[arg(long, env = "ZEROSHARD_ZONE", value_name = "NAME")]
     pub zone: Option<String>,
-    /// Memory that the server may use, such as 48GiB; by default what its cgroup or the machine
-    /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it
-    /// is for slices, and a job that does not fit is refused when it is created. On a machine with
-    /// several servers, give each its part
-    #[arg(long, env = "ZEROSHARD_MEMORY", value_name = "SIZE")]
-    pub memory: Option<Size>,
-    /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
-    #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
-    pub parked_bytes: u64,
-    /// Maximum number of bytes of versions that readers have pinned; further pins are refused. By
-    /// default a sixteenth of --memory, and at most 1 GiB
-    #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES")]
-    pub pinned_bytes: Option<u64>,
-    /// Maximum number of bytes of second copies of slices, which the steps of all jobs need during
-    /// saves. Where they are exhausted, the step waits or the save is given up, as the policy of
-    /// the job says; by default an eighth of --memory
-    #[arg(long, env = "ZEROSHARD_SNAPSHOT_BYTES", value_name = "BYTES")]
-    pub snapshot_bytes: Option<u64>,
-    /// Device that holds slices and computes on them: `cpu`, a GPU such as `cuda:0`, several GPUs
-    /// such as `cuda:0,1`, over which slices are balanced by bytes, or `auto` for the first GPU if
-    /// there is one. GPUs have been tested on an H100 and with a simulated driver
-    #[arg(long, env = "ZEROSHARD_DEVICE", value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
-    pub device: DeviceChoice,
-    /// With GPUs: maximum memory of each GPU for the master weights, optimizer state and gradients
-    /// of slices, such as 64GiB; by default there is no limit. What does not fit is in
-    /// --host-memory or in --disk. Buffers of about 300 MiB come in addition
-    #[arg(long, env = "ZEROSHARD_DEVICE_MEMORY", value_name = "SIZE")]
-    pub device_memory: Option<Size>,
-    /// With a GPU: fastest tier for the optimizer state, `device` or `host`. With `host` only the
-    /// master weights and gradients are in the memory of the GPU, as in ZeRO-Offload. LAMB and
-    /// Adafactor always have their state in the memory of the GPU
-    #[arg(long, env = "ZEROSHARD_STATE_TIER", value_name = "TIER", default_value_t = StateTier::Device)]
-    pub state_tier: StateTier,
-    /// Maximum host memory for the master weights, optimizer state and gradients of slices, such
-    /// as 48GiB; by default what the other budgets leave of --memory, and with a GPU nothing is
-    /// there. Buffers, early gradients and versions that readers hold come in addition
-    #[arg(long, env = "ZEROSHARD_HOST_MEMORY", value_name = "SIZE")]
-    pub host_memory: Option<Size>,
-    /// Directory, on a fast disk, for slices that do not fit in --host-memory, or with a GPU in
-    /// --device-memory and --host-memory. The file in it has no name, and is gone when the server
-    /// ends
-    #[arg(long, env = "ZEROSHARD_DISK", value_name = "DIR")]
-    pub disk: Option<PathBuf>,
-    /// Maximum size of the slices in --disk, such as 400GiB
-    #[arg(long, env = "ZEROSHARD_DISK_BYTES", value_name = "SIZE")]
-    pub disk_bytes: Option<Size>,
+    /// The memory and devices for slices.
+    #[command(flatten)]
+    pub resources: Resources,
     /// Maximum number of connections to the server; calls on further connections are refused
     #[arg(long, env = "ZEROSHARD_MAX_CONNECTIONS", value_name = "N", default_value_t = MAX_CONNECTIONS)]
     pub max_connections: usize,
@@ -216,8 +161,7 @@ impl Default for Shard {
 }
 
 /// The configuration of a process with a coordinator and one shard server.
-#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Args)]
 pub struct All {
     /// Address on which the coordinator serves workers and further shard servers. With an address
     /// other than loopback, also set --token or the TLS flags
@@ -239,6 +183,37 @@ pub struct All {
     /// it listens. Port 0 stands for the port on which it listens
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
+    /// The memory and devices for slices.
+    #[command(flatten)]
+    pub resources: Resources,
+    /// The limits of jobs.
+    #[command(flatten)]
+    pub jobs: Jobs,
+    /// Maximum number of connections to the server; calls on further connections are refused
+    #[arg(long, env = "ZEROSHARD_MAX_CONNECTIONS", value_name = "N", default_value_t = MAX_CONNECTIONS)]
+    pub max_connections: usize,
+}
+
+impl All {
+    /// The configuration of the shard server; its coordinator is the one in this process.
+    pub fn shard(&self) -> Shard {
+        Shard {
+            listen: self.shard_listen,
+            admin_listen: AdminListen::Off,
+            coordinator: None,
+            advertise: self.advertise.clone(),
+            id: None,
+            zone: None,
+            resources: self.resources.clone(),
+            max_connections: self.max_connections,
+        }
+    }
+}
+
+/// The memory and devices of a shard server for slices.
+#[derive(Debug, Clone, PartialEq, Args)]
+#[command(next_help_heading = "Memory and devices")]
+pub struct Resources {
     /// Memory that the server may use, such as 48GiB; by default what its cgroup or the machine
     /// has, less a sixteenth. What the budgets for readers, saves and early gradients leave of it
     /// is for slices, and a job that does not fit is refused when it is created. On a machine with
@@ -270,7 +245,7 @@ pub struct All {
     /// With a GPU: fastest tier for the optimizer state, `device` or `host`. With `host` only the
     /// master weights and gradients are in the memory of the GPU, as in ZeRO-Offload. LAMB and
     /// Adafactor always have their state in the memory of the GPU
-    #[arg(long, env = "ZEROSHARD_STATE_TIER", value_name = "TIER", default_value_t = StateTier::Device)]
+    #[arg(long, env = "ZEROSHARD_STATE_TIER", value_name = "TIER", default_value = "device")]
     pub state_tier: StateTier,
     /// Maximum host memory for the master weights, optimizer state and gradients of slices, such
     /// as 48GiB; by default what the other budgets leave of --memory, and with a GPU nothing is
@@ -285,6 +260,17 @@ pub struct All {
     /// Maximum size of the slices in --disk, such as 400GiB
     #[arg(long, env = "ZEROSHARD_DISK_BYTES", value_name = "SIZE")]
     pub disk_bytes: Option<Size>,
+}
+
+impl Default for Resources {
+    fn default() -> Self {
+        defaults()
+    }
+}
+
+/// The limits of jobs.
+#[derive(Debug, Clone, PartialEq, Args)]
+pub struct Jobs {
     /// Seconds after which a job without workers is deleted, and saved before if it has a policy
     /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
     #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
@@ -292,38 +278,13 @@ pub struct All {
     /// Maximum number of jobs of the cluster; the creation of further jobs is refused
     #[arg(long, env = "ZEROSHARD_MAX_JOBS", value_name = "N", default_value_t = MAX_JOBS)]
     pub max_jobs: usize,
-    /// Maximum number of connections to the server; calls on further connections are refused
-    #[arg(long, env = "ZEROSHARD_MAX_CONNECTIONS", value_name = "N", default_value_t = MAX_CONNECTIONS)]
-    pub max_connections: usize,
 }
 
-impl All {
-    /// [`Self::job_timeout`] and [`Self::max_jobs`].
-    pub fn job_limits(&self) -> JobLimits {
-        JobLimits { timeout: optional_seconds(self.job_timeout), number: self.max_jobs }
-    }
-
-    /// The configuration of the shard server; its coordinator is the one in this process.
-    pub fn shard(&self) -> Shard {
-        Shard {
-            listen: self.shard_listen,
-            admin_listen: AdminListen::Off,
-            coordinator: None,
-            advertise: self.advertise.clone(),
-            id: None,
-            zone: None,
-            memory: self.memory,
-            parked_bytes: self.parked_bytes,
-            pinned_bytes: self.pinned_bytes,
-            snapshot_bytes: self.snapshot_bytes,
-            device: self.device.clone(),
-            device_memory: self.device_memory,
-            state_tier: self.state_tier,
-            host_memory: self.host_memory,
-            disk: self.disk.clone(),
-            disk_bytes: self.disk_bytes,
-            max_connections: self.max_connections,
-        }
+impl Jobs {
+    /// Returns the limits for the coordinator.
+    pub fn limits(&self) -> JobLimits {
+        let timeout = (self.job_timeout > 0).then(|| Duration::from_secs(self.job_timeout));
+        JobLimits { timeout, number: self.max_jobs }
     }
 }
 
@@ -331,14 +292,11 @@ impl Shard {
     /// Checks the name of the server. Tables and messages show it.
     pub(super) fn check_id(&self) -> Result<(), Error> {
         let Some(id) = &self.id else { return Ok(()) };
-        match check_name("id", id, MAX_SERVER_NAME) {
-            Err(zeroshard_model::Error::Invalid { found, expected, .. }) => {
-                Err(Error::value("shard", "id", found, &expected))
-            }
-            _ => Ok(()),
-        }
+        check_name("id", id, MAX_SERVER_NAME).map_err(|error| Error::refused("shard", "id", error))
     }
+}
 
+impl Resources {
     /// Checks that the flags for tiers are complete, and that they match the device.
     pub(super) fn check_tiers(&self, section: &'static str) -> Result<(), Error> {
         let missing = |key, expected| Err(Error::value(section, key, "missing", expected));
@@ -375,7 +333,7 @@ impl Shard {
                     (DeviceChoice::Cuda(_), Some(_)) if on_host => Ok(()),
                     _ => refused(
                         "state_tier",
-                        &self.state_tier,
+                        &"host",
                         "device, or a GPU with --device-memory, and --host-memory or --disk",
                     ),
                 }
@@ -383,11 +341,6 @@ impl Shard {
             _ => Ok(()),
         }
     }
-}
-
-/// Seconds as a duration; `None` for 0.
-fn optional_seconds(seconds: u64) -> Option<Duration> {
-    (seconds > 0).then(|| Duration::from_secs(seconds))
 }
 
 /// Checks that a listener on a wildcard address has an advertised address.

@@ -52,7 +52,7 @@ fn a_flag_overrides_the_file_and_the_file_overrides_the_default() {
     assert_eq!(config.common.wait_seconds, 9);
     assert_eq!(config.common.drain_seconds, 6);
     let Role::Shard(shard) = config.role else { panic!("role") };
-    assert_eq!(shard.parked_bytes, 7);
+    assert_eq!(shard.resources.parked_bytes, 7);
 }
 
 #[test]
@@ -60,8 +60,8 @@ fn jobs_without_workers_are_kept_for_an_hour_or_for_the_time_of_the_flag() {
     let timeout = |role: &str, arguments: &[&str]| {
         let all = ["zeroshard-server", role].into_iter().chain(arguments.iter().copied());
         match load(all).unwrap().role {
-            Role::Coordinator(coordinator) => coordinator.job_limits().timeout,
-            Role::All(all) => all.job_limits().timeout,
+            Role::Coordinator(coordinator) => coordinator.jobs.limits().timeout,
+            Role::All(all) => all.jobs.limits().timeout,
             Role::Shard(_) => panic!("role"),
         }
     };

@@ -7,7 +7,6 @@ use std::{
     str::FromStr,
 };
 
-use serde::{Deserialize, Serialize};
 use zeroshard_model::size;
 
 /// The error for an invalid address or size.
@@ -27,8 +26,7 @@ impl Malformed {
 
 /// An address to listen on: an IP address of this machine and a port. With port 0 the system
 /// chooses a port.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listen(pub SocketAddr);
 
 impl Listen {
@@ -55,8 +53,7 @@ impl fmt::Display for Listen {
 }
 
 /// The address of the admin HTTP server, if it is enabled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminListen {
     /// No admin server.
     Off,
@@ -86,8 +83,7 @@ impl fmt::Display for AdminListen {
 }
 
 /// The device that holds slices and computes on them.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
     /// The first GPU if there is one, and otherwise the CPU.
     Auto,
@@ -134,8 +130,7 @@ impl fmt::Display for DeviceChoice {
 }
 
 /// The fastest tier in which the state of optimizers may be, on a server with a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum StateTier {
     /// The memory of the GPU.
     #[default]
@@ -144,30 +139,8 @@ pub enum StateTier {
     Host,
 }
 
-impl FromStr for StateTier {
-    type Err = Malformed;
-
-    fn from_str(text: &str) -> Result<Self, Malformed> {
-        match text {
-            "device" => Ok(Self::Device),
-            "host" => Ok(Self::Host),
-            _ => Err(Malformed { found: text.to_owned(), expected: "`device` or `host`" }),
-        }
-    }
-}
-
-impl fmt::Display for StateTier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Device => "device",
-            Self::Host => "host",
-        })
-    }
-}
-
 /// `host:port` as other processes dial it; the host is a name or an IP address.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     host: String,
     port: u16,
@@ -238,8 +211,7 @@ impl fmt::Display for Address {
 }
 
 /// The addresses of the coordinators of a cluster, of which one is the leader.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Addresses(Vec<Address>);
 
 impl From<Address> for Addresses {
@@ -271,8 +243,7 @@ const PLAIN: &str = "etcd";
 const ENCRYPTED: &str = "https";
 
 /// An election in etcd: the members of etcd, and the name of the election.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Etcd {
     is_encrypted: bool,
     members: Addresses,
@@ -328,8 +299,7 @@ impl fmt::Display for Etcd {
 }
 
 /// A number of bytes: 1500000, 512MiB or 8GiB.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size(pub u64);
 
 impl FromStr for Size {
@@ -346,27 +316,6 @@ impl fmt::Display for Size {
         f.write_str(&size::format(self.0))
     }
 }
-
-/// Implements Serde through `FromStr` and `Display`.
-macro_rules! as_text {
-    ($($name:ident),*) => {$(
-        impl TryFrom<String> for $name {
-            type Error = Malformed;
-
-            fn try_from(text: String) -> Result<Self, Malformed> {
-                text.parse()
-            }
-        }
-
-        impl From<$name> for String {
-            fn from(value: $name) -> Self {
-                value.to_string()
-            }
-        }
-    )*};
-}
-
-as_text!(Listen, AdminListen, DeviceChoice, StateTier, Address, Addresses, Etcd, Size);
 
 #[cfg(test)]
 mod tests {

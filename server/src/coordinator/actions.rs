@@ -6,11 +6,13 @@ use std::{collections::BTreeSet, task::Waker};
 use tokio::sync::mpsc::error::TrySendError;
 use zeroshard_checkpoint::{Claimant, Storage};
 use zeroshard_coordinator::{
-    commands::Command,
-    events::{Action, Completion, Event, Placed, Placing},
-    history::Severity,
-    ids::{JobRef, Link, ServerId},
-    plan::Plan,
+    operators::history::Severity,
+    placement::plan::Plan,
+    vocabulary::{
+        commands::Command,
+        events::{Action, Completion, Event, Placed, Placing},
+        ids::{JobRef, Link, ServerId},
+    },
 };
 use zeroshard_model::{Result, checkpoint::Start};
 
@@ -119,8 +121,8 @@ impl Driver {
             let start = storage::start(&placing, checkpoint.as_ref(), &policy.url);
             self.claim(&policy.url, job, start).await?;
         }
-        let Placing { spec, live, zones, rooms, .. } = placing;
-        let plan = move || Plan::within(&spec, &live, &zones, &rooms);
+        let Placing { spec, live, zones, free_memory, .. } = placing;
+        let plan = move || Plan::within(&spec, &live, &zones, &free_memory);
         let plan = self.failure.blocking("place a job", plan).await?;
         Ok(Placed { plan, checkpoint, user_data })
     }
@@ -184,7 +186,7 @@ impl Driver {
         for name in changed {
             let Some(job) = cluster.jobs().get(&*name) else { continue };
             let series = series.entry(name.to_string()).or_insert_with(|| metrics.job(&name));
-            metrics.show(series, &job.figures());
+            metrics.show(series, &job.metrics());
         }
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use futures_util::{StreamExt, stream};
 use tokio::task::JoinHandle;
 use zeroshard_checkpoint::{BEAT, Storage};
-use zeroshard_coordinator::{cluster::Cluster, ids::JobRef, job::Job};
+use zeroshard_coordinator::{cluster::Cluster, job::Job, vocabulary::ids::JobRef};
 use zeroshard_model::{Error, Result};
 
 use super::driver::Driver;
@@ -55,7 +55,10 @@ async fn beat(url: String, open: Option<Storage>, jobs: Vec<JobRef>) -> Option<S
     let beat = async {
         let storage = match open {
             Some(storage) => storage,
-            None => opened(url.clone()).await?,
+            None => match found(url.clone()).await? {
+                Some(storage) => storage,
+                None => return Ok(None), // somebody has removed it
+            },
         };
         let sign = identity::random()?;
         let beats = jobs.into_iter().map(|JobRef { name, id }| {
@@ -64,16 +67,38 @@ async fn beat(url: String, open: Option<Storage>, jobs: Vec<JobRef>) -> Option<S
         });
         let results: Vec<_> = stream::iter(beats).buffer_unordered(WRITES).collect().await;
         results.into_iter().collect::<Result<()>>()?;
-        Ok::<_, Error>(storage)
+        Ok::<_, Error>(Some(storage))
     };
     // If the place fails for long, another job may take it over, and then saves fail as well.
     beat.await
         .inspect_err(|error| tracing::warn!(url, %error, "jobs could not show that they live"))
         .ok()
+        .flatten()
 }
 
-/// Opens a directory or a bucket, which may block.
-async fn opened(url: String) -> Result<Storage> {
-    let open = tokio::task::spawn_blocking(move || Storage::open(&url));
+/// Opens a bucket, or a directory if it exists, which may block.
+async fn found(url: String) -> Result<Option<Storage>> {
+    let open = tokio::task::spawn_blocking(move || Storage::open_existing(&url));
     open.await.unwrap_or_else(|error| Err(Error::Internal { cause: error.to_string() }))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_place_that_somebody_has_removed_does_not_come_back_and_gets_no_beat() {
+        let parent = tempfile::tempdir().unwrap();
+        let place = parent.path().join("checkpoints");
+        let url = format!("file://{}", place.display());
+        let jobs = vec![JobRef { name: "job".to_owned(), id: 7 }];
+        assert!(beat(url.clone(), None, jobs.clone()).await.is_none());
+        assert!(!place.exists());
+        let open = Storage::open(&url).unwrap();
+        std::fs::remove_dir(&place).unwrap();
+        beat(url, Some(open), jobs).await.unwrap();
+        assert!(!place.exists());
+    }
 }

@@ -8,18 +8,19 @@ use tokio::sync::watch;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_coordinator::{
-    commands::{About, Begins, Command, FailedThere, OpenJob, SavePlan, ServerEvent},
-    decision::{Decision, Figures, Replicated, Update},
-    events::Event,
-    gradient::{Absent, Overflow, Reduced},
-    held::{Held, Ranks},
-    ids::{JobRef, Lease, Link},
-    plan::Plan,
-    reports::Files,
-    succession::SliceCopy,
+    placement::{fork::SliceCopy, plan::Plan},
+    vocabulary::{
+        commands::{About, Begins, Command, FailedThere, OpenJob, SavePlan, ServerEvent},
+        decision::{Decision, Figures, Replicated, Update},
+        events::Event,
+        gradient::{Absent, Overflow, Reduced},
+        ids::{JobRef, Lease, Link},
+        job_report::{JobReport, Ranks},
+        reports::Files,
+    },
 };
 use zeroshard_model::{
-    Attempt, Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
+    Attempt, Error, Fork, JobSpec, JobVersion, Placement, Restore, Result, Server,
     limits::MAX_SERVER_NAME,
     memory::Capacity,
     name::{check_name, server_id},
@@ -69,7 +70,7 @@ pub(super) fn commands(
 const REGISTRATION_LIMIT: Duration = Duration::from_secs(30);
 
 /// The maximum number of jobs that a server may describe.
-const MAX_HELD_JOBS: u32 = 4096;
+const MAX_JOB_REPORTS: u32 = 4096;
 /// The longest name of a zone, in bytes.
 const MAX_ZONE: usize = 256;
 
@@ -81,7 +82,7 @@ pub(crate) struct Registration {
     /// The term of the coordinator that it has followed before; 0 for none.
     pub(crate) term: u64,
     /// The jobs that it holds.
-    pub(crate) held: Vec<Held>,
+    pub(crate) reports: Vec<JobReport>,
 }
 
 /// Reads the first messages of a control stream, in which the server announces itself and its jobs.
@@ -103,7 +104,9 @@ async fn read_registration(
 ) -> Result<Registration, Status> {
     let hello = match events.message().await?.and_then(|message| message.event) {
         Some(serve_request::Event::Hello(hello)) => hello,
-        _ => return Err(to_status(unexpected("first message", "another message", "Hello"))),
+        _ => {
+            return Err(to_status(Error::refused("the control stream did not start with `Hello`")));
+        }
     };
     let (server, name, zone) = (
         server(&hello).map_err(to_status)?,
@@ -112,26 +115,24 @@ async fn read_registration(
     );
     version::check(&format!("shard server {}", server.address), &hello.version, VERSION)
         .map_err(to_status)?;
-    if hello.held_jobs > MAX_HELD_JOBS {
-        let what = format!("held_jobs of shard server {}", server.address);
-        let expected = format!("at most {MAX_HELD_JOBS}");
-        return Err(to_status(Error::invalid(what, hello.held_jobs, expected)));
+    if hello.job_reports > MAX_JOB_REPORTS {
+        let what = format!("job_reports of shard server {}", server.address);
+        let expected = format!("at most {MAX_JOB_REPORTS}");
+        return Err(to_status(Error::invalid(what, hello.job_reports, expected)));
     }
-    let mut held = Vec::new();
-    for _ in 0..hello.held_jobs {
+    let mut reports = Vec::new();
+    for _ in 0..hello.job_reports {
         match events.message().await?.and_then(|message| message.event) {
             // The spec and the placement may be large.
-            Some(serve_request::Event::Held(job)) => {
-                let convert = move || held_job(job);
+            Some(serve_request::Event::JobReport(job)) => {
+                let convert = move || job_report(job);
                 let job = failure.blocking("convert a job", convert).await.map_err(to_status)?;
-                held.push(Held { term: hello.term, ..job });
+                reports.push(JobReport { term: hello.term, ..job });
             }
             _ => {
-                return Err(to_status(unexpected(
-                    "message after Hello",
-                    "another message",
-                    "HeldJob",
-                )));
+                let sentence =
+                    "the control stream has fewer `JobReport` after `Hello` than it says";
+                return Err(to_status(Error::refused(sentence)));
             }
         }
     }
@@ -144,15 +145,11 @@ async fn read_registration(
         version: hello.version,
         cordoned: hello.cordoned,
     };
-    Ok(Registration { server, about, term: hello.term, held })
+    Ok(Registration { server, about, term: hello.term, reports })
 }
 
 pub(crate) fn failed_there(pb::JobFailed { reason, transient, .. }: pb::JobFailed) -> FailedThere {
     FailedThere { reason, transient }
-}
-
-fn unexpected(what: &str, found: &str, expected: &str) -> Error {
-    Error::invalid(format!("{what} of the control stream"), found, expected)
 }
 
 fn server(hello: &pb::Hello) -> Result<Server> {
@@ -281,7 +278,7 @@ pub(crate) fn wire(command: Command) -> serve_response::Command {
 }
 
 fn open_job(open: &OpenJob) -> pb::OpenJob {
-    let OpenJob { spec, placement, job_id, epoch, server, succession, source, .. } = open;
+    let OpenJob { spec, placement, job_id, epoch, server, fork, source, .. } = open;
     let copies = source.as_ref().map(|source| {
         let copy = |copy: SliceCopy| pb::SliceCopy {
             slice: copy.slice as u32,
@@ -295,17 +292,17 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         let servers = source.placement.servers().iter().cloned().map(Into::into).collect();
         (servers, source.copies(spec, placement, *server).into_iter().map(copy).collect())
     });
-    let succession = succession.as_ref().map(|succession| {
+    let fork = fork.as_ref().map(|fork| {
         let (servers, copies) = copies.unwrap_or_default();
-        let (from, fresh_state) = (Some((&succession.from).into()), succession.fresh_state);
-        pb::Succession { from, fresh_state, servers, copies }
+        let (from, fresh_state) = (Some((&fork.from).into()), fork.fresh_state);
+        pb::Fork { from, fresh_state, servers, copies }
     });
     pb::OpenJob {
         spec: Some(spec.as_ref().into()),
         job_id: *job_id,
         epoch: *epoch,
         placement: Some(placement.as_ref().into()),
-        succession,
+        fork,
         restore: open.checkpoint.as_ref().map(|checkpoint| pb::Restore {
             url: checkpoint.url.clone(),
             job: checkpoint.job.clone(),
@@ -317,7 +314,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         leases: open
             .leases
             .iter()
-            .map(|&(rank, Lease(lease))| pb::HeldLease { rank, lease })
+            .map(|&(rank, Lease(lease))| pb::RankLease { rank, lease })
             .collect(),
         done: open.done.clone(),
         left: open.left.clone(),
@@ -392,8 +389,12 @@ pub(crate) fn server_event(event: serve_request::Event) -> Result<ServerEvent> {
             let slices = slices.into_iter().map(|pb::SliceHash { slice, hash }| (slice, hash));
             ServerEvent::Hashes { job: job(name, job_id), epoch, version, slices: slices.collect() }
         }
-        Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
-        Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
+        Wire::Hello(_) => return Err(Error::refused("the control stream has a second `Hello`")),
+        Wire::JobReport(_) => {
+            return Err(Error::refused(
+                "the control stream has more `JobReport` than `Hello` says",
+            ));
+        }
         Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
             let files = files.iter().map(|file| file.encode_to_vec().into()).collect();
             ServerEvent::Written { job: job(name, job_id), save, files: Files(files) }
@@ -431,7 +432,7 @@ fn reduced(ready: pb::StepReady) -> Reduced {
 ///
 /// # Errors
 /// [`Error::Invalid`] for a description that contradicts itself.
-pub(crate) fn held_job(mut job: pb::HeldJob) -> Result<Held> {
+pub(crate) fn job_report(mut job: pb::JobReport) -> Result<JobReport> {
     let spec = JobSpec::try_from(job.spec.take().unwrap_or_default())?;
     let placement = Placement::try_from(job.placement.take().unwrap_or_default())?;
     let (slices, placed) = (spec.manifest.slices().len(), placement.slices());
@@ -443,15 +444,15 @@ pub(crate) fn held_job(mut job: pb::HeldJob) -> Result<Held> {
     let from = job.from.map(JobVersion::try_from).transpose()?;
     let fresh_state = job.fresh_state;
     let restore = job.restore.map(Restore::try_from).transpose()?.map(Arc::new);
-    let lease = |pb::HeldLease { rank, lease }| (rank, Lease(lease));
+    let lease = |pb::RankLease { rank, lease }| (rank, Lease(lease));
     let rest = |pb::RankRests { rank, since, excluded, .. }| (rank, (since, excluded));
     let decision = job.decision.map(decision).transpose()?;
-    Ok(Held {
+    Ok(JobReport {
         id: job.job_id,
         term: 0,
         plan: Plan::of(&spec, placement),
         spec: Arc::new(spec),
-        succession: from.map(|from| Arc::new(Succession { from, fresh_state })),
+        fork: from.map(|from| Arc::new(Fork { from, fresh_state })),
         restore,
         attempt: Attempt { epoch: job.epoch, step: job.step, number: job.attempt },
         published: job.published,
@@ -473,7 +474,7 @@ pub(crate) fn held_job(mut job: pb::HeldJob) -> Result<Held> {
 }
 
 /// Checks that the ranks, slices and steps of a description exist in its job.
-fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
+fn check_held(job: &pb::JobReport, spec: &JobSpec) -> Result<()> {
     let invalid = |what: &str, found: u64, limit: u64| {
         let what = format!("{what} in the description of job {:?}", spec.name);
         Err(Error::invalid(what, found, format!("less than {limit}")))
@@ -489,7 +490,10 @@ fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
     }
     let both = |rank: &&u32| job.resting.iter().any(|rests| rests.rank == **rank);
     if let Some(&rank) = job.done.iter().find(both) {
-        return invalid("rank that rests and is done", rank.into(), 0);
+        return Err(Error::refused(format!(
+            "rank {rank} both rests and is done in the description of job {:?}",
+            spec.name
+        )));
     }
     let figures = job.ready.iter().chain(&job.decided);
     let mut slices = figures.flat_map(|ready| {
@@ -497,9 +501,9 @@ fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
         let overflow = ready.overflow.iter().map(|overflow| overflow.slice);
         ready.slices.iter().map(|slice| slice.slice).chain(absent).chain(overflow)
     });
-    let held = spec.manifest.slices().len();
-    if let Some(slice) = slices.find(|&slice| slice as usize >= held) {
-        return invalid("slice", slice.into(), held as u64);
+    let report = spec.manifest.slices().len();
+    if let Some(slice) = slices.find(|&slice| slice as usize >= report) {
+        return invalid("slice", slice.into(), report as u64);
     }
     let steps = job.decision.iter().map(|decision| decision.step);
     let numbers = steps.chain([job.step, job.epoch, job.copies]);

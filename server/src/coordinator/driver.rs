@@ -26,14 +26,18 @@ use tokio_util::{
     task::TaskTracker,
 };
 use zeroshard_coordinator::{
-    calls::Reply,
     cluster::{Cluster, IDLE},
-    commands::Command,
-    events::Event,
-    history::{History, Journal, Severity},
-    ids::{Caller, Lease, Link, Now, ServerId},
-    memberships::Change,
-    overview::{Overview, View},
+    operators::{
+        history::{History, Journal, Severity},
+        overview::{Overview, View},
+    },
+    state::memberships::Change,
+    vocabulary::{
+        calls::Reply,
+        commands::Command,
+        events::Event,
+        ids::{Caller, Lease, Link, Now, ServerId},
+    },
 };
 use zeroshard_model::{Error, Result, Server};
 
@@ -293,7 +297,7 @@ impl Driver {
 
     /// Registers a shard server.
     pub(crate) fn add_server(&self, registration: Registration) -> Result<Control> {
-        let Registration { server, about, term: before, held } = registration;
+        let Registration { server, about, term: before, reports } = registration;
         let mut inner = self.lock();
         self.check_running(&mut inner)?;
         if before > self.term() {
@@ -319,7 +323,7 @@ impl Driver {
         let is_new = before != 0 && before != term;
         self.handle(
             &mut inner,
-            Event::ServerJoined { stream: link.stream, server, about, held, is_new },
+            Event::ServerJoined { stream: link.stream, server, about, reports, is_new },
         );
         Ok(Control { link, heard, commands, dismissal })
     }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use tokio_util::sync::CancellationToken;
-use zeroshard_coordinator::numbers::RANDOM;
+use zeroshard_coordinator::cluster::numbers::RANDOM;
 use zeroshard_model::Result;
 
 use crate::identity;

@@ -23,9 +23,8 @@ use std::{net::SocketAddr, sync::Arc};
 use tokio_util::task::AbortOnDropHandle;
 use tonic::service::Routes;
 use zeroshard_coordinator::{
-    cluster::{Cluster, JobLimits},
-    learning::RECOVERY,
-    overview::{Overview, View},
+    cluster::{Cluster, context::JobLimits, startup::RECOVERY},
+    operators::overview::{Overview, View},
 };
 use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 

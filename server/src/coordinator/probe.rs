@@ -7,7 +7,7 @@ use std::{
 };
 
 use tokio::{net::TcpStream, time::timeout};
-use zeroshard_coordinator::{events::Event, learning::RECOVERY};
+use zeroshard_coordinator::{cluster::startup::RECOVERY, vocabulary::events::Event};
 use zeroshard_model::Server;
 use zeroshard_net::{
     Deadline,

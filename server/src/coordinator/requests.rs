@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tonic::Request;
-use zeroshard_coordinator::{
+use zeroshard_coordinator::vocabulary::{
     calls::{Commit, Create, Discard, LinkReport, RankData, Reduce, Rest, Save, Turn},
     ids::{JobRef, Lease},
 };
 use zeroshard_model::{
-    Attempt, Error, JobSpec, Restore, Result, Succession,
+    Attempt, Error, Fork, JobSpec, Restore, Result,
     checkpoint::{MAX_USER_DATA, check_url},
     quota::Holder,
 };
@@ -107,16 +107,16 @@ impl Waits {
 /// The report of a rank that cannot reach a server.
 ///
 /// # Errors
-/// [`Error::Invalid`] if the rank or the server is absent.
+/// [`Error::Refused`] if the rank or the server is absent.
 pub(super) fn link(request: pb::ReportLinkRequest) -> Result<LinkReport> {
-    let absent = || Error::invalid("server of a link", "absent", "present");
+    let absent = || Error::refused("the request has no `server`");
     let pb::ReportLinkRequest { turn, server, cause } = request;
     let pb::Server { id: server, incarnation, .. } = server.ok_or_else(absent)?;
     Ok(LinkReport { turn: self::turn(turn)?, server, incarnation, cause })
 }
 
 fn turn(message: Option<pb::Turn>) -> Result<Turn> {
-    let absent = || Error::invalid("turn of the call of a rank", "absent", "present");
+    let absent = || Error::refused("the request has no `turn`");
     let pb::Turn { job: name, job_id: id, lease, epoch, rank, step, attempt: number } =
         message.ok_or_else(absent)?;
     let (job, attempt) = (JobRef { name, id }, Attempt { epoch, step, number });
@@ -165,25 +165,24 @@ fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
 /// block.
 pub(super) fn create(request: pb::CreateJobRequest, holder: Option<Holder>) -> Result<Create> {
     let pb::CreateJobRequest { spec, from, fresh_state, restore } = request;
-    let succession = match from {
-        Some(from) => Some(Succession { from: from.try_into()?, fresh_state }),
+    let fork = match from {
+        Some(from) => Some(Fork { from: from.try_into()?, fresh_state }),
         None if fresh_state => {
-            return Err(Error::invalid("fresh_state", true, "false in a request without `from`"));
+            return Err(Error::refused("`fresh_state` is set without `from`"));
         }
         None => None,
     };
     let restore = restore.map(Restore::try_from).transpose()?;
-    if let (Some(_), Some(restore)) = (&succession, &restore) {
-        let found = format!("version of job {:?} beside `from`", restore.job);
-        return Err(Error::invalid("restore", found, "absent in a request with `from`"));
+    if fork.is_some() && restore.is_some() {
+        return Err(Error::refused("both `from` and `restore` are set; leave out one of the two"));
     }
     let spec = job_spec(spec)?;
     let quota = holder.map(|holder| (holder, spec.required_with_replicas().bytes));
-    Ok(Create { spec, succession, restore, quota })
+    Ok(Create { spec, fork, restore, quota })
 }
 
 fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
-    let spec = spec.ok_or_else(|| Error::invalid("spec", "absent", "present"))?;
+    let spec = spec.ok_or_else(|| Error::refused("the request has no `spec`"))?;
     JobSpec::try_from(spec)
 }
 

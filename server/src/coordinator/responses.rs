@@ -1,19 +1,27 @@
 //! Converts the answers of the coordinator into messages.
 
 use zeroshard_coordinator::{
-    advice::{Advice, advice},
-    calls::{Drained, Rested, Stays},
-    cluster::Cluster,
-    context::Common,
-    decision::Report,
-    figures::JobState,
-    gradient::{Absent, Norm, Overflow},
-    ids::Now,
+    cluster::{
+        Cluster,
+        context::Common,
+        servers::{Missing, ServerState},
+    },
     job::{Description, Job, Phase},
-    memberships::{Change, Peer},
-    progress::Wait,
-    reports::{JobStats, Stats},
-    servers::{Missing, ServerState},
+    operators::{
+        advice::{Advice, advice},
+        metrics_view::JobState,
+    },
+    state::{
+        memberships::{Change, Peer},
+        progress::Wait,
+    },
+    vocabulary::{
+        calls::{Drained, Rested, Stays},
+        decision::Report,
+        gradient::{Absent, Norm, Overflow},
+        ids::Now,
+        reports::{JobStats, Stats},
+    },
 };
 use zeroshard_model::{Attempt, JobSpec, Server, version::VERSION};
 use zeroshard_proto::pb;
@@ -56,7 +64,6 @@ impl Message<pb::JoinResponse> for Change {
 impl Message<pb::CommitResponse> for Report {
     fn message(self) -> pb::CommitResponse {
         let report = self;
-        let absent = |Absent { slice, rank, everywhere }| pb::Absent { slice, rank, everywhere };
         pb::CommitResponse {
             version: report.version,
             applied: report.applied,
@@ -65,7 +72,7 @@ impl Message<pb::CommitResponse> for Report {
             overflow: report.norm.overflow.map(Message::message),
             loss: report.loss,
             world: report.world,
-            absent: report.absent.into_iter().map(absent).collect(),
+            absent: report.absent.into_iter().map(Message::message).collect(),
             resting: report.resting,
             next_epoch: 0,
         }
@@ -93,10 +100,22 @@ pub(super) fn report(report: pb::CommitResponse) -> Report {
 }
 
 /// The answer to Reduce.
-pub(super) fn reduced(norm: Norm, resting: Vec<u32>) -> pb::ReduceResponse {
+pub(super) fn reduced(norm: Norm, absent: Vec<Absent>, resting: Vec<u32>) -> pb::ReduceResponse {
     let Norm { value: gradient_norm, overflow, tensors } = norm;
-    let (overflow, tensor_norms) = (overflow.map(Message::message), tensors.to_vec());
-    pb::ReduceResponse { gradient_norm, overflow, tensor_norms, resting }
+    pb::ReduceResponse {
+        gradient_norm,
+        overflow: overflow.map(Message::message),
+        tensor_norms: tensors.to_vec(),
+        resting,
+        absent: absent.into_iter().map(Message::message).collect(),
+    }
+}
+
+impl Message<pb::Absent> for Absent {
+    fn message(self) -> pb::Absent {
+        let Absent { slice, rank, everywhere } = self;
+        pb::Absent { slice, rank, everywhere }
+    }
 }
 
 impl Message<pb::Overflow> for Overflow {
@@ -122,6 +141,8 @@ impl Message<pb::Stats> for Stats {
             waiting_for: job.waiting_for,
             sent_bytes: job.sent_bytes,
             received_bytes: job.received_bytes,
+            windows: job.windows,
+            no_window: job.no_window,
         };
         pb::Stats {
             jobs: stats.jobs.into_iter().map(job).collect(),
@@ -145,6 +166,8 @@ pub(super) fn stats(stats: pb::Stats) -> Stats {
         waiting_for: job.waiting_for,
         sent_bytes: job.sent_bytes,
         received_bytes: job.received_bytes,
+        windows: job.windows,
+        no_window: job.no_window,
     };
     Stats {
         jobs: stats.jobs.into_iter().map(job).collect(),
@@ -158,7 +181,7 @@ pub(super) fn stats(stats: pb::Stats) -> Stats {
 
 /// The response to `Status`.
 pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
-    let Common { servers, index, learning, .. } = cluster.common();
+    let Common { servers, index, startup, .. } = cluster.common();
     let assigned = index.assigned();
     let server = |server: Server, known: &ServerState| pb::ServerStatus {
         capacity: known.capacity.map(Into::into),
@@ -178,7 +201,7 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
             pb::JobWait { reason, waited_ms, lacks_workers, lacks_servers }
         });
         let saved_ms_ago = match &job.phase {
-            Phase::Open(open) => open.saves.completed,
+            Phase::Open(open) => open.saves.completed(),
             _ => None,
         };
         let saved_ms_ago = saved_ms_ago.map(|at| now.saturating_sub(at).as_millis() as u64);
@@ -198,7 +221,7 @@ pub(super) fn status(cluster: &Cluster, now: Now) -> pb::StatusResponse {
         version: VERSION.to_owned(),
         unix_ms: unix_ms(),
         leading_ms: now.as_millis() as u64,
-        recovering: learning.is_learning(),
+        recovering: startup.is_learning(),
         missing: cluster.missing().into_iter().map(missing).collect(),
         advice: advice(cluster).map(Message::message),
     }
@@ -267,13 +290,13 @@ impl Message<pb::JobStatus> for &Job {
             epoch: job.epoch,
             world: *world,
             joined: open.map(|open| open.members.ranks().collect()).unwrap_or_default(),
-            version: open.and_then(|open| open.version),
+            version: open.and_then(|open| open.version.current()),
             parameters: manifest.parameters(),
             tensors: manifest.tensors().len() as u32,
             slices: manifest.number_of_slices() as u32,
             failure,
             job_id: job.id,
-            resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),
+            resting: open.map(|open| open.uneven_inputs.ranks().collect()).unwrap_or_default(),
             saved_version: open.and_then(|open| open.saves.last()),
             saving_version: open.and_then(|open| open.saves.current()),
             state: job.phase.shown().message().into(),
@@ -284,8 +307,8 @@ impl Message<pb::JobStatus> for &Job {
             trouble: None,
             saved_ms_ago: None,
             advice: None,
-            failed_saves: open.map_or(0, |open| open.saves.failures),
-            save_error: open.and_then(|open| open.saves.failure.clone()).unwrap_or_default(),
+            failed_saves: open.map_or(0, |open| open.saves.failures()),
+            save_error: open.and_then(|open| open.saves.failure()).unwrap_or_default().to_owned(),
         }
     }
 }

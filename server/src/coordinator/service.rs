@@ -9,11 +9,13 @@ use std::{
 use futures_util::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 use zeroshard_coordinator::{
-    calls::{Attach, Join, Leave, Reply, Saved},
     cluster::Cluster,
-    events::Event,
-    ids::{self, JobRef, Lease},
     job::Job,
+    vocabulary::{
+        calls::{Attach, Join, Leave, Reply, Saved},
+        events::Event,
+        ids::{self, JobRef, Lease},
+    },
 };
 use zeroshard_model::{
     Attempt, Error, Result,
@@ -168,7 +170,7 @@ impl coordinator_service_server::CoordinatorService for Service {
             check_turn(&request, |request| &request.turn)?;
             let reduce = Box::new(self.waits.reduce(request)?);
             match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
-                Reply::Reduced(norm, resting) => Ok(reduced(norm, resting)),
+                Reply::Reduced { norm, absent, resting } => Ok(reduced(norm, absent, resting)),
                 other => Err(unexpected(&other)),
             }
         })

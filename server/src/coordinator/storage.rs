@@ -7,10 +7,12 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use prost::Message;
 use zeroshard_checkpoint::{Manifest, Storage};
 use zeroshard_coordinator::{
-    commands::{Checkpoint, SavePlan},
-    events::{Completion, Placing},
-    ids::JobRef,
-    user_data::UserData,
+    state::user_data::UserData,
+    vocabulary::{
+        commands::{Checkpoint, SavePlan},
+        events::{Completion, Placing},
+        ids::JobRef,
+    },
 };
 use zeroshard_model::{
     Error, JobSpec, Restore, RestoreVersion, Result,
@@ -72,9 +74,11 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
     };
     let version = manifest.version();
     if let Some(difference) = manifest.difference(spec) {
-        let what = format!("spec of job {:?}", spec.name);
-        let expected = format!("the model and optimizer of version {version} of job {job:?}");
-        return Err(Error::invalid(what, format!("different in its {difference}"), expected));
+        return Err(Error::refused(format!(
+            "job {:?} cannot start from version {version} of job {job:?}: they differ in their \
+             {difference}",
+            spec.name
+        )));
     }
     let (storage, manifest) = (&storage, &manifest);
     let read = |rank| async move {
@@ -111,17 +115,19 @@ async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<()> {
     if own.is_some_and(|own| own.version == latest) {
         return Ok(());
     }
-    let what = format!("latest checkpoint of job {:?} at {}", spec.name, policy.url);
-    let expected = match own {
+    let remedy = match own {
         Some(own) => format!(
-            "version {}, from which the job starts; remove the later ones with `zsctl checkpoint rm`",
+            "the job starts from version {}: remove the later ones with `zsctl checkpoint rm`",
             own.version
         ),
-        None => "absent for a new job; resume from it, remove it with `zsctl checkpoint rm`, or \
-                 choose another name or URL"
+        None => "resume from it, remove it with `zsctl checkpoint rm`, or choose another name or \
+                 URL for the new job"
             .to_owned(),
     };
-    Err(Error::invalid(what, format!("version {latest}"), expected))
+    Err(Error::refused(format!(
+        "job {:?} already has a checkpoint of version {latest} at {}; {remedy}",
+        spec.name, policy.url
+    )))
 }
 
 /// Completes a checkpoint whose slices are written. Returns its size in bytes. `check_leader`: the
@@ -179,7 +185,12 @@ pub(super) async fn prune(JobRef { name: job, id }: &JobRef, plan: &SavePlan) {
 /// States that a job is over, where it has claimed the checkpoints of its name.
 pub(super) async fn end_claims(JobRef { name, id }: JobRef, urls: BTreeSet<String>) {
     for url in urls {
-        let ended = async { Storage::open(&url)?.end_claim(&name, id).await };
+        let ended = async {
+            match Storage::open_existing(&url)? {
+                Some(storage) => storage.end_claim(&name, id).await,
+                None => Ok(()), // somebody has removed it
+            }
+        };
         if let Err(error) = ended.await {
             tracing::warn!(job = name, url, %error, "the claim of a job could not be ended");
         }

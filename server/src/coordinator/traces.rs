@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use zeroshard_coordinator::{
-    figures::Waits,
-    history::Step,
-    ids::{JobRef, Now},
+    operators::{history::Step, metrics_view::Waits},
+    vocabulary::ids::{JobRef, Now},
 };
 use zeroshard_model::Attempt;
 use zeroshard_net::trace::{Span, SpanKind, Trace};

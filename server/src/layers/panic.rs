@@ -4,112 +4,65 @@
 //! including those that wait.
 
 use std::{
-    any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     task::{Context, Poll},
 };
 
-use futures_util::FutureExt;
-use http::{HeaderMap, Request, Response};
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    middleware::Next,
+    response::Response,
+};
+use bytes::Bytes;
+use http::HeaderMap;
 use http_body::{Frame, SizeHint};
 use tokio_util::sync::WaitForCancellationFutureOwned;
-use tower::{Layer, Service};
 use zeroshard_proto::status::to_status;
 
 use crate::failure::Failure;
 
-/// Creates [`CatchPanic`].
-#[derive(Clone, Debug)]
-pub struct PanicLayer(pub Failure);
-
-impl<S> Layer<S> for PanicLayer {
-    type Service = CatchPanic<S>;
-
-    fn layer(&self, inner: S) -> Self::Service {
-        CatchPanic { inner, failure: self.0.clone() }
-    }
-}
-
-/// The wrapped service.
-#[derive(Clone, Debug)]
-pub struct CatchPanic<S> {
-    inner: S,
-    failure: Failure,
-}
-
-impl<S, In, Out> Service<Request<In>> for CatchPanic<S>
-where
-    S: Service<Request<In>, Response = Response<Out>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-    Out: Default + 'static,
-{
-    type Response = Response<Guarded<Out>>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: Request<In>) -> Self::Future {
-        let failure = self.failure.clone();
-        let method = request.uri().path().to_owned();
-        // The state of a handler that panics is never used again: no call passes this layer after
-        // the failure.
-        let answer = catch_unwind(AssertUnwindSafe(|| self.inner.call(request)));
-        Box::pin(async move {
-            let answered = async {
-                match answer {
-                    Ok(answer) => AssertUnwindSafe(answer).catch_unwind().await,
-                    Err(panic) => Err(panic),
-                }
-            };
-            tokio::select! {
-                biased;
-                () = failure.failed() => {}
-                answered = answered => match answered {
-                    Ok(answered) => return Ok(answered?.map(|body| Guarded::new(body, failure, method))),
-                    Err(panic) => failure.report(&method, &*panic),
-                },
-            }
-            let refusal = to_status(failure.error()).into_http::<Out>();
-            Ok(refusal.map(|body| Guarded::new(body, failure, method)))
-        })
-    }
+/// Answers a request. The state of a handler that panics is never used again: no call passes this
+/// layer after the failure.
+pub(crate) async fn catch(
+    State(failure): State<Failure>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let method = request.uri().path().to_owned();
+    let answer = tokio::select! {
+        biased;
+        () = failure.failed() => None,
+        answer = failure.guard(&method, next.run(request)) => answer,
+    };
+    let Some(answer) = answer else { return to_status(failure.error()).into_http() };
+    let failed = Box::pin(failure.failed());
+    answer.map(|body| Body::new(Guarded { body: Some(body), failure, failed, method }))
 }
 
 /// A body that ends with an error when the servers have failed.
 #[derive(Debug)]
-pub struct Guarded<B> {
+struct Guarded {
     /// `None` after the error.
-    body: Option<Pin<Box<B>>>,
+    body: Option<Body>,
     failure: Failure,
     failed: Pin<Box<WaitForCancellationFutureOwned>>,
     method: String,
 }
 
-impl<B> Guarded<B> {
-    fn new(body: B, failure: Failure, method: String) -> Self {
-        Self { body: Some(Box::pin(body)), failed: Box::pin(failure.failed()), failure, method }
-    }
-}
-
-impl<B: http_body::Body> http_body::Body for Guarded<B> {
-    type Data = B::Data;
-    type Error = B::Error;
+impl http_body::Body for Guarded {
+    type Data = Bytes;
+    type Error = axum::Error;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let Self { body, failure, failed, method } = &mut *self;
         let Some(inner) = body else { return Poll::Ready(None) };
         if failed.as_mut().poll(cx).is_pending() {
-            let polled: Result<_, Box<dyn Any + Send>> =
-                catch_unwind(AssertUnwindSafe(|| inner.as_mut().poll_frame(cx)));
-            match polled {
+            match catch_unwind(AssertUnwindSafe(|| Pin::new(inner).poll_frame(cx))) {
                 Ok(polled) => return polled,
                 Err(panic) => failure.report(method, &*panic),
             }
@@ -136,19 +89,19 @@ impl<B: http_body::Body> http_body::Body for Guarded<B> {
 mod tests {
     use std::convert::Infallible;
 
-    use bytes::Bytes;
+    use axum::{Router, middleware::from_fn_with_state};
     use futures_util::StreamExt;
     use http_body_util::{BodyExt, StreamBody};
-    use tower::{ServiceExt, service_fn};
+    use tower::ServiceExt;
     use zeroshard_model::Error;
 
-    use tonic::{Status, body::Body};
+    use tonic::Status;
     use zeroshard_proto::status::from_status;
 
     use super::*;
 
     /// Handles a call; the path selects the behaviour.
-    async fn handle(request: Request<()>) -> Result<Response<Body>, Infallible> {
+    async fn handle(request: Request) -> Response {
         assert_ne!(request.uri().path(), "/panics", "in the handler");
         let panics = request.uri().path() == "/panics/later";
         let frames = futures_util::stream::iter([1, 2]).map(move |frame| {
@@ -159,15 +112,19 @@ mod tests {
             std::future::pending::<()>().await;
         }
         let waits = futures_util::stream::pending::<Result<Frame<Bytes>, Infallible>>();
-        Ok(Response::new(match request.uri().path() {
+        Response::new(match request.uri().path() {
             "/waits/later" => Body::new(StreamBody::new(waits)),
             _ => Body::new(StreamBody::new(frames)),
-        }))
+        })
     }
 
     async fn call(failure: &Failure, path: &str) -> Result<usize, Error> {
-        let service = PanicLayer(failure.clone()).layer(service_fn(handle));
-        let answer = service.oneshot(Request::builder().uri(path).body(()).unwrap()).await.unwrap();
+        let answer = Router::new()
+            .fallback(handle)
+            .layer(from_fn_with_state(failure.clone(), catch))
+            .oneshot(Request::builder().uri(path).body(Body::empty()).unwrap())
+            .await
+            .unwrap();
         if let Some(status) = Status::from_header_map(answer.headers()) {
             return Err(from_status(&status, "server"));
         }

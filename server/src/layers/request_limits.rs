@@ -11,12 +11,17 @@ use std::{
     time::Duration,
 };
 
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    middleware::Next,
+    response::Response,
+};
 use bytes::Bytes;
-use http::{Request, Response};
 use http_body::{Frame, SizeHint};
+use http_body_util::BodyExt;
 use tokio::time::Sleep;
-use tonic::{Status, body::Body};
-use tower::{Layer, Service};
+use tonic::Status;
 use zeroshard_model::{
     Error,
     limits::{MAX_CALLS, MAX_REQUEST_BYTES},
@@ -37,87 +42,57 @@ const MAX_PROBE: u64 = 1024;
 /// The time limit for receiving a request.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Creates [`LimitRequests`].
+/// What a server has left for calls and for the bytes of requests. Clones share it.
 #[derive(Clone, Debug)]
-pub struct RequestLimitsLayer {
+pub(crate) struct RequestLimits {
     calls: Arc<Budget>,
     bytes: Arc<Budget>,
 }
 
-impl RequestLimitsLayer {
+/// Answers a request within the limits.
+pub(crate) async fn limit(
+    State(limits): State<RequestLimits>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let call = match limits.enter(&request) {
+        Ok(call) => call,
+        Err(error) => return to_status(error).into_http(),
+    };
+    let received = Arc::new(Mutex::new(None));
+    let path = request.uri().path();
+    let (is_streamed, is_held) = (is_streamed(path), path.ends_with("/CreateJob"));
+    let largest = if call.is_none() { MAX_PROBE } else { u64::MAX };
+    let request = match is_streamed {
+        true => request,
+        false => {
+            request.map(|body| Body::new(Metered::new(body, largest, &limits, &received, is_held)))
+        }
+    };
+    let answer = next.run(request).await;
+    drop(received);
+    // The call is open until the body of its answer is dropped.
+    answer.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            let _open = &call;
+            frame
+        }))
+    })
+}
+
+impl RequestLimits {
     /// The limits of a server with this memory; `None` if it is not known.
-    pub fn new(memory: Option<u64>) -> Self {
+    pub(crate) fn new(memory: Option<u64>) -> Self {
         let bytes = memory.map_or(MAX_REQUEST_BYTES, |memory| (memory / 8).min(MAX_REQUEST_BYTES));
         Self { calls: Budget::new(MAX_CALLS as u64), bytes: Budget::new(bytes) }
     }
-}
 
-impl<S> Layer<S> for RequestLimitsLayer {
-    type Service = LimitRequests<S>;
-
-    fn layer(&self, inner: S) -> Self::Service {
-        LimitRequests { inner, limits: self.clone() }
-    }
-}
-
-/// The wrapped service.
-#[derive(Clone, Debug)]
-pub struct LimitRequests<S> {
-    inner: S,
-    limits: RequestLimitsLayer,
-}
-
-impl<S, Out> Service<Request<Body>> for LimitRequests<S>
-where
-    S: Service<Request<Body>, Response = Response<Out>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-    Out: Default + 'static,
-{
-    type Response = Response<Counted<Out>>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let call = match self.enter(&request) {
-            Ok(call) => call,
-            Err(error) => {
-                return Box::pin(async move {
-                    let refusal = to_status(error).into_http::<Out>();
-                    Ok(refusal.map(|body| Counted { body: Box::pin(body), _call: None }))
-                });
-            }
-        };
-        let received = Arc::new(Mutex::new(None));
-        let path = request.uri().path();
-        let (is_streamed, is_held) = (is_streamed(path), path.ends_with("/CreateJob"));
-        let largest = if call.is_none() { MAX_PROBE } else { u64::MAX };
-        let request = match is_streamed {
-            true => request,
-            false => request.map(|body| {
-                Body::new(Metered::new(body, largest, &self.limits, &received, is_held))
-            }),
-        };
-        let answer = self.inner.call(request);
-        Box::pin(async move {
-            let answer = answer.await;
-            drop(received);
-            Ok(answer?.map(|body| Counted { body: Box::pin(body), _call: call }))
-        })
-    }
-}
-
-impl<S> LimitRequests<S> {
     /// Counts a call; `None` for a probe of the health of the server, which is always answered.
     ///
     /// # Errors
     /// [`Error::LimitExceeded`] if there are too many connections, and [`Error::Unavailable`] if
     /// there are too many open calls.
-    fn enter(&self, request: &Request<Body>) -> Result<Option<Space>, Error> {
+    fn enter(&self, request: &Request) -> Result<Option<Space>, Error> {
         if is_probe(request.uri().path()) {
             return Ok(None);
         }
@@ -128,8 +103,8 @@ impl<S> LimitRequests<S> {
                 remedy: "close connections that are not used, or increase the limit".to_owned(),
             });
         }
-        let call = self.limits.calls.take(1);
-        call.map(Some).ok_or_else(|| busy("open calls", self.limits.calls.limit()))
+        let call = self.calls.take(1);
+        call.map(Some).ok_or_else(|| busy("open calls", self.calls.limit()))
     }
 }
 
@@ -140,7 +115,7 @@ fn is_streamed(path: &str) -> bool {
 
 /// The error of a call that can be repeated when other calls have ended.
 fn busy(what: &str, limit: u64) -> Error {
-    let cause = format!("the limit of {what} of this server, {limit}, is reached");
+    let cause = format!("the limit of {limit} {what} of this server is reached");
     Error::Unavailable { peer: "this server".to_owned(), cause }
 }
 
@@ -174,7 +149,7 @@ impl Metered {
     fn new(
         body: Body,
         largest: u64,
-        limits: &RequestLimitsLayer,
+        limits: &RequestLimits,
         received: &Received,
         is_held: bool,
     ) -> Self {
@@ -186,11 +161,11 @@ impl Metered {
 
     /// Counts received bytes, and reserves the declared size of the message as soon as it is known.
     /// A request that does not fit is thus refused at its beginning, before it fills memory.
-    fn count(&mut self, data: &[u8]) -> Result<(), Status> {
+    fn count(&mut self, data: &[u8]) -> Result<(), Error> {
         self.arrived += data.len() as u64;
         if self.arrived > self.largest {
-            let expected = format!("at most {} bytes", self.largest);
-            return Err(to_status(Error::invalid("size of a probe", "too large", expected)));
+            let sentence = format!("the probe request exceeds {} bytes", self.largest);
+            return Err(Error::refused(sentence));
         }
         let missing = PREFIX - self.prefix.len();
         self.prefix.extend(data.iter().take(missing));
@@ -209,7 +184,7 @@ impl Metered {
         };
         if !is_counted {
             let limit = self.bytes.limit();
-            return Err(to_status(busy("bytes of requests that are being received", limit)));
+            return Err(busy("bytes of requests that are being received", limit));
         }
         self.reserved = needed;
         Ok(())
@@ -258,9 +233,9 @@ impl http_body::Body for Metered {
         Poll::Ready(match frame {
             Some(Ok(frame)) => {
                 let counted = frame.data_ref().map_or(Ok(()), |data| self.count(data));
-                Some(counted.map(|()| frame))
+                Some(counted.map(|()| frame).map_err(to_status))
             }
-            Some(Err(status)) => Some(Err(status)),
+            Some(Err(error)) => Some(Err(Status::from_error(error.into_inner()))),
             None => {
                 self.end();
                 None
@@ -277,77 +252,49 @@ impl http_body::Body for Metered {
     }
 }
 
-/// The body of an answer. Its call is open until it is dropped.
-#[derive(Debug)]
-pub struct Counted<B> {
-    body: Pin<Box<B>>,
-    _call: Option<Space>,
-}
-
-impl<B: Default> Default for Counted<B> {
-    fn default() -> Self {
-        Self { body: Box::pin(B::default()), _call: None }
-    }
-}
-
-impl<B: http_body::Body> http_body::Body for Counted<B> {
-    type Data = B::Data;
-    type Error = B::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        self.body.as_mut().poll_frame(cx)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
 
-    use http_body_util::{BodyExt, Full};
-    use tower::service_fn;
+    use axum::{Router, middleware::from_fn_with_state};
+    use http_body_util::Full;
+    use tower::ServiceExt;
 
     use super::*;
 
-    fn limits(calls: u64, bytes: u64) -> RequestLimitsLayer {
-        RequestLimitsLayer { calls: Budget::new(calls), bytes: Budget::new(bytes) }
+    fn limits(calls: u64, bytes: u64) -> RequestLimits {
+        RequestLimits { calls: Budget::new(calls), bytes: Budget::new(bytes) }
     }
 
-    fn request(path: &str, bytes: u64) -> Request<Body> {
+    fn request(path: &str, bytes: u64) -> Request {
         let body = Body::new(Full::new(Bytes::from(vec![0; bytes as usize])));
         Request::builder().uri(path).body(body).unwrap()
     }
 
     /// Receives a request, and answers with the code of the error in it.
-    async fn receive(request: Request<Body>) -> Result<Response<String>, Infallible> {
+    async fn receive(request: Request) -> String {
         let code = match request.into_body().collect().await {
             Ok(_) => tonic::Code::Ok,
-            Err(status) => status.code(),
+            Err(error) => Status::from_error(error.into_inner()).code(),
         };
-        Ok(Response::new(format!("{code:?}")))
+        format!("{code:?}")
     }
 
-    async fn answer(
-        limits: &RequestLimitsLayer,
-        request: Request<Body>,
-    ) -> Response<Counted<String>> {
-        limits.layer(service_fn(receive)).call(request).await.unwrap()
+    async fn answer(limits: &RequestLimits, request: Request) -> Response {
+        let layer = from_fn_with_state(limits.clone(), limit);
+        Router::new().fallback(receive).layer(layer).oneshot(request).await.unwrap()
     }
 
+    async fn text(answer: Response) -> String {
+        let body = answer.into_body().collect().await.unwrap();
+        String::from_utf8(body.to_bytes().to_vec()).unwrap()
+    }
+
+    // promise: isolation
     #[tokio::test]
     async fn a_call_counts_until_its_answer_is_dropped_and_probes_do_not_count() {
         let limits = limits(1, 0);
-        let is_refused = |answer: &Response<_>| answer.headers().contains_key("grpc-status");
+        let is_refused = |answer: &Response| answer.headers().contains_key("grpc-status");
         let first = answer(&limits, request("/a", 0)).await;
         let second = answer(&limits, request("/a", 0)).await;
         assert!(!is_refused(&first) && is_refused(&second));
@@ -360,18 +307,15 @@ mod tests {
     #[tokio::test]
     async fn the_bytes_of_large_requests_count_until_they_are_answered() {
         let limits = limits(10, 100);
-        let text = async |request| answer(&limits, request).await.into_body().body.clone();
-        assert_eq!(*text(request("/a", SMALL + 100)).await, "Ok");
-        assert_eq!(*text(request("/a", SMALL + 101)).await, "Unavailable");
+        let text = async |request| text(answer(&limits, request).await).await;
+        assert_eq!(text(request("/a", SMALL + 100)).await, "Ok");
+        assert_eq!(text(request("/a", SMALL + 101)).await, "Unavailable");
         assert_eq!(limits.bytes.used(), 0);
         let _others = limits.bytes.take(100).unwrap();
-        assert_eq!(*text(request("/a", SMALL)).await, "Ok");
-        assert_eq!(*text(request("/a", SMALL + 1)).await, "Unavailable");
-        assert_eq!(
-            *text(request("/zeroshard.v1.DataService/Pull", SMALL + 1)).await,
-            "Unavailable"
-        );
-        assert_eq!(*text(request("/zeroshard.v1.DataService/Push", SMALL + 1)).await, "Ok");
+        assert_eq!(text(request("/a", SMALL)).await, "Ok");
+        assert_eq!(text(request("/a", SMALL + 1)).await, "Unavailable");
+        assert_eq!(text(request("/zeroshard.v1.DataService/Pull", SMALL + 1)).await, "Unavailable");
+        assert_eq!(text(request("/zeroshard.v1.DataService/Push", SMALL + 1)).await, "Ok");
     }
 
     #[tokio::test]
@@ -379,15 +323,14 @@ mod tests {
         let limits = limits(10, 100);
         for (path, expected) in [("/a", 0), ("/zeroshard.v1.CoordinatorService/CreateJob", 7)] {
             let bytes = limits.bytes.clone();
-            let receive = service_fn(move |request: Request<Body>| {
-                let bytes = bytes.clone();
-                async move {
-                    request.into_body().collect().await.unwrap();
-                    Ok::<_, Infallible>(Response::new(bytes.used().to_string()))
-                }
-            });
-            let answer = limits.layer(receive).call(request(path, SMALL + 7)).await.unwrap();
-            assert_eq!(*answer.into_body().body, expected.to_string(), "{path}");
+            let receive = async move |request: Request| {
+                request.into_body().collect().await.unwrap();
+                bytes.used().to_string()
+            };
+            let layer = from_fn_with_state(limits.clone(), limit);
+            let service = Router::new().fallback(receive).layer(layer);
+            let answer = service.oneshot(request(path, SMALL + 7)).await.unwrap();
+            assert_eq!(text(answer).await, expected.to_string(), "{path}");
         }
         assert_eq!(limits.bytes.used(), 0);
     }
@@ -408,7 +351,7 @@ mod tests {
             biased;
             _ = waits => panic!("the request is not complete"),
             refused = answer(&limits, begun(3 * SMALL + SMALL / 2)) => {
-                assert_eq!(*refused.into_body().body, "Unavailable");
+                assert_eq!(text(refused).await, "Unavailable");
             }
         }
         assert_eq!(limits.bytes.used(), 0);
@@ -418,19 +361,20 @@ mod tests {
     async fn a_probe_is_answered_also_on_a_refused_connection_and_is_small() {
         let limits = limits(0, 0);
         let check = "/grpc.health.v1.Health/Check";
-        let text = async |request| answer(&limits, request).await.into_body().body.clone();
-        assert_eq!(*text(request(check, MAX_PROBE)).await, "Ok");
-        assert_ne!(*text(request(check, MAX_PROBE + 1)).await, "Ok");
+        let text = async |request| text(answer(&limits, request).await).await;
+        assert_eq!(text(request(check, MAX_PROBE)).await, "Ok");
+        assert_ne!(text(request(check, MAX_PROBE + 1)).await, "Ok");
         let watch = answer(&limits, request("/grpc.health.v1.Health/Watch", 0)).await;
         assert!(watch.headers().contains_key("grpc-status"), "a stream counts");
     }
 
+    // promise: isolation
     #[tokio::test(start_paused = true)]
     async fn a_request_that_does_not_arrive_ends_with_an_error() {
         let body = Body::new(http_body_util::StreamBody::new(futures_util::stream::pending::<
             Result<Frame<Bytes>, Infallible>,
         >()));
         let request = Request::builder().uri("/a").body(body).unwrap();
-        assert_eq!(*answer(&limits(1, 1), request).await.into_body().body, "DeadlineExceeded");
+        assert_eq!(text(answer(&limits(1, 1), request).await).await, "DeadlineExceeded");
     }
 }

@@ -4,65 +4,38 @@
 //! is read from the trailers. If a body is dropped before its end, the caller has cancelled the
 //! call.
 
-use std::{
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll, ready},
-    time::Instant,
-};
+use std::{sync::Arc, time::Instant};
 
-use http::{HeaderMap, Request, Response};
-use http_body::{Body, Frame, SizeHint};
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    middleware::Next,
+    response::Response,
+};
+use http::HeaderMap;
+use http_body_util::BodyExt;
 use tonic::Code;
-use tower::{Layer, Service};
 
 use crate::metrics::Metrics;
 
-/// Creates [`RequestMetrics`].
-#[derive(Clone, Debug)]
-pub struct RequestMetricsLayer(pub Arc<Metrics>);
-
-impl<S> Layer<S> for RequestMetricsLayer {
-    type Service = RequestMetrics<S>;
-
-    fn layer(&self, inner: S) -> Self::Service {
-        RequestMetrics { inner, metrics: self.0.clone() }
-    }
-}
-
-/// The wrapped service.
-#[derive(Clone, Debug)]
-pub struct RequestMetrics<S> {
-    inner: S,
-    metrics: Arc<Metrics>,
-}
-
-impl<S, In, Out> Service<Request<In>> for RequestMetrics<S>
-where
-    S: Service<Request<In>, Response = Response<Out>>,
-    S::Future: Send + 'static,
-    S::Error: 'static,
-    Out: 'static,
-{
-    type Response = Response<Counted<Out>>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: Request<In>) -> Self::Future {
-        let call = Call::start(self.metrics.clone(), request.uri().path());
-        let response = self.inner.call(request);
-        Box::pin(async move {
-            let response = response.await?;
-            let mut call = call;
-            // An error without a response body has its code in the headers.
-            call.see(response.headers());
-            Ok(response.map(|body| Counted { body: Box::pin(body), call }))
-        })
-    }
+/// Counts and times a request.
+pub(crate) async fn count(
+    State(metrics): State<Arc<Metrics>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let mut call = Call::start(metrics, request.uri().path());
+    let response = next.run(request).await;
+    // An error without a response body has its code in the headers.
+    call.see(response.headers());
+    response.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            if let Some(trailers) = frame.trailers_ref() {
+                call.see(trailers);
+            }
+            frame
+        }))
+    })
 }
 
 /// One call, counted when it is dropped.
@@ -95,63 +68,33 @@ impl Drop for Call {
     }
 }
 
-/// A body that records how its call ended.
-#[derive(Debug)]
-pub struct Counted<B> {
-    body: Pin<Box<B>>,
-    call: Call,
-}
-
-impl<B: Body> Body for Counted<B> {
-    type Data = B::Data;
-    type Error = B::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        let frame = ready!(self.body.as_mut().poll_frame(cx));
-        if let Some(Ok(frame)) = &frame
-            && let Some(trailers) = frame.trailers_ref()
-        {
-            self.call.see(trailers);
-        }
-        Poll::Ready(frame)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
 
+    use axum::{Router, middleware::from_fn_with_state};
+    use bytes::Bytes;
     use futures_util::StreamExt;
-    use http_body_util::{BodyExt, StreamBody};
-    use tower::{ServiceExt, service_fn};
+    use http_body::Frame;
+    use http_body_util::StreamBody;
+    use tower::ServiceExt;
 
     use super::*;
 
     /// Calls a service that responds with `headers`, one byte of data and trailers, and returns the
     /// body of the response.
-    async fn call(metrics: &Arc<Metrics>, headers: HeaderMap) -> Counted<impl Body> {
-        let inner = service_fn(|_: Request<()>| {
-            let frames =
-                [Frame::data(&b"x"[..]), Frame::trailers(status("0"))].map(Ok::<_, Infallible>);
-            let mut response = Response::new(StreamBody::new(futures_util::stream::iter(frames)));
-            *response.headers_mut() = headers.clone();
-            std::future::ready(Ok::<_, Infallible>(response))
-        });
-        let request = Request::builder().uri("/zeroshard.v1.DataService/Pull").body(()).unwrap();
-        RequestMetricsLayer(metrics.clone())
-            .layer(inner)
-            .oneshot(request)
+    async fn call(metrics: &Arc<Metrics>, headers: HeaderMap) -> Body {
+        let inner = async move || {
+            let frames = [Frame::data(Bytes::from("x")), Frame::trailers(status("0"))]
+                .map(Ok::<_, Infallible>);
+            let body = Body::new(StreamBody::new(futures_util::stream::iter(frames)));
+            (headers, body)
+        };
+        let request = Request::builder().uri("/zeroshard.v1.DataService/Pull");
+        Router::new()
+            .fallback(inner)
+            .layer(from_fn_with_state(metrics.clone(), count))
+            .oneshot(request.body(Body::empty()).unwrap())
             .await
             .unwrap()
             .into_body()

@@ -5,15 +5,13 @@
 //! A call without a token is answered at once, and its body is not read. Probes are accepted:
 //! they carry no secret, and the health service reveals none.
 
-use std::{
-    future::{Ready, ready},
-    pin::Pin,
-    task::{Context, Poll},
+use axum::{
+    extract::{Request, State},
+    middleware::{Next, from_fn_with_state},
+    response::Response,
 };
-
-use futures_util::{FutureExt, future::Either};
-use http::{Request, Response};
-use tower::{Layer, Service, ServiceExt};
+use tonic::service::Routes;
+use zeroshard_model::quota::Holder;
 use zeroshard_net::transport::tls::Security;
 use zeroshard_proto::status::to_status;
 
@@ -22,88 +20,43 @@ use crate::{
     access::{Accepted, Caller},
     connection::Peer,
 };
-use zeroshard_model::quota::Holder;
 
-/// Creates [`CheckToken`].
-#[derive(Clone, Debug)]
-pub struct TokenLayer(pub(crate) Accepted);
-
-impl TokenLayer {
-    /// A layer that accepts every call.
-    pub fn everyone() -> Self {
-        Self(Accepted::everyone())
-    }
-}
-
-impl<S> Layer<S> for TokenLayer {
-    type Service = CheckToken<S>;
-
-    fn layer(&self, inner: S) -> CheckToken<S> {
-        CheckToken { inner, accepted: self.0.clone() }
-    }
-}
-
-/// A refusal, or a call that waits because of the rate limit of its token.
-type Later<R, E> = Either<Ready<Result<R, E>>, Pin<Box<dyn Future<Output = Result<R, E>> + Send>>>;
-
-/// The wrapped service.
-#[derive(Clone, Debug)]
-pub struct CheckToken<S> {
-    inner: S,
-    accepted: Accepted,
-}
-
-impl<S, In, Out> Service<Request<In>> for CheckToken<S>
-where
-    S: Service<Request<In>, Response = Response<Out>> + Clone + Send + 'static,
-    S::Future: Send,
-    In: Send + 'static,
-    Out: Default,
-{
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = Either<S::Future, Later<S::Response, S::Error>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, mut request: Request<In>) -> Self::Future {
-        if is_probe(request.uri().path()) {
-            return Either::Left(self.inner.call(request));
-        }
-        let peer = request.extensions().get::<Peer>();
-        let security = peer.map_or(Security::Plain, Peer::security);
-        let (caller, admitted) = match self.accepted.admit(request.headers(), security) {
+/// Answers a request if its credentials are accepted, after the time that the rate limit of its
+/// token demands.
+pub(crate) async fn check_token(
+    State(accepted): State<Accepted>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    if !is_probe(request.uri().path()) {
+        let security = request.extensions().get::<Peer>().map_or(Security::Plain, Peer::security);
+        let (caller, admitted) = match accepted.admit(request.headers(), security) {
             Ok(admitted) => admitted,
-            Err(error) => {
-                let refusal: Ready<_> = ready(Ok(to_status(error).into_http()));
-                return Either::Right(Either::Left(refusal));
-            }
+            Err(error) => return to_status(error).into_http(),
         };
         request.extensions_mut().insert::<Caller>(caller);
-        let Some((holder, wait)) = admitted else { return Either::Left(self.inner.call(request)) };
-        request.extensions_mut().insert::<Holder>(holder);
-        if wait.is_zero() {
-            return Either::Left(self.inner.call(request));
+        if let Some((holder, wait)) = admitted {
+            request.extensions_mut().insert::<Holder>(holder);
+            if !wait.is_zero() {
+                tokio::time::sleep(wait).await;
+            }
         }
-        let inner = self.inner.clone();
-        let later = async move {
-            tokio::time::sleep(wait).await;
-            inner.oneshot(request).await
-        };
-        Either::Right(Either::Right(later.boxed()))
     }
+    next.run(request).await
+}
+
+/// Makes `routes` accept every call, without limits.
+pub fn accept_everyone(routes: Routes) -> Routes {
+    let layer = from_fn_with_state(Accepted::everyone(), check_token);
+    Routes::from(routes.into_axum_router().layer(layer))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        convert::Infallible,
-        sync::{Arc, Mutex},
-    };
+    use std::sync::{Arc, Mutex};
 
-    use tower::{ServiceExt, service_fn};
+    use axum::{Router, body::Body};
+    use tower::ServiceExt;
     use zeroshard_model::{Error, Result};
     use zeroshard_net::Token;
 
@@ -120,17 +73,17 @@ mod tests {
     async fn call(token: &str, path: &str, authorization: Option<&str>) -> Result<()> {
         let reached = Arc::new(Mutex::new(false));
         let set = reached.clone();
-        let inner = service_fn(move |_: Request<()>| {
-            *set.lock().unwrap() = true;
-            ready(Ok::<_, Infallible>(Response::new(())))
-        });
         let mut request = Request::builder().uri(path);
         if let Some(value) = authorization {
             request = request.header("authorization", value);
         }
         let common = Common { token: Token::from(token.to_owned()), ..Common::default() };
-        let layer = TokenLayer(Accepted::new(&common)?);
-        let answer = layer.layer(inner).oneshot(request.body(()).unwrap()).await.unwrap();
+        let answer = Router::new()
+            .fallback(async move || *set.lock().unwrap() = true)
+            .layer(from_fn_with_state(Accepted::new(&common)?, check_token))
+            .oneshot(request.body(Body::empty()).unwrap())
+            .await
+            .unwrap();
         match Status::from_header_map(answer.headers()) {
             None => {
                 assert!(*reached.lock().unwrap());

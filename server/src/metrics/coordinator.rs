@@ -2,153 +2,66 @@
 
 use std::time::{Duration, SystemTime};
 
-use prometheus::{
-    Gauge, GaugeVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
-};
-use zeroshard_coordinator::figures::{JobFigures, JobState, Waits};
+use prometheus::{Gauge, Histogram, IntCounter, IntGauge};
+use zeroshard_coordinator::operators::metrics_view::{JobMetrics, JobState, Waits};
 
-use super::{JobGauges, families::Families};
+use super::{JobGauges, families::families};
 
 /// The value of the label `role`.
 const ROLE: &str = "coordinator";
 const OUTCOMES: [&str; 3] = ["applied", "skipped", "aborted"];
 const SAVES: [&str; 2] = ["succeeded", "failed"];
 
-/// The metrics of a coordinator about servers and jobs.
-#[derive(Debug)]
-pub struct Coordinator {
-    leader: IntGaugeVec,
-    servers: IntGaugeVec,
-    missing: IntGaugeVec,
-    loss: GaugeVec,
-    norm: GaugeVec,
-    degraded: HistogramVec,
-    gauges: JobGauges,
-    state: IntGaugeVec,
-    workers: IntGaugeVec,
-    degraded_slices: IntGaugeVec,
-    broken_links: IntGaugeVec,
-    steps: IntCounterVec,
-    job_steps: IntCounterVec,
-    wait: HistogramVec,
-    lateness: HistogramVec,
-    slowest: GaugeVec,
-    checkpoints: IntCounterVec,
-    job_checkpoints: IntCounterVec,
-    checkpoint_version: IntGaugeVec,
-    checkpoint_seconds: GaugeVec,
-    checkpoint_time: GaugeVec,
+families! {
+    /// The metrics of a coordinator about servers and jobs.
+    pub struct Coordinator(gauges: JobGauges);
+    leader: gauges("leader", []) = "1 if this coordinator is the leader, 0 if it is a standby.";
+    servers: gauges("servers", []) = "Number of connected shard servers.";
+    missing: gauges("servers_missing", []) =
+        "Number of shard servers that were connected, and were not drained before they left.";
+    loss: real_gauges("job_loss", ["job"]) =
+        "Mean loss of the ranks in the last step, a number without a unit, if each of them passed \
+         one.";
+    norm: real_gauges("job_gradient_norm", ["job"]) =
+        "L2 norm of the mean gradient of the last step before it was clipped, a number without a \
+         unit. Not finite after an overflow.";
+    degraded: histograms("degraded_seconds", []) =
+        "Seconds from the loss of a server until a job has all its replicas again.";
+    state: gauges("job_state", ["job", "state"]) =
+        "1 for the current state of the job, 0 for the other states.";
+    workers: gauges("job_workers", ["job"]) = "Number of workers with a lease.";
+    degraded_slices: gauges("job_degraded_slices", ["job"]) =
+        "Number of slices with fewer replicas than the job asks for.";
+    broken_links: gauges("job_broken_links", ["job"]) =
+        "Number of pairs of a rank and a shard server that the rank cannot reach, although the \
+         coordinator can.";
+    steps: counters("steps_total", ["outcome"]) =
+        "Number of steps of all jobs, also of deleted ones, that were applied, skipped (overflow) \
+         or aborted (a rank or a server was lost).";
+    job_steps: counters("job_steps_total", ["job", "outcome"]) =
+        "Number of steps that were applied, skipped (overflow) or aborted (a rank or a server was \
+         lost).";
+    wait: histograms("job_step_wait_seconds", ["job", "for"]) =
+        "Seconds of each step in which the coordinator waited for ranks (from the first to the \
+         last commit) and then for servers (until the decision).";
+    lateness: histograms("job_rank_lateness_seconds", ["job"]) =
+        "Seconds from the first rank's commit of a step to that of each other rank.";
+    slowest: real_gauges("job_slowest_rank_seconds", ["job", "rank"]) =
+        "Lateness in seconds of the slowest rank, which the label names: the average over about \
+         the last 10 steps.";
+    checkpoints: counters("checkpoints_total", ["outcome"]) =
+        "Number of saves of all jobs, also of deleted ones, that succeeded or failed.";
+    job_checkpoints: counters("job_checkpoints_total", ["job", "outcome"]) =
+        "Number of saves that succeeded or failed.";
+    checkpoint_version: gauges("job_last_checkpoint_version", ["job"]) =
+        "Version of the last checkpoint that this coordinator has completed.";
+    checkpoint_seconds: real_gauges("job_last_checkpoint_duration_seconds", ["job"]) =
+        "Seconds from the start of the last completed save to its end.";
+    checkpoint_time: real_gauges("job_last_checkpoint_timestamp_seconds", ["job"]) =
+        "Time at which the last save was completed, in seconds since 1970.";
 }
 
 impl Coordinator {
-    pub(super) fn new(families: &mut Families, gauges: JobGauges) -> Self {
-        let f = families;
-        let job = &["job"];
-        Self {
-            leader: f.gauges(
-                "leader",
-                "1 if this coordinator is the leader, 0 if it is a standby.",
-                &[],
-            ),
-            servers: f.gauges("servers", "Number of connected shard servers.", &[]),
-            missing: f.gauges(
-                "servers_missing",
-                "Number of shard servers that were connected, and were not drained before they \
-                 left.",
-                &[],
-            ),
-            loss: f.real_gauges(
-                "job_loss",
-                "Mean loss of the ranks in the last step, a number without a unit, if each of them \
-                 passed one.",
-                job,
-            ),
-            norm: f.real_gauges(
-                "job_gradient_norm",
-                "L2 norm of the mean gradient of the last step before it was clipped, a number \
-                 without a unit. Not finite after an overflow.",
-                job,
-            ),
-            degraded: f.histograms(
-                "degraded_seconds",
-                "Seconds from the loss of a server until a job has all its replicas again.",
-                &[],
-            ),
-            gauges,
-            state: f.gauges(
-                "job_state",
-                "1 for the current state of the job, 0 for the other states.",
-                &["job", "state"],
-            ),
-            workers: f.gauges("job_workers", "Number of workers with a lease.", job),
-            degraded_slices: f.gauges(
-                "job_degraded_slices",
-                "Number of slices with fewer replicas than the job asks for.",
-                job,
-            ),
-            broken_links: f.gauges(
-                "job_broken_links",
-                "Number of pairs of a rank and a shard server that the rank cannot reach, although \
-                 the coordinator can.",
-                job,
-            ),
-            steps: f.counters(
-                "steps_total",
-                "Number of steps of all jobs, also of deleted ones, that were applied, skipped \
-                 (overflow) or aborted (a rank or a server was lost).",
-                &["outcome"],
-            ),
-            job_steps: f.counters(
-                "job_steps_total",
-                "Number of steps that were applied, skipped (overflow) or aborted (a rank or a \
-                 server was lost).",
-                &["job", "outcome"],
-            ),
-            wait: f.histograms(
-                "job_step_wait_seconds",
-                "Seconds of each step in which the coordinator waited for ranks (from the first \
-                 to the last commit) and then for servers (until the decision).",
-                &["job", "for"],
-            ),
-            lateness: f.histograms(
-                "job_rank_lateness_seconds",
-                "Seconds from the first rank's commit of a step to that of each other rank.",
-                job,
-            ),
-            slowest: f.real_gauges(
-                "job_slowest_rank_seconds",
-                "Lateness in seconds of the slowest rank, which the label names: the average \
-                 over about the last 10 steps.",
-                &["job", "rank"],
-            ),
-            checkpoints: f.counters(
-                "checkpoints_total",
-                "Number of saves of all jobs, also of deleted ones, that succeeded or failed.",
-                &["outcome"],
-            ),
-            job_checkpoints: f.counters(
-                "job_checkpoints_total",
-                "Number of saves that succeeded or failed.",
-                &["job", "outcome"],
-            ),
-            checkpoint_version: f.gauges(
-                "job_last_checkpoint_version",
-                "Version of the last checkpoint that this coordinator has completed.",
-                job,
-            ),
-            checkpoint_seconds: f.real_gauges(
-                "job_last_checkpoint_duration_seconds",
-                "Seconds from the start of the last completed save to its end.",
-                job,
-            ),
-            checkpoint_time: f.real_gauges(
-                "job_last_checkpoint_timestamp_seconds",
-                "Time at which the last save was completed, in seconds since 1970.",
-                job,
-            ),
-        }
-    }
-
     /// This process is a coordinator. Until [`Self::lead`] it is a standby.
     pub(crate) fn stand_by(&self) {
         let Self { leader, servers, missing, degraded, steps, checkpoints, .. } = self;
@@ -258,17 +171,17 @@ impl Coordinator {
         }
     }
 
-    /// Shows the current figures of a job.
-    pub(crate) fn show(&self, series: &mut JobSeries, figures: &JobFigures) {
+    /// Shows the current metrics of a job.
+    pub(crate) fn show(&self, series: &mut JobSeries, metrics: &JobMetrics) {
         for (state, gauge) in JobState::ALL.iter().zip(&series.states) {
-            gauge.set((*state == figures.state).into());
+            gauge.set((*state == metrics.state).into());
         }
-        series.epoch.set(figures.epoch as i64);
-        series.workers.set(figures.workers as i64);
-        series.degraded.set(figures.degraded as i64);
-        series.broken_links.set(figures.broken_links as i64);
-        self.show_version(series, figures.version);
-        self.show_slowest(series, figures.slowest);
+        series.epoch.set(metrics.epoch as i64);
+        series.workers.set(metrics.workers as i64);
+        series.degraded.set(metrics.degraded as i64);
+        series.broken_links.set(metrics.broken_links as i64);
+        self.show_version(series, metrics.version);
+        self.show_slowest(series, metrics.slowest);
     }
 
     fn show_version(&self, series: &mut JobSeries, version: Option<u64>) {

@@ -14,6 +14,56 @@ const SECONDS: [f64; 19] = [
     5.0, 10.0, 25.0, 50.0, 100.0,
 ];
 
+/// Declares a struct with a field for each family: its type, name, labels and help text. `new`
+/// registers them; the struct may have one more field, which `new` receives.
+macro_rules! families {
+    (
+        $(#[$about:meta])*
+        $visible:vis struct $Struct:ident($($more:ident: $More:ty)?);
+        $($field:ident: $kind:ident($name:literal, [$($label:literal),*]) = $help:literal;)*
+    ) => {
+        $(#[$about])*
+        #[derive(Debug, Clone)]
+        $visible struct $Struct {
+            $($field: $crate::metrics::families::family!($kind),)*
+            $($more: $More,)?
+        }
+
+        impl $Struct {
+            pub(in crate::metrics) fn new(
+                families: &mut $crate::metrics::families::Families,
+                $($more: $More,)?
+            ) -> Self {
+                Self {
+                    $($field: families.$kind($name, $help, &[$($label),*]),)*
+                    $($more,)?
+                }
+            }
+        }
+    };
+}
+
+/// The type of a family.
+macro_rules! family {
+    (counters) => {
+        prometheus::IntCounterVec
+    };
+    (seconds) => {
+        prometheus::CounterVec
+    };
+    (gauges) => {
+        prometheus::IntGaugeVec
+    };
+    (real_gauges) => {
+        prometheus::GaugeVec
+    };
+    (histograms) => {
+        prometheus::HistogramVec
+    };
+}
+
+pub(super) use {families, family};
+
 /// Registers families. A family without series is not shown.
 #[derive(Debug, Default)]
 pub(super) struct Families {

@@ -2,35 +2,62 @@
 
 use std::sync::Arc;
 
-use prometheus::{CounterVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec};
+use prometheus::{Histogram, IntCounter};
 use zeroshard_kernels::{DeviceName, Usage};
 use zeroshard_shard::tier::{Counter, Traffic};
 
-use super::{JobGauges, families::Families};
+use super::{JobGauges, families::families};
 
 /// The value of the label `role`.
 const ROLE: &str = "shard";
 const PHASES: [&str; 3] = ["reduce", "decide", "apply"];
 const OPERATIONS: [&str; 2] = ["pull", "push"];
+/// Why a process cannot share memory.
+const REFUSALS: [&str; 4] = ["not_connected", "memory", "limit", "unsupported"];
 /// Operation and direction of the payload.
 const PAYLOAD: [[&str; 2]; 3] = [["pull", "sent"], ["push", "received"], ["push", "duplicate"]];
 
-/// The metrics of a shard server: what it holds, receives and sends.
-#[derive(Debug)]
-pub struct Shard {
-    gauges: JobGauges,
-    payload: IntCounterVec,
-    job_payload: IntCounterVec,
-    phase: HistogramVec,
-    stalled_reads: IntCounterVec,
-    memory: IntGaugeVec,
-    limits: IntGaugeVec,
-    tiers: IntGaugeVec,
-    tier_traffic: IntCounterVec,
-    device_memory: IntGaugeVec,
-    device_copied: IntCounterVec,
-    device_seconds: CounterVec,
-    connected: IntGaugeVec,
+families! {
+    /// The metrics of a shard server: what it holds, receives and sends.
+    pub struct Shard(gauges: JobGauges);
+    payload: counters("payload_bytes_total", ["operation", "direction"]) =
+        "Payload bytes of all jobs, also of deleted ones: of pulls (sent) and pushes (received, of \
+         which duplicate bytes were skipped).";
+    job_payload: counters("job_payload_bytes_total", ["job", "operation"]) =
+        "Payload bytes of the job's pulls (sent) and pushes (received).";
+    phase: histograms("job_step_phase_seconds", ["job", "phase"]) =
+        "Seconds of the phases of each step on this server: reduce (first gradient to last sum), \
+         decide (report to decision), apply (optimizer).";
+    stalled_reads: counters("stalled_reads_total", []) =
+        "Number of pulls that were ended because their client read nothing.";
+    memory: gauges("memory_bytes", ["kind"]) = "Memory of all jobs in bytes, by content.";
+    limits: gauges("memory_limit_bytes", ["kind"]) =
+        "Budgets of this server in bytes: memory is the whole of it (--memory); parked, pinned and \
+         snapshot limit the kinds of zeroshard_memory_bytes; device, host and disk limit the tiers \
+         of zeroshard_tier_bytes. A budget without a limit has no series.";
+    tiers: gauges("tier_bytes", ["tier"]) =
+        "Arrays of slices in bytes, by the tier in which they are, on a server with budgets for \
+         tiers.";
+    tier_traffic: counters("tier_transferred_bytes_total", ["tier", "direction"]) =
+        "Bytes read from and written to a tier.";
+    device_memory: gauges("device_memory_bytes", ["device", "kind"]) =
+        "Memory of a GPU in bytes that is in use by any process, and all of it.";
+    device_copied: counters("device_copied_bytes_total", ["device", "direction"]) =
+        "Bytes copied to a GPU (upload) and from it (download).";
+    device_seconds: seconds("device_kernel_seconds_total", ["device"]) =
+        "Seconds in kernels of a GPU.";
+    windows: gauges("windows", []) =
+        "Number of processes of workers and readers on this host that share memory with this \
+         server, once for each job and rank, or pin.";
+    window_refusals: counters("window_refusals_total", ["reason"]) =
+        "Number of processes of workers and readers that use gRPC because they could not share \
+         memory: not_connected (on another host, or in another network namespace), memory (the \
+         budget for outboxes), limit (too many windows), unsupported (the system).";
+    window_bytes: counters("window_bytes_total", ["operation"]) =
+        "Those of zeroshard_payload_bytes_total that were read in shared memory, instead of over a \
+         connection.";
+    connected: gauges("coordinator_connected", []) =
+        "1 if this shard server is connected to the coordinator, else 0.";
 }
 
 /// A counter of bytes that are read from or written to a tier.
@@ -54,6 +81,8 @@ pub(crate) struct JobSeries {
     push_duplicate: IntCounter,
     job_pull_sent: IntCounter,
     job_push_received: IntCounter,
+    window_pull: IntCounter,
+    window_push: IntCounter,
     /// From the first gradient to the last completed sum of a slice, once per step, in seconds.
     pub(crate) reduce: Histogram,
     /// From the report to the coordinator to its decision, in seconds.
@@ -64,78 +93,13 @@ pub(crate) struct JobSeries {
 }
 
 impl Shard {
-    pub(super) fn new(families: &mut Families, gauges: JobGauges) -> Self {
-        let f = families;
-        Self {
-            gauges,
-            payload: f.counters(
-                "payload_bytes_total",
-                "Payload bytes of all jobs, also of deleted ones: of pulls (sent) and pushes \
-                 (received, of which duplicate bytes were skipped).",
-                &["operation", "direction"],
-            ),
-            job_payload: f.counters(
-                "job_payload_bytes_total",
-                "Payload bytes of the job's pulls (sent) and pushes (received).",
-                &["job", "operation"],
-            ),
-            phase: f.histograms(
-                "job_step_phase_seconds",
-                "Seconds of the phases of each step on this server: reduce (first gradient to \
-                 last sum), decide (report to decision), apply (optimizer).",
-                &["job", "phase"],
-            ),
-            stalled_reads: f.counters(
-                "stalled_reads_total",
-                "Number of pulls that were ended because their client read nothing.",
-                &[],
-            ),
-            memory: f.gauges("memory_bytes", "Memory of all jobs in bytes, by content.", &["kind"]),
-            limits: f.gauges(
-                "memory_limit_bytes",
-                "Budgets of this server in bytes: memory is the whole of it (--memory); parked, \
-                 pinned and snapshot limit the kinds of zeroshard_memory_bytes; device, host and \
-                 disk limit the tiers of zeroshard_tier_bytes. A budget without a limit has no series.",
-                &["kind"],
-            ),
-            tiers: f.gauges(
-                "tier_bytes",
-                "Arrays of slices in bytes, by the tier in which they are, on a server with \
-                 budgets for tiers.",
-                &["tier"],
-            ),
-            tier_traffic: f.counters(
-                "tier_transferred_bytes_total",
-                "Bytes read from and written to a tier.",
-                &["tier", "direction"],
-            ),
-            device_memory: f.gauges(
-                "device_memory_bytes",
-                "Memory of a GPU in bytes that is in use by any process, and all of it.",
-                &["device", "kind"],
-            ),
-            device_copied: f.counters(
-                "device_copied_bytes_total",
-                "Bytes copied to a GPU (upload) and from it (download).",
-                &["device", "direction"],
-            ),
-            device_seconds: f.seconds(
-                "device_kernel_seconds_total",
-                "Seconds in kernels of a GPU.",
-                &["device"],
-            ),
-            connected: f.gauges(
-                "coordinator_connected",
-                "1 if this shard server is connected to the coordinator, else 0.",
-                &[],
-            ),
-        }
-    }
-
     /// This process is a shard server.
     pub(crate) fn begin(&self) {
         self.show_connected(false);
         self.stalled_reads.with_label_values::<&str>(&[]);
+        self.show_windows(0);
+        REFUSALS.iter().for_each(|of| drop(self.window_refusals.with_label_values(&[of])));
+        OPERATIONS.iter().for_each(|of| drop(self.window_bytes.with_label_values(&[of])));
         // A counter that begins at 0 shows its first increase.
         PAYLOAD.iter().for_each(|labels| drop(self.payload.with_label_values(labels)));
     }
@@ -143,6 +107,16 @@ impl Shard {
     /// Shows whether the server is connected to the coordinator.
     pub(crate) fn show_connected(&self, connected: bool) {
         self.connected.with_label_values::<&str>(&[]).set(connected.into());
+    }
+
+    /// Shows the number of windows.
+    pub(crate) fn show_windows(&self, count: usize) {
+        self.windows.with_label_values::<&str>(&[]).set(count as i64);
+    }
+
+    /// Counts a process that cannot share memory.
+    pub(crate) fn window_refused(&self, reason: &str) {
+        self.window_refusals.with_label_values(&[reason]).inc();
     }
 
     /// Counts a pull that was ended because its client read nothing.
@@ -200,6 +174,8 @@ impl Shard {
             PAYLOAD.map(|labels| self.payload.with_label_values(&labels));
         let [job_pull_sent, job_push_received] =
             OPERATIONS.map(|operation| self.job_payload.with_label_values(&[job, operation]));
+        let [window_pull, window_push] =
+            OPERATIONS.map(|operation| self.window_bytes.with_label_values(&[operation]));
         let [reduce, decide, apply] =
             PHASES.map(|phase| self.phase.with_label_values(&[job, phase]));
         JobSeries {
@@ -208,6 +184,8 @@ impl Shard {
             push_duplicate,
             job_pull_sent,
             job_push_received,
+            window_pull,
+            window_push,
             reduce,
             decide,
             apply,
@@ -252,6 +230,17 @@ impl JobSeries {
     pub(crate) fn received(&self, bytes: u64) {
         self.push_received.inc_by(bytes);
         self.job_push_received.inc_by(bytes);
+    }
+
+    /// Counts bytes of parameters that a worker reads in its window.
+    pub(crate) fn shown(&self, bytes: u64) {
+        self.sent(bytes);
+        self.window_pull.inc_by(bytes);
+    }
+
+    /// Counts bytes that a worker has put into its outbox.
+    pub(crate) fn found(&self, bytes: u64) {
+        self.window_push.inc_by(bytes);
     }
 
     /// The numbers of bytes of the job that were sent and received.

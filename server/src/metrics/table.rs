@@ -1,4 +1,4 @@
-//! Compares `deploy/METRICS.md` with the families that are registered. With the environment
+//! Compares `docs/reference/metrics.md` with the families that are registered. With the environment
 //! variable `ZEROSHARD_WRITE_TABLE` the test writes the table.
 
 use std::{fmt::Write as _, path::Path};
@@ -35,7 +35,7 @@ fn the_table_of_the_documentation_lists_all_metrics() {
     let mut families = Families::default();
     Metrics::describe(&mut families);
     let expected = table(families.all);
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/METRICS.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
     let text = std::fs::read_to_string(&path).unwrap();
     let (before, found) = text.split_once(BEGIN).expect("the file has the line before the table");
     if std::env::var_os("ZEROSHARD_WRITE_TABLE").is_some() {

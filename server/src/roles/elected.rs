@@ -82,7 +82,7 @@ async fn lead(
     let leadership = leader.leadership.clone();
     // Another coordinator takes over the jobs, so they are not saved.
     let shutdown = Shutdown::at_once(stop.clone());
-    let parts = coordinator(&site, leadership, config.job_limits(), &shutdown);
+    let parts = coordinator(&site, leadership, config.jobs.limits(), &shutdown);
     let holding = async {
         if let Some(error) = leader.hold(&stop).await {
             tracing::warn!(%error, "the leadership is lost; this coordinator is a standby now");

@@ -19,8 +19,8 @@ use zeroshard_shard::{
 };
 
 use super::{
-    carry::carry_over,
     events::Events,
+    fork::copy_fork,
     job::{Job, Origin},
     replicate::{Copies, follow},
     restore,
@@ -60,7 +60,7 @@ pub(crate) enum Command {
     /// Give up a save.
     CancelSave { save: u64 },
     /// Describe the job to a new coordinator.
-    Describe(oneshot::Sender<pb::HeldJob>),
+    Describe(oneshot::Sender<pb::JobReport>),
 }
 
 /// The update that a decision applies.
@@ -133,7 +133,7 @@ impl<B: Backend> Task<B> {
     }
 
     async fn serve(&mut self, mut open: pb::OpenJob) -> Result<()> {
-        let (epoch, succession) = (open.epoch, open.succession.take());
+        let (epoch, fork) = (open.epoch, open.fork.take());
         let (restore, requested) = (open.restore.take(), open.requested.take());
         let saved = open.restore_job_id;
         let (leases, done, left) = (
@@ -142,12 +142,12 @@ impl<B: Backend> Task<B> {
             std::mem::take(&mut open.left),
         );
         let decision = open.decision.take();
-        let from = succession.as_ref().and_then(|succession| succession.from.clone());
-        let fresh_state = succession.as_ref().is_some_and(|succession| succession.fresh_state);
+        let from = fork.as_ref().and_then(|fork| fork.from.clone());
+        let fresh_state = fork.as_ref().is_some_and(|fork| fork.fresh_state);
         let origin = Origin { from, fresh_state, restore: requested };
         let job = Arc::new(self.open(open, origin, restore.is_some()).await?);
-        if let Some(succession) = succession {
-            carry_over(&self.store, &self.credentials, self.server, &job, succession).await?;
+        if let Some(fork) = fork {
+            copy_fork(&self.store, &self.credentials, self.server, &job, fork).await?;
         }
         let returns = !leases.is_empty();
         for lease in leases {
@@ -238,7 +238,7 @@ impl<B: Backend> Task<B> {
                 Command::Describe(answer) => {
                     saves.end_all();
                     // The session has ended if nobody receives the description.
-                    drop(answer.send(job.held()));
+                    drop(answer.send(job.report()));
                 }
                 other => {
                     if matches!(other, Command::NewPlacement { .. }) {

@@ -82,7 +82,7 @@ pub(super) struct Tasks {
     /// The jobs that are open or being opened, by id.
     jobs: HashMap<u64, Queue>,
     /// The descriptions of jobs that have not been read from their checkpoints, while ranks wait.
-    restoring: HashMap<u64, pb::HeldJob>,
+    restoring: HashMap<u64, pb::JobReport>,
     /// `true` if a coordinator has cordoned this server.
     cordoned: bool,
 }
@@ -90,28 +90,29 @@ pub(super) struct Tasks {
 impl Tasks {
     /// The jobs of this server, after the commands that they have received. A job that is still
     /// being opened is closed: the next coordinator opens it again if ranks wait for it.
-    async fn describe<B: Backend>(&mut self, store: &Store<B>) -> Result<Vec<pb::HeldJob>> {
+    async fn describe<B: Backend>(&mut self, store: &Store<B>) -> Result<Vec<pb::JobReport>> {
         self.jobs.retain(|&id, _| store.holds(id));
         let deadline = Deadline::after(DESCRIPTION_LIMIT);
         let descriptions = self.jobs.iter().map(|(id, queue)| async move {
             let waiting_for = || format!("job {id:016x} to carry out earlier commands");
             deadline.limit(waiting_for, queue.describe()).await
         });
-        let held = try_join_all(descriptions).await?;
+        let reports = try_join_all(descriptions).await?;
         // A job without a description has ended meanwhile.
-        let held: Vec<_> = held.into_iter().flatten().collect();
+        let reports: Vec<_> = reports.into_iter().flatten().collect();
         let failed = self.events.failed();
         // A job that could not be read for a reason that may pass is read again.
         let has_ended = |id: u64| {
-            let (mut held, mut failed) = (held.iter(), failed.iter().filter(|of| !of.transient));
-            held.any(|held| held.job_id == id) || failed.any(|failed| failed.job_id == id)
+            let (mut reports, mut failed) =
+                (reports.iter(), failed.iter().filter(|of| !of.transient));
+            reports.any(|report| report.job_id == id) || failed.any(|failed| failed.job_id == id)
         };
         self.restoring.retain(|&id, _| !has_ended(id));
         let restoring = self.restoring.values().cloned();
-        let (held, too_long): (Vec<_>, Vec<_>) = held
+        let (reports, too_long): (Vec<_>, Vec<_>) = reports
             .into_iter()
             .chain(restoring)
-            .partition(|held| is_sendable(held, MAX_CONTROL_MESSAGE));
+            .partition(|report| is_sendable(report, MAX_CONTROL_MESSAGE));
         for job in too_long {
             let bytes = job.encoded_len();
             let name = job.spec.unwrap_or_default().name;
@@ -125,8 +126,8 @@ impl Tasks {
             self.events.tell_of(&name, job.job_id, failed);
             self.restoring.remove(&job.job_id);
         }
-        self.jobs.retain(|&id, _| held.iter().any(|held| held.job_id == id));
-        Ok(held)
+        self.jobs.retain(|&id, _| reports.iter().any(|report| report.job_id == id));
+        Ok(reports)
     }
 }
 
@@ -164,7 +165,7 @@ struct Queue {
 
 impl Queue {
     /// The job after the commands that it has received; `None` if it has ended.
-    async fn describe(&self) -> Option<pb::HeldJob> {
+    async fn describe(&self) -> Option<pb::JobReport> {
         let (answer, description) = oneshot::channel();
         // The next command may be waiting for a save.
         self.gate.close();
@@ -188,8 +189,8 @@ pub(crate) fn check_term(seen: &AtomicU64, term: u64) -> Result<()> {
 
 /// Returns whether a description fits into a message of `limit` bytes. A longer one would break the
 /// control stream of all jobs.
-fn is_sendable(held: &pb::HeldJob, limit: usize) -> bool {
-    held.encoded_len() + EVENT_BYTES <= limit
+fn is_sendable(report: &pb::JobReport, limit: usize) -> bool {
+    report.encoded_len() + EVENT_BYTES <= limit
 }
 
 type Commands = tonic::Streaming<pb::ServeResponse>;
@@ -210,7 +211,7 @@ impl<'a, B: Backend> Session<'a, B> {
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
         // Events from now on follow the descriptions, which may contain them already.
         let events = ReceiverStream::new(tasks.events.connect());
-        let held = tasks.describe(store).await?;
+        let reports = tasks.describe(store).await?;
         let hello = pb::Hello {
             address: advertised.to_owned(),
             name: contact.name.to_owned(),
@@ -219,12 +220,13 @@ impl<'a, B: Backend> Session<'a, B> {
             server_id,
             incarnation,
             term: term.load(Ordering::Acquire),
-            held_jobs: held.len() as u32,
+            job_reports: reports.len() as u32,
             failed_jobs: tasks.events.failed(),
             version: VERSION.to_owned(),
             cordoned: tasks.cordoned,
         };
-        let first = std::iter::once(Event::Hello(hello)).chain(held.into_iter().map(Event::Held));
+        let first =
+            std::iter::once(Event::Hello(hello)).chain(reports.into_iter().map(Event::JobReport));
         let outgoing = tokio_stream::iter(first.collect::<Vec<_>>()).chain(events);
         let outgoing = StreamExt::map(outgoing, |event| pb::ServeRequest { event: Some(event) });
         let failed = |status: tonic::Status| from_status(&status, &peer);
@@ -322,8 +324,8 @@ impl<'a, B: Backend> Session<'a, B> {
     fn open_job(&mut self, open: pb::OpenJob) {
         let name = open.spec.as_ref().map_or("", |spec| spec.name.as_str());
         self.close_job(name, open.job_id);
-        if let Some(held) = being_restored(&open) {
-            self.tasks.restoring.insert(open.job_id, held);
+        if let Some(report) = being_restored(&open) {
+            self.tasks.restoring.insert(open.job_id, report);
         }
         let closed = CancellationToken::new();
         let (queue, commands) = mpsc::channel(MAX_COMMANDS);
@@ -391,11 +393,11 @@ mod tests {
 
     #[test]
     fn a_description_that_is_sendable_fits_into_its_message() {
-        let held = pb::HeldJob { done: (0..1000).collect(), ..Default::default() };
-        let message = pb::ServeRequest { event: Some(Event::Held(held.clone())) };
+        let report = pb::JobReport { done: (0..1000).collect(), ..Default::default() };
+        let message = pb::ServeRequest { event: Some(Event::JobReport(report.clone())) };
         let limit = message.encoded_len();
-        assert!(!is_sendable(&held, limit - 16) && is_sendable(&held, limit + 16));
-        let smallest = (0..2 * limit).find(|&limit| is_sendable(&held, limit)).unwrap();
+        assert!(!is_sendable(&report, limit - 16) && is_sendable(&report, limit + 16));
+        let smallest = (0..2 * limit).find(|&limit| is_sendable(&report, limit)).unwrap();
         assert!(smallest >= limit);
     }
 }

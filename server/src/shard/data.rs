@@ -180,11 +180,9 @@ async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
         .await
         .map_err(|cause| match cause.downcast::<Status>() {
             Ok(status) => from_status(&status, "caller"),
-            Err(cause) => Error::invalid(
-                "body of a pull",
-                format!("invalid ({cause})"),
-                format!("a PullRequest of at most {MAX_PULL_REQUEST} bytes"),
-            ),
+            Err(cause) => Error::refused(format!(
+                "the request cannot be read: {cause}; a pull has at most {MAX_PULL_REQUEST} bytes"
+            )),
         })?
         .to_bytes();
     decode_message(&bytes)

@@ -18,13 +18,13 @@ use zeroshard_shard::{
     slice::Apply,
 };
 
-use super::{events::Events, pins::Pins};
-use crate::metrics::{self, HeldJob};
+use super::{events::Events, lasting::Lasting, pins::Pins};
+use crate::metrics::{self, StoredJob};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
-pub(crate) use held::being_restored;
+pub(crate) use report::being_restored;
 
-mod held;
+mod report;
 mod wait;
 
 /// The predecessor of a job, as its creator has requested it.
@@ -44,6 +44,8 @@ pub(crate) struct Job<B: Backend> {
     reports: Arc<Reports>,
     /// The versions that readers have pinned.
     pub(super) pins: Pins<B>,
+    /// The versions that processes on this host map.
+    pub(super) lasting: Arc<Lasting>,
 }
 
 impl<B: Backend> Deref for Job<B> {
@@ -63,7 +65,7 @@ impl<B: Backend> Job<B> {
         let (job, id) = (opening.spec.name.clone(), opening.id);
         let reports = Arc::new(Reports { job, id, events, series: OnceLock::new() });
         let state = job::Job::open(opening, reports.clone())?;
-        Ok(Self { state, origin, reports, pins: Pins::default() })
+        Ok(Self { state, origin, reports, pins: Pins::default(), lasting: Arc::default() })
     }
 
     /// Takes every slice to the next version; without `apply`, with the same state.
@@ -96,7 +98,7 @@ impl<B: Backend> Job<B> {
     }
 
     /// Counts something in the metrics of the job, if it is shown there.
-    pub(super) fn count(&self, count: impl FnOnce(&HeldJob)) {
+    pub(super) fn count(&self, count: impl FnOnce(&StoredJob)) {
         self.reports.count(count);
     }
 
@@ -119,7 +121,7 @@ struct Reports {
     id: u64,
     events: Events,
     /// The metrics of the job, once it is shown there.
-    series: OnceLock<HeldJob>,
+    series: OnceLock<StoredJob>,
 }
 
 impl Reports {
@@ -127,7 +129,7 @@ impl Reports {
         Trace::of_step(self.id, attempt.epoch, attempt.step)
     }
 
-    fn count(&self, count: impl FnOnce(&HeldJob)) {
+    fn count(&self, count: impl FnOnce(&StoredJob)) {
         if let Some(series) = self.series.get() {
             count(series);
         }

@@ -3,19 +3,19 @@
 //! `data` and `service` implement the protocol, and `store` finds the job. The crate
 //! `zeroshard_shard` has the state of jobs, which `job` connects with messages, metrics, traces and
 //! deadlines. `control` receives the commands of the coordinator, and `commands` carries them out
-//! for a job. Only `carry` and `replicate` know the other servers.
+//! for a job. Only `fork` and `replicate` know the other servers.
 
 mod background;
-mod carry;
 pub(crate) mod commands;
 pub(crate) mod content;
 pub(crate) mod control;
 mod data;
 pub(crate) mod events;
+mod fork;
 pub(crate) mod job;
+mod lasting;
 mod measure;
 pub(crate) mod overview;
-mod part;
 mod pin;
 mod pins;
 mod pull;
@@ -25,9 +25,12 @@ mod restore;
 mod save;
 mod service;
 mod stall;
+mod state_selector;
 mod store;
 #[cfg(test)]
 mod transfer_tests;
+mod window;
+mod windows;
 
 use std::{
     sync::{Arc, atomic::AtomicU64},
@@ -78,12 +81,12 @@ impl<B: Backend> Shard<B> {
     /// [`zeroshard_model::Error::Storage`] if the scratch file cannot be created.
     pub fn new(backends: Vec<B>, config: &config::Shard, context: Context) -> Result<Self> {
         let Context { common, credentials, metrics, health, failure, .. } = context;
-        let budgets = Budgets::new(config, memory::available());
+        let budgets = Budgets::new(&config.resources, memory::available());
         let limits = Limits { wait: common.wait(), max_message: common.max_message_bytes, budgets };
         let backends: Vec<_> = backends.into_iter().map(Arc::new).collect();
         let is_on_cpu = backends.iter().all(|backend| backend.device() == DeviceName::Cpu);
         let arrays = Some(budgets.arrays).filter(|&bytes| is_on_cpu && bytes < u64::MAX);
-        let tiers = memory::tier_limits(config, arrays);
+        let tiers = memory::tier_limits(&config.resources, arrays);
         let capacity = tiers.as_ref().map(|limits| limits.capacity(backends.len()));
         tell(&budgets, capacity);
         let tiers = match tiers {
@@ -129,6 +132,7 @@ impl<B: Backend> Shard<B> {
         // After `shutdown`, the drain time of the server limits all calls.
         tokio::select! {
             never = self.store.readers.run(self.store.limits.wait) => match never {},
+            never = self.store.windows.run() => match never {},
             followed = self.follow(coordinator, advertised, shutdown) => followed,
         }
     }

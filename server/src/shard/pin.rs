@@ -1,4 +1,5 @@
-//! `Pin`: keeps a version of the parameters for a reader, while steps produce later ones.
+//! `Pin`: keeps a version of the parameters, and of the optimizer state, for a reader, while steps
+//! produce later ones.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -8,7 +9,7 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{Error, Result};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{pb, status::to_status};
-use zeroshard_shard::{budget::Budget, part::Part};
+use zeroshard_shard::{budget::Budget, slice::Slice, state_selector::StateSelector};
 
 use super::{
     content::{Content, bytes_of},
@@ -25,6 +26,8 @@ pub(super) struct HeldPin<B: Backend> {
     job: Arc<Job<B>>,
     number: u64,
     limit: Duration,
+    /// The steps that were applied to the slices whose optimizer state is pinned.
+    steps: Vec<pb::SliceSteps>,
 }
 
 impl<B: Backend> Drop for HeldPin<B> {
@@ -36,9 +39,10 @@ impl<B: Backend> Drop for HeldPin<B> {
 impl<B: Backend> HeldPin<B> {
     /// The response: its only message, and its end when the pin ends.
     pub(super) fn until_released(
-        self,
+        mut self,
     ) -> impl Stream<Item = Result<pb::PinResponse, Status>> + Send {
-        let held = stream::iter([Ok(pb::PinResponse { pin: self.number })]);
+        let steps = std::mem::take(&mut self.steps);
+        let held = stream::iter([Ok(pb::PinResponse { pin: self.number, steps })]);
         let released = stream::once(async move {
             tokio::select! {
                 () = tokio::time::sleep(self.limit) => None,
@@ -60,7 +64,7 @@ pub(super) async fn hold<B: Backend>(
     request: &pb::PinRequest,
     deadline: Deadline,
 ) -> Result<HeldPin<B>> {
-    let content = Content { version: request.version, part: Part::Parameters, attempt: None };
+    let version = request.version;
     let mut missing: Vec<u32> = match request.slices.is_empty() {
         true => job.primary_slices().map(|(index, _)| index).collect(),
         false => request.slices.clone(),
@@ -68,29 +72,70 @@ pub(super) async fn hold<B: Backend>(
     missing.sort_unstable();
     missing.dedup();
     let mut slices = HashMap::with_capacity(missing.len());
+    let mut steps = Vec::new();
     let all_held = || {
         // Each slice is held as soon as it has the version: the next step may follow at once.
         for index in std::mem::take(&mut missing) {
             let slice = job.primary_slice(index)?;
-            let Some(buffer) = content.read(job, slice)? else {
+            let mut parts = Vec::new();
+            for part in parts_of(slice, request.optimizer_state) {
+                let content = Content { version, part, attempt: None };
+                let Some(buffer) = content.read(job, slice)? else {
+                    parts.clear();
+                    break;
+                };
+                parts.push((part, buffer));
+            }
+            if parts.is_empty() {
                 missing.push(index);
                 continue;
-            };
-            let bytes = bytes_of(job, slice, Part::Parameters);
-            let space = budget.take(bytes).ok_or_else(|| exhausted(budget, content.version))?;
-            slices.insert(index, (buffer, space));
+            }
+            for (part, buffer) in parts {
+                let bytes = bytes_of(job, slice, part);
+                let space = budget.take(bytes).ok_or_else(|| exhausted(budget, version))?;
+                slices.insert((index, part), (buffer, space));
+            }
+            if request.optimizer_state && slice.group.is_some() {
+                steps.push(steps_of(job, index, slice, version)?);
+            }
         }
         Ok(missing.is_empty().then_some(()))
     };
-    let waiting_for = || format!("version {} of job {:?}", content.version, job.spec.name);
+    let waiting_for = || format!("version {version} of job {:?}", job.spec.name);
     job.wait_for(deadline, all_held, waiting_for).await?;
+    steps.sort_unstable_by_key(|of| of.slice);
     let number = identity::random()?;
-    job.pins.insert(number, Pin { version: content.version, slices });
+    let optimizer_state = request.optimizer_state;
+    job.pins.insert(number, Pin { version, slices, optimizer_state });
     let limit = match request.limit_ms {
         0 => LIMIT,
         limit => Duration::from_millis(limit.into()).min(MAX_WAIT),
     };
-    Ok(HeldPin { job: job.clone(), number, limit })
+    Ok(HeldPin { job: job.clone(), number, limit, steps })
+}
+
+/// The parts of a slice that a pin keeps.
+fn parts_of<B: Backend>(slice: &Slice<B>, optimizer_state: bool) -> Vec<StateSelector> {
+    let states = slice.state_parts().filter(|_| optimizer_state).map(|(_, part)| part);
+    std::iter::once(StateSelector::Parameters).chain(states).collect()
+}
+
+/// The steps that were applied to a slice at a version.
+///
+/// # Errors
+/// [`Error::VersionGone`].
+pub(super) fn steps_of<B: Backend>(
+    job: &Job<B>,
+    index: u32,
+    slice: &Slice<B>,
+    version: u64,
+) -> Result<pb::SliceSteps> {
+    let applied = slice.applied(&job.spec.name, version)?;
+    Ok(pb::SliceSteps {
+        slice: index,
+        applied: applied.count,
+        scalar_state: job.spec.scalar_state_of(slice.spec.tensor, &applied),
+    })
 }
 
 fn exhausted(budget: &Budget, version: u64) -> Error {

@@ -6,19 +6,30 @@ use std::{
 };
 
 use zeroshard_kernels::Backend;
-use zeroshard_shard::{budget::Space, tier::Array};
+use zeroshard_shard::{budget::Space, state_selector::StateSelector, tier::Array};
 
 /// A version of slices that steps do not overwrite.
 pub(crate) struct Pin<B: Backend> {
     pub(super) version: u64,
-    /// The parameters of each slice, and their part of the budget for pinned versions.
-    pub(super) slices: HashMap<u32, (Array<B>, Space)>,
+    /// Parts of each slice, and their part of the budget for pinned versions.
+    pub(super) slices: HashMap<(u32, StateSelector), (Array<B>, Space)>,
+    /// Whether the optimizer state is pinned as well.
+    pub(super) optimizer_state: bool,
 }
 
 impl<B: Backend> Pin<B> {
-    /// The parameters of a slice, if it is pinned.
-    pub(super) fn slice(&self, index: u32) -> Option<&Array<B>> {
-        self.slices.get(&index).map(|(buffer, _)| buffer)
+    /// A part of a slice, if it is pinned.
+    pub(super) fn slice(&self, index: u32, part: StateSelector) -> Option<&Array<B>> {
+        self.slices.get(&(index, part)).map(|(buffer, _)| buffer)
+    }
+
+    /// Returns whether slices may have this part here.
+    pub(super) fn keeps(&self, part: StateSelector) -> bool {
+        match part {
+            StateSelector::Parameters => true,
+            StateSelector::State(_) => self.optimizer_state,
+            StateSelector::Master | StateSelector::GradientSum => false,
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! `Pull`: sends parameters, or a part of the state, at one version, from the slice's buffer to the
-//! socket. Nothing is copied, except boxes that consist of several runs, which are copied once.
+//! socket. Nothing is copied, except boxes that consist of several runs, which are copied once. A
+//! caller with a window is told where the elements are instead.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -11,35 +12,46 @@ use bytes::Bytes;
 use futures_util::{Stream, stream};
 use http::HeaderMap;
 use zeroshard_kernels::Backend;
-use zeroshard_model::{DType, Elements, Error, JobSpec, Result, StridedBox, TensorBox};
+use zeroshard_loops::{
+    Level,
+    int8::{self, Rounding},
+};
+use zeroshard_model::{
+    Elements, Error, JobSpec, Result, StridedBox, TensorBox, optimizer::StateShape,
+};
 use zeroshard_net::{
     Deadline,
     trace::{Span, SpanKind, Trace},
 };
 use zeroshard_proto::{
-    convert,
-    frame::{Extent, Writer},
+    Wire,
+    frame::{Extent, Spare, Writer},
     pb,
 };
 use zeroshard_shard::{
-    budget::Space, fair::end_after_others, part::Part, slice::Slice, tier::Array,
+    fair::end_after_others, slice::Slice, state_selector::StateSelector, tier::Array,
 };
 
 use super::{
-    content::{Content, bytes_of},
+    content::{Content, attempt_of, bytes_of},
     job::Job,
     pins::Pin,
     store::Store,
+    window::{Keep, Window},
 };
 
 /// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
 /// The smallest and largest payload that a caller may request.
 const CHUNK_LIMITS: Range<usize> = 4 << 10..16 << 20;
+/// The largest int8 payload. It is encoded in 0.2 to 0.7 milliseconds, for which the other tasks of
+/// the thread wait.
+const MAX_INT8_BYTES: usize = 256 << 10;
 
 /// One slice's part of a pull.
 struct Wanted<B: Backend> {
     slice: u32,
+    content: Content,
     /// The elements to which the positions in the request refer.
     elements: Elements,
     /// The elements that have not been sent.
@@ -51,9 +63,8 @@ struct Wanted<B: Backend> {
 /// A version of a slice that steps do not overwrite.
 struct Held<B: Backend> {
     buffer: Array<B>,
-    /// A part of the budget for all pulls; `None` for the slice that is being sent when the budget
-    /// is exhausted, and for a slice that is pinned, which is part of another budget.
-    _space: Option<Space>,
+    /// `None` for the slice that is being sent when the budget is exhausted.
+    keep: Option<Keep<B>>,
 }
 
 struct Pull<B: Backend> {
@@ -61,14 +72,19 @@ struct Pull<B: Backend> {
     job: Arc<Job<B>>,
     /// The epoch in which the caller is a member; `None`: a reader.
     epoch: Option<u64>,
-    content: Content,
+    version: u64,
     /// The pin that keeps the version, if the caller has one.
     pin: Option<Arc<Pin<B>>>,
-    dtype: DType,
+    /// The window in which the caller can read parameters, if it has one.
+    window: Option<Arc<Window<B>>>,
+    wire: Wire,
+    /// Elements per message.
     chunk: usize,
     deadline: Deadline,
     wanted: VecDeque<Wanted<B>>,
     writer: Writer,
+    /// The memory of int8 payloads.
+    spare: Spare,
     /// Ends with the pull.
     span: Span,
 }
@@ -85,48 +101,56 @@ pub(super) fn pull<B: Backend>(
     deadline: Option<Deadline>,
 ) -> Result<impl Stream<Item = Result<Bytes>> + Send + use<B>> {
     let job = store.job(&request.job, request.job_id)?;
-    let content = Content::of(request, &job.spec)?;
     // A backup may know an epoch first.
-    let epoch = Some(request.epoch).filter(|&epoch| epoch != 0 && content.attempt.is_none());
+    let is_member = request.epoch != 0 && attempt_of(request).is_none();
+    let epoch = is_member.then_some(request.epoch);
     epoch.map_or(Ok(()), |epoch| job.check_epoch(epoch))?;
-    let dtype = convert::dtype(request.dtype)
-        .ok_or_else(|| Error::invalid("dtype of a pull", request.dtype, "f32, bf16 or f16"))?;
+    let wire = Wire::of_message(request.dtype, || "dtype of a pull".to_owned())?;
     let bytes = match request.chunk_bytes as usize {
         0 => CHUNK_BYTES,
         bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
     };
+    let bytes = match wire {
+        Wire::Plain(_) => bytes,
+        Wire::Int8 => bytes.min(MAX_INT8_BYTES),
+    };
     let boxes = boxes(&job.spec, &request.boxes)?;
-    let pin = pinned(&job, request, content)?;
+    let pin = pinned(&job, request)?;
+    // A mapped parameter is not rounded.
+    let window = store.windows.get(job.id, request.window)?.filter(|_| wire != Wire::Int8);
     let wanted = request
         .extents
         .iter()
         .map(|extent| {
+            let slice = job.slice(extent.slice)?;
+            let content = Content::of(request, &job, slice)?;
             // A slice that is pinned may have moved to another server.
-            let slice = match &pin {
-                Some(pin) if pin.slice(extent.slice).is_some() => job.slice(extent.slice),
-                _ => job.primary_slice(extent.slice),
-            };
-            wanted(&job, slice?, content.part, &boxes, extent)
+            if !pinned_here(pin.as_deref(), extent.slice, content)? {
+                job.primary_slice(extent.slice)?;
+            }
+            wanted(&job, slice, (content, wire), &boxes, extent)
         })
         .collect::<Result<_>>()?;
     // A reader pulls outside of a step.
     let trace = match request.epoch {
         0 => Trace::default(),
-        epoch => Trace::of_step(job.id, epoch, content.version).within(headers),
+        epoch => Trace::of_step(job.id, epoch, request.version).within(headers),
     };
     let span =
-        trace.span("send", SpanKind::Server).with("zeroshard.version", content.version as i64);
+        trace.span("send", SpanKind::Server).with("zeroshard.version", request.version as i64);
     let mut pull = Pull {
         span,
         store: store.clone(),
         epoch,
-        content,
+        version: request.version,
         pin,
-        dtype,
-        chunk: bytes / dtype.size(),
+        window,
+        wire,
+        chunk: wire.elements_within(bytes),
         deadline: store.deadline(deadline),
         wanted,
         writer: Writer::default(),
+        spare: Spare::default(),
         job,
     };
     pull.hold()?;
@@ -154,12 +178,10 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
         // Tied tensors have one storage, and the same shape.
         let owner = spec.manifest.owner(index);
         if boxes.insert(owner, Arc::new(StridedBox::new(&tensor.shape, bounds))).is_some() {
-            let what = format!("number of boxes of tensor {:?}", tensors[owner].name);
-            return Err(Error::invalid(
-                what,
-                "greater than 1",
-                "1 in one pull, including the tensors tied to it",
-            ));
+            return Err(Error::refused(format!(
+                "the pull has more than one box of tensor {:?} and the tensors tied to it",
+                tensors[owner].name
+            )));
         }
     }
     Ok(boxes)
@@ -168,13 +190,8 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
 /// The pin of a pull, if it has one.
 ///
 /// # Errors
-/// [`Error::VersionGone`] if the pin has ended; [`Error::Invalid`] for another version or part than
-/// the pinned one.
-fn pinned<B: Backend>(
-    job: &Job<B>,
-    request: &pb::PullRequest,
-    content: Content,
-) -> Result<Option<Arc<Pin<B>>>> {
+/// [`Error::VersionGone`] if the pin has ended.
+fn pinned<B: Backend>(job: &Job<B>, request: &pb::PullRequest) -> Result<Option<Arc<Pin<B>>>> {
     if request.pin == 0 {
         return Ok(None);
     }
@@ -183,21 +200,40 @@ fn pinned<B: Backend>(
         let (job, current) = (job.spec.name.clone(), job.version().unwrap_or_default());
         return Err(Error::VersionGone { job, version: request.version, current });
     };
-    if content.part != Part::Parameters || content.version != pin.version {
-        let found = format!("{:?} at version {}", content.part, content.version);
-        let expected = format!("the parameters at version {}", pin.version);
-        return Err(Error::invalid("pull with a pin", found, expected));
-    }
     Ok(Some(pin))
+}
+
+/// Returns whether the pin, if there is one, keeps the slice on this server.
+///
+/// # Errors
+/// [`Error::Refused`] for another version or part than the pinned one.
+fn pinned_here<B: Backend>(pin: Option<&Pin<B>>, slice: u32, content: Content) -> Result<bool> {
+    let Some(pin) = pin else { return Ok(false) };
+    if !pin.keeps(content.part) || content.version != pin.version {
+        let kept = match pin.optimizer_state {
+            true => "the parameters and the optimizer state",
+            false => "the parameters",
+        };
+        return Err(Error::refused(format!(
+            "the pin keeps {kept} at version {}, not {:?} at version {}",
+            pin.version, content.part, content.version
+        )));
+    }
+    Ok(pin.slice(slice, content.part).is_some())
 }
 
 fn wanted<B: Backend>(
     job: &Job<B>,
     slice: &Slice<B>,
-    part: Part,
+    (content, wire): (Content, Wire),
     boxes: &Boxes,
     extent: &pb::Extent,
 ) -> Result<Wanted<B>> {
+    let part = content.part;
+    if wire == Wire::Int8 && part != StateSelector::Parameters {
+        let sentence = "only parameters can be pulled as int8; pull this part of the state as f32";
+        return Err(Error::refused(sentence));
+    }
     let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
     part.check(slice.group.is_some(), slice.shape_of(part), tensor)?;
     let elements = match boxes.get(&slice.spec.tensor) {
@@ -211,8 +247,10 @@ fn wanted<B: Backend>(
     };
     match extent.offset.checked_add(length) {
         Some(end) if end <= numel && extent.offset < end => {
+            let what = || format!("extent of slice {}", extent.slice);
+            wire.check_cut(extent.offset, length, numel, what)?;
             let rest = extent.offset as usize..end as usize;
-            Ok(Wanted { slice: extent.slice, elements, rest, held: None })
+            Ok(Wanted { slice: extent.slice, content, elements, rest, held: None })
         }
         _ => Err(Error::invalid(
             format!("extent of slice {}", extent.slice),
@@ -231,37 +269,59 @@ impl<B: Backend> Pull<B> {
     /// Holds the available data within the budget, so that later steps do not overwrite it.
     fn hold(&mut self) -> Result<()> {
         self.hold_pinned();
-        for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
-            let slice = self.job.slice(wanted.slice)?;
-            let Some(space) = self.store.held.take(bytes_of(&self.job, slice, self.content.part))
-            else {
-                return Ok(()); // the rest is held when it is sent
+        for position in 0..self.wanted.len() {
+            let Wanted { slice: index, content, held: None, .. } = self.wanted[position] else {
+                continue;
             };
-            let buffer = self.content.read(&self.job, slice)?;
-            wanted.held = buffer.map(|buffer| Held { buffer, _space: Some(space) });
+            let slice = self.job.slice(index)?;
+            let Some(buffer) = content.read(&self.job, slice)? else { continue };
+            let held = self.held((index, slice), content.part, buffer);
+            if held.keep.is_none() {
+                return Ok(()); // the rest is held when it is sent
+            }
+            self.wanted[position].held = Some(held);
         }
         Ok(())
+    }
+
+    /// Holds an array: until the caller has the next version, if it can map this one; otherwise
+    /// within the budget.
+    fn held(
+        &self,
+        (index, slice): (u32, &Slice<B>),
+        part: StateSelector,
+        buffer: Array<B>,
+    ) -> Held<B> {
+        let is_parameters = part == StateSelector::Parameters;
+        let has_room = self.window.as_ref().is_some_and(|window| window.has_room());
+        let can_last = has_room && is_parameters && slice.rotates();
+        let place = buffer.memory().and_then(|memory| slice.backend().place(memory));
+        let place = place.filter(|_| can_last);
+        let lasting = place.and_then(|place| self.job.lasting.hold(index, place.start));
+        let space = || self.store.held.take(bytes_of(&self.job, slice, part));
+        let keep = lasting.map(Keep::Lasting).or_else(|| space().map(Keep::Budget));
+        Held { buffer, keep }
     }
 
     /// Holds the slices that are pinned, which needs no further memory.
     fn hold_pinned(&mut self) {
         let Some(pin) = &self.pin else { return };
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
-            let buffer = pin.slice(wanted.slice).cloned();
-            wanted.held = buffer.map(|buffer| Held { buffer, _space: None });
+            let buffer = pin.slice(wanted.slice, wanted.content.part).cloned();
+            let keep = Some(Keep::Pinned(pin.clone()));
+            wanted.held = buffer.map(|buffer| Held { buffer, keep });
         }
     }
 
     /// Holds the next slice to be sent, if it is available, even beyond the budget.
     fn hold_next(&mut self) -> Result<bool> {
-        let Some(wanted) = self.wanted.front_mut() else { return Ok(false) };
-        if wanted.held.is_none() {
-            let slice = self.job.slice(wanted.slice)?;
-            let buffer = self.content.read(&self.job, slice)?;
-            let space = || self.store.held.take(bytes_of(&self.job, slice, self.content.part));
-            wanted.held = buffer.map(|buffer| Held { buffer, _space: space() });
-        }
-        Ok(wanted.held.is_some())
+        let Some(wanted) = self.wanted.front() else { return Ok(false) };
+        let Wanted { slice: index, content, held: None, .. } = *wanted else { return Ok(true) };
+        let slice = self.job.slice(index)?;
+        let Some(buffer) = content.read(&self.job, slice)? else { return Ok(false) };
+        let held = self.held((index, slice), content.part, buffer);
+        self.wanted.front_mut().expect("something is wanted").held = Some(held);
+        Ok(true)
     }
 
     async fn next_frame(&mut self) -> Result<Option<Bytes>> {
@@ -281,22 +341,36 @@ impl<B: Backend> Pull<B> {
                 }
                 continue;
             }
+            if self.refer() {
+                continue;
+            }
             let rest = self.wanted.front().expect("it is held").rest.len().min(self.chunk);
-            let bytes = (rest * self.dtype.size()) as u64;
+            let bytes = self.wire.bytes(rest) as u64;
             end_after_others(self.job.shares.network.turn(bytes).await).await;
             let wanted = self.wanted.front_mut().expect("it is held");
             let held = wanted.held.as_ref().expect("it is held");
             let end = wanted.rest.end.min(wanted.rest.start + self.chunk);
             let offset = std::mem::replace(&mut wanted.rest.start, end);
-            let payload = self.job.slice(wanted.slice)?.values(
-                self.content.part,
-                &held.buffer,
-                wanted.elements.select(offset..end),
-                self.dtype,
-            );
-            let payload = self.job.note(wanted.slice, payload)?;
+            let (slice, wire) = (self.job.slice(wanted.slice)?, self.wire);
+            let elements = wanted.elements.select(offset..end);
+            let part = wanted.content.part;
+            let values = slice.values(part, &held.buffer, elements, wire.decoded());
+            let values = self.job.note(wanted.slice, values)?;
+            let payload = match wire {
+                Wire::Plain(_) => values,
+                Wire::Int8 => {
+                    let seed = self.job.spec.rounding_seed;
+                    let tensor = slice.spec.tensor as u32;
+                    let rounding = Rounding::of_parameters(seed, self.version, tensor);
+                    let first = (slice.spec.offset + offset) as u64;
+                    self.spare.payload(wire.bytes(end - offset), |tiles| {
+                        let dtype = wire.decoded();
+                        int8::encode(Level::best(), &values, dtype, first, &rounding, tiles);
+                    })
+                }
+            };
             self.job.count(|series| series.sent(payload.len() as u64));
-            let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
+            let extent = Extent { slice: wanted.slice, offset: offset as u64, wire };
             self.writer.extent(extent, payload);
             if wanted.rest.is_empty() {
                 self.wanted.pop_front();
@@ -304,10 +378,39 @@ impl<B: Backend> Pull<B> {
         }
     }
 
+    /// Refers the caller to the next slice, which is held, in its window. Returns `false` if the
+    /// elements have to be sent: they are not there, are not consecutive, or have another dtype.
+    fn refer(&mut self) -> bool {
+        let (Some(window), Some(wanted)) = (&self.window, self.wanted.front_mut()) else {
+            return false;
+        };
+        let Ok(slice) = self.job.slice(wanted.slice) else { return false };
+        let Elements::Range(elements) = wanted.elements.select(wanted.rest.clone()) else {
+            return false;
+        };
+        let Some(held) = &mut wanted.held else { return false };
+        let dtype = held.buffer.dtype(slice.backend());
+        let shape = slice.shape_of(wanted.content.part);
+        if self.wire != dtype.into() || shape != StateShape::Elements {
+            return false;
+        }
+        let place = held.buffer.memory().and_then(|memory| slice.backend().place(memory));
+        let Some(place) = place else { return false };
+        let Some(keep) = held.keep.take() else { return false };
+        let [start, end] = [elements.start, elements.end].map(|at| place.start + at * dtype.size());
+        let reference = window.hold(held.buffer.clone(), start..end, keep);
+        self.job.count(|series| series.shown(reference.bytes));
+        let extent =
+            Extent { slice: wanted.slice, offset: wanted.rest.start as u64, wire: self.wire };
+        self.writer.reference(extent, reference);
+        self.wanted.pop_front();
+        true
+    }
+
     async fn wait(&mut self) -> Result<()> {
-        let index = self.wanted.front().expect("something is wanted").slice;
-        let slice = self.job.slice(index)?;
-        let (content, epoch) = (self.content, self.epoch);
+        let &Wanted { slice: index, content, .. } =
+            self.wanted.front().expect("something is wanted");
+        let (slice, epoch) = (self.job.slice(index)?, self.epoch);
         let name = &self.job.spec.name;
         let ready = || {
             // A member that waits for a step's result must learn that the step was aborted. A
@@ -327,8 +430,8 @@ impl<B: Backend> Pull<B> {
             )
         };
         let buffer = self.job.wait_for(self.deadline, ready, waiting_for).await?;
-        let _space = self.store.held.take(bytes_of(&self.job, slice, content.part));
-        self.wanted.front_mut().expect("something is wanted").held = Some(Held { buffer, _space });
+        let held = self.held((index, slice), content.part, buffer);
+        self.wanted.front_mut().expect("something is wanted").held = Some(held);
         self.hold()
     }
 }

@@ -6,30 +6,39 @@ use bytes::Bytes;
 use http::HeaderMap;
 use http_body::Body;
 use zeroshard_kernels::Backend;
-use zeroshard_model::{AppliedSteps, Attempt, DType, Error, JobSpec, Result, listing::some_of};
+use zeroshard_loops::{Level, int8};
+use zeroshard_model::{Attempt, DType, Error, JobSpec, Result, SliceSpec, listing::some_of};
 use zeroshard_net::{
     Deadline,
     trace::{Span, SpanKind, Trace},
 };
 use zeroshard_proto::{
-    frame::{Event, Extent, Reader},
+    Wire,
+    frame::{Event, Extent, Reader, Reference, Spare},
     pb::{self, push_begin::Contents},
 };
 use zeroshard_shard::{
     fair::end_after_others,
-    part::Part,
     round::Chunk,
     senders::{self, Sent},
     slice::Upload,
+    state_selector::StateSelector,
 };
 
-use super::{job::Job, part, store::Store};
+use super::{job::Job, state_selector, store::Store, window::Window};
 use crate::access::Caller;
 
 /// The time for which a push waits when there is no space for gradients whose turn has not come.
 /// Then it is refused, so that the caller can send data that other ranks wait for: a stream that
 /// waited for longer could wait for itself.
 const PARKING_WAIT: Duration = Duration::from_millis(50);
+
+/// The bytes in an outbox that are taken in one turn, rounded down to whole tiles of int8.
+const MAX_TAKEN: usize = 1 << 20;
+
+/// The int8 elements that are decoded at once: 256 KiB of f32, so that a push needs no more memory
+/// than that of one message, and finds it in the cache.
+const DECODED: usize = 64 << 10;
 
 /// The sender of a push.
 pub(super) struct Pusher {
@@ -62,8 +71,7 @@ where
         waited_ms: store.limits.wait.as_millis() as u64,
     })?;
     let Some(Event::Begin(begin)) = first? else {
-        let what = "first message of a push";
-        return Err(Error::invalid(what, "without `begin`", "a message with `begin`"));
+        return Err(Error::refused("the push stream did not start with `begin`"));
     };
     pusher.caller.check_train(&begin.job)?;
     let mut push = Push::open(store, begin, deadline)?;
@@ -77,11 +85,11 @@ where
         while let Some(event) = reader.next().await? {
             match event {
                 Event::Begin(_) => {
-                    let expected = "in the first message only";
-                    return Err(Error::invalid("`begin`", "in a later message", expected));
+                    return Err(Error::refused("the push stream has a second `begin`"));
                 }
                 Event::Extent(extent, elements) => push.check(extent, elements).await?,
                 Event::Payload(bytes) => push.take(bytes).await?,
+                Event::Reference(reference) => push.fetch(reference).await?,
             }
         }
         Ok(())
@@ -96,14 +104,14 @@ where
 }
 
 /// The contents of the extents of a push.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 enum What {
     /// Gradients of a step.
     Gradients,
     /// New values of tensors.
     Replacement,
     /// Initial values.
-    Start(Upload),
+    Start(pb::Upload),
 }
 
 struct Push<'a, B: Backend> {
@@ -120,18 +128,20 @@ struct Push<'a, B: Backend> {
     deadline: Option<Deadline>,
     /// The position of the next payload.
     next: Extent,
+    /// The window of the rank's process, if it has one.
+    window: Option<Arc<Window<B>>>,
+    /// The memory of decoded elements.
+    spare: Spare,
     counted: pb::PushResponse,
 }
 
 impl<'a, B: Backend> Push<'a, B> {
     fn open(store: &'a Store<B>, begin: pb::PushBegin, deadline: Option<Deadline>) -> Result<Self> {
-        let pb::PushBegin { job: name, job_id, rank, lease, epoch, covers, contents } = begin;
+        let pb::PushBegin { job: name, job_id, rank, lease, epoch, covers, contents, window } =
+            begin;
         if job_id == 0 || lease == 0 {
-            let found = format!("{job_id:016x} with lease {lease:016x}");
-            return Err(Error::invalid(
-                "job_id of a push",
-                found,
-                "the job_id and lease that the rank received when it joined",
+            return Err(Error::refused(
+                "`begin` lacks the job_id or the lease that the rank received when it joined",
             ));
         }
         let job = store.job(&name, job_id)?;
@@ -140,6 +150,7 @@ impl<'a, B: Backend> Push<'a, B> {
             return Err(Error::invalid("rank", rank, expected));
         }
         job.check_lease(rank, lease)?;
+        let window = store.windows.get(job.id, window)?.filter(|window| window.rank == Some(rank));
         let is_gradient = matches!(contents, Some(Contents::Gradients(_)));
         check_covers(&job.spec, rank, &covers, is_gradient)?;
         let mut overflows = Vec::new();
@@ -156,21 +167,33 @@ impl<'a, B: Backend> Push<'a, B> {
             Some(Contents::Replacement(pb::Replacement { step, attempt: number })) => {
                 (What::Replacement, Attempt { epoch, step, number }, Vec::new())
             }
-            Some(Contents::Upload(upload)) => {
-                let start = self::upload(&upload, &job.spec)?;
-                (What::Start(start), Attempt::first(epoch, 0), upload.kept)
+            Some(Contents::Upload(mut upload)) => {
+                check_part(&upload)?;
+                let kept = std::mem::take(&mut upload.kept);
+                (What::Start(upload), Attempt::first(epoch, 0), kept)
             }
             None => {
-                return Err(Error::invalid(
-                    "contents of a push",
-                    "absent",
-                    "gradients, an upload or a replacement",
+                return Err(Error::refused(
+                    "`begin` has no contents; set gradients, an upload or a replacement",
                 ));
             }
         };
-        let next = Extent { slice: 0, offset: 0, dtype: DType::F32 };
+        let next = Extent { slice: 0, offset: 0, wire: DType::F32.into() };
         let counted = pb::PushResponse::default();
-        Ok(Self { store, job, rank, what, attempt, absent, overflows, deadline, next, counted })
+        Ok(Self {
+            store,
+            job,
+            rank,
+            what,
+            attempt,
+            absent,
+            overflows,
+            deadline,
+            next,
+            window,
+            spare: Spare::default(),
+            counted,
+        })
     }
 
     /// The span of the push, a child of the caller's span. The upload of initial parameters is not
@@ -215,50 +238,70 @@ impl<'a, B: Backend> Push<'a, B> {
     async fn check(&mut self, extent: Extent, elements: u64) -> Result<()> {
         let sent = self.check_takes(extent)?;
         self.check_bounds(extent, elements, sent)?;
-        if !matches!(self.what, What::Start(_)) {
+        let is_early = sent == Sent::Replacement && self.job.is_to_copy(extent.slice);
+        if !matches!(self.what, What::Start(_)) && !is_early {
             self.wait_for_version(extent.slice).await?;
         }
         self.next = extent;
         Ok(())
     }
 
-    /// Checks that the slice accepts the contents of this push in this dtype.
+    /// Checks that the slice accepts the contents of this push in this encoding.
     fn check_takes(&self, extent: Extent) -> Result<Sent> {
-        let slice = self.job.slice(extent.slice)?;
-        let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
-        match self.what {
-            What::Start(Upload { state, .. }) => {
-                let part = state.map_or(Part::Parameters, Part::State);
+        let tensor = &self.job.spec.manifest.tensors()[self.cut(extent.slice)?.tensor].name;
+        match &self.what {
+            What::Start(_) | What::Replacement if extent.wire == Wire::Int8 => {
+                Err(Error::refused(format!(
+                    "rank {} sent values of tensor {tensor:?} as int8, which only gradients and \
+                     pulled parameters can be; send f32",
+                    self.rank
+                )))
+            }
+            What::Start(message) => {
+                let slice = self.job.slice(extent.slice)?;
+                let Upload { state, .. } = upload(message, &self.job.spec, slice.spec.tensor)?;
+                let part = state.map_or(StateSelector::Parameters, StateSelector::State);
                 part.check(slice.group.is_some(), slice.shape_of(part), tensor)?;
                 Ok(Sent::Initial)
             }
-            What::Gradients if slice.group.is_some() => Ok(Sent::Gradient),
-            What::Gradients => Err(Error::invalid(
-                format!("gradient of tensor {tensor:?}"),
-                "pushed",
-                "omitted, because the tensor is not trained",
-            )),
-            What::Replacement if extent.dtype != DType::F32 => Err(Error::invalid(
+            What::Gradients if self.job.slice(extent.slice)?.group.is_some() => Ok(Sent::Gradient),
+            What::Gradients => Err(Error::refused(format!(
+                "rank {} pushed a gradient of tensor {tensor:?}, which is not trained; leave it out",
+                self.rank
+            ))),
+            What::Replacement if extent.wire != DType::F32.into() => Err(Error::invalid(
                 format!("dtype of the new values of tensor {tensor:?}"),
-                extent.dtype,
+                extent.wire,
                 "f32",
             )),
             What::Replacement => Ok(Sent::Replacement),
         }
     }
 
+    /// The elements of a slice.
+    fn cut(&self, index: u32) -> Result<SliceSpec> {
+        let known = self.job.spec.manifest.slices().get(index as usize);
+        known.map_or_else(|| self.job.slice(index).map(|slice| slice.spec), |cut| Ok(*cut))
+    }
+
     /// Checks that the rank holds these elements.
     fn check_bounds(&self, extent: Extent, elements: u64, sent: Sent) -> Result<()> {
         let (spec, rank) = (&self.job.spec, self.rank);
-        let slice = self.job.slice(extent.slice)?;
-        let all = if sent == Sent::Gradient { &slice.pushers } else { &slice.contributors };
-        let of = senders::contributors_of(spec, extent.slice, all, rank, sent)?;
+        let all = match sent {
+            Sent::Gradient => self.job.slice(extent.slice)?.pushers.clone(),
+            Sent::Initial | Sent::Replacement => self.job.contributors(extent.slice)?,
+        };
+        let of = senders::contributors_of(spec, extent.slice, &all, rank, sent)?;
         let numel = of.elements.numel();
+        let SliceSpec { tensor, numel: in_slice, .. } = self.cut(extent.slice)?;
+        let what = || {
+            let name = &spec.manifest.tensors()[tensor].name;
+            format!("extent of slice {} of tensor {name:?}", extent.slice)
+        };
         if extent.offset.checked_add(elements).is_some_and(|end| end <= numel as u64) {
-            return Ok(());
+            return extent.wire.check_cut(extent.offset, elements, numel as u64, what);
         }
-        let tensor = slice.spec.tensor;
-        let expected = match slice.spec.numel {
+        let expected = match in_slice {
             all if all == numel => format!("within the {all} elements of the slice"),
             all => {
                 let rank = senders::describe(spec, tensor, rank);
@@ -267,21 +310,15 @@ impl<'a, B: Backend> Push<'a, B> {
                 )
             }
         };
-        Err(Error::invalid(
-            format!(
-                "extent of slice {} of tensor {:?}",
-                extent.slice,
-                spec.manifest.tensors()[tensor].name
-            ),
-            format!("{elements} elements from position {}", extent.offset),
-            expected,
-        ))
+        let found = format!("{elements} elements from position {}", extent.offset);
+        Err(Error::invalid(what(), found, expected))
     }
 
     /// Records the absences that the opening message declares.
     async fn note_absent(&self) -> Result<()> {
         for &index in &self.absent {
-            if let What::Start(upload) = self.what {
+            if let What::Start(message) = &self.what {
+                let upload = upload(message, &self.job.spec, self.cut(index)?.tensor)?;
                 self.job.keep(self.attempt, index, self.rank, upload.applied)?;
                 continue;
             }
@@ -297,7 +334,7 @@ impl<'a, B: Backend> Push<'a, B> {
     /// Records the overflows that the opening message names.
     async fn note_overflows(&self) -> Result<()> {
         for &pb::Overflow { slice, rank } in &self.overflows {
-            self.check_trains(slice, "with an overflow")?;
+            self.check_trains(slice, "named with an overflow")?;
             self.wait_for_version(slice).await?;
             self.job.name_overflow(self.attempt, slice, (self.rank, rank))?;
         }
@@ -310,8 +347,8 @@ impl<'a, B: Backend> Push<'a, B> {
             return Ok(());
         }
         let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
-        let what = format!("tensor {tensor:?}");
-        Err(Error::invalid(what, found, "omitted, because it is not trained"))
+        let sentence = format!("tensor {tensor:?} is {found} but not trained; leave it out");
+        Err(Error::refused(sentence))
     }
 
     /// Waits for the version of a slice: a gradient may arrive while the previous step is still
@@ -335,10 +372,34 @@ impl<'a, B: Backend> Push<'a, B> {
         self.job.wait_for(self.store.deadline(self.deadline), ready, waiting_for).await
     }
 
-    async fn take(&mut self, bytes: Bytes) -> Result<()> {
-        let Extent { slice, offset, dtype } = self.next;
-        let elements = (bytes.len() / dtype.size()) as u64;
+    /// Takes whole elements or tiles of the current extent.
+    async fn take(&mut self, mut bytes: Bytes) -> Result<()> {
         self.job.count(|series| series.received(bytes.len() as u64));
+        match self.next.wire {
+            Wire::Plain(dtype) => self.add(bytes, dtype).await,
+            Wire::Int8 => {
+                while !bytes.is_empty() {
+                    let tiles = bytes.split_to(bytes.len().min(Wire::Int8.bytes(DECODED)));
+                    let values = self.decode(&tiles);
+                    self.add(values, DType::F32).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Decodes tiles to f32.
+    fn decode(&mut self, tiles: &[u8]) -> Bytes {
+        let elements = Wire::Int8.elements(tiles.len() as u64).expect("the extent has whole tiles");
+        let len = elements as usize * DType::F32.size();
+        let decode = |values: &mut [u8]| int8::decode(Level::best(), tiles, values, DType::F32);
+        self.spare.payload(len, decode)
+    }
+
+    /// Adds elements of the current extent.
+    async fn add(&mut self, bytes: Bytes, dtype: DType) -> Result<()> {
+        let Extent { slice, offset, wire } = self.next;
+        let elements = (bytes.len() / dtype.size()) as u64;
         let chunk = Chunk { rank: self.rank, offset: offset as usize, dtype, bytes };
         let new = match self.store_chunk(slice, &chunk).await {
             Err(Error::ParkingFull { .. }) => {
@@ -350,17 +411,36 @@ impl<'a, B: Backend> Push<'a, B> {
         self.next.offset += elements;
         self.counted.added += new;
         self.counted.duplicates += elements - new;
-        let duplicate = (elements - new) * dtype.size() as u64;
+        let duplicate = wire.bytes((elements - new) as usize) as u64;
         self.job.count(|series| series.skipped(duplicate));
         Ok(())
+    }
+
+    /// Takes elements from the outbox of the rank.
+    async fn fetch(&mut self, reference: Reference) -> Result<()> {
+        let no_window =
+            || Error::refused("elements are in an outbox, but `begin` names no window of the rank");
+        let window = self.window.clone().ok_or_else(no_window)?;
+        let mut rest = window.sent(reference)?;
+        while !rest.is_empty() {
+            // Other tasks need this thread, as between the buffers of a connection.
+            let most = self.next.wire.bytes(self.next.wire.elements_within(MAX_TAKEN));
+            self.take(rest.split_to(rest.len().min(most))).await?;
+        }
+        self.job.count(|series| series.found(reference.bytes));
+        window.tell_read(reference.hold)
     }
 
     /// Waits for a turn of the job, and stores a chunk. Returns the number of new elements.
     async fn store_chunk(&self, slice: u32, chunk: &Chunk) -> Result<u64> {
         let (job, attempt) = (&self.job, self.attempt);
-        let turn = job.shares.network.turn(chunk.bytes.len() as u64).await;
-        let stored = match self.what {
-            What::Start(upload) => job.upload(attempt, slice, upload, chunk),
+        let bytes = self.next.wire.bytes(chunk.range().len()) as u64;
+        let turn = job.shares.network.turn(bytes).await;
+        let stored = match &self.what {
+            What::Start(message) => {
+                let upload = upload(message, &job.spec, self.cut(slice)?.tensor)?;
+                job.upload(attempt, slice, upload, chunk)
+            }
             What::Replacement => job.replace(attempt, slice, chunk),
             What::Gradients => job.contribute(attempt, slice, chunk),
         };
@@ -372,7 +452,7 @@ impl<'a, B: Backend> Push<'a, B> {
 /// Checks that gradients are sums over the ranks of the group, and everything else is of one rank.
 ///
 /// # Errors
-/// [`Error::Invalid`].
+/// [`Error::Refused`].
 fn check_covers(spec: &JobSpec, rank: u32, covers: &[u32], is_gradient: bool) -> Result<()> {
     let own = [rank];
     let covers = if covers.is_empty() { &own } else { covers };
@@ -385,30 +465,43 @@ fn check_covers(spec: &JobSpec, rank: u32, covers: &[u32], is_gradient: bool) ->
         _ => format!("the ranks {} to {} of the group", group.start, group.end - 1),
     };
     let found = some_of(covers.iter().map(|rank| format!("rank {rank}")));
-    Err(Error::invalid("ranks that a push covers", found, expected))
+    Err(Error::refused(format!("the push covers {found} instead of {expected}")))
 }
 
-/// Converts the description of an upload.
+/// Checks that a part can be uploaded, and kept.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a part that cannot be uploaded.
-fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
-    let state = match part::of(message.part.as_ref(), &spec.groups[0])? {
-        Part::Parameters => None,
-        Part::State(position) => Some(position),
-        other @ (Part::Master | Part::GradientSum) => {
-            let found = match other {
-                Part::GradientSum => "the sum of the gradients",
-                _ => "the master weights",
-            };
-            let expected = "the parameters (which set the master weights) or optimizer state";
-            return Err(Error::invalid("part of the state that is uploaded", found, expected));
+/// [`Error::Refused`].
+fn check_part(message: &pb::Upload) -> Result<()> {
+    use pb::state_selector::Part;
+    let part = message.part.as_ref().map(|part| &part.part);
+    let found = match part {
+        Some(Some(Part::OptimizerState(_))) if !message.kept.is_empty() => {
+            let sentence = "an upload of optimizer state has `kept`; leave it out";
+            return Err(Error::refused(sentence));
         }
+        Some(Some(Part::MasterWeights(_))) => "the master weights",
+        Some(Some(Part::GradientSum(_))) => "the sum of the gradients",
+        Some(None) => "an unknown part of the state",
+        Some(Some(Part::OptimizerState(_) | Part::Parameters(_))) | None => return Ok(()),
     };
-    if state.is_some() && !message.kept.is_empty() {
-        let found = format!("{} slices in an upload of optimizer state", message.kept.len());
-        return Err(Error::invalid("kept", found, "slices in an upload of parameters"));
-    }
-    let applied = AppliedSteps::of(&spec.groups[0], message.applied, &message.scalar_state)?;
+    Err(Error::refused(format!(
+        "{found} cannot be uploaded; upload the parameters, which set the master weights, or \
+         optimizer state"
+    )))
+}
+
+/// Converts the description of an upload, which [`check_part`] has passed, to slices of tensor
+/// number `tensor`.
+///
+/// # Errors
+/// Those of [`state_selector::of`]; [`Error::Invalid`] for another scalar state than that of the
+/// tensor's optimizer.
+fn upload(message: &pb::Upload, spec: &JobSpec, tensor: usize) -> Result<Upload> {
+    let state = match state_selector::of(message.part.as_ref(), spec, tensor)? {
+        StateSelector::State(position) => Some(position),
+        _ => None,
+    };
+    let applied = spec.applied_to(tensor, message.applied, &message.scalar_state)?;
     Ok(Upload { state, applied })
 }

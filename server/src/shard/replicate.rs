@@ -17,13 +17,13 @@ use zeroshard_net::{
     transport::{Connection, Credentials},
 };
 use zeroshard_proto::{
-    pb::{self, data_service_client::DataServiceClient, state_part},
+    pb::{self, data_service_client::DataServiceClient, state_selector},
     status::from_status,
 };
 use zeroshard_shard::events::JobEvent;
 
 use super::{
-    carry::{Copier, SliceCopy},
+    fork::{Copier, SliceCopy},
     job::Job,
     store::Store,
 };
@@ -136,7 +136,8 @@ async fn copy<B: Backend>(
 /// Returns whether a call to a primary cannot succeed later. A primary that does not know yet that
 /// it is one refuses the call, and one that is gone is replaced by the coordinator.
 fn is_final(error: &Error) -> bool {
-    matches!(error, Error::Invalid { .. } | Error::Internal { .. } | Error::Storage { .. })
+    use Error::{Internal, Invalid, Refused, Storage};
+    matches!(error, Invalid { .. } | Refused { .. } | Internal { .. } | Storage { .. })
 }
 
 /// Receives the reduced gradients of the slices of which this server is a backup, until the job is
@@ -232,7 +233,7 @@ async fn pull<B: Backend>(
     rest: &mut VecDeque<(u32, usize)>,
 ) -> Result<()> {
     let peer = &primary.name;
-    let sum = state_part::GradientSum { attempt: Some(attempt.number) };
+    let sum = state_selector::GradientSum { attempt: Some(attempt.number) };
     let extent =
         |&(slice, arrived): &(u32, usize)| pb::Extent { slice, offset: arrived as u64, length: 0 };
     let request = pb::PullRequest {
@@ -242,7 +243,7 @@ async fn pull<B: Backend>(
         version: attempt.step,
         dtype: pb::Dtype::from(DType::F32).into(),
         extents: rest.iter().map(extent).collect(),
-        part: Some(pb::StatePart { part: Some(state_part::Part::GradientSum(sum)) }),
+        part: Some(pb::StateSelector { part: Some(state_selector::Part::GradientSum(sum)) }),
         ..Default::default()
     };
     let failed = |status: tonic::Status| from_status(&status, peer);

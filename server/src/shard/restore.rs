@@ -82,6 +82,6 @@ async fn fill<B: Backend>(
     let filled = job.clone();
     let store = move |part, at, bytes: &[u8]| filled.slice(index)?.restore(part, at, bytes);
     let applied = storage.stream_slice(manifest, index, store).await?;
-    job.slice(index)?.carry_applied(applied);
+    job.slice(index)?.set_applied(applied);
     Ok(())
 }

@@ -7,7 +7,7 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use zeroshard_kernels::Backend;
-use zeroshard_model::Result;
+use zeroshard_model::{Error, Result};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
     pb::{self, shard_service_server},
@@ -15,7 +15,6 @@ use zeroshard_proto::{
 };
 
 use super::{
-    job::Job,
     measure::{self, measure},
     pin,
     store::Store,
@@ -31,9 +30,6 @@ const SLICES_AT_ONCE: usize = 16;
 
 pub(super) struct Service<B: Backend> {
     store: Arc<Store<B>>,
-    /// Turns to sum squares, one at a time, which uses one core and one version of a slice beside
-    /// training.
-    sums: Arc<Semaphore>,
     /// Turns to hash slices, as many at a time as there are cores, because all ranks of a job may
     /// ask for its hash.
     digests: Arc<Semaphore>,
@@ -44,8 +40,8 @@ pub(super) struct Service<B: Backend> {
 impl<B: Backend> Service<B> {
     pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let [sums, digests] = [1, cores].map(|turns| Arc::new(Semaphore::new(turns)));
-        Self { store, sums, digests, measurements: measure::Gate::default(), shutdown }
+        let digests = Arc::new(Semaphore::new(cores));
+        Self { store, digests, measurements: measure::Gate::default(), shutdown }
     }
 
     fn deadline<T>(&self, request: &Request<T>) -> Deadline {
@@ -65,71 +61,34 @@ impl<B: Backend> Service<B> {
         }
     }
 
+    /// Hashes the slices of which this server is the primary, on threads that serve no calls.
     async fn digests(&self, request: Request<pb::DigestRequest>) -> Result<pb::DigestResponse> {
         let deadline = self.deadline(&request);
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let pb::DigestRequest { job, job_id, version } = request.into_inner();
         let job = self.store.job(&job, job_id)?;
-        let digest = move |job: &Job<B>, slice| {
-            let digest = job.primary_slice(slice)?.digest(&job.spec.name, version)?;
-            Ok(Some(pb::SliceDigest { slice, digest: digest.to_vec().into() }))
-        };
-        let slices = self.read_slices(&self.digests, job, version, deadline, digest).await?;
-        Ok(pb::DigestResponse { slices })
-    }
-
-    async fn sums_of_squares(
-        &self,
-        request: Request<pb::NormsRequest>,
-    ) -> Result<pb::NormsResponse> {
-        let deadline = self.deadline(&request);
-        Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
-        let pb::NormsRequest { job, job_id, version } = request.into_inner();
-        let job = self.store.job(&job, job_id)?;
-        let sum = move |job: &Job<B>, slice: u32| {
-            let manifest = &job.spec.manifest;
-            if manifest.tensors()[manifest.slices()[slice as usize].tensor].buffer {
-                return Ok(None);
-            }
-            let held = job.primary_slice(slice)?;
-            let sum_of_squares = held.sum_of_squares(&job.spec.name, version)?;
-            Ok(Some(pb::SliceNorm { slice, sum_of_squares }))
-        };
-        let slices = self.read_slices(&self.sums, job, version, deadline, sum).await?;
-        Ok(pb::NormsResponse { slices })
-    }
-
-    /// Calls `read` for the slices of which this server is the primary, on threads that serve no
-    /// calls, and takes turns with other calls. Returns what it has found.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`](zeroshard_model::Error::Timeout), and those of `read`.
-    async fn read_slices<T: Send + 'static>(
-        &self,
-        turns: &Arc<Semaphore>,
-        job: Arc<Job<B>>,
-        version: u64,
-        deadline: Deadline,
-        read: impl Fn(&Job<B>, u32) -> Result<Option<T>> + Clone + Send + 'static,
-    ) -> Result<Vec<T>> {
         // A call for a later version must not keep others from their turn.
         job.wait_for_version(version, deadline).await?;
-        let slices: Vec<u32> = job.primary_slices().map(|(slice, _)| slice).collect();
+        let primaries: Vec<u32> = job.primary_slices().map(|(slice, _)| slice).collect();
         let name = &job.spec.name;
-        let waiting_for = || format!("other calls that read all slices, at job {name:?}");
-        let mut found = Vec::with_capacity(slices.len());
-        for part in slices.chunks(SLICES_AT_ONCE) {
-            let turn = deadline.limit(waiting_for, turns.clone().acquire_owned()).await?;
-            let (job, part, read) = (job.clone(), part.to_vec(), read.clone());
+        let waiting_for = || format!("other calls that hash all slices, at job {name:?}");
+        let mut slices = Vec::with_capacity(primaries.len());
+        for part in primaries.chunks(SLICES_AT_ONCE) {
+            let turn = self.digests.clone().acquire_owned();
+            let turn = deadline.limit(waiting_for, turn).await?;
+            let (job, part) = (job.clone(), part.to_vec());
             let work = move || {
                 // The turn lasts until this thread has finished, even if the call has ended.
                 let _turn = turn.expect("the semaphore is never closed");
-                let each = part.into_iter().filter_map(|slice| read(&job, slice).transpose());
-                each.collect::<Result<Vec<_>>>()
+                let digest = |slice| {
+                    let digest = job.primary_slice(slice)?.digest(&job.spec.name, version)?;
+                    Ok(pb::SliceDigest { slice, digest: digest.to_vec().into() })
+                };
+                part.into_iter().map(digest).collect::<Result<Vec<_>>>()
             };
-            found.extend(self.store.failure.blocking("read slices", work).await?);
+            slices.extend(self.store.failure.blocking("hash slices", work).await?);
         }
-        Ok(found)
+        Ok(pb::DigestResponse { slices })
     }
 
     async fn pinned(&self, request: Request<pb::PinRequest>) -> Result<PinStream> {
@@ -142,6 +101,27 @@ impl<B: Backend> Service<B> {
         Ok(held.until_released().take_until(shutdown).boxed())
     }
 
+    fn window(&self, request: Request<pb::OpenWindowRequest>) -> Result<pb::OpenWindowResponse> {
+        let caller = Caller::of(request.extensions())?;
+        let pb::OpenWindowRequest { job, job_id, rank, lease, pin } = request.into_inner();
+        if pin != 0 {
+            caller.check_read(&job)?;
+            let job = self.store.job(&job, job_id)?;
+            return match job.pins.get(pin) {
+                Some(_) => self.store.windows.prepare(&job, None),
+                None => Err(Error::refused("the pin has ended; pin the version again")),
+            };
+        }
+        caller.check_train(&job)?;
+        let job = self.store.job(&job, job_id)?;
+        if rank >= job.spec.world {
+            let expected = format!("less than the world size, {}", job.spec.world);
+            return Err(Error::invalid("rank", rank, expected));
+        }
+        job.check_lease(rank, lease)?;
+        self.store.windows.prepare(&job, Some(rank))
+    }
+
     async fn applied_steps(&self, request: Request<pb::StepsRequest>) -> Result<pb::StepsResponse> {
         let deadline = self.deadline(&request);
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
@@ -150,12 +130,7 @@ impl<B: Backend> Service<B> {
         job.wait_for_version(request.version, deadline).await?;
         let mut response = pb::StepsResponse::default();
         for (index, slice) in job.primary_slices().filter(|(_, slice)| slice.group.is_some()) {
-            let applied = slice.applied(&request.job, request.version)?;
-            response.slices.push(pb::SliceSteps {
-                slice: index,
-                applied: applied.count,
-                scalar_state: applied.scalar_state(&job.spec.groups[0]).to_vec(),
-            });
+            response.slices.push(pin::steps_of(&job, index, slice, request.version)?);
         }
         Ok(response)
     }
@@ -170,17 +145,17 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
         self.answer(self.digests(request)).await
     }
 
-    async fn norms(
-        &self,
-        request: Request<pb::NormsRequest>,
-    ) -> Result<Response<pb::NormsResponse>, Status> {
-        self.answer(self.sums_of_squares(request)).await
-    }
-
     type PinStream = PinStream;
 
     async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<PinStream>, Status> {
         self.answer(self.pinned(request)).await
+    }
+
+    async fn open_window(
+        &self,
+        request: Request<pb::OpenWindowRequest>,
+    ) -> Result<Response<pb::OpenWindowResponse>, Status> {
+        self.answer(async { self.window(request) }).await
     }
 
     async fn steps(

@@ -12,7 +12,7 @@ use zeroshard_net::Deadline;
 use zeroshard_proto::pb;
 use zeroshard_shard::{budget::Budget, device::Device, fair::Resources};
 
-use super::{job::Job, stall::Readers};
+use super::{job::Job, stall::Readers, windows::Windows};
 use crate::{config::MAX_WAIT, failure::Failure, memory::Budgets, metrics::Metrics};
 
 /// The limits on the resources of a caller.
@@ -42,6 +42,8 @@ pub(crate) struct Store<B: Backend> {
     /// The budget for second copies of slices that are being saved.
     pub(crate) snapshots: Arc<Budget>,
     pub(crate) readers: Readers,
+    /// The memory that this server shares with workers on its host.
+    pub(super) windows: Arc<Windows<B>>,
     /// The jobs, by name.
     jobs: DashMap<String, Arc<Job<B>>>,
     /// The memory of closed jobs that has not been freed when the last one was closed.
@@ -63,6 +65,7 @@ impl<B: Backend> Store<B> {
             pinned: Budget::new(limits.budgets.pinned),
             snapshots: Budget::new(limits.budgets.snapshots),
             readers: Readers::default(),
+            windows: Arc::new(Windows::new(limits.budgets.outboxes, metrics.shard.clone())),
             limits,
             metrics,
             failure,
@@ -110,6 +113,7 @@ impl<B: Backend> Store<B> {
             && entry.get().id == id
         {
             self.metrics.shard.forget(name);
+            self.windows.forget(id);
             let mut closing = self.closing.lock().expect("no holder of the lock panics");
             closing.retain(|memory| memory.strong_count() > 0);
             closing.push(entry.get().memory_in_use());
@@ -138,6 +142,7 @@ impl<B: Backend> Store<B> {
     /// The memory and jobs of this server; also updates the metrics.
     pub(crate) fn stats(&self) -> pb::Stats {
         let mut stats = pb::Stats { parked_bytes: self.budget.used(), ..Default::default() };
+        let mut windows = self.windows.by_job();
         for job in self.jobs() {
             let memory = job.memory();
             stats.master_bytes += memory.master;
@@ -145,9 +150,12 @@ impl<B: Backend> Store<B> {
             stats.accumulator_bytes += memory.accumulator;
             stats.published_bytes += memory.published;
             let [sent_bytes, received_bytes] = job.transferred();
+            let (windows, no_window) = windows.remove(&job.id).unwrap_or_default();
             stats.jobs.push(pb::JobStats {
                 sent_bytes,
                 received_bytes,
+                windows,
+                no_window,
                 job: job.spec.name.clone(),
                 epoch: job.epoch(),
                 version: job.version(),

@@ -63,6 +63,7 @@ impl Subject {
                 pinned: 0,
                 held: u64::MAX,
                 snapshots: 0,
+                outboxes: 1 << 30,
             },
         };
         let mut store = Store::new(
@@ -114,7 +115,7 @@ impl Subject {
         let mut writer = Writer::default();
         writer.begin(begin(rank, step));
         let payload = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        writer.extent(Extent { slice, offset, dtype: DType::F32 }, payload);
+        writer.extent(Extent { slice, offset, wire: DType::F32.into() }, payload);
         writer.flush();
         let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
         let pusher = push::Pusher { caller: Caller::Trusted, weight: 1, headers: HeaderMap::new() };
@@ -150,7 +151,7 @@ impl Subject {
         let (mut values, mut offsets) = (Vec::new(), Vec::new());
         while let Some(event) = reader.next().await? {
             match event {
-                Event::Begin(_) => panic!("an answer has no beginning"),
+                Event::Begin(_) | Event::Reference(_) => panic!("only payloads were asked for"),
                 Event::Extent(extent, _) => offsets.push(extent.offset),
                 Event::Payload(bytes) => {
                     values.extend(bytes.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)));
@@ -174,6 +175,7 @@ fn begin(rank: u32, step: Option<u64>) -> pb::PushBegin {
         epoch: EPOCH,
         covers: Vec::new(),
         contents: Some(contents),
+        ..Default::default()
     }
 }
 
@@ -188,6 +190,7 @@ fn extent(offset: u64, length: u64) -> pb::Extent {
 fn what(result: Result<impl std::fmt::Debug>) -> String {
     match result {
         Err(Error::Invalid { what, .. }) => what,
+        Err(Error::Refused { sentence }) => sentence,
         other => panic!("{other:?}"),
     }
 }
@@ -255,8 +258,9 @@ async fn boxes_that_do_not_fit_are_refused() {
     assert_eq!(pull(&[boxed(0, &[60, 0], &[5, 1])], &[]).await, "box of tensor \"w\"");
     assert_eq!(pull(&[boxed(0, &[60], &[1])], &[]).await, "box of tensor \"w\"");
     let one = |tensor| boxed(tensor, &[0, 0], &[2, 2]);
-    assert_eq!(pull(&[one(0), one(0)], &[]).await, "number of boxes of tensor \"w\"");
-    assert_eq!(pull(&[one(0), one(1)], &[]).await, "number of boxes of tensor \"w\"");
+    let twice = "the pull has more than one box of tensor \"w\" and the tensors tied to it";
+    assert_eq!(pull(&[one(0), one(0)], &[]).await, twice);
+    assert_eq!(pull(&[one(0), one(1)], &[]).await, twice);
     assert_eq!(pull(&[one(0)], &[extent(3, 2)]).await, "extent of slice 0");
     assert_eq!(pull(&[boxed(0, &[0, 0], &[0, 2])], &[extent(0, 0)]).await, "extent of slice 0");
     let outside =
@@ -314,7 +318,7 @@ async fn elements_that_a_rank_does_not_hold_are_refused_and_change_nothing() {
          elements that rank 1 (dp 0, tp 1) holds of the 16 elements of the slice"
     );
     assert!(
-        matches!(refused(&subject, 2, None, 0).await, Error::Invalid { .. }),
+        matches!(refused(&subject, 2, None, 0).await, Error::Refused { .. }),
         "rank 0 uploads that box"
     );
     for rank in [0, 1] {

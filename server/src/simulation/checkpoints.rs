@@ -9,10 +9,12 @@ use std::{
 use bytes::Bytes;
 use zeroshard_checkpoint::Part;
 use zeroshard_coordinator::{
-    commands::Checkpoint,
-    events::{Completion, Event, Placed, Placing},
-    plan::Plan,
-    user_data::UserData,
+    placement::plan::Plan,
+    state::user_data::UserData,
+    vocabulary::{
+        commands::Checkpoint,
+        events::{Completion, Event, Placed, Placing},
+    },
 };
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{AppliedSteps, Error, RestoreVersion, Result};
@@ -92,7 +94,7 @@ pub(super) fn fill(job: &Job<Cpu>, slices: &Slices) -> Result<()> {
         for (part, values) in [Part::Values].into_iter().chain(states).zip(values) {
             slice.restore(part, 0, values)?;
         }
-        slice.carry_applied(*applied);
+        slice.set_applied(*applied);
     }
     Ok(())
 }

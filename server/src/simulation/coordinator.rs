@@ -7,12 +7,14 @@ use std::{
 };
 
 use zeroshard_coordinator::{
-    calls::Reply,
     cluster::Cluster,
-    commands::Command,
-    events::{Action, Event},
-    ids::{Caller, Lease, Link, Now},
     job::Job,
+    vocabulary::{
+        calls::Reply,
+        commands::Command,
+        events::{Action, Event},
+        ids::{Caller, Lease, Link, Now},
+    },
 };
 use zeroshard_model::Server;
 use zeroshard_proto::pb::serve_request;

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{AppliedSteps, Attempt, DType, Error, Result};
 use zeroshard_shard::{
-    part::Part,
     round::Chunk,
     slice::{Slice, Upload},
+    state_selector::StateSelector,
 };
 
 use super::{
@@ -39,6 +39,8 @@ pub(super) enum Request {
     Pull { job: u64, epoch: u64, version: u64, slice: u32 },
     /// A part of a gradient.
     Push { job: u64, lease: u64, attempt: Attempt, slice: u32, chunk: Chunk },
+    /// A part of the new values of a slice.
+    Replace { job: u64, server: u64, lease: u64, attempt: Attempt, slice: u32, chunk: Chunk },
     /// The reduced gradient, from an element on.
     Reduced { job: u64, attempt: Attempt, slice: u32, offset: usize },
     /// The whole content at a version.
@@ -61,6 +63,7 @@ impl Request {
             Self::Upload { job, .. }
             | Self::Pull { job, .. }
             | Self::Push { job, .. }
+            | Self::Replace { job, .. }
             | Self::Reduced { job, .. }
             | Self::Copy { job, .. } => *job,
         }
@@ -82,7 +85,8 @@ impl Request {
             Self::Pull { epoch, version, slice, .. } => {
                 let of = job.primary_slice(*slice)?;
                 job.check_epoch(*epoch)?;
-                let content = Content { version: *version, part: Part::Parameters, attempt: None };
+                let content =
+                    Content { version: *version, part: StateSelector::Parameters, attempt: None };
                 let values = content
                     .read(job, of)?
                     .map(|buffer| of.values(content.part, &buffer, 0..of.spec.numel, DType::F32));
@@ -99,12 +103,27 @@ impl Request {
                 job.contribute(*attempt, *slice, chunk)?;
                 Ok(Some(Payload::Done))
             }
+            Self::Replace { lease, attempt, slice, chunk, .. } => {
+                job.check_lease(chunk.rank, *lease)?;
+                let current = job.attempt();
+                if *attempt < current {
+                    return Err(attempt.refusal(&job.spec.name, current));
+                }
+                let is_early = job.is_to_copy(*slice);
+                if *attempt > current
+                    || !is_early && job.slice(*slice)?.version() < Some(attempt.step)
+                {
+                    return Ok(None);
+                }
+                job.replace(*attempt, *slice, chunk)?;
+                Ok(Some(Payload::Done))
+            }
             Self::Reduced { attempt, slice, offset, .. } => {
                 let of = job.primary_slice(*slice)?;
                 let sum = of.reduced_of(&job.spec.name, *attempt)?;
                 let values = sum.map(|sum| {
                     let rest = *offset..of.spec.numel;
-                    of.values(Part::GradientSum, &sum, rest, DType::F32)
+                    of.values(StateSelector::GradientSum, &sum, rest, DType::F32)
                 });
                 Ok(values.transpose()?.map(Payload::Values))
             }
@@ -117,9 +136,9 @@ impl Request {
 }
 
 /// The parts of a slice that a copy has.
-fn parts(slice: &Slice<Cpu>, job: &Job<Cpu>) -> Vec<Part> {
-    let states = if slice.group.is_some() { job.spec.groups[0].state().len() } else { 0 };
-    [Part::Master].into_iter().chain((0..states).map(Part::State)).collect()
+fn parts(slice: &Slice<Cpu>) -> Vec<StateSelector> {
+    let states = slice.state_parts().map(|(_, part)| part);
+    [StateSelector::Master].into_iter().chain(states).collect()
 }
 
 /// The whole content of a slice at a version; `None`: later.
@@ -130,7 +149,7 @@ pub(super) fn whole(
 ) -> Result<Option<(Vec<Bytes>, AppliedSteps)>> {
     let slice = job.primary_slice(index)?;
     let mut values = Vec::new();
-    for part in parts(slice, job) {
+    for part in parts(slice) {
         let content = Content { version, part, attempt: None };
         let Some(buffer) = content.read(job, slice)? else { return Ok(None) };
         values.push(slice.values(part, &buffer, 0..slice.spec.numel, DType::F32)?);
@@ -268,11 +287,11 @@ fn store_copy(
         return Ok(());
     }
     let slice = job.slice(index)?;
-    for (part, values) in parts(slice, job).into_iter().zip(values) {
-        slice.carry(part, 0, values)?;
+    for (part, values) in parts(slice).into_iter().zip(values) {
+        slice.fill(part, 0, values)?;
     }
     if slice.group.is_some() {
-        slice.carry_applied(applied);
+        slice.set_applied(applied);
     }
     copy.missing.retain(|&missing| missing != index);
     match copy.missing.is_empty() {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fastrand::Rng;
-use zeroshard_coordinator::ids::Now;
+use zeroshard_coordinator::vocabulary::ids::Now;
 
 use super::{
     worker::Worker,

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use zeroshard_coordinator::{cluster::Cluster, ids::Now};
+use zeroshard_coordinator::{cluster::Cluster, vocabulary::ids::Now};
 
 use super::{
     coordinator::{Coordinator, HungUp},

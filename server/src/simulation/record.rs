@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use zeroshard_coordinator::decision::Report;
+use zeroshard_coordinator::vocabulary::decision::Report;
 use zeroshard_proto::pb;
 
 use super::checkpoints::Content;

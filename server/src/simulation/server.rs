@@ -12,7 +12,9 @@ use std::{
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_coordinator::{commands::About, events::Event, held::Held, ids::Now};
+use zeroshard_coordinator::vocabulary::{
+    commands::About, events::Event, ids::Now, job_report::JobReport,
+};
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{Attempt, JobSpec, Placement, Result, Server};
 use zeroshard_proto::pb::{self, serve_request, serve_response};
@@ -70,7 +72,7 @@ pub(super) struct ShardServer {
     /// Jobs that are being opened.
     opening: BTreeMap<u64, BeingOpened>,
     /// The descriptions of jobs that have not been read from their checkpoints.
-    restoring: BTreeMap<u64, pb::HeldJob>,
+    restoring: BTreeMap<u64, pb::JobReport>,
     follows: bool,
     /// Saves that begin: the job, the number, and the content.
     writes: Vec<(u64, u64, Result<Slices>)>,
@@ -238,7 +240,8 @@ impl ShardServer {
             }
             Command::Copy(pb::CopySlices { number, version, slices, .. }) => {
                 job.begin_copy(number, &slices).map(|missing| {
-                    let missing = missing.expect("a simulated server has enough memory");
+                    // It is refused if new values were dropped while the memory was full.
+                    let Some(missing) = missing else { return };
                     let slices = missing.clone();
                     running.copy = Some(Copy { number, version, slices, missing });
                     running.end_copy();
@@ -302,17 +305,17 @@ impl World {
         let term = of.term.load(SeqCst);
         // Nobody waits for a job that is being opened, unless ranks do.
         of.opening.clear();
-        let held = of.jobs.values().map(|running| running.job.held());
-        let held = held.chain(of.restoring.values().cloned());
-        let described = |held| control::held_job(held).expect("a valid description");
-        let held = held.map(described).map(|held| Held { term, ..held });
+        let reports = of.jobs.values().map(|running| running.job.report());
+        let reports = reports.chain(of.restoring.values().cloned());
+        let described = |report| control::job_report(report).expect("a valid description");
+        let reports = reports.map(described).map(|report| JobReport { term, ..report });
         let failed =
             of.events.failed().into_iter().map(|of| (of.job_id, control::failed_there(of)));
         let joined = Event::ServerJoined {
             stream,
             server: of.server(),
             about: About { failed: failed.collect(), ..About::default() },
-            held: held.collect(),
+            reports: reports.collect(),
             is_new: false,
         };
         let joined = Box::new(joined);
@@ -399,7 +402,7 @@ impl World {
         let (id, epoch, takes_time) = (message.job_id, message.epoch, message.restore.is_some());
         let of = &mut self.servers[server];
         of.close(id);
-        of.restoring.extend(being_restored(&message).map(|held| (id, held)));
+        of.restoring.extend(being_restored(&message).map(|report| (id, report)));
         of.opening.insert(id, BeingOpened { message, commands: VecDeque::new() });
         let life = of.life;
         match takes_time {

@@ -126,6 +126,7 @@ fn run(seeds: Range<u64>, world: fn(u64) -> World) -> Runs {
     })
 }
 
+// promise: atomic-steps, exactly-once, durability
 #[test]
 fn runs_with_faults_show_what_an_undisturbed_run_shows() {
     let seeds = match variable("SIMULATION_SEED") {
@@ -135,6 +136,7 @@ fn runs_with_faults_show_what_an_undisturbed_run_shows() {
     check(seeds, world, "SIMULATION_SEED");
 }
 
+// promise: atomic-steps
 /// Two coordinators without an election (in one of eight runs with one) never both decide about a
 /// step, and the run goes on with the one that stays.
 #[test]

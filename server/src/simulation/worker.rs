@@ -5,11 +5,13 @@ use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duratio
 
 use bytes::Bytes;
 use zeroshard_coordinator::{
-    calls::{Attach, Commit, Create, Join, RankData, Reply, Save, Turn},
-    decision::Report,
-    events::Event,
-    ids::{Caller, JobRef, Lease, Now},
-    memberships::Change,
+    state::memberships::Change,
+    vocabulary::{
+        calls::{Attach, Commit, Create, Join, RankData, Reply, Save, Turn},
+        decision::Report,
+        events::Event,
+        ids::{Caller, JobRef, Lease, Now},
+    },
 };
 use zeroshard_model::{Attempt, Error, Placement, Restore, RestoreVersion};
 
@@ -90,6 +92,8 @@ pub(super) struct Worker {
     pulled_next: BTreeSet<u32>,
     /// The parts of slices that were pushed in this epoch, by their first elements.
     pushed: BTreeSet<(u32, usize)>,
+    /// The parts of new values that were sent in this epoch, by slice, first element and server.
+    replaced: BTreeSet<(u32, usize, u64)>,
     /// The step was decided before, so that nothing has to be pushed.
     is_decided: bool,
     /// `true` if the data of the rank for checkpoints of its last step has not been sent.
@@ -127,6 +131,7 @@ impl Worker {
             pulled: BTreeSet::new(),
             pulled_next: BTreeSet::new(),
             pushed: BTreeSet::new(),
+            replaced: BTreeSet::new(),
             is_decided: false,
             owes_data: false,
             sent_data: 0,
@@ -181,6 +186,7 @@ impl Worker {
 
     fn forget_pushes(&mut self) {
         self.pushed.clear();
+        self.replaced.clear();
         self.uploaded.clear();
         self.asked.clear();
     }
@@ -297,8 +303,11 @@ impl World {
             let step = worker.step;
             return self.pull(rank, step);
         }
-        if !worker.is_decided && !self.push(rank) {
-            return;
+        if !worker.is_decided {
+            let is_pushed = self.push(rank);
+            if !self.replace(rank) || !is_pushed {
+                return;
+            }
         }
         let worker = &self.workers[rank as usize];
         if worker.is_doomed {
@@ -322,7 +331,7 @@ impl World {
                 let version = RestoreVersion::LatestIfAny;
                 let restore = Restore { url: URL.to_owned(), job: JOB.to_owned(), version };
                 let restore = spec.checkpoints.is_some().then_some(restore);
-                let create = Create { spec, succession: None, restore, quota: None };
+                let create = Create { spec, fork: None, restore, quota: None };
                 Event::Create { caller, job_id: random, create: Box::new(create), wait: WAIT }
             });
         }

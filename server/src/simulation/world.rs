@@ -7,7 +7,7 @@ use std::{
 };
 
 use fastrand::Rng;
-use zeroshard_coordinator::{
+use zeroshard_coordinator::vocabulary::{
     events::{Completion, Event, Placing},
     ids::{Lease, Now},
 };
@@ -174,6 +174,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
     let mut tensors: Vec<_> =
         tensors.map(|(name, numel)| TensorSpec::new(name, [numel])).into_iter().collect();
     tensors.insert(1, frozen);
+    tensors.push(TensorSpec { buffer: true, ..TensorSpec::new("buffer", [3]) });
     let manifest = Manifest::new(tensors).expect("valid tensors");
     let adamw = "adamw".parse().expect("an optimizer");
     JobSpec {

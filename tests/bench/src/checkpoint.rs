@@ -5,12 +5,16 @@ mod files;
 mod samples;
 mod training;
 
-use std::{io, path::PathBuf, time::Instant};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use clap::Args;
 use tempfile::TempDir;
 use zeroshard_client::{CreateJob, Target, TensorId};
-use zeroshard_model::{Restore, RestoreVersion, geometry::blocks::SLICE};
+use zeroshard_model::{DType, Restore, RestoreVersion, StateDType, geometry::blocks::SLICE};
 use zeroshard_tests::{Cluster, synthetic};
 
 use self::{
@@ -113,6 +117,8 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
 }
 
 async fn measure(options: &Options) -> Result<Samples, Error> {
+    // It is removed after the clusters have ended, which write to it.
+    let place = tempfile::tempdir_in(std::path::absolute(&options.directory)?)?;
     let with_room = Cluster::start(options.servers);
     let slice = options.numel.min(SLICE) * BYTES_PER_PARAMETER;
     let room = (SECOND_COPIES * slice).to_string();
@@ -124,9 +130,10 @@ async fn measure(options: &Options) -> Result<Samples, Error> {
     samples.with_room.peak_without_save = peak(&with_room);
     samples.without_room.peak_without_save = peak(&without_room);
     for _ in 0..options.rounds {
-        save_and_restore(options, &training, &mut samples).await?;
-        steps_and_save(options, &mut training, &mut samples.with_room).await?;
-        steps_and_save(options, &mut waiting, &mut samples.without_room).await?;
+        save_and_restore(options, place.path(), &training, &mut samples).await?;
+        steps_and_save(options.steps, place.path(), &mut training, &mut samples.with_room).await?;
+        steps_and_save(options.steps, place.path(), &mut waiting, &mut samples.without_room)
+            .await?;
     }
     samples.with_room.peak_with_save = peak(&with_room);
     samples.without_room.peak_with_save = peak(&without_room);
@@ -135,14 +142,15 @@ async fn measure(options: &Options) -> Result<Samples, Error> {
 
 /// Measures steps without a save, and steps and a save beside each other.
 async fn steps_and_save(
-    options: &Options,
+    steps: u32,
+    place: &Path,
     training: &mut Training,
     samples: &mut Steps,
 ) -> Result<(), Error> {
-    for _ in 0..options.steps {
+    for _ in 0..steps {
         samples.step.push(training.step().await?);
     }
-    let saved = temporary(options)?;
+    let saved = tempfile::tempdir_in(place)?;
     let (steps, save) = training.steps_beside_save(url(&saved)).await?;
     samples.step_beside_save.extend(steps);
     samples.save_beside_steps.push(save);
@@ -153,10 +161,11 @@ async fn steps_and_save(
 /// thread while it uses the plain files; the tasks of the ranks are idle, and run in other threads.
 async fn save_and_restore(
     options: &Options,
+    place: &Path,
     training: &Training,
     samples: &mut Samples,
 ) -> Result<(), Error> {
-    let (saved, folder) = (temporary(options)?, temporary(options)?);
+    let (saved, folder) = (tempfile::tempdir_in(place)?, tempfile::tempdir_in(place)?);
     samples.save.push(training.save(&url(&saved)).await?);
     let data = files::data_files(&saved.path().join(JOB))?;
     samples.bytes = data.iter().map(|(_, bytes)| bytes).sum();
@@ -213,6 +222,10 @@ fn ranks(options: &Options, cluster: &Cluster) -> Vec<WorkerOptions> {
         numel: options.numel,
         level: Level::Os,
         steps: 0, // not read: the steps are made here
+        dtype: DType::F32,
+        state_dtype: StateDType::F32,
+        wire: DType::F32.into(),
+        parameter_wire: None,
     };
     first.all()
 }
@@ -226,10 +239,6 @@ fn peak(cluster: &Cluster) -> u64 {
 fn content() -> Vec<u8> {
     let values = synthetic::values(1, files::BLOCK / size_of::<f32>());
     values.into_iter().flat_map(f32::to_le_bytes).collect()
-}
-
-fn temporary(options: &Options) -> io::Result<TempDir> {
-    tempfile::tempdir_in(std::path::absolute(&options.directory)?)
 }
 
 fn url(directory: &TempDir) -> String {

@@ -9,7 +9,9 @@ use std::{collections::BTreeMap, num::NonZero, time::Duration};
 
 use clap::Args;
 use serde_json::{Value, json};
-use zeroshard_coordinator::{commands::ServerEvent, events::Event, ids::ServerId, reports::Stats};
+use zeroshard_coordinator::vocabulary::{
+    commands::ServerEvent, events::Event, ids::ServerId, reports::Stats,
+};
 
 use self::{
     driver::{Costs, Driver, Kind},

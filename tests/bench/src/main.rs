@@ -1,9 +1,11 @@
 //! `zs-bench`: benchmarks. Every subcommand measures its baselines in the same run, and prints a
-//! table, or with `--json` one object per line.
+//! table, or with `--json` one object per line. `chart` draws these objects.
 
+mod chart;
 mod checkpoint;
 mod control;
 mod kernels;
+mod machine;
 mod neighbours;
 mod optimizer;
 mod recovery;
@@ -13,6 +15,7 @@ mod table;
 mod tiers;
 mod torch;
 mod transfer;
+mod wire;
 
 use clap::{Parser, Subcommand};
 
@@ -35,6 +38,7 @@ enum Bench {
     Transfer(transfer::Options),
     Optimizer(optimizer::Options),
     Kernels(kernels::Options),
+    Wire(wire::Options),
     Step(step::Options),
     Checkpoint(checkpoint::Options),
     Recovery(recovery::Options),
@@ -42,6 +46,7 @@ enum Bench {
     Neighbours(neighbours::Options),
     Tiers(tiers::Options),
     Torch(torch::Options),
+    Chart(chart::Options),
     #[command(hide = true)]
     StepWorker(step::WorkerOptions),
     #[command(hide = true)]
@@ -61,6 +66,7 @@ fn main() -> std::process::ExitCode {
         Bench::Transfer(options) => transfer::run(&options, json),
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
         Bench::Kernels(options) => kernels::run(&options, json),
+        Bench::Wire(options) => wire::run(&options, json),
         Bench::Step(options) => step::run(&options, json),
         Bench::Checkpoint(options) => checkpoint::run(&options, json),
         Bench::Recovery(options) => recovery::run(&options, json),
@@ -68,6 +74,7 @@ fn main() -> std::process::ExitCode {
         Bench::Neighbours(options) => neighbours::run(&options, json),
         Bench::Tiers(options) => tiers::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
+        Bench::Chart(options) => chart::run(&options).map_err(Into::into),
         Bench::StepWorker(options) => step::run_worker(&options),
         Bench::ServeRaw(options) => transfer::serve_raw(&options),
         Bench::NeighboursWorker(options) => neighbours::run_worker(&options),

@@ -21,8 +21,10 @@ use zeroshard_kernels::{
 use zeroshard_model::{
     dtype::DType,
     geometry::blocks::SLICE,
-    optimizer::{Adafactor, AppliedSteps, Optimizer, Sgd},
+    optimizer::{Adafactor, AppliedSteps, Code, Optimizer, Sgd, StateDType},
 };
+
+use crate::table::print_json;
 
 /// The numbers of threads that are measured.
 const THREADS: [usize; 2] = [1, 2];
@@ -35,7 +37,7 @@ const WORKS: &str = "the processors do not fail";
 #[derive(Args)]
 pub(crate) struct Options {
     /// Number of parameters, which should be far more than fit into the last-level cache. Each
-    /// takes 16 bytes of memory.
+    /// takes 18 bytes of memory.
     #[arg(long, default_value = "67108864")]
     elements: NonZero<usize>,
     /// Number of repetitions; the median is shown.
@@ -48,6 +50,7 @@ pub(crate) struct Options {
 struct Line {
     bench: &'static str,
     optimizer: &'static str,
+    state_dtype: &'static str,
     threads: usize,
     gparams_per_s: f64,
     gbps: f64,
@@ -60,37 +63,61 @@ struct Line {
     ratio_memory: f64,
 }
 
-/// The measured optimizers: a name, and hyperparameters.
-fn subjects() -> Vec<(&'static str, Optimizer)> {
+/// An optimizer that is measured.
+struct Subject {
+    name: &'static str,
+    optimizer: Optimizer,
+    state_dtype: StateDType,
+}
+
+/// The measured optimizers, with f32 state, and those that can have it with 8-bit state.
+fn subjects() -> Vec<Subject> {
     let momentum = Sgd { momentum: 0.9, ..Sgd::default() };
-    let mut subjects = Vec::from_iter(Optimizer::defaults().into_iter().map(|it| (it.name(), it)));
-    subjects.push(("sgd_momentum", Optimizer::Sgd(momentum)));
-    subjects
+    let mut named = Vec::from_iter(Optimizer::defaults().into_iter().map(|it| (it.name(), it)));
+    named.push(("sgd_momentum", Optimizer::Sgd(momentum)));
+    let subjects = StateDType::ALL.into_iter().flat_map(|state_dtype| {
+        let subject = move |&(name, optimizer): &_| Subject { name, optimizer, state_dtype };
+        named.iter().map(subject).collect::<Vec<_>>()
+    });
+    subjects.filter(Subject::is_possible).collect()
 }
 
-/// The number of bytes that a step reads and writes for each parameter.
-fn bytes_a_parameter(optimizer: &Optimizer) -> usize {
-    match optimizer {
-        // The second pass reads everything except the gradient again, and writes the parameter.
-        Optimizer::Lamb(_) => 40,
-        // Three passes read the gradient. The parameter is read twice and written once.
-        Optimizer::Adafactor(_) => 24,
-        _ => bytes_added(optimizer),
+impl Subject {
+    fn is_possible(&self) -> bool {
+        match self.state_dtype {
+            StateDType::F32 => true,
+            StateDType::Int8 => self.optimizer.state_codes().is_some_and(|codes| !codes.is_empty()),
+        }
     }
-}
 
-/// The number of bytes per parameter that an addition to the same number of arrays reads and
-/// writes.
-fn bytes_added(optimizer: &Optimizer) -> usize {
-    4 + 8 * arrays(optimizer)
-}
+    /// The number of bytes that a step reads and writes for each parameter.
+    fn bytes_a_parameter(&self) -> f64 {
+        match (&self.optimizer, self.state_dtype) {
+            // The second pass reads everything except the gradient again, and writes the parameter.
+            (Optimizer::Lamb(_), _) => 40.0,
+            // Three passes read the gradient. The parameter is read twice and written once.
+            (Optimizer::Adafactor(_), _) => 24.0,
+            (_, StateDType::F32) => self.bytes_added(),
+            (optimizer, StateDType::Int8) => {
+                let state = optimizer.state().len() * 2 * StateDType::Int8.bytes(SLICE);
+                self.bytes_added() + state as f64 / SLICE as f64
+            }
+        }
+    }
 
-/// The number of arrays of the parameter's size that a step writes.
-fn arrays(optimizer: &Optimizer) -> usize {
-    match optimizer {
-        // The state of a matrix is small.
-        Optimizer::Adafactor(_) => 1,
-        _ => 1 + optimizer.state().len(),
+    /// The number of bytes per parameter that an addition to the same number of f32 arrays reads
+    /// and writes.
+    fn bytes_added(&self) -> f64 {
+        4.0 + 8.0 * self.arrays() as f64
+    }
+
+    /// The number of f32 arrays of the parameter's size that a step writes.
+    fn arrays(&self) -> usize {
+        match (&self.optimizer, self.state_dtype) {
+            // The state of a matrix is small.
+            (Optimizer::Adafactor(_), _) | (_, StateDType::Int8) => 1,
+            (optimizer, StateDType::F32) => 1 + optimizer.state().len(),
+        }
     }
 }
 
@@ -106,6 +133,8 @@ struct Slice {
     gradient: Buffer,
     /// The state of Adafactor.
     factors: Vec<Buffer>,
+    /// 8-bit state.
+    coded: [Buffer; 2],
 }
 
 impl Slice {
@@ -117,12 +146,18 @@ impl Slice {
         }
         let adafactor = Optimizer::Adafactor(Adafactor::default());
         let factors = initial_state(cpu, &adafactor, &matrix(numel), numel)?;
-        Ok(Slice { arrays: [array()?, array()?, array()?], gradient, factors })
+        let [signed, positive] = [Code::Signed, Code::Positive];
+        Ok(Slice {
+            arrays: [array()?, array()?, array()?],
+            gradient,
+            factors,
+            coded: [cpu.allocate_coded(signed, numel)?, cpu.allocate_coded(positive, numel)?],
+        })
     }
 
     /// Fills the arrays with positive numbers, which are valid state for every optimizer.
     fn reset(&mut self, cpu: &Cpu) {
-        for array in &mut self.arrays {
+        for array in self.arrays.iter_mut().chain(&mut self.coded) {
             cpu.copy(&self.gradient, array).expect(WORKS);
         }
     }
@@ -140,14 +175,17 @@ impl Slice {
         }
     }
 
-    fn step(&mut self, cpu: &Cpu, optimizer: &Optimizer) {
+    fn step(&mut self, cpu: &Cpu, subject: &Subject) {
+        let Subject { optimizer, state_dtype, .. } = subject;
         let update = Update::after(AppliedSteps::new(1), optimizer, 0.5);
         let [master, state @ ..] = &mut self.arrays;
-        let state = match optimizer {
-            Optimizer::Adafactor(_) => self.factors.iter_mut().map(Into::into).collect(),
-            _ => state.iter_mut().take(optimizer.state().len()).map(Into::into).collect(),
+        let state = match (optimizer, state_dtype) {
+            (Optimizer::Adafactor(_), _) => &mut self.factors[..],
+            (_, StateDType::F32) => &mut state[..optimizer.state().len()],
+            (_, StateDType::Int8) => &mut self.coded[..optimizer.state().len()],
         };
-        cpu.apply(&update, master.into(), state, &self.gradient, None).expect(WORKS);
+        let state = state.iter_mut().map(Into::into).collect();
+        cpu.apply(&update, master.into(), state, Some(&self.gradient), None).expect(WORKS);
     }
 }
 
@@ -157,20 +195,21 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Failure> {
     let elements = options.elements.get();
     let sizes = (0..elements).step_by(SLICE).map(|start| SLICE.min(elements - start));
     let mut slices = sizes.map(|numel| Slice::new(&cpu, numel)).collect::<Result<Vec<_>, _>>()?;
+    let subjects = subjects();
     let mut lines = Vec::new();
     for threads in THREADS {
-        let mut times = vec![Times::default(); subjects().len()];
+        let mut times = vec![Times::default(); subjects.len()];
         for _ in 0..options.repeat.get() {
-            for ((_, optimizer), times) in subjects().iter().zip(&mut times) {
-                times.measure(&cpu, optimizer, &mut slices, threads);
+            for (subject, times) in subjects.iter().zip(&mut times) {
+                times.measure(&cpu, subject, &mut slices, threads);
             }
         }
-        for ((name, optimizer), times) in subjects().iter().zip(times) {
-            lines.push(times.line(name, optimizer, elements, threads));
+        for (subject, times) in subjects.iter().zip(times) {
+            lines.push(times.line(subject, elements, threads));
         }
     }
     if json {
-        print_json(&lines)
+        lines.iter().for_each(|line| print_json(serde_json::json!(line)));
     } else {
         print_table(&lines)
     }
@@ -186,35 +225,30 @@ struct Times {
 }
 
 impl Times {
-    fn measure(&mut self, cpu: &Cpu, optimizer: &Optimizer, slices: &mut [Slice], threads: usize) {
+    fn measure(&mut self, cpu: &Cpu, subject: &Subject, slices: &mut [Slice], threads: usize) {
         let mut time = |work: &(dyn Fn(&mut Slice) + Sync)| {
             let start = Instant::now();
             in_parallel(slices, threads, work);
             start.elapsed().as_secs_f64()
         };
-        let arrays = arrays(optimizer);
+        let arrays = subject.arrays();
         self.copy
             .push(time(&|slice| cpu.copy(&slice.gradient, &mut slice.arrays[0]).expect(WORKS)));
         self.add.push(time(&|slice| slice.add(arrays)));
         time(&|slice| slice.reset(cpu));
-        self.step.push(time(&|slice| slice.step(cpu, optimizer)));
+        self.step.push(time(&|slice| slice.step(cpu, subject)));
     }
 
-    fn line(
-        self,
-        name: &'static str,
-        optimizer: &Optimizer,
-        elements: usize,
-        threads: usize,
-    ) -> Line {
+    fn line(self, subject: &Subject, elements: usize, threads: usize) -> Line {
         let gparams_per_s = |times| elements as f64 / median(times) / 1e9;
         let step = gparams_per_s(self.step);
-        let gbps = step * bytes_a_parameter(optimizer) as f64;
+        let gbps = step * subject.bytes_a_parameter();
         let copy_gbps = gparams_per_s(self.copy) * 8.0;
-        let memory_gbps = copy_gbps.max(gparams_per_s(self.add) * bytes_added(optimizer) as f64);
+        let memory_gbps = copy_gbps.max(gparams_per_s(self.add) * subject.bytes_added());
         Line {
             bench: "optimizer",
-            optimizer: name,
+            optimizer: subject.name,
+            state_dtype: subject.state_dtype.name(),
             threads,
             gparams_per_s: step,
             gbps,
@@ -248,18 +282,12 @@ fn median(mut times: Vec<f64>) -> f64 {
 }
 
 #[allow(clippy::print_stdout, reason = "the bench's output")]
-fn print_json(lines: &[Line]) {
-    for line in lines {
-        println!("{}", serde_json::json!(line));
-    }
-}
-
-#[allow(clippy::print_stdout, reason = "the bench's output")]
 fn print_table(lines: &[Line]) {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY);
     table.set_header([
         "optimizer",
+        "state",
         "threads",
         "G params/s",
         "GB/s",
@@ -270,7 +298,8 @@ fn print_table(lines: &[Line]) {
     for line in lines {
         let numbers =
             [line.gparams_per_s, line.gbps, line.copy_gbps, line.memory_gbps, line.ratio_memory];
-        let mut row = vec![line.optimizer.to_owned(), line.threads.to_string()];
+        let [optimizer, state] = [line.optimizer, line.state_dtype].map(str::to_owned);
+        let mut row = vec![optimizer, state, line.threads.to_string()];
         row.extend(numbers.map(|number| format!("{number:.2}")));
         table.add_row(row);
     }

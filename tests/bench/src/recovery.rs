@@ -10,6 +10,7 @@ use futures_util::future::try_join_all;
 use serde_json::json;
 use tokio::task::spawn_blocking;
 use zeroshard_client::Error as ClusterError;
+use zeroshard_model::{DType, StateDType};
 use zeroshard_tests::Cluster;
 
 use crate::{
@@ -205,6 +206,10 @@ impl Ranks {
             numel: options.numel,
             level: Level::Os,
             steps: 0, // not read: the steps are made here
+            dtype: DType::F32,
+            state_dtype: StateDType::F32,
+            wire: DType::F32.into(),
+            parameter_wire: None,
         };
         let ranks = try_join_all(first.all().iter().map(Worker::start)).await?;
         let mut ranks = Self { ranks, version: 0 };

@@ -11,15 +11,13 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
-use zeroshard_model::{JobSpec, Manifest, TensorSpec};
+use zeroshard_client::{Options as Connection, Transport, Wire};
+use zeroshard_model::{DType, JobSpec, Manifest, StateDType, TensorSpec};
 use zeroshard_tests::{Cluster, binary};
 
 use crate::{Error, sample::median, table::Table};
 
 pub(crate) use worker::{JOB, WARM_UP, Worker, WorkerOptions, run as run_worker, spec};
-
-/// f32 master weights, two AdamW moments and an accumulator.
-const SERVER_BYTES_PER_PARAMETER: u64 = 16;
 
 /// Measure a complete step without a model, depending on workers, servers, level and tensors
 ///
@@ -51,6 +49,22 @@ pub(crate) struct Options {
     /// Sharding level of the workers
     #[arg(long)]
     level: Option<Level>,
+    /// Transports between workers and servers, separated by commas: shm or grpc
+    #[arg(long, value_delimiter = ',', default_values_t = [Transport::Shm, Transport::Grpc])]
+    transport: Vec<Transport>,
+    /// Dtype of the parameters: f32, bf16 or f16
+    #[arg(long, default_value = "f32")]
+    dtype: DType,
+    /// Dtype of the optimizer state: f32 or int8
+    #[arg(long, default_value = "f32")]
+    state_dtype: StateDType,
+    /// Encoding of gradients on the wire: f32, bf16, f16 or int8 [default: the dtype of the
+    /// parameters]
+    #[arg(long)]
+    wire: Option<Wire>,
+    /// Encoding of parameters on the wire [default: that of gradients, or f32 if these are int8]
+    #[arg(long)]
+    parameter_wire: Option<Wire>,
     /// Number of measured steps, after two warm-up steps; the median is shown
     #[arg(long, default_value_t = 9)]
     steps: usize,
@@ -124,6 +138,32 @@ fn cases(options: &Options) -> Vec<Case> {
     [&sizes[..], &replicas, &levels, &tensors].concat()
 }
 
+impl Options {
+    /// The encoding of gradients.
+    fn wire(&self) -> Wire {
+        self.wire.unwrap_or(self.dtype.into())
+    }
+
+    /// The options of the first rank of a case in the cluster at `address`.
+    fn of_rank_0(&self, case: Case, address: &str) -> WorkerOptions {
+        WorkerOptions {
+            address: address.to_owned(),
+            rank: 0,
+            workers: case.workers,
+            servers: case.servers,
+            replicas: case.replicas,
+            tensors: case.tensors,
+            numel: case.numel,
+            level: case.level,
+            steps: self.steps,
+            dtype: self.dtype,
+            state_dtype: self.state_dtype,
+            wire: self.wire(),
+            parameter_wire: self.parameter_wire,
+        }
+    }
+}
+
 /// Counts the bytes of a step with groups: see [`traffic`].
 fn count(options: &Options, group_size: u32, json: bool) -> Result<(), Error> {
     let numel = options.numel.unwrap_or(7_000_000) as u64;
@@ -146,8 +186,15 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
         "workers",
         "servers",
         "replicas",
+        "dtype",
+        "state_dtype",
         "level",
+        "transport",
+        "wire",
+        "parameter_wire",
         "seconds",
+        "pushed_mb",
+        "pulled_mb",
         "gparams_per_s",
         "phases",
         "server_peak_bytes",
@@ -155,15 +202,19 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     ];
     let mut table = Table::new(json, &fields);
     for case in cases(options) {
-        table.row(measure(case, options.steps)?);
+        for &transport in &options.transport {
+            table.row(measure(case, transport, options)?);
+        }
     }
     table.finish();
     Ok(())
 }
 
-fn measure(case: Case, steps: usize) -> Result<Value, Error> {
+fn measure(case: Case, transport: Transport, options: &Options) -> Result<Value, Error> {
     let cluster = Cluster::start(case.servers as usize);
-    let children = (0..case.workers).map(|rank| start_worker(case, steps, rank, cluster.address()));
+    let first = options.of_rank_0(case, cluster.address());
+    let ranks = first.all();
+    let children = ranks.iter().map(|rank| start_worker(transport, rank));
     let children = children.collect::<Result<Vec<_>, _>>()?;
     let mut results = Vec::new();
     for child in children {
@@ -179,33 +230,27 @@ fn measure(case: Case, steps: usize) -> Result<Value, Error> {
     };
     let params = (case.tensors * case.numel) as u64;
     let seconds = phase("seconds");
+    let bytes = |name: &str| results[0][name].as_f64().unwrap_or_default() / 1e6;
+    let wire = Connection::default().wire(options.wire()).parameter_wire(options.parameter_wire);
     let peak: u64 = cluster.shards.iter().map(|shard| shard.peak_memory()).sum();
+    let floor = spec(&first)?.required_with_replicas().bytes;
     Ok(json!({
         "bench": "step", "params": params, "tensors": case.tensors, "workers": case.workers,
-        "servers": case.servers, "replicas": case.replicas, "level": case.level.to_string(), "seconds": seconds,
+        "servers": case.servers, "replicas": case.replicas, "level": case.level.to_string(),
+        "dtype": options.dtype.to_string(), "state_dtype": options.state_dtype.to_string(),
+        "transport": transport.to_string(), "wire": wire.wire.to_string(),
+        "parameter_wire": wire.wire_of_parameters().to_string(), "seconds": seconds,
+        "pushed_mb": bytes("pushed_bytes"), "pulled_mb": bytes("pulled_bytes"),
         "gparams_per_s": params as f64 / seconds / 1e9,
         "phases": {"push": phase("push"), "decide": phase("decide"), "pull": phase("pull")},
         "server_peak_bytes": peak,
-        "ratio_server_floor": peak as f64
-            / (params * SERVER_BYTES_PER_PARAMETER * u64::from(case.replicas)) as f64,
+        "ratio_server_floor": peak as f64 / floor as f64,
     }))
 }
 
-fn start_worker(case: Case, steps: usize, rank: u32, address: &str) -> Result<Child, Error> {
+fn start_worker(transport: Transport, rank: &WorkerOptions) -> Result<Child, Error> {
     let mut command = Command::new(binary("zs-bench"));
-    command.args(["step-worker", "--address", address]);
-    let numbers = [
-        ("--rank", rank as usize),
-        ("--workers", case.workers as usize),
-        ("--servers", case.servers as usize),
-        ("--replicas", case.replicas as usize),
-        ("--tensors", case.tensors),
-        ("--numel", case.numel),
-        ("--steps", steps),
-    ];
-    for (flag, value) in numbers {
-        command.args([flag, &value.to_string()]);
-    }
-    command.args(["--level", &case.level.to_string()]);
+    command.env("ZEROSHARD_TRANSPORT", transport.to_string());
+    command.arg("step-worker").args(rank.to_arguments());
     Ok(command.stdout(Stdio::piped()).spawn()?)
 }

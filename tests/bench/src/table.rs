@@ -2,6 +2,8 @@
 
 use serde_json::{Value, json};
 
+use crate::machine::Machine;
+
 /// Rows with the same fields.
 pub(crate) struct Table {
     json: bool,
@@ -17,10 +19,9 @@ impl Table {
     }
 
     /// Adds a row. In JSON it is printed at once, with all of its fields.
-    #[expect(clippy::print_stdout, reason = "the program's output")]
     pub(crate) fn row(&mut self, row: Value) {
         if self.json {
-            println!("{row}");
+            print_json(row);
         } else {
             self.rows.add_row(self.fields.iter().map(|field| cell(&row[field])));
             eprintln!("{row}");
@@ -33,6 +34,13 @@ impl Table {
             println!("{}", self.rows);
         }
     }
+}
+
+/// Prints a row of JSON, with the machine that it was measured on.
+#[expect(clippy::print_stdout, reason = "the program's output")]
+pub(crate) fn print_json(mut row: Value) {
+    row["machine"] = json!(Machine::this());
+    println!("{row}");
 }
 
 fn cell(value: &Value) -> String {

@@ -12,7 +12,10 @@ use std::{
 
 use clap::Args;
 use serde_json::{Value, json};
-use zeroshard_model::direct::{Pages, open};
+use zeroshard_model::{
+    DType, StateDType,
+    direct::{Pages, open},
+};
 use zeroshard_tests::Cluster;
 
 use crate::{
@@ -121,6 +124,10 @@ fn measure(
         numel: options.numel,
         level: Level::Os,
         steps: options.steps,
+        dtype: DType::F32,
+        state_dtype: StateDType::F32,
+        wire: DType::F32.into(),
+        parameter_wire: None,
     };
     let moved = || ["read", "written"].map(|direction| counter(&cluster, direction));
     let raw = Raw::create(directory)?;

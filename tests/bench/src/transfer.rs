@@ -12,6 +12,7 @@ use std::{path::PathBuf, process::Command};
 use clap::Args;
 use serde_json::json;
 use tempfile::TempDir;
+use zeroshard_client::Transport;
 use zeroshard_tests::binary;
 
 use crate::{Error, sample::median, table::Table};
@@ -19,7 +20,7 @@ use crate::{Error, sample::median, table::Table};
 use peers::{Peers, Transfer};
 
 pub(crate) use plain::serve as serve_plain;
-pub(crate) use raw::{Options as RawOptions, serve as serve_raw};
+pub(crate) use raw::{Options as RawOptions, rate as raw_rate, serve as serve_raw};
 
 /// The minimum number of bytes of a sample, so that the resolution of the clock does not affect
 /// small transfers.
@@ -42,6 +43,9 @@ pub(crate) struct Options {
     /// `--bytes`; several numbers are separated by commas. The rate is that of all of them together
     #[arg(long, value_delimiter = ',', default_value = "1", value_parser = connections)]
     connections: Vec<usize>,
+    /// Transport of ZeroShard: grpc, or shm to use shared memory. The baselines use TCP
+    #[arg(long, default_value_t = Transport::Grpc)]
+    transport: Transport,
     /// Encrypt the transfers, and compare them with a raw TLS stream; boxes are not measured
     #[arg(long)]
     tls: bool,
@@ -72,13 +76,15 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
         // In a task, because the thread of `block_on` is not one of those that serve connections:
         // each message would wake another thread.
         let directory = certificates.as_ref().map(|directory| directory.path().to_owned());
-        let measured = runtime.spawn(measure(bytes, connections, options.repeat, directory));
+        let of = Of { bytes, connections, transport: options.transport };
+        let measured = runtime.spawn(measure(of, options.repeat, directory));
         let (pull, push) = runtime.block_on(measured)??;
         for (bench, samples) in [("pull", pull), ("push", push)] {
             let all = (bytes * connections) as f64;
             let [ours, first, second] = samples.map(|seconds| all / median(seconds) / 1e9);
             table.row(json!({
-                "bench": bench, "bytes": bytes, "connections": connections, "gbps": ours,
+                "bench": bench, "bytes": bytes, "connections": connections,
+                "transport": options.transport.to_string(), "gbps": ours,
                 (fields[0]): first, (fields[1]): second,
                 (fields[2]): ours / first, (fields[3]): ours / second,
             }));
@@ -104,14 +110,21 @@ fn certificates() -> Result<TempDir, Error> {
     }
 }
 
-async fn measure(
+/// What is transferred.
+#[derive(Debug, Clone, Copy)]
+struct Of {
     bytes: usize,
     connections: usize,
+    transport: Transport,
+}
+
+async fn measure(
+    Of { bytes, connections, transport }: Of,
     repeat: usize,
     directory: Option<PathBuf>,
 ) -> Result<(Samples, Samples), Error> {
     let directory = directory.as_deref();
-    let mut ours = Peers::ours(bytes, connections, directory).await?;
+    let mut ours = Peers::ours(bytes, connections, transport, directory).await?;
     let mut first = Peers::raw(bytes, connections, directory)?;
     let mut second = match directory {
         Some(_) => Peers::raw(bytes, connections, None)?,

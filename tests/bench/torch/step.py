@@ -4,6 +4,10 @@ The model is a stack of linear layers without bias, or GPT-2 of Transformers. Th
 computation per parameter, which makes the cost of sharding visible. Every rank has different
 inputs. All systems that synchronise reach the same loss, which is reported. All systems use torch's
 AdamW with the fused kernel.
+
+On a GPU, FSDP2 and DeepSpeed keep their optimizer state, and at stage 3 their parameters, in host
+memory, where zeroshard's servers are; DeepSpeed then uses its own AdamW. In bf16 all systems have
+f32 optimizer state and master weights.
 """
 
 from __future__ import annotations
@@ -54,10 +58,22 @@ class Options:
     #: The address of the servers. If it is empty, they run inside rank 0.
     address: str
     shards: int
+    #: ``cpu`` or ``cuda``.
+    device: str
+    #: ``f32`` or ``bf16``.
+    dtype: str
+    #: The encodings of gradients and of parameters on zeroshard's wire.
+    wire: str
+    parameter_wire: str
     #: The file that the ranks use as a rendezvous.
     store: str
     #: The file for the result, which is one JSON object.
     output: str
+
+    @property
+    def is_bf16(self) -> bool:
+        """Returns whether the model computes in bf16."""
+        return self.dtype == "bf16"
 
 
 @dataclass(frozen=True)
@@ -65,12 +81,16 @@ class Result:
     """The result of a rank."""
 
     params: int
+    #: The tokens of this rank in a step; 0 if its inputs have none.
+    tokens: int
     #: The mean time of a step in seconds.
     seconds: float
     #: The loss of the last step, averaged over the ranks.
     loss: float
     #: The peak of the resident memory during the measured steps.
     peak_bytes: int
+    #: The peak of what torch has allocated on the GPU during the measured steps.
+    gpu_peak_bytes: int
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -107,14 +127,21 @@ def stepper(model: Any, optimizer: Any, options: Options) -> Step:
     return step
 
 
+def in_bf16(model: Any, options: Options) -> Any:
+    """The model, which computes in bf16 if asked to, and has f32 parameters."""
+    autocast = torch.autocast(options.device, torch.bfloat16)
+    return autocast(model) if options.is_bf16 else model
+
+
 def local(model: nn.Module, options: Options) -> Step:
     """No synchronisation."""
-    return stepper(model, adamw(model), options)
+    return stepper(in_bf16(model, options), adamw(model), options)
 
 
 def ddp(model: nn.Module, options: Options) -> Step:
     """DistributedDataParallel."""
-    return stepper(DistributedDataParallel(model), adamw(model), options)
+    optimizer = adamw(model)
+    return stepper(in_bf16(DistributedDataParallel(model), options), optimizer, options)
 
 
 def zero1(model: nn.Module, options: Options) -> Step:
@@ -128,36 +155,52 @@ def zero1(model: nn.Module, options: Options) -> Step:
         weight_decay=WEIGHT_DECAY,
         fused=True,
     )
-    return stepper(DistributedDataParallel(model), optimizer, options)
+    return stepper(in_bf16(DistributedDataParallel(model), options), optimizer, options)
 
 
 def fsdp2(model: nn.Module, options: Options) -> Step:
     """fully_shard, applied to each layer."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policies: dict[str, Any] = {"mesh": init_device_mesh(options.device, (dist.get_world_size(),))}
+    if options.device == "cuda":
+        policies["offload_policy"] = CPUOffloadPolicy()
+    if options.is_bf16:
+        policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, **policies)
+    fully_shard(model, **policies)
     return stepper(model, adamw(model), options)
 
 
 def deepspeed(model: nn.Module, options: Options) -> Step:
     """DeepSpeed. The last character of the system's name is the stage of ZeRO."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = options.device
     # DeepSpeed compiles extensions with ninja, which is in the folder of the interpreter.
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     package: Any = import_module("deepspeed")
-    package.init_distributed("gloo")
+    package.init_distributed("gloo" if options.device == "cpu" else "nccl")
+    stage = int(options.system[-1])
+    zero: dict[str, Any] = {"stage": stage}
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
-        "zero_optimization": {"stage": int(options.system[-1])},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": options.is_bf16},
         "gradient_clipping": MAX_NORM if options.clip else 0.0,
     }
-    engine: Any = package.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    optimizer: Any = adamw(model)
+    if options.device == "cuda":
+        host = {"device": "cpu", "pin_memory": True}
+        zero["offload_optimizer"] = host
+        if stage == 3:
+            zero["offload_param"] = host
+        optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+            model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
+    engine: Any = package.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def step(inputs: Tensor) -> Tensor:
         loss = loss_of(engine, inputs)
@@ -171,8 +214,11 @@ def deepspeed(model: nn.Module, options: Options) -> Step:
 def zeroshard(model: nn.Module, options: Options) -> Step:
     """group_sharded_parallel, with the optimizer state on shard servers."""
     package: Any = import_module("zeroshard")
-    package.init(options.address or None, shards=options.shards)
+    wires = {"wire": options.wire, "parameter_wire": options.parameter_wire}
+    package.init(options.address or None, shards=options.shards, **wires)
     segment = {"segment_size": options.segment_size} if options.segment_size else {}
+    if options.is_bf16:
+        model = model.bfloat16()
     wrapped, optimizer, _ = import_module("zeroshard.torch").group_sharded_parallel(
         model, adamw(model), options.level, **segment
     )
@@ -185,6 +231,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, Options], Step]] = {
     "zero1": zero1,
     "fsdp2": fsdp2,
     "ds1": deepspeed,
+    "ds2": deepspeed,
     "ds3": deepspeed,
     "zeroshard": zeroshard,
 }
@@ -226,9 +273,12 @@ def layers_of(model: Any) -> list[nn.Module]:
 def inputs_of(options: Options) -> Tensor:
     """The inputs of this rank."""
     torch.manual_seed(1 + dist.get_rank())
-    if options.model == "linear":
-        return torch.randn(BATCH, options.width)
-    return torch.randint(50257, (BATCH, SEQUENCE))
+    if options.model == "gpt2":
+        return torch.randint(50257, (BATCH, SEQUENCE)).to(options.device)
+    inputs = torch.randn(BATCH, options.width).to(options.device)
+    # FSDP2, DeepSpeed and autocast convert what they compute with; zeroshard does not.
+    is_plain = options.is_bf16 and options.system == "zeroshard"
+    return inputs.bfloat16() if is_plain else inputs
 
 
 def reset_peak() -> None:
@@ -240,32 +290,48 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The peak of the resident memory since it was last reset, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
+    """The peak of the resident memory since it was last reset, in bytes. Of memory that this
+    process shares with others, as far as it has it now, its part counts (as in PSS): segments, and
+    the files of libraries."""
+    kilobytes = {}
+    for file in ("status", "smaps_rollup"):
+        for line in (Path("/proc/self") / file).read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if rest.endswith(" kB"):
+                kilobytes[name] = int(rest.split()[0])
+    parts = {"RssShmem": "Pss_Shmem", "RssFile": "Pss_File"}
+    shared = sum(kilobytes[all_of] - kilobytes[part] for all_of, part in parts.items())
+    return (kilobytes["VmHWM"] - shared) * 1024
 
 
 def measure(options: Options) -> Result:
     """Runs and measures the training steps."""
     torch.manual_seed(0)
-    model = MODELS[options.model](options.layers, options.width)
+    is_on_gpu = options.device == "cuda"
+    with torch.device(options.device):
+        model = MODELS[options.model](options.layers, options.width)
     params = sum(parameter.numel() for parameter in model.parameters())
     step = SYSTEMS[options.system](model, options)
     inputs = inputs_of(options)
     for _ in range(WARM_UP):
         step(inputs)
+    synchronize: Callable[[], object] = torch.cuda.synchronize if is_on_gpu else bool
+    synchronize()
     reset_peak()
+    if is_on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     dist.barrier()
     began = time.perf_counter()
     for _ in range(options.steps):
         loss = step(inputs)
+    synchronize()
     dist.barrier()
     seconds = (time.perf_counter() - began) / options.steps
-    peak = peak_bytes()
+    peak, gpu_peak = peak_bytes(), torch.cuda.max_memory_allocated() if is_on_gpu else 0
+    loss = loss.float().cpu()
     dist.all_reduce(loss)
-    return Result(params, seconds, loss.item() / dist.get_world_size(), peak)
+    tokens = 0 if inputs.is_floating_point() else inputs.numel()
+    return Result(params, tokens, seconds, loss.item() / dist.get_world_size(), peak, gpu_peak)
 
 
 def parse() -> Options:
@@ -273,10 +339,12 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--system", choices=SYSTEMS, required=True)
     parser.add_argument("--model", choices=MODELS, required=True)
-    for text in ("level", "clip", "address", "store", "output"):
+    for text in ("level", "clip", "address", "wire", "parameter-wire", "store", "output"):
         parser.add_argument(f"--{text}", default="")
     for number in ("segment-size", "layers", "width", "steps", "shards"):
         parser.add_argument(f"--{number}", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--dtype", choices=("f32", "bf16"), required=True)
     return Options(**vars(parser.parse_args()))
 
 
@@ -284,9 +352,11 @@ def main() -> None:
     """Runs one rank: RANK of WORLD_SIZE."""
     options = parse()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "gloo", init_method=f"file://{options.store}", rank=rank, world_size=world
+        backend, init_method=f"file://{options.store}", rank=rank, world_size=world
     )
     result = measure(options)
     Path(options.output).write_text(json.dumps(asdict(result)))

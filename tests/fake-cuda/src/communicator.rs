@@ -27,7 +27,7 @@ pub(crate) struct Communicator {
     pub(crate) is_aborted: AtomicBool,
 }
 
-/// A message, where its receiver looks for it.
+/// A message: a file at the path where the receiver looks for it.
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) communicator: Arc<Communicator>,

@@ -47,13 +47,14 @@ pub fn compile(kernels: &Path, library: &Path) -> io::Result<()> {
 
 /// The source of all kernels, with a function for each that takes its arguments by their addresses.
 fn with_launchers(kernels: &Path) -> io::Result<String> {
-    let mut source =
-        "#include \"all.cu\"\n_Thread_local unsigned block_index, block_count;\n".to_owned();
+    let mut source = "_Thread_local unsigned block_index, block_count;\n".to_owned();
     for file in fs::read_dir(kernels)? {
         let file = file?.path();
         if file.extension().is_none_or(|of| of != "cu") {
             continue;
         }
+        writeln!(source, "#include {:?}", file.file_name().expect("a file of the directory"))
+            .expect("a text can be written");
         for kernel in fs::read_to_string(file)?.split("\nKERNEL ").skip(1) {
             let (name, rest) = kernel.split_once('(').expect("a kernel has parameters");
             let parameters = rest.split_once(')').expect("parameters end").0.split(',');

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Programs that use Accelerate do with ZeroShard what they do without it, on two ranks."""
 
 from __future__ import annotations

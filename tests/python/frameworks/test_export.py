@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers as hf
 import zeroshard as zs
-from safetensors import safe_open
 
 import ranks
 import tiny

@@ -1,7 +1,9 @@
+# promise: no-silent-difference
 """Lightning does with ZeroShard what it does without it, on two ranks."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from pathlib import Path
@@ -83,6 +85,58 @@ class Manual(Network):
         optimizer.step()
 
 
+class Adversarial(pl.LightningModule):
+    """A generator, and a critic in two modules, which train in turns. The critic sees what a module
+    without an optimizer has normalized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(
+            nn.Linear(4, 24, bias=False),
+            nn.BatchNorm1d(24),
+            nn.ReLU(),
+            nn.Linear(24, 6, bias=False),
+        )
+        self.normalize = nn.BatchNorm1d(6).requires_grad_(False)
+        self.features, self.score = nn.Linear(6, 24), nn.Linear(24, 1)
+        self.seen: list[float] = []
+
+    def judged(self, values: Tensor) -> Tensor:
+        return self.score(self.features(self.normalize(values)).relu()).sigmoid()
+
+    def training_step(self, batch: Any, index: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        noise, real = batch
+        self.toggle_optimizer(of_generator)
+        loss = 1 - self.judged(self.generator(noise)).mean()
+        of_generator.zero_grad()
+        self.manual_backward(loss)
+        of_generator.step()
+        self.untoggle_optimizer(of_generator)
+        self.seen.append(loss.item())
+        self.toggle_optimizer(of_critic)
+        loss = self.judged(self.generator(noise).detach()).mean() - self.judged(real).mean()
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        of_critic.step()
+        self.untoggle_optimizer(of_critic)
+        self.seen.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        critic = [*self.features.parameters(), *self.score.parameters()]
+        return torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.Adam(critic, 0.02)
+
+
+class Halves(Adversarial):
+    """Two optimizers that train parameters of one module."""
+
+    def configure_optimizers(self) -> Any:
+        score = self.score
+        return torch.optim.Adam([score.weight], 0.01), torch.optim.Adam([score.bias], 0.01)
+
+
 PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "clip by norm": (Network, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
     "clip by value": (
@@ -102,10 +156,13 @@ def loader(model: str, batches: int) -> Any:
 def trainer_of(system: str, folder: Path, epochs: int = 2, **settings: Any) -> pl.Trainer:
     """``"ddp"``: Lightning alone."""
     strategy = (
-        DDPStrategy(process_group_backend="gloo")
+        DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
         if system == "ddp"
         else ZeroShardStrategy(
-            system, sharding_options={"segment_size": SEGMENT}, process_group_backend="gloo"
+            system,
+            sharding_options={"segment_size": SEGMENT},
+            process_group_backend="gloo",
+            find_unused_parameters=True,
         )
     )
     return pl.Trainer(
@@ -151,12 +208,38 @@ def train(name: str, system: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def compete(system: str, folder: Path) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(*(torch.randn(64, size, generator=generator) for size in (4, 6)))
+    module = Adversarial()
+    trainer_of(system, folder).fit(module, DataLoader(data, 8))
+    found: dict[str, Any] = {"seen": list(module.seen), "state": values(module)}
+    found["saved"] = torch.load(folder / "epoch=1.ckpt", weights_only=True)["state_dict"]
+    resumed = Adversarial()
+    trainer_of(system, folder / "resumed").fit(
+        resumed, DataLoader(data, 8), ckpt_path=folder / "epoch=0.ckpt"
+    )
+    found["resumed"] = resumed.seen
+    # Lightning alone trains a copy, and the same system the module.
+    for key, other, of in (("copied", "ddp", copy.deepcopy(module)), ("third", system, module)):
+        of.seen.clear()
+        trainer_of(other, folder / key, 1).fit(of, DataLoader(data, 8))
+        found[key] = list(of.seen)
+    if system != "ddp":
+        with pytest.raises(InvalidArgumentError, match="'score.weight', and not all parameters"):
+            trainer_of(system, folder / "halves").fit(Halves(), DataLoader(data, 8))
+    return found
+
+
 def work(rank: int, folder: Path) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    return {
+    found = {
         name: {system: train(name, system, folder / name / system) for system in SYSTEMS}
         for name in PROGRAMS
+    }
+    return found | {
+        "in turns": {system: compete(system, folder / "in turns" / system) for system in SYSTEMS}
     }
 
 
@@ -181,6 +264,22 @@ def test_a_module_sees_what_it_sees_with_data_parallel_ranks(name: str, trained:
                 assert_close(ours["state"], expected["state"], rtol=10 * tolerance, atol=tolerance)
             assert_same(ours["saved"]["state_dict"], trained[0][name][level]["state"])
             assert ours["saved"].keys() == expected["saved"].keys()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_optimizers_that_take_turns_train_as_with_data_parallel_ranks(
+    level: str, trained: list[Any]
+) -> None:
+    for rank, found in enumerate(trained):
+        expected, ours = (found["in turns"][system] for system in ("ddp", level))
+        assert ours["seen"] == pytest.approx(expected["seen"], rel=1e-5, abs=1e-6)
+        if rank == 0:
+            assert_close(ours["state"], expected["state"], rtol=1e-4, atol=1e-5)
+        assert_same(ours["saved"], trained[0]["in turns"][level]["state"])
+        assert ours["resumed"] == ours["seen"][-len(ours["resumed"]) :]
+        assert len(ours["resumed"]) == len(ours["seen"]) // 2
+        for key in ("copied", "third"):
+            assert ours[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Models of Transformers learn at every level what they learn in plain torch."""
 
 from __future__ import annotations

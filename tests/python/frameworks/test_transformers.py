@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """The Trainer of Transformers does with ZeroShard what it does without it, on two ranks."""
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers as hf
 from torch import Tensor, nn
 
@@ -161,9 +163,27 @@ def test_a_checkpoint_is_the_whole_model_and_the_run_continues_from_it(
         close(alone, log, 1e-5)
 
 
-def test_the_adafactor_of_transformers_is_refused(cluster: zs.Session) -> None:
-    """Its algorithm is not that of ``torch.optim.Adafactor``."""
-    model: Any = nn.Linear(4, 4)
-    optimizer = hf.Adafactor(model.parameters())
-    with pytest.raises(zs.UnsupportedOptimizerError, match=r"transformers\S*Adafactor;.*torch"):
-        group_sharded_parallel(model, optimizer, "os")
+def test_settings_that_contradict_sharding_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(zs.InvalidArgumentError, match="set per_device_train_batch_size"):
+        trainer_of("os", tmp_path, auto_find_batch_size=True)
+
+
+def test_the_adafactor_of_transformers_runs_on_the_ranks(cluster: zs.Session) -> None:
+    """The servers have ``torch.optim.Adafactor``, which is another algorithm."""
+
+    def losses(is_sharded: bool) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4)
+        optimizer: Any = hf.Adafactor(model.parameters())
+        if is_sharded:
+            model, optimizer, _ = group_sharded_parallel(model, optimizer, "os")
+        found = []
+        for _ in range(4):
+            loss = (model(torch.eye(4)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == losses(False)

@@ -72,6 +72,7 @@ def test_groups_of_one_rank_train_alone_or_as_replicas(processes: dict[str, str]
         ({"group": 3}, "group is 3; it must be a group"),
         ({"dp_group": 3}, "dp_group is 3; it must be a group"),
         ({"offload": "yes"}, "offload is 'yes'; it must be True or False"),
+        ({"state_dtype": "bf16"}, "state_dtype is 'bf16'; it must be one of 'f32', 'int8'"),
         ({"sync_buffers": "x"}, "sync_buffers is 'x'; it must be True or False"),
         ({"sync_comm": 3}, "sync_comm is 3; it must be True or False"),
         ({"accumulation_steps": "2"}, "accumulation_steps is '2'; it must be a whole number"),

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Buffers that ranks share, and steps of one rank alone."""
 
 from __future__ import annotations

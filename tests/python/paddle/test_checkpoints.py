@@ -1,3 +1,4 @@
+# promise: durability
 """Programs that continue from checkpoints: in a new run, and after the loss of a server or rank."""
 
 from __future__ import annotations
@@ -281,7 +282,10 @@ def misuse(rank: int, directory: str) -> None:
         assert checkpoints.save() == 1
     with zs.init(name="misuse"), pytest.raises(zs.InvalidArgumentError, match="layers.0.weight"):
         shard(directory, width=16)
-    with zs.init(name="misuse"), pytest.raises(zs.InvalidArgumentError, match="absent"):
+    with (
+        zs.init(name="misuse"),
+        pytest.raises(zs.InvalidArgumentError, match="already has a checkpoint"),
+    ):
         shard(directory, resume="never")
     with zs.init(name="misuse"):
         model, optimizer, checkpoints = shard(directory)

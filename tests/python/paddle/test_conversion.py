@@ -43,6 +43,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"exclude_from_weight_decay_fn": lambda p: p.name.endswith("b_0"), "always_adapt": True},
     ),
 }
+#: The others with their defaults.
+for kind in set(_conversion.NAMES).difference(
+    getattr(paddle.optimizer, name) for name, _ in list(SETTINGS.values())
+):
+    SETTINGS[kind.__name__] = (kind.__name__, {})
 LR = {"Adadelta": 1.0, "SGD": 0.05, "Momentum": 0.02, "Adagrad": 0.02}
 
 

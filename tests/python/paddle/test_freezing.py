@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Programs that freeze parameters after some steps, and train them again later: accumulators
 belong to the parameter, as in Paddle, and not to its presence in a step."""
 

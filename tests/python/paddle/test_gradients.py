@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Between backward and step, ``parameter.grad`` is the mean over the ranks at every level, as with
 data parallelism of plain Paddle."""
 

@@ -1,3 +1,4 @@
+# promise: same-bits
 """Ranks that add their gradients before they push them (``group_size``)."""
 
 from __future__ import annotations

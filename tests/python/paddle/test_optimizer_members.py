@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """What a script does with its optimizer after wrapping has the effect that it has in plain Paddle,
 or is an error."""
 

@@ -11,13 +11,14 @@ import paddle
 import pytest
 import zeroshard as zs
 from paddle import nn
-from zeroshard.paddle import group_sharded_parallel
+from zeroshard.paddle import _conversion, group_sharded_parallel
 
 from comparison import assert_close
 
 WIDTH = 6
 #: The optimizers, and settings without which some attributes would have no effect.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{kind.__name__: {} for kind in _conversion.NAMES},
     "SGD": {"weight_decay": 0.1},
     "Momentum": {"weight_decay": 0.1},
     "AdamW": {"epsilon": 0.1},

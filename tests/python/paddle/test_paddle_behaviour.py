@@ -1,5 +1,5 @@
 """The behaviour that Paddle's users rely on in DataParallel and group sharding on two ranks,
-compared with Paddle. MIGRATING.md lists the results."""
+compared with Paddle. docs/how-to/paddle-behaviour.md lists the results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The behaviour that Paddle's users rely on in shard_layer, shard_optimizer and distributed models,
-compared with Paddle where it runs on a CPU. MIGRATING.md lists the results."""
+compared with Paddle where it runs on a CPU. docs/how-to/paddle-behaviour.md lists the results."""
 
 from __future__ import annotations
 

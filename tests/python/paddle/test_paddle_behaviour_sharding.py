@@ -1,5 +1,5 @@
 """The behaviour that Paddle's users rely on in group sharding, in one process, compared with plain
-Paddle. MIGRATING.md lists the results."""
+Paddle. docs/how-to/paddle-behaviour.md lists the results."""
 
 from __future__ import annotations
 
@@ -204,3 +204,24 @@ def test_offload_has_no_effect_on_results(cluster: zs.Session) -> None:
         optimizer.step()
         hashes.add(optimizer.state_hash())
     assert len(hashes) == 1
+
+
+def test_8_bit_state_is_close_to_f32_and_the_same_in_every_run(cluster: zs.Session) -> None:
+    def train(level: str, **options: Any) -> tuple[str, list[float]]:
+        layer = models.build("mlp")
+        adamw = paddle.optimizer.AdamW(0.01, parameters=layer.parameters())
+        model, optimizer, _ = sharded(layer, adamw, level, **options)
+        losses = []
+        for step in range(20):
+            loss = model(*models.batch("mlp", step, 8))
+            loss.backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            losses.append(float(loss))
+        return optimizer.state_hash(), losses
+
+    exact, expected = train("os")
+    found = [train(level, state_dtype="int8") for level in ("os", "p_g_os", "os")]
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != exact
+    assert np.allclose(found[0][1], expected, rtol=0.05)

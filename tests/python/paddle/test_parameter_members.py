@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Each member of ``paddle.base.framework.EagerParamBase`` does the same for a parameter that is on
 the servers as for a plain one, and what it writes becomes part of the next step.
 

@@ -1,3 +1,4 @@
+# promise: consistent-reads
 """A program that reads a job's parameters while it trains, with Paddle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# promise: durability
 """``zeroshard.steps`` with Paddle: a step that is aborted is run again with the same results."""
 
 from __future__ import annotations

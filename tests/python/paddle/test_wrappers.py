@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """What a script does with the wrapper of a model is what happens to the model."""
 
 from __future__ import annotations

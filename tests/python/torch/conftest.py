@@ -40,7 +40,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the longest files, so that two processes that share the files end at about the
+    """Begins with the longest files, so that the processes that share the files end at about the
     same time."""
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))

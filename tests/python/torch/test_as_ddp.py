@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Scripts of DistributedDataParallel, whose results are the same with ZeroShard."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# promise: durability
 """Programs that continue from checkpoints: in a new run, and after the loss of a server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Compiled modules of a model whose parameters live on the servers (level p_g_os)."""
 
 from __future__ import annotations

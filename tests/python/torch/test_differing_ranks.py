@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Ranks that pass different models or optimizers: every rank gets an error at once, which names the
 difference."""
 

@@ -1,3 +1,4 @@
+# promise: atomic-steps
 """Steps that are interrupted, or that lose a rank."""
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import models
 import ranks
 import zeroshard as zs
 from training import assert_close, assert_same
-from zeroshard.torch import group_sharded_parallel
+from zeroshard.torch import (
+    ShardingStage1,
+    ShardingStage2,
+    group_sharded_parallel,
+    shard_optimizer,
+)
 
 LEVELS = ["os", "os_g", "p_g_os"]
 
@@ -32,18 +38,32 @@ class Interrupted:
     def commit(self, *args: Any, **kwargs: Any) -> Any:
         self._job.flush()
         if self._decided:
-            self._job.commit(*args, **kwargs)
+            # The new parameters do not arrive any more.
+            self._job.commit(*args, **{**kwargs, "targets": []})
         raise KeyboardInterrupt
 
 
-def wrapped(level: str) -> tuple[Any, Any]:
+class InterruptedFetch:
+    """A job whose fetches are interrupted."""
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+    def fetch(self, *args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def wrapped(level: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """A sharded model with momentum, whose state depends on every applied gradient."""
-    return sharded(level)[:2]
+    return sharded(level, dtype)[:2]
 
 
-def sharded(level: str, **options: Any) -> tuple[Any, Any, Any]:
+def sharded(level: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any, Any]:
     """The sharded model and its optimizer."""
-    model = models.build("mlp")
+    model = models.build("mlp").to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return group_sharded_parallel(model, optimizer, level, segment_size=64, **options)
 
@@ -51,7 +71,8 @@ def sharded(level: str, **options: Any) -> tuple[Any, Any, Any]:
 def step(model: Any, optimizer: Any, index: int) -> None:
     """Makes a step with its own batch."""
     optimizer.zero_grad()
-    model(*models.batch("mlp", index, 8)).backward()
+    inputs, labels = models.batch("mlp", index, 8)
+    model(inputs.to(next(model.parameters()).dtype), labels).backward()
     optimizer.step()
 
 
@@ -76,6 +97,76 @@ def test_an_interrupted_step_is_applied_completely_or_not_at_all(
     for index in (0, 1, 2, 3) if decided else (0, 2, 3):
         step(calm, steps, index)
     assert_same(model.state_dict(), calm.state_dict())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_interruption_while_the_result_of_a_step_is_taken_loses_nothing(
+    level: str, cluster: zs.Session
+) -> None:
+    model, optimizer = wrapped(level)
+    link = optimizer.sharding.job
+    step(model, optimizer, 0)
+    job = link.job
+    link.job = Interrupted(job, decided=True)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer, 1)
+    # The result of step 1 is fetched before the next forward, which is interrupted as well.
+    link.job = InterruptedFetch(job)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer, 2)
+    link.job = job
+    for index in (2, 3):
+        step(model, optimizer, index)
+
+    calm, steps = wrapped(level)
+    for index in (0, 1, 2, 3):
+        step(calm, steps, index)
+    assert_same(model.state_dict(), calm.state_dict())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_interruption_after_the_decision_of_a_step_loses_nothing(
+    level: str, cluster: zs.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The servers keep more of each parameter than a worker has of it.
+    model, optimizer = wrapped(level, torch.bfloat16)
+    step(model, optimizer, 0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.sharding.job, "mark", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, optimizer, 1)
+    step(model, optimizer, 2)
+
+    calm, steps = wrapped(level, torch.bfloat16)
+    for index in (0, 1, 2):
+        step(calm, steps, index)
+    assert_same(model.state_dict(), calm.state_dict())
+
+
+@pytest.mark.parametrize("stage", [ShardingStage1(), ShardingStage2()], ids=["os", "os_g"])
+def test_an_interrupted_step_is_not_mixed_into_the_next_if_the_model_is_not_wrapped(
+    stage: Any, cluster: zs.Session
+) -> None:
+    def train(interrupt: bool) -> Any:
+        model = models.build("mlp")
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = shard_optimizer(sgd, stage)
+        step(model, optimizer, 0)
+        if interrupt:
+            job = optimizer.sharding.job.job
+            optimizer.sharding.job.job = Interrupted(job, decided=False)
+            with pytest.raises(KeyboardInterrupt):
+                step(model, optimizer, 1)
+            optimizer.sharding.job.job = job
+        for index in (2, 3):
+            step(model, optimizer, index)
+        return model.state_dict()
+
+    assert_same(train(True), train(False))
 
 
 def interrupt_all_ranks(rank: int, level: str) -> int:

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Programs that freeze parameters after some steps, and train them again later: optimizer state
 belongs to the parameter, as in torch, and not to its presence in a step."""
 

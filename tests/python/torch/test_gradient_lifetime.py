@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """When ``parameter.grad`` can be used, and how long."""
 
 from __future__ import annotations

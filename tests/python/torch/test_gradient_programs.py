@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Programs that keep, replace or zero ``parameter.grad`` over several steps: they do what they do
 without ZeroShard, or an error says what to do."""
 

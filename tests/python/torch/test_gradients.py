@@ -1,3 +1,4 @@
+# promise: same-bits, no-silent-difference
 """``parameter.grad`` between backward and the step: reading and changing it has the effect that it
 has without ZeroShard."""
 

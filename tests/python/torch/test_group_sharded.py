@@ -1,3 +1,4 @@
+# promise: same-bits
 """Sharded training compared with torch: the same seeds give the same losses and parameters, and all
 levels the same bits.
 

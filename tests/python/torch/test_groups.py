@@ -1,3 +1,4 @@
+# promise: same-bits
 """Ranks that add their gradients before they push them (``group_size``)."""
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ def refuse(rank: int) -> None:
             group_sharded_parallel(model, optimizer, "os", group_size=size)  # type: ignore[arg-type]
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     model, optimizer, _ = group_sharded_parallel(model, optimizer, "os", group_size="host")
-    assert model.sharding.job.exchanges.size == 2
+    assert model.sharding.traffic.group_size == 2
     with pytest.raises(zs.InvalidArgumentError, match="without group_size"):
         with zs.torch.join(model):
             pass

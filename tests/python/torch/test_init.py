@@ -116,11 +116,14 @@ def finds_every_way(rank: int) -> None:
         model(torch.ones(1, 40)).sum().backward()
         optimizer.step()
     # The former name of `timeout` is still accepted.
-    with zs.init(deadline=60.0):
+    with zs.init(deadline=60.0) as session:
         assert len(zs.status().servers) == 1
         sharded()
     with pytest.raises(zs.NotInitialisedError):
         zs.status()
+    # Its embedded cluster has ended: nobody would answer.
+    with pytest.raises(zs.NotInitialisedError, match="closed by"):
+        session.status()
     # Without init, the first use starts a cluster.
     kept = sharded()
     assert len(zs.status().jobs) == 1
@@ -142,6 +145,21 @@ def finds_servers(rank: int, address: str, by_argument: bool) -> tuple[str, int,
         dist.barrier()
         del kept
     return result
+
+
+#: What a process keeps until it ends.
+KEPT: list[Any] = []
+
+
+def goes_on_without_rank_0(rank: int) -> None:
+    """Rank 1 uses the cluster inside rank 0 after rank 0 has returned."""
+    KEPT.append(sharded())
+    while rank == 1 and zs.status().jobs[0].joined != [1]:
+        pass
+
+
+def test_a_process_of_multiprocessing_hosts_the_cluster_until_the_others_have_left() -> None:
+    ranks.run(2, goes_on_without_rank_0, init="env", timeout=30)
 
 
 def names_of_jobs(rank: int) -> list[str]:
@@ -205,6 +223,29 @@ def finds_rank_0(rank: int, when: str) -> str:
 def test_rank_0_hosts_the_cluster_and_the_others_find_it(when: str) -> None:
     first, second = ranks.run(2, finds_rank_0, when, init="env")
     assert first == second
+
+
+def leaves_and_stays(rank: int) -> float:
+    """Rank 0 closes its session, and rank 1 uses the job for another second. Returns when rank 0
+    had closed it, or when rank 1 began to."""
+    zs.init()
+    _, optimizer = sharded()
+    if rank == 0:
+        zs.shutdown()
+        return time.monotonic()
+    while zs.status().jobs[0].joined != [1]:
+        pass
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        optimizer.state_hash()
+    began = time.monotonic()
+    zs.shutdown()
+    return began
+
+
+def test_rank_0_keeps_the_cluster_until_the_others_have_left() -> None:
+    closed, others_began = ranks.run(2, leaves_and_stays, init="env")
+    assert closed >= others_began
 
 
 def test_script_under_torchrun(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+# promise: consistent-reads
 """State dicts that a signal handler or another thread makes have the values of one version."""
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 import models
 import zeroshard as zs
 from training import LEVELS, SEGMENT
-from zeroshard._core import sharding as core
+from zeroshard._core import reading
+from zeroshard._core.step_state import Phase, StepStateError
 from zeroshard.torch import group_sharded_parallel
 
 State = dict[str, Tensor]
@@ -82,7 +84,7 @@ def step(model: Any, optimizer: Any, index: int) -> None:
 def test_a_signal_handler_saves_one_version(
     level: str, cluster: zs.Session, handler: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "_DECISION_TIME", 0.05)
+    monkeypatch.setattr(reading, "_DECISION_TIME", 0.05)
     raw, model, optimizer = build(level)
     step(model, optimizer, 0)
     states = [copied(model.state_dict())]
@@ -108,6 +110,31 @@ def test_a_signal_handler_saves_one_version(
     for index in range(4):
         step(plain, own, index)
     assert position(copied(plain.state_dict()), states) == 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_of_a_signal_handler_in_a_step_is_refused_and_changes_nothing(
+    level: str, cluster: zs.Session, handler: list[Any]
+) -> None:
+    _, model, optimizer = build(level)
+    _, plain, own = build(level)
+    refused: list[str] = []
+
+    def train() -> None:
+        if model.sharding._step.phase is Phase.COMMITTED:
+            with pytest.raises(StepStateError) as error:
+                optimizer.step()
+            refused.append(str(error.value))
+
+    for index in range(3):
+        step(plain, own, index)
+        handler[:] = [train]
+        model.sharding.job.job = Interrupting(model.sharding.job.job)
+        step(model, optimizer, index)
+        model.sharding.job.job = model.sharding.job.job._job
+        handler.clear()
+    assert len(refused) == 6 and "wait until optimizer.step() has returned" in refused[0]
+    assert position(copied(model.state_dict()), [copied(plain.state_dict())]) == 0
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -176,7 +203,7 @@ def test_what_is_written_after_a_reopened_job_is_saved(
     step(model, optimizer, 0)
     optimizer.load_state_dict(optimizer.state_dict())
     # The new job begins at version 0, as the job whose first step was decided.
-    assert not model.sharding.is_undecided
+    assert not model.sharding.reads.is_undecided
     with model.summon_full_params():
         average(model.parameters())
     optimizer.state[first]["exp_avg"].fill_(0.5)

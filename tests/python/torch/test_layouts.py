@@ -1,3 +1,4 @@
+# promise: consistent-reads
 """Boxes of tensors on random meshes, compared with torch's DTensor."""
 
 from __future__ import annotations

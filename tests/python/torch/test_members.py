@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """What a script can do with each member of ``torch.nn.Module`` on a wrapped model, and of
 ``torch.optim.Optimizer`` on a sharded optimizer, compared with the same without ZeroShard.
 

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Programs that write to ``optimizer.state``: it has the effect that it has in torch."""
 
 from __future__ import annotations

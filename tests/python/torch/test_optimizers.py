@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Every optimizer: the same steps as torch's, and state in torch's format in both directions."""
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from zeroshard.torch import (
     Lion,
     clip_grad_norm_,
     group_sharded_parallel,
+    optim,
 )
 
+#: Every optimizer, and settings that select other formulas.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind.__name__: (kind.__name__, {}) for kind in optim.NAMES},
     "SGD": ("SGD", {"lr": 0.05}),
     "SGD, decay": ("SGD", {"lr": 0.05, "weight_decay": 0.01}),
     "SGD, momentum": ("SGD", {"lr": 0.05, "momentum": 0.9}),
@@ -217,7 +221,7 @@ def test_adafactor_keeps_one_value_for_each_row_and_column(cluster: zs.Session) 
     optimizer: Any = torch.optim.Adafactor(model.parameters())
 
     def state_bytes() -> int:
-        return sum(server.state_bytes for server in cluster.status().servers)
+        return sum(server.state_bytes for server in zs.status().servers)
 
     before = state_bytes()
     group_sharded_parallel(model, optimizer, "os")

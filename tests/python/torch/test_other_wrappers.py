@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Wrappers of other libraries that a script has left around the model, or in it, are named."""
 
 from __future__ import annotations

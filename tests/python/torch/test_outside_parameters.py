@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Trainable parameters that are not in the optimizer: their gradients are means over the ranks, as
 in DistributedDataParallel with ``find_unused_parameters``."""
 

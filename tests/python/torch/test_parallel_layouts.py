@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import parallelize_module as torch_parall
 from facts import Facts
 from parallel import mesh_1d, part, placements
 from zeroshard.torch.parallel import (
-    ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,

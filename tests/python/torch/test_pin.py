@@ -1,3 +1,4 @@
+# promise: consistent-reads
 """Programs that read a job's parameters while it trains."""
 
 from __future__ import annotations
@@ -63,6 +64,36 @@ def read_while_training(rank: int, address: str) -> None:
 def test_a_reader_gets_every_tensor_of_one_version_at_each_level() -> None:
     with servers(2) as address:
         ranks.run(1, read_while_training, address, init=None)
+
+
+def read_the_optimizer_state(rank: int, address: str) -> None:
+    with zs.init(address, name="states"):
+        bare = models.cnn()
+        optimizer: Any = torch.optim.AdamW(bare.parameters(), lr=0.01)
+        model, optimizer, _ = group_sharded_parallel(bare, optimizer, "p_g_os")
+        with pin("states", optimizer_state=True) as initial:
+            assert initial.optimizer_state("layers.0.weight") == {}
+        for index in range(2):
+            step(model, optimizer, index)
+        expected = optimizer.state_dict()["state"]
+        values = complete_state(model)
+        names = [name for name, _ in model.named_parameters()]
+        with pin("states", optimizer_state=True) as pinned, pin("states") as without:
+            for index in range(2, 4):
+                step(model, optimizer, index)
+            for number, name in enumerate(names):
+                state = pinned.optimizer_state(name)
+                assert state.pop("step") == 2 == pinned.version
+                assert_same(state, {k: v for k, v in expected[number].items() if k != "step"})
+                assert torch.equal(pinned[name], values[name])
+            assert pinned.optimizer_state("layers.1.running_mean") == {}
+            with pytest.raises(zs.InvalidArgumentError, match="optimizer state is not pinned"):
+                without.optimizer_state(names[0])
+
+
+def test_a_pin_keeps_values_and_optimizer_state_of_one_version() -> None:
+    with servers(2) as address:
+        ranks.run(1, read_the_optimizer_state, address, init=None)
 
 
 def read_in_error(rank: int, address: str) -> None:

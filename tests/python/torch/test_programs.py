@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Programs that are made from a description, without running a model."""
 
 from __future__ import annotations

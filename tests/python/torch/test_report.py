@@ -52,9 +52,9 @@ def test_a_report_has_the_bytes_on_both_sides_and_on_the_way(
     report = zs.report(model)
     whole = nbytes(model)
     assert (report.level, report.steps, fresh.steps) == (level, STEPS, 0)
-    assert report.job in [job.name for job in cluster.status().jobs]
+    assert report.job in [job.name for job in zs.status().jobs]
     # Each step pushes all gradients and pulls all parameters: at p_g_os twice, forward and
-    # backward.
+    # backward, unless servers show them.
     pushed, pulled = (
         report.pushed_bytes - fresh.pushed_bytes,
         report.pulled_bytes - fresh.pulled_bytes,
@@ -84,6 +84,22 @@ def test_a_report_is_a_table(cluster: zs.Session) -> None:
     assert lines[-1].startswith("waited ")
 
 
+def test_a_report_is_a_flat_dict_of_numbers_for_loggers(cluster: zs.Session) -> None:
+    model, optimizer = gpt("p_g_os")
+    train(model, optimizer)
+    report = zs.report(model)
+    numbers = report.as_dict()
+    assert all(type(value) in (int, float) for value in numbers.values())
+    assert {name.removeprefix("zeroshard/") for name in numbers} == {
+        *("steps", "seconds", "parameter_bytes", "gradient_bytes", "peak_gathered_bytes"),
+        *("pulled_bytes", "pushed_bytes", "server_bytes"),
+        *("waited_seconds/pull", "waited_seconds/push", "waited_seconds/commit"),
+    }
+    assert numbers["zeroshard/steps"] == STEPS
+    assert numbers["zeroshard/pushed_bytes"] == report.pushed_bytes
+    assert numbers["zeroshard/waited_seconds/commit"] == report.waited["commit"]
+
+
 def test_a_report_accepts_what_belongs_to_a_sharded_model(cluster: zs.Session) -> None:
     model, optimizer = gpt("os")
     plain = torch.nn.Linear(20, 2)
@@ -98,18 +114,22 @@ def test_a_report_accepts_what_belongs_to_a_sharded_model(cluster: zs.Session) -
             zs.report(other)
 
 
-def test_by_default_a_small_gpt_is_on_the_worker_by_unit_with_the_same_bits(
-    cluster: zs.Session,
-) -> None:
-    cut, kept = gpt("p_g_os"), gpt("p_g_os", segment_size=2**20)
-    for model, optimizer in (cut, kept):
-        train(model, optimizer)
-    report = zs.report(cut[0])
-    assert 0 < report.peak_gathered_bytes <= nbytes(cut[0]) / LAYERS
-    # Norms, biases and the embedding of 32 tokens stay.
-    assert report.parameter_bytes <= nbytes(cut[0]) / LAYERS * 2
-    assert zs.report(kept[0]).peak_gathered_bytes == 0
-    assert cut[1].state_hash() == kept[1].state_hash()
+def by_unit(rank: int) -> None:
+    """Over gRPC, because over shared memory servers show the parameters."""
+    with zs.init(transport="grpc"):
+        cut, kept = gpt("p_g_os"), gpt("p_g_os", segment_size=2**20)
+        for model, optimizer in (cut, kept):
+            train(model, optimizer)
+        report = zs.report(cut[0])
+        assert 0 < report.peak_gathered_bytes <= nbytes(cut[0]) / LAYERS
+        # Norms, biases and the embedding of 32 tokens stay.
+        assert report.parameter_bytes <= nbytes(cut[0]) / LAYERS * 2
+        assert zs.report(kept[0]).peak_gathered_bytes == 0
+        assert cut[1].state_hash() == kept[1].state_hash()
+
+
+def test_by_default_a_small_gpt_is_on_the_worker_by_unit_with_the_same_bits() -> None:
+    ranks.run(1, by_unit, init=None)
 
 
 def in_two_sessions(rank: int) -> tuple[list[str], str]:

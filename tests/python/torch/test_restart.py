@@ -1,3 +1,4 @@
+# promise: durability
 """Programs train on while the coordinator is killed and started again."""
 
 from __future__ import annotations

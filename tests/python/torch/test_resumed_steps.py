@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import re
@@ -269,8 +270,9 @@ def test_a_step_outside_of_a_block_and_a_save_after_a_failed_block_are_refused(
     ranks.run(1, fail_late, str(tmp_path), init=None)
 
 
-def make_steps(rank: int, directory: str, total: int) -> list[int]:
-    """Trains in a run that ends between two checkpoints. Returns the steps that it has made."""
+def make_steps(rank: int, directory: str, total: int) -> None:
+    """Trains in a run that is killed between two checkpoints. Writes the steps that it has made to
+    a file."""
     zs.init(name="gone")
     run = Run(rank, "os", directory)
     made = []
@@ -280,7 +282,8 @@ def make_steps(rank: int, directory: str, total: int) -> list[int]:
             run.optimizer.step()
             run.optimizer.zero_grad()
             made.append(step.number)
-    return made
+    Path(directory, "made.json").write_text(json.dumps(made))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_whose_data_was_lost_with_the_coordinator_continues_from_the_checkpoint_before(
@@ -292,8 +295,10 @@ def test_a_run_whose_data_was_lost_with_the_coordinator_continues_from_the_check
         stack.enter_context(server("shard", "--coordinator", address))
         environment = {"ZEROSHARD_ADDRESS": address}
 
-        def run(total: int) -> list[int]:
-            return ranks.run(1, make_steps, str(tmp_path), total, env=environment, init=None)[0]
+        def run(total: int) -> Any:
+            with pytest.raises(ranks.RankFailed, match="SIGKILL"):
+                ranks.run(1, make_steps, str(tmp_path), total, env=environment, init=None)
+            return json.loads((tmp_path / "made.json").read_text())
 
         assert run(1) == [0]
         assert run(2) == [1]

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """A model whose parameters live on the servers (level p_g_os), and its wrapper at every level, as a
 user sees them."""
 

@@ -5,6 +5,7 @@ tested in ``frameworks/test_checkpoint.py``."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable
@@ -195,7 +196,8 @@ def options_of_set_state_dict_have_their_effect(rank: int) -> None:
             optim_state_dict=copy.deepcopy(saved[1]),
             options=options,
         )
-        found = dsd.get_state_dict(model, optimizer, options=options)
+        whole = dataclasses.replace(options, full_state_dict=True)
+        found = dsd.get_state_dict(model, optimizer, options=whole)
         assert_same(found[0], saved[0])
         assert_equal(found[1], saved[1])
         assert_continues(model, optimizer, rank, 2)
@@ -309,7 +311,8 @@ def test_get_state_dict_between_steps_does_not_change_the_training(
         model, optimizer = shard(*fresh(), level)
         for index in range(BEFORE):
             if looks and index:
-                state, of_optimizer = dsd.get_state_dict(model, optimizer)
+                whole = dsd.StateDictOptions(full_state_dict=True)
+                state, of_optimizer = dsd.get_state_dict(model, optimizer, options=whole)
                 assert list(state) == list(models.GPT().state_dict())
                 assert all(name in state for name in of_optimizer["state"])
                 assert {float(one["step"]) for one in of_optimizer["state"].values()} == {index}
@@ -391,7 +394,7 @@ def test_at_most_one_parameter_is_held(cluster: zs.Session) -> None:
         original = _weight_files._Saved.read
 
         def read(checkpoint: Any, name: str, target: Tensor) -> None:
-            most.append(sharding.gatherer.gathered_bytes)
+            most.append(sharding.gatherer.holdings.nbytes)
             original(checkpoint, name, target)
 
         with pytest.MonkeyPatch.context() as patch:

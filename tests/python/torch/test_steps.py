@@ -1,3 +1,4 @@
+# promise: durability
 """``zeroshard.steps``: a step that is aborted is run again with the same results."""
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ class Noisy(nn.Module):
         return values * (1 + 0.1 * random.random() + 0.1 * numpy.random.random())
 
 
+class Counting(nn.Module):
+    """Counts its calls, as TorchScript: in a buffer that each call replaces, and in one that each
+    call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(1))
+        self.register_buffer("changed", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.replaced = self.replaced + 1
+        self.changed.add_(1)
+        return values + 0.01 * self.replaced + 0.01 * self.changed
+
+
 def build(level: str, **options: Any) -> tuple[Any, Any, Any]:
     """A sharded model with batch norm and dropout, its optimizer, and a gradient scaler."""
     torch.manual_seed(1)
@@ -50,6 +66,7 @@ def build(level: str, **options: Any) -> tuple[Any, Any, Any]:
     numpy.random.seed(1)
     model = network()
     model.layers.insert(3, Noisy())
+    model.layers.append(torch.jit.script(Counting()))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
     return group_sharded_parallel(model, optimizer, level, scaler, segment_size=SEGMENT, **options)

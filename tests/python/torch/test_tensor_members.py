@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Each member of ``torch.nn.Parameter`` does the same for a parameter that is on the servers, and
 each member of ``Tensor`` for a gradient that is on the servers, as for plain tensors.
 

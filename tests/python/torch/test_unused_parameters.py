@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """Parameters that some ranks do not use in a step: ``parameter.grad`` is the mean over all ranks on
 every rank, as in DistributedDataParallel with ``find_unused_parameters``."""
 

@@ -1,3 +1,4 @@
+# promise: no-silent-difference
 """The module that ``group_sharded_parallel`` returns, as libraries use it."""
 
 from __future__ import annotations

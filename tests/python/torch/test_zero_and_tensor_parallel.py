@@ -1,3 +1,4 @@
+# promise: same-bits
 """ZeRO with tensor parallelism: a transformer on a mesh of ranks, compared with a single dense
 process.
 

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import models
 
 LEVELS = ("os", "os_g", "p_g_os")
+#: The system that trains as a level, with the model and the optimizer sharded in place.
+IN_PLACE = {"os": "stage 1", "os_g": "stage 2", "p_g_os": "stage 3"}
 #: Small enough that the models' matrices live on the servers, and large enough that their biases do
 #: not.
 SEGMENT = 64
@@ -71,7 +73,7 @@ def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
     import zeroshard.torch
 
     name = training.optimizer
-    make = getattr(zeroshard.torch if name in ("Lion", "LAMB") else torch.optim, name)
+    make = getattr(torch.optim, name, None) or getattr(zeroshard.torch, name)
     parameters: Any = list(model.parameters())
     if training.groups:
         lr = training.settings["lr"]
@@ -82,9 +84,9 @@ def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Outcome:
-    """Trains with ``system``: ``"plain"``, ``"ddp"`` or a level. The losses are means over the
-    ranks."""
-    from zeroshard.torch import group_sharded_parallel
+    """Trains with ``system``: ``"plain"``, ``"ddp"``, a level, or a stage in place. The losses are
+    means over the ranks."""
+    from zeroshard.torch import group_sharded_parallel, shard
 
     model = models.build(training.model)
     optimizer = optimizer_of(training, model)
@@ -92,13 +94,16 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
     bare, wrapped = model, model
     if system == "ddp":
         wrapped = DistributedDataParallel(model)
-    elif system in LEVELS:
-        options = {"segment_size": SEGMENT, **training.options}
+    elif system != "plain":
+        options: dict[str, Any] = {"segment_size": SEGMENT, **training.options}
         if training.announced == "accumulation_steps":
             options["accumulation_steps"] = training.micro
-        wrapped, optimizer, scaler = group_sharded_parallel(
-            model, optimizer, system, scaler=scaler, **options
-        )
+        if system in LEVELS:
+            wrapped, optimizer, scaler = group_sharded_parallel(
+                model, optimizer, system, scaler=scaler, **options
+            )
+        else:
+            shard(model, optimizer, int(system.removeprefix("stage ")), scaler=scaler, **options)
     schedule = SCHEDULES[training.schedule](optimizer) if training.schedule else None
     losses, norms = [], []
     for step in range(training.steps):
@@ -118,7 +123,8 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
         name: tensor.clone()
         for name, tensor in (bare if system == "ddp" else wrapped).state_dict().items()
     }
-    return Outcome(losses, norms, state, optimizer.state_hash() if system in LEVELS else "")
+    is_plain = system in ("plain", "ddp")
+    return Outcome(losses, norms, state, "" if is_plain else optimizer.state_hash())
 
 
 def _step(

@@ -22,8 +22,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let cluster = Cluster::connect(address, Options::default()).await?;
     let job = cluster.join(name, rank.parse()?).await?;
     job.initialised().await?;
-    training::step(&job, 0).await?;
-    let attempt = phase::begin(&job, 1, phase).await?;
+    let step = job.version().unwrap_or_default();
+    training::step(&job, step).await?;
+    let attempt = phase::begin(&job, step + 1, phase).await?;
     if phase == Phase::Voted {
         println!("{phase}");
     }

@@ -1,4 +1,6 @@
 //! Tests of the admin port: access control, the status page, and the audit log.
+//!
+//! promise: invalid-input
 
 use std::{
     fs::File,

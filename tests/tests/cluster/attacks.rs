@@ -2,6 +2,8 @@
 //! no time of others.
 //!
 //! The measured durations depend on the machine, and are printed: `-- --nocapture attacks`.
+//!
+//! promise: isolation
 
 use std::time::{Duration, Instant};
 
@@ -54,12 +56,17 @@ fn spec(name: &str) -> pb::JobSpec {
     (&job(name, 1, sgd(1.0), synthetic::small())).into()
 }
 
-/// The field that an error names, which quotes at most 200 characters of each part of the input.
+/// The field that an error names, which quotes at most 200 characters of each part of the input,
+/// or its sentence.
 fn invalid(error: Error) -> String {
     match error {
         Error::Invalid { what, found, .. } => {
             assert!([&what, &found].iter().all(|text| text.chars().count() <= 203), "{found}");
             what
+        }
+        Error::Refused { sentence } => {
+            assert!(sentence.chars().count() <= 503, "{sentence}");
+            sentence
         }
         other => panic!("{other:?}"),
     }
@@ -106,7 +113,10 @@ async fn specifications_with_too_much_of_anything_are_refused_and_delay_nobody()
         ..spec("attack")
     };
     let found = invalid(refused(&cluster, "a chain of 300,000 tied tensors", tied).await);
-    assert_eq!(found, "alias_of of tensor \"t2\"");
+    assert_eq!(
+        found,
+        "tensor \"t2\" is an alias of \"t1\", which is an alias itself; make it an alias of \"t0\""
+    );
     assert!(training::step(&rank[0], 0).await.unwrap().applied);
     assert!(cluster.coordinator.memory() < 1 << 30);
 }

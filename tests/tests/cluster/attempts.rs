@@ -1,4 +1,6 @@
 //! Gradients of one lease, epoch and attempt never count for another.
+//!
+//! promise: atomic-steps, exactly-once
 
 use std::time::Duration;
 
@@ -64,7 +66,7 @@ async fn a_push_needs_the_lease_of_its_rank() {
         pb::PushBegin { job_id: 0, ..good.clone() },
         pb::PushBegin { covers: vec![0, 1], ..good.clone() },
     ] {
-        assert!(matches!(push(begin).await, Err(Error::Invalid { .. })));
+        assert!(matches!(push(begin).await, Err(Error::Refused { .. })));
     }
     let replaced = push(pb::PushBegin { job_id: good.job_id ^ 1, ..good.clone() }).await;
     assert!(matches!(replaced, Err(Error::JobReplaced { .. })), "{replaced:?}");
@@ -143,6 +145,7 @@ async fn a_decided_step_is_never_reported_as_aborted() {
     assert_eq!(attempt.commit(Commit::default()).await.unwrap().version, 1);
 }
 
+// promise: consistent-reads
 #[tokio::test]
 async fn version_0_is_the_upload_of_one_worker() {
     let cluster = Cluster::start(2);

@@ -88,6 +88,7 @@ async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> Strin
     hash
 }
 
+// promise: same-bits
 #[tokio::test]
 async fn a_mesh_gives_the_bits_of_whole_gradients_on_any_number_of_servers() {
     let mut expected = [None, None];
@@ -153,6 +154,7 @@ async fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
     }
 }
 
+// promise: no-silent-hang
 #[tokio::test]
 async fn a_missing_gradient_is_named_with_its_coordinates_in_the_mesh() {
     let cluster = Cluster::start(1);

@@ -1,4 +1,6 @@
 //! Checkpoints: saved while training continues, and restored on another cluster.
+//!
+//! promise: durability
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -197,7 +199,7 @@ async fn a_job_is_saved_by_its_policy_and_the_last_checkpoints_are_kept() {
     // A new job of the name would be restored from checkpoints of another one.
     connect(cluster.address()).await.delete_job("kept").await.unwrap();
     let refused = connect(cluster.address()).await.create_job(&spec).await;
-    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
     let resumed = resume(cluster.address(), &spec, directory.path(), "kept").await;
     assert_eq!(resumed[0].version(), Some(8));
     // The state of the earlier job is that of the new one, so the version has a checkpoint.
@@ -233,11 +235,11 @@ async fn a_checkpoint_of_another_model_is_refused() {
     };
     let other = || job("second", 1, adamw(), synthetic::kinds(&adamw()));
     let refused = create(other(), "first", RestoreVersion::Latest).await;
-    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
     let lamb = JobSpec { groups: vec!["sgd".parse().unwrap()], ..spec.clone() };
     let refused =
         create(JobSpec { name: "second".into(), ..lamb }, "first", RestoreVersion::Latest);
-    assert!(matches!(refused.await, Err(Error::Invalid { .. })));
+    assert!(matches!(refused.await, Err(Error::Refused { .. })));
     for (job, version) in [("first", RestoreVersion::Exactly(9)), ("other", RestoreVersion::Latest)]
     {
         let missing = create(JobSpec { name: "second".into(), ..spec.clone() }, job, version).await;

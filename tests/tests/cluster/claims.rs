@@ -1,5 +1,7 @@
 //! Jobs that meet: jobs of one name in two clusters that save at one place, and two coordinators
 //! that lead the same servers.
+//!
+//! promise: durability
 
 use zeroshard_client::{CreateJob, Error};
 use zeroshard_model::{JobSpec, Restore, RestoreVersion};

@@ -1,4 +1,6 @@
 //! Ranks that leave, join late, or take over a rank.
+//!
+//! promise: no-silent-hang
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,4 +1,6 @@
 //! Several coordinators, of which etcd makes one the leader.
+//!
+//! promise: no-silent-hang, durability
 
 use std::{
     process::Command,

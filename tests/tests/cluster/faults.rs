@@ -17,6 +17,7 @@ async fn both(first: &Job, second: &Job, number: u64) -> (Result<StepReport>, Re
     tokio::join!(training::step(first, number), training::step(second, number))
 }
 
+// promise: atomic-steps
 #[tokio::test]
 async fn a_step_that_loses_a_worker_is_aborted_and_repeated_with_the_same_bits() {
     let cluster = Cluster::start(3);
@@ -142,6 +143,7 @@ async fn a_stale_epoch_is_refused_with_the_current_epoch() {
     assert!(matches!(pulled, Err(Error::StaleEpoch { .. })), "{pulled:?}");
 }
 
+// promise: durability
 #[tokio::test]
 async fn a_killed_server_fails_the_job_and_is_named() {
     let mut cluster = Cluster::start(3);
@@ -229,6 +231,7 @@ async fn coordinator_servers_and_workers_can_start_in_any_order() {
     }
 }
 
+// promise: durability
 #[tokio::test]
 async fn cut_control_connections_do_not_disturb_a_run() {
     const STEPS: u64 = 60;

@@ -1,11 +1,13 @@
 //! Shard servers on GPUs of the fake driver, which runs the kernels of the binary for real, ends a
 //! server that uses it wrongly, and fails on request.
+//!
+//! promise: same-bits
 
 use std::{path::Path, process::Command, sync::atomic::AtomicU64};
 
 use futures_util::future::join;
 use zeroshard_client::{Commit, Error};
-use zeroshard_model::{DType, JobSpec, Optimizer, TensorSpec};
+use zeroshard_model::{DType, JobSpec, Optimizer, StateDType, TensorSpec};
 use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
 
 use crate::{adamw, connect, job, options, replicas::train, start, tiers, until};
@@ -34,6 +36,31 @@ async fn a_gpu_has_the_bits_of_the_cpu() {
         let training = Training { commit, options: options(), ..Training::new(spec) };
         let expected = training.run(on_cpu.address()).await.unwrap();
         assert!(training.run(on_gpu.address()).await.unwrap() == expected, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_gpu_has_the_bits_of_the_cpu_with_8_bit_state_in_all_of_its_tiers() {
+    const ALL: u64 = 1 << 30;
+    let disk = tempfile::tempdir().unwrap();
+    let state_on_host = ["--state-tier", "host"].map(str::to_owned);
+    for (name, dtype) in [("adamw", DType::F32), ("lion", DType::Bf16)] {
+        let spec = spec(name, name.parse().unwrap(), dtype);
+        let spec = JobSpec { min_servers: 1, state_dtype: StateDType::Int8, ..spec };
+        let commit = Commit::default().max_norm(0.5);
+        let training = Training { commit, options: options(), ..Training::new(spec) };
+        let expected = training.run(Cluster::start(1).address()).await.unwrap();
+        let all = [
+            Vec::new(),
+            [budgets(ALL, ALL, None), state_on_host.to_vec()].concat(),
+            budgets(ALL / 1024, 0, Some(disk.path())),
+        ];
+        // The tiers are the same for all optimizers.
+        for flags in all.into_iter().take(if name == "adamw" { 3 } else { 1 }) {
+            let on_gpu = cluster(1, &flags, &[("FAKE_CUDA_SEED", "7")]);
+            let trained = training.run(on_gpu.address()).await.unwrap();
+            assert!(trained == expected, "{name} {flags:?}");
+        }
     }
 }
 

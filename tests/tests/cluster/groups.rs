@@ -1,4 +1,6 @@
 //! Groups of ranks that add their gradients before they push them.
+//!
+//! promise: same-bits
 
 use futures_util::future::{join_all, try_join_all};
 use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options, Target, TensorData};

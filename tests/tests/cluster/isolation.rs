@@ -1,4 +1,6 @@
 //! Jobs and readers do not affect each other.
+//!
+//! promise: isolation
 
 use futures_util::{StreamExt, stream};
 use zeroshard_client::{Error, TensorData, TensorId};

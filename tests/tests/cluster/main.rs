@@ -14,13 +14,17 @@ mod claims;
 mod command_line;
 mod departures;
 mod dtypes;
+mod eight_bits;
 mod election;
 mod exactly_once;
 mod faults;
+mod fork;
 mod gpus;
 mod groups;
 mod identities;
+mod int8;
 mod isolation;
+mod kinds;
 mod links;
 mod membership;
 mod norms;
@@ -31,26 +35,28 @@ mod plan;
 mod quotas;
 mod reads;
 mod refusals;
+mod released;
 mod replicas;
 mod restart;
 mod restored;
 mod resume;
 mod roles;
 mod same_bits;
+mod shared_reads;
 mod shortage;
 mod shutdown;
 mod status;
 mod steps;
-mod succession;
 mod tiers;
 mod tls;
 mod token;
 mod values;
 mod waits;
+mod windows;
 
 use std::time::Duration;
 
-use zeroshard_client::{Cluster, Job, Options};
+use zeroshard_client::{Cluster, Job, Options, Transport};
 use zeroshard_model::{JobSpec, Optimizer, TensorSpec, optimizer::Sgd};
 use zeroshard_tests::synthetic;
 
@@ -83,12 +89,23 @@ fn job(name: &str, world: u32, optimizer: Optimizer, tensors: Vec<TensorSpec>) -
 
 /// Creates the job, joins it with every rank, and uploads the initial parameters.
 async fn start(address: &str, spec: &JobSpec) -> Vec<Job> {
-    let cluster = connect(address).await;
+    start_over(None, address, spec).await
+}
+
+/// Like [`start`], over this transport.
+async fn start_over(transport: Option<Transport>, address: &str, spec: &JobSpec) -> Vec<Job> {
+    start_with(options().transport(transport), address, spec).await
+}
+
+/// Like [`start`], with these options of all ranks.
+async fn start_with(options: Options, address: &str, spec: &JobSpec) -> Vec<Job> {
+    let cluster = Cluster::connect(address, options.clone()).await.unwrap();
     cluster.create_job(spec).await.unwrap();
     let mut jobs = Vec::new();
     for rank in 0..spec.world {
         // Each rank has its own connection, like a worker.
-        jobs.push(connect(address).await.join(&spec.name, rank).await.unwrap());
+        let cluster = Cluster::connect(address, options.clone()).await.unwrap();
+        jobs.push(cluster.join(&spec.name, rank).await.unwrap());
     }
     jobs[0].initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     // If a rank were lost earlier, its parameters would be dropped.

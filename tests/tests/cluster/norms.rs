@@ -2,7 +2,7 @@
 
 use futures_util::future::join_all;
 use zeroshard_client::{
-    Cluster as Client, Commit, Error, Job, StatePart, StepReport, Target, TensorData, TensorId,
+    Cluster as Client, Commit, Error, Job, StateSelector, StepReport, Target, TensorData, TensorId,
 };
 use zeroshard_model::TensorSpec;
 use zeroshard_tests::{Cluster, synthetic, training};
@@ -50,6 +50,7 @@ async fn the_norm_before_the_decision_equals_that_of_the_decision() {
     assert!(matches!(jobs[1].attempt(1).unwrap().reduce(-1.0).await, Err(Error::Invalid { .. })));
 }
 
+// promise: no-silent-hang
 #[tokio::test]
 async fn a_wait_for_the_norm_reports_a_lost_rank_and_late_ranks() {
     let cluster = Cluster::start(1);
@@ -125,6 +126,7 @@ async fn the_gradient_of_the_open_step_can_be_read_and_has_a_factor_for_each_ten
     assert!(sums.iter().flatten().all(|&sum| sum == 4.0));
     let reduced = jobs[1].attempt(0).unwrap().reduce(1.0).await.unwrap();
     assert_eq!(reduced.tensor_norms, [2.0 * 1000f64.sqrt(), 2.0 * 3f64.sqrt()]);
+    assert!(reduced.absent.is_empty());
 
     let commit = Commit::default().gradient_factors(vec![0.5, -2.0]);
     let report = commit_all(&jobs, 0, commit).await;
@@ -136,6 +138,6 @@ async fn the_gradient_of_the_open_step_can_be_read_and_has_a_factor_for_each_ten
     }
     let mut sum = [0.0; 3];
     let gone = Target::new(TensorId::new(1), &mut sum[..]);
-    let error = jobs[0].pull_part(0, StatePart::GradientSum, vec![gone]).await;
+    let error = jobs[0].pull_part(0, StateSelector::GradientSum, vec![gone]).await;
     assert!(matches!(error, Err(Error::VersionGone { version: 0, .. })), "{error:?}");
 }

@@ -1,5 +1,7 @@
 //! Each process is killed, or stands still, in each phase of a step. The job ends with the bits of
 //! a run that was not disturbed.
+//!
+//! promise: durability
 
 use std::{
     io::{BufRead, BufReader},
@@ -166,6 +168,7 @@ async fn the_coordinator_and_a_server_are_killed_in_each_phase() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(feature = "long"), ignore = "it takes a minute; `tests/run long` runs it")]
 async fn a_server_without_a_backup_is_killed_in_each_phase_and_the_job_restored() {
     for phase in Phase::ALL {
         let (mut cluster, directory) = (Cluster::start(4), directory());
@@ -204,8 +207,13 @@ async fn a_server_and_the_coordinator_stand_still_in_each_phase() {
 
 /// Starts rank 1 in a process of its own. Returns when it has reached the phase.
 async fn paused_rank(address: &str, name: &str, phase: Phase) -> Child {
+    paused(address, name, 1, phase).await
+}
+
+/// Like [`paused_rank`], for any rank.
+pub(crate) async fn paused(address: &str, name: &str, rank: u32, phase: Phase) -> Child {
     let mut command = Command::new(binary("paused-rank"));
-    command.args([address, name, "1", &phase.to_string()]).stdout(Stdio::piped());
+    command.args([address, name, &rank.to_string(), &phase.to_string()]).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut stdout = BufReader::new(child.stdout.take().unwrap());
     let line = tokio::task::spawn_blocking(move || {

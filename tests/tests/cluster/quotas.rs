@@ -1,5 +1,7 @@
 //! Tests of the limits of a token: a call beyond a limit is refused with an error that names the
 //! limit, and other tokens are not affected.
+//!
+//! promise: isolation
 
 use std::time::Instant;
 

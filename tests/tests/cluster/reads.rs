@@ -2,12 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_client::{Commit, Error, Job, Pin, Pinned, Target, TensorData, TensorId};
+use zeroshard_client::{
+    Commit, Error, Job, Pin, Pinned, StateSelector, Target, TensorData, TensorId,
+};
 use zeroshard_model::{DType, Placement, TensorSpec, geometry::blocks::SLICE};
 use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, stock, training};
 
-use crate::{connect, job, sgd, start, until};
+use crate::{adamw, connect, job, sgd, start, until};
 
 /// Trains such that all elements of version v have the value v.
 async fn count_up(job: &Job, steps: std::ops::Range<u64>) {
@@ -40,6 +42,7 @@ fn the_number(answer: &[pb::PullResponse]) -> Option<f32> {
     numbers.all(|number| number == first).then_some(first)
 }
 
+// promise: consistent-reads
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_during_training_gets_exactly_the_version_or_an_error() {
     const STEPS: u64 = 25;
@@ -79,6 +82,7 @@ async fn a_reader_during_training_gets_exactly_the_version_or_an_error() {
     assert!(read >= 2, "{read} reads, {gone} gone");
 }
 
+// promise: consistent-reads
 #[tokio::test]
 async fn a_started_pull_keeps_its_version_during_further_steps() {
     let cluster = Cluster::start(1);
@@ -225,10 +229,11 @@ async fn commit_and_pull_returns_the_next_version() {
         .unwrap()
         .commit_and_pull(Commit::default(), vec![target(&mut short)])
         .await;
-    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
     assert_eq!(trainer.attempt(3).unwrap().commit(Commit::default()).await.unwrap().version, 4);
 }
 
+// promise: isolation
 #[tokio::test]
 async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bounded_time() {
     const READERS: u64 = 8;
@@ -279,6 +284,7 @@ async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bou
     step(STEPS).await;
 }
 
+// promise: consistent-reads
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readers_pin_the_latest_version_of_a_fast_run_and_read_it_at_any_time() {
     let cluster = Cluster::start(2);
@@ -328,7 +334,7 @@ async fn readers_pin_the_latest_version_of_a_fast_run_and_read_it_at_any_time() 
 async fn pinned_while_empty(reader: &zeroshard_client::Cluster, job: &str) -> Pinned {
     loop {
         match reader.pin(job, &Pin::default()).await {
-            Err(Error::Invalid { .. }) => {}
+            Err(Error::Refused { .. }) => {}
             pinned => return pinned.unwrap(),
         }
     }
@@ -356,7 +362,7 @@ async fn a_pin_keeps_some_tensors_until_its_limit_or_until_the_reader_leaves() {
     let step = async |number| training::step(&trainer, number).await.unwrap();
     let reader = connect(cluster.address()).await;
     let unknown = Pin { tensors: Some(vec!["c".into()]), ..Pin::default() };
-    assert!(matches!(reader.pin("some", &unknown).await, Err(Error::Invalid { .. })));
+    assert!(matches!(reader.pin("some", &unknown).await, Err(Error::Refused { .. })));
     let all = reader.pin("some", &Pin::default()).await.unwrap();
     let one = Pin { tensors: Some(vec!["a".into()]), ..Pin::default() };
     let one = reader.pin("some", &one).await.unwrap();
@@ -368,7 +374,7 @@ async fn a_pin_keeps_some_tensors_until_its_limit_or_until_the_reader_leaves() {
     let gone = |read: Result<Vec<f32>, Error>| {
         assert!(matches!(read, Err(Error::VersionGone { version: 0, current: 1, .. })), "{read:?}");
     };
-    assert!(matches!(read(&one, &["b"]).await, Err(Error::Invalid { .. })), "not pinned");
+    assert!(matches!(read(&one, &["b"]).await, Err(Error::Refused { .. })), "not pinned");
     gone(reader.pin("some", &Pin { version: Some(0), ..Pin::default() }).await.map(|_| vec![]));
     // A pin of a version that does not exist yet waits for it.
     let third = Pin { version: Some(2), ..Pin::default() };
@@ -387,6 +393,48 @@ async fn a_pin_keeps_some_tensors_until_its_limit_or_until_the_reader_leaves() {
     until("pins are shown", pinned).await;
     drop((all, one, short));
     until("the pins are released", || !pinned()).await;
+}
+
+/// A part of the state of a tensor with ten elements.
+async fn state_of(
+    pinned: &Pinned,
+    part: StateSelector<'_>,
+    tensor: usize,
+) -> Result<Vec<f32>, Error> {
+    let mut values = vec![f32::NAN; 10];
+    pinned.pull_part(part, vec![Target::new(TensorId::new(tensor), &mut values)]).await?;
+    Ok(values)
+}
+
+// promise: isolation
+#[tokio::test]
+async fn a_pin_keeps_the_optimizer_state_and_the_steps_of_its_version() {
+    let cluster = Cluster::start(2);
+    let tensors = ["a", "b"].map(|name| TensorSpec::new(name, [10]));
+    let spec = job("states", 1, adamw(), tensors.to_vec());
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let reader = connect(cluster.address()).await;
+    training::step(&trainer, 0).await.unwrap();
+    let [part, other] = ["exp_avg", "exp_avg_sq"].map(StateSelector::OptimizerState);
+    let mut expected = [vec![f32::NAN; 10], vec![f32::NAN; 10]];
+    let targets = expected.iter_mut().enumerate();
+    let targets = targets.map(|(index, values)| Target::new(TensorId::new(index), values));
+    trainer.pull_part(1, part, targets.collect()).await.unwrap();
+    let all = Pin { optimizer_state: true, ..Pin::default() };
+    let pinned = reader.pin("states", &all).await.unwrap();
+    let parameters = reader.pin("states", &Pin::default()).await.unwrap();
+    for number in 1..4 {
+        training::step(&trainer, number).await.unwrap();
+    }
+    for (index, expected) in expected.iter().enumerate() {
+        assert_eq!(&state_of(&pinned, part, index).await.unwrap(), expected);
+        assert_ne!(&state_of(&pinned, other, index).await.unwrap(), expected);
+        let refused = state_of(&parameters, part, index).await;
+        assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
+    }
+    let steps = pinned.applied_steps().unwrap().iter().map(|steps| steps.count);
+    assert_eq!(steps.collect::<Vec<_>>(), [1, 1]);
+    assert!(matches!(parameters.applied_steps(), Err(Error::Refused { .. })));
 }
 
 #[tokio::test]

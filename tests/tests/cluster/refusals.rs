@@ -1,9 +1,13 @@
 //! Invalid input is refused with a typed error. The state is unchanged, and the server continues.
+//!
+//! promise: invalid-input
 
 use std::time::Duration;
 
 use tonic::Request;
-use zeroshard_client::{Commit, Error, Job, Target, TensorData, TensorId};
+use zeroshard_client::{
+    Cluster as Client, Commit, Error, Job, Target, TensorData, TensorId, Transport,
+};
 use zeroshard_model::{JobSpec, Result};
 use zeroshard_net::transport::endpoint;
 use zeroshard_proto::{
@@ -15,10 +19,11 @@ use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
 
 use crate::{adamw, connect, job, options, sgd, start};
 
-/// The invalid field that an error names.
+/// The invalid field that an error names, or its sentence.
 fn invalid<T: std::fmt::Debug>(result: Result<T>) -> String {
     match result {
         Err(Error::Invalid { what, expected, .. }) if !expected.is_empty() => what,
+        Err(Error::Refused { sentence }) if !sentence.is_empty() => sentence,
         other => panic!("{other:?}"),
     }
 }
@@ -72,16 +77,17 @@ async fn a_push_that_does_not_fit_is_refused() {
         );
         assert_eq!(
             invalid(push(vec![begin(), extent(2, 0, 1)]).await),
-            "gradient of tensor \"frozen\""
+            "rank 1 pushed a gradient of tensor \"frozen\", which is not trained; leave it out"
         );
         assert_eq!(
             invalid(push(vec![begin(), extent(3, 0, 1)]).await),
-            "gradient of tensor \"running_mean\""
+            "rank 1 pushed a gradient of tensor \"running_mean\", which is not trained; leave it out"
         );
         let values = || stock::open(stock::replacement(&jobs[1], 1));
         assert_eq!(
             invalid(push(vec![values(), extent(3, 0, 1)]).await),
-            "rank that pushes new values of tensor \"running_mean\""
+            "rank 1, which is not the first rank that holds it, cannot push new values of tensor \
+             \"running_mean\"; the ranks that upload parts of slice 3 are: rank 0"
         );
         let values = || stock::open(stock::replacement(job, 1));
         let half = pb::PushRequest { dtype: pb::Dtype::Bf16.into(), ..extent(0, 0, 2) };
@@ -137,7 +143,8 @@ async fn a_push_for_another_job_step_or_epoch_is_refused() {
         }
         // The message has no contents, or contents of a later version.
         let nothing = push(pb::PushBegin { contents: None, ..second() }).await;
-        assert_eq!(invalid(nothing), "contents of a push");
+        let sentence = "`begin` has no contents; set gradients, an upload or a replacement";
+        assert_eq!(invalid(nothing), sentence);
         // Initial parameters are uploaded again after they are complete, and by the wrong rank.
         let again = push(stock::begin(job, None)).await.unwrap();
         assert_eq!((again.added, again.duplicates), (0, 1));
@@ -181,10 +188,8 @@ async fn a_pull_that_does_not_fit_is_refused() {
             Err(Error::VersionGone { current: 1, .. })
         ));
         // The request has more extents than are allowed.
-        assert_eq!(
-            invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await),
-            "body of a pull"
-        );
+        let large = invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await);
+        assert!(large.starts_with("the request cannot be read: "), "{large}");
     })
     .await;
 }
@@ -193,7 +198,8 @@ async fn a_pull_that_does_not_fit_is_refused() {
 async fn a_too_large_message_is_refused_before_it_is_read() {
     let cluster = Cluster::start_with(1, &["--max-message-bytes", "4096"]);
     let spec = job("large", 1, sgd(1.0), synthetic::kinds(&sgd(1.0)));
-    let client = connect(cluster.address()).await;
+    let network = options().transport(Some(Transport::Grpc));
+    let client = Client::connect(cluster.address(), network).await.unwrap();
     client.create_job(&spec).await.unwrap();
     let job = client.join("large", 0).await.unwrap();
     // The embedding is one chunk of 132,000 bytes.
@@ -283,7 +289,7 @@ async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
     };
     let good = job("good", 1, adamw(), synthetic::small());
     let pb = || pb::JobSpec::from(&good);
-    assert_eq!(invalid(create(None).await), "spec");
+    assert_eq!(invalid(create(None).await), "the request has no `spec`");
     assert_eq!(
         invalid(create(Some(pb::JobSpec { name: String::new(), ..pb() })).await),
         "name of the job"
@@ -352,5 +358,5 @@ async fn bytes_that_cannot_be_decoded_are_refused_as_invalid() {
     let codec = Codec::<pb::Turn, pb::CreateJobResponse>::default();
     let status = client.unary(Request::new(turn), path, codec).await.unwrap_err();
     let refused = from_status(&status, "coordinator");
-    assert!(matches!(refused, Error::Invalid { .. }), "{refused}");
+    assert!(matches!(refused, Error::Refused { .. }), "{refused}");
 }

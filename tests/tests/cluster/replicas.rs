@@ -1,12 +1,15 @@
 //! Jobs with replicas: servers are killed while they train.
+//!
+//! promise: durability
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
 };
 
-use zeroshard_client::{Commit, Error, Job};
-use zeroshard_model::JobSpec;
+use zeroshard_client::{Commit, Error, Job, TensorData, TensorId};
+use zeroshard_model::{JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, Process, Training, synthetic, training};
 
 use crate::{adamw, connect, job, start, until};
@@ -54,7 +57,7 @@ pub(crate) async fn until_redundant(coordinator: &Process, name: &str) {
 }
 
 /// Kills a server, and starts another one without slices.
-fn replace(cluster: &mut Cluster, server: usize) {
+pub(crate) fn replace(cluster: &mut Cluster, server: usize) {
     cluster.shards[server].kill();
     cluster.shards[server] = Cluster::shard(cluster.coordinator.address(), &[]);
 }
@@ -70,6 +73,26 @@ async fn replicas_change_no_bit() {
     }
 }
 
+/// Trains two ranks on three servers while `kill` is called after every `every` steps but the last
+/// ones, each time with another server, when all slices have their replicas. Returns the hash.
+pub(crate) async fn train_while_killing(
+    cluster: &mut Cluster,
+    jobs: &[Job],
+    (steps, every): (u64, u64),
+    kill: impl Fn(&mut Cluster, usize),
+) -> String {
+    let done = AtomicU64::new(0);
+    let kills = async {
+        for number in 1..steps / every {
+            until("the next kill is due", || done.load(Ordering::Relaxed) >= number * every).await;
+            until_redundant(&cluster.coordinator, &jobs[0].spec().name).await;
+            kill(cluster, number as usize % 3);
+        }
+    };
+    tokio::join!(train(&jobs[0], 0..steps, &done), train(&jobs[1], 0..steps, &done), kills);
+    jobs[0].state_hash(steps).await.unwrap()
+}
+
 /// Trains 30 steps while `kill` is called five times, each time with another server. The hash must
 /// be that of an undisturbed run, and all replicas must return.
 async fn survives(name: &str, kill: impl Fn(&mut Cluster, usize)) {
@@ -77,16 +100,7 @@ async fn survives(name: &str, kill: impl Fn(&mut Cluster, usize)) {
     let expected = calm(STEPS).await;
     let mut cluster = Cluster::start(3);
     let jobs = start(cluster.address(), &spec(name, 2)).await;
-    let done = AtomicU64::new(0);
-    let kills = async {
-        for number in 1..6 {
-            until("the next kill is due", || done.load(Ordering::Relaxed) >= number * 5).await;
-            until_redundant(&cluster.coordinator, name).await;
-            kill(&mut cluster, number as usize % 3);
-        }
-    };
-    tokio::join!(train(&jobs[0], 0..STEPS, &done), train(&jobs[1], 0..STEPS, &done), kills);
-    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+    assert_eq!(train_while_killing(&mut cluster, &jobs, (STEPS, 5), kill).await, expected);
     until_redundant(&cluster.coordinator, name).await;
 }
 
@@ -141,12 +155,59 @@ async fn a_run_survives_the_loss_of_a_whole_zone() {
     assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
 }
 
+/// Trains one rank that sends new values of all buffers in each step. If it `kills`, it kills two
+/// servers meanwhile, and one afterwards. Returns the hash.
+async fn train_with_buffers(cluster: &mut Cluster, replicas: u32, kills: bool) -> String {
+    const STEPS: u64 = 8;
+    let buffer = |i| TensorSpec { buffer: true, ..TensorSpec::new(format!("b{i}"), [5_000]) };
+    let tensors = [TensorSpec::new("w", [4_000_000])].into_iter().chain((0..40).map(buffer));
+    let spec = job(&format!("buffers{replicas}"), 1, adamw(), tensors.collect());
+    let spec = JobSpec { min_servers: 4, replicas, ..spec };
+    let jobs = start(cluster.address(), &spec).await;
+    let values = |number: u64| {
+        let of = |i: usize| vec![(number * 100) as f32 + i as f32; 5_000];
+        (1..41).map(|i| TensorData::new(TensorId::new(i), of(i))).collect()
+    };
+    for number in 0..STEPS {
+        if kills && (number == 2 || number == 4) {
+            until_redundant(&cluster.coordinator, &spec.name).await;
+            cluster.shards.pop().unwrap().kill();
+        }
+        loop {
+            match jobs[0].attempt(number).unwrap().push_values(values(number)).await {
+                Ok(()) => {}
+                Err(Error::StepAborted { .. }) => continue,
+                Err(error) => panic!("step {number}: {error}"),
+            }
+            match training::step(&jobs[0], number).await {
+                Ok(_) => break,
+                Err(Error::StepAborted { .. }) => {}
+                Err(error) => panic!("step {number}: {error}"),
+            }
+        }
+    }
+    if kills {
+        // The last backups serve the readers from now on.
+        until_redundant(&cluster.coordinator, &spec.name).await;
+        cluster.shards.pop().unwrap().kill();
+    }
+    jobs[0].state_hash(STEPS).await.unwrap()
+}
+
+#[tokio::test]
+async fn new_values_are_kept_while_slices_get_new_backups() {
+    let expected = train_with_buffers(&mut Cluster::start(4), 1, false).await;
+    assert_eq!(train_with_buffers(&mut Cluster::start(4), 2, true).await, expected);
+}
+
 #[tokio::test]
 async fn a_run_whose_last_copy_is_lost_fails() {
     let mut cluster = Cluster::start(3);
     let jobs = start(cluster.address(), &spec("lost", 2)).await;
     let (first, second) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
     assert_eq!(first.unwrap(), second.unwrap());
+    // Otherwise it could copy all slices to the third server before the second one is killed.
+    cluster.coordinator.stand_still(Duration::from_secs(2));
     cluster.shards[0].kill();
     cluster.shards[1].kill();
     let failed = loop {

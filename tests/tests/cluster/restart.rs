@@ -1,4 +1,6 @@
 //! The coordinator is killed and started again at the same address, while jobs train.
+//!
+//! promise: no-silent-hang, durability
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},

@@ -1,4 +1,6 @@
 //! Jobs that return to their last checkpoint because a server was lost.
+//!
+//! promise: durability
 
 use std::{
     path::{Path, PathBuf},

@@ -1,4 +1,6 @@
 //! A cluster with a file of tokens: a token permits what its role says.
+//!
+//! promise: invalid-input
 
 use std::path::Path;
 

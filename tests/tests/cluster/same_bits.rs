@@ -1,7 +1,9 @@
 //! The state depends only on the initial parameters, the contributions and the decisions.
+//!
+//! promise: same-bits
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Options};
+use zeroshard_client::{Commit, Options, Transport};
 use zeroshard_model::{DType, Optimizer};
 use zeroshard_tests::{Cluster, Trained, Training, synthetic, training};
 
@@ -45,8 +47,13 @@ async fn the_number_of_servers_changes_no_bit_for_any_number_of_ranks() {
 async fn chunk_size_and_buckets_change_no_bit() {
     let cluster = Cluster::start(2);
     let expected = train(&cluster, "default", large(2)).await;
-    for (chunk_bytes, buckets) in [(64 << 10, 1), (4 << 20, 3), (12_345, 100)] {
-        let options = Options::default().chunk_bytes(chunk_bytes);
+    for (chunk_bytes, buckets, transport) in [
+        (64 << 10, 1, Transport::Grpc),
+        (4 << 20, 3, Transport::Grpc),
+        (12_345, 100, Transport::Grpc),
+        (40_000, 3, Transport::Auto),
+    ] {
+        let options = Options::default().chunk_bytes(chunk_bytes).transport(Some(transport));
         let trained = train(&cluster, "other", Training { options, buckets, ..large(2) }).await;
         assert!(expected == trained, "chunks of {chunk_bytes} bytes in {buckets} buckets");
     }
@@ -116,7 +123,10 @@ async fn parameters_and_wire_of_half_precision_give_the_same_bits_everywhere() {
         let spec = job("half", 2, adamw(), tensors);
         for wire in [DType::F32, dtype] {
             let training = Training {
-                options: Options::default().wire(wire).chunk_bytes(64 << 10),
+                options: Options::default()
+                    .wire(wire)
+                    .chunk_bytes(64 << 10)
+                    .transport(Some(Transport::Grpc)),
                 ..Training::new(spec.clone())
             };
             let expected = train(&one, "half", training.clone()).await;

@@ -1,4 +1,6 @@
 //! Saves on servers without room for second copies of the slices that are being saved.
+//!
+//! promise: atomic-steps
 
 use zeroshard_client::{Commit, CreateJob, Error};
 use zeroshard_model::{CheckpointPolicy, JobSpec, OnMemoryShortage, Restore, RestoreVersion};

@@ -147,6 +147,7 @@ async fn an_abort_before_the_first_commit_is_counted_and_the_end_of_a_run_is_no_
     drop(jobs.pop());
     until("the abort is counted", || aborted() == Some(1.0)).await;
     jobs.push(connect(cluster.address()).await.join("ends", 1).await.unwrap());
+    until("rank 0 knows the new epoch", || jobs[0].epoch() == jobs[1].epoch()).await;
     let (one, other) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
     assert_eq!(one.unwrap(), other.unwrap());
     assert!(metric(&cluster.coordinator, "zeroshard_job_gradient_norm{job=\"ends\"} ").is_some());

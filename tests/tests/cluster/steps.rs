@@ -31,6 +31,7 @@ fn filled(manifest: &Manifest, value: f32) -> Vec<TensorData> {
     trains.map(filled).collect()
 }
 
+// promise: atomic-steps
 #[tokio::test]
 async fn an_overflow_skips_the_step_on_every_slice_and_names_tensor_and_rank() {
     let cluster = Cluster::start(3);
@@ -172,6 +173,7 @@ async fn hyperparameters_can_differ_by_parameter_group_and_by_step() {
     }
 }
 
+// promise: no-silent-difference
 #[tokio::test]
 async fn ranks_that_disagree_about_a_step_are_told_the_differing_value() {
     let cluster = Cluster::start(1);

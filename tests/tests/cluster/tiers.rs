@@ -1,4 +1,6 @@
 //! Servers whose slices do not fit in memory.
+//!
+//! promise: same-bits
 
 use std::{fs, path::Path, sync::atomic::AtomicU64};
 
@@ -16,7 +18,7 @@ use crate::{
 };
 
 /// A directory on the disk of the build: the one for temporary files may be in memory.
-fn directory() -> TempDir {
+pub(crate) fn directory() -> TempDir {
     let program = std::env::current_exe().unwrap();
     tempfile::tempdir_in(program.parent().unwrap()).unwrap()
 }
@@ -26,7 +28,7 @@ fn flags(memory: u64, disk: &Path) -> [String; 6] {
     ["--host-memory", &memory, "--disk", &disk, "--disk-bytes", "1GiB"].map(str::to_owned)
 }
 
-fn cluster(servers: usize, memory: u64, disk: &Path) -> Cluster {
+pub(crate) fn cluster(servers: usize, memory: u64, disk: &Path) -> Cluster {
     let flags = flags(memory, disk);
     Cluster::start_with(servers, &flags.each_ref().map(String::as_str))
 }

@@ -1,4 +1,6 @@
 //! Tests of a cluster with TLS, in which all connections are encrypted and certificates have roles.
+//!
+//! promise: invalid-input
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,6 @@
 //! A cluster with a token serves only clients that carry it.
+//!
+//! promise: invalid-input
 
 use zeroshard_client::{Cluster as Client, Error, Options, Result};
 use zeroshard_net::transport::{Connection, Credentials};

@@ -1,4 +1,6 @@
 //! Every wait has a deadline, and ends in an error that names what it waited for.
+//!
+//! promise: no-silent-hang
 
 use std::{
     net::TcpListener,

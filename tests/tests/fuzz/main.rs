@@ -50,6 +50,7 @@ fn variable(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
+// promise: invalid-input, isolation
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "takes 40 s or more; tests/run runs it"]
 async fn servers_withstand_invalid_input_to_every_call_without_leaks() {

@@ -38,6 +38,7 @@ impl Generator<'_> {
             epoch: self.member.epoch,
             covers: Vec::new(),
             contents: Some(contents),
+            window: 0,
         };
         let mut messages = vec![stock::open(begin)];
         for Slice { index, numel, trains, shard } in self.member.slices.clone() {
@@ -81,7 +82,7 @@ impl Generator<'_> {
             server_id: self.random.u64(1..),
             incarnation: self.random.u64(1..),
             capacity: Some(pb::Capacity { bytes, memory_bytes: bytes }),
-            held_jobs: 0,
+            job_reports: 0,
             ..Default::default()
         };
         let hello = pb::ServeRequest { event: Some(Event::Hello(hello)) };

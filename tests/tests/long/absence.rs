@@ -84,6 +84,7 @@ async fn a_silent_partition_delays_a_step() {
     assert_eq!((first.epoch(), cluster.payload()[1]), (epoch, 2 * payload));
 }
 
+// promise: no-silent-hang
 #[tokio::test]
 async fn a_partition_that_does_not_end_fails_the_job_and_names_the_server() {
     let coordinator = Cluster::coordinator();

@@ -1,5 +1,7 @@
 //! Servers, workers and the coordinator are killed at random moments of a run with replicas. It
 //! ends with the losses and the hash of an undisturbed run. `CHAOS_SEED` chooses the moments.
+//!
+//! promise: durability
 
 use std::{thread, time::Duration};
 

@@ -1,6 +1,8 @@
 //! Ten minutes of random faults every few seconds: processes are killed or stand still, and etcd
 //! is restarted. The run ends with the losses and the hash of an undisturbed one, and the memory of
 //! the processes that are never killed does not grow. `SOAK_SECONDS` and `CHAOS_SEED` change it.
+//!
+//! promise: durability
 
 use std::{
     thread,

@@ -24,7 +24,7 @@ use turmoil::{
     Builder, Sim,
     net::{TcpListener, TcpStream},
 };
-use zeroshard_coordinator::cluster::JobLimits;
+use zeroshard_coordinator::cluster::context::JobLimits;
 use zeroshard_kernels::Cpu;
 use zeroshard_model::limits::{MAX_CONNECTIONS, MAX_JOBS};
 use zeroshard_net::transport::network::{self, Connecting, Stream};
@@ -32,7 +32,7 @@ use zeroshard_server::{
     config::{self, Common},
     coordinator::{Coordinator, Place, leadership::Leadership},
     failure::Failure,
-    layers::token::TokenLayer,
+    layers::token::accept_everyone,
     serve::Context,
     shard::Shard,
     shutdown::Shutdown,
@@ -146,8 +146,7 @@ async fn serve(routes: Routes, common: &Common) -> Result<(), tonic::transport::
         .max_frame_size(common.frame_bytes)
         .http2_keepalive_interval(Some(interval))
         .http2_keepalive_timeout(Some(timeout))
-        .layer(TokenLayer::everyone())
-        .add_routes(routes)
+        .add_routes(accept_everyone(routes))
         .serve_with_incoming(incoming)
         .await
 }

@@ -1,4 +1,6 @@
 //! Runs that continue from checkpoints.
+//!
+//! promise: durability
 
 use std::{
     fs,

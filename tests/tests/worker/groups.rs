@@ -1,4 +1,6 @@
 //! Workers that add their gradients before they push them (`--group`).
+//!
+//! promise: same-bits
 
 use serde_json::Value;
 use zeroshard_tests::Cluster;
@@ -49,6 +51,7 @@ fn two_groups_have_the_same_hash_on_any_number_of_servers_and_at_all_levels() {
 
 /// Two replicas, each sharded over two workers, which add the gradients of what both hold.
 #[test]
+#[cfg_attr(not(feature = "long"), ignore = "it takes half a minute; `tests/run long` runs it")]
 fn tensor_parallel_workers_in_one_group_have_the_hash_of_those_that_push_alone() {
     for sequence in ["", "--sequence-parallel"] {
         let flags = format!("{FLAGS} --steps 20 --workers 4 --tensor-parallel 2 {sequence}");
@@ -72,6 +75,24 @@ fn tensor_parallel_workers_in_one_group_have_the_hash_of_those_that_push_alone()
 fn values_are_rounded_on_the_wire_as_without_groups() {
     let flags = format!("{FLAGS} --steps 10 --workers 2 --wire bf16 --micro-batches 2");
     assert_eq!(hash(&train(&format!("{flags} --group 2"))), hash(&train(&flags)));
+}
+
+#[test]
+fn int8_has_the_same_hash_on_any_number_of_servers_and_at_all_levels() {
+    let wires = "--wire int8 --parameter-wire int8 --micro-batches 2";
+    let flags = format!("{FLAGS} --steps 20 --workers 4 {wires}");
+    let exact = train(&format!("{FLAGS} --steps 20 --workers 4 --micro-batches 2"));
+    for group in [1, 2] {
+        let found = CLUSTERS.map(|cluster| train(&format!("{flags} --group {group} {cluster}")));
+        for lines in &found {
+            assert_eq!(hash(lines), hash(&found[0]), "groups of {group}");
+            assert_eq!(losses(lines), losses(&found[0]), "groups of {group}");
+            let pairs = losses(lines).into_iter().zip(losses(&exact));
+            for (loss, exact) in pairs {
+                assert!((loss / exact - 1.0).abs() < 0.01, "{loss} {exact}");
+            }
+        }
+    }
 }
 
 #[test]

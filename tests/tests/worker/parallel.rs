@@ -1,5 +1,7 @@
 //! ZeRO x tensor parallelism: the model is sharded over several workers, and training equals that
 //! of one dense process.
+//!
+//! promise: same-bits
 
 use std::{
     fs,

@@ -83,6 +83,11 @@ impl Error {
     ) -> Self {
         Self::Cluster(zeroshard_model::Error::invalid(what, found, expected))
     }
+
+    /// An invalid argument, with a sentence of its own.
+    pub(crate) fn refused(sentence: impl fmt::Display) -> Self {
+        Self::Cluster(zeroshard_model::Error::refused(sentence))
+    }
 }
 
 /// The result of a collective.

@@ -178,7 +178,7 @@ impl Drop for Communicator {
             return;
         }
         let end = Instant::now() + END_TIMEOUT;
-        let late = || Error::invalid("end of a communicator", "late", "in time");
+        let late = || Error::refused("the communicator did not end in time");
         let in_time = || if Instant::now() < end { Ok(()) } else { Err(late()) };
         // SAFETY: the communicator exists.
         let finalized = checked("ncclCommFinalize", unsafe { result::comm_finalize(self.0) });

@@ -172,8 +172,10 @@ impl Peers {
             .all(|rank| *rank == self.rank() || self.connections.clients.contains_key(rank));
         if repeated || !group.contains(&self.rank()) || !connected {
             let (own, peers) = (self.rank(), self.connections.clients.keys());
-            let expected = format!("rank {own}, and some of its peers {peers:?}, each once");
-            return Err(Error::invalid("group of ranks", format!("{group:?}"), expected));
+            return Err(Error::refused(format!(
+                "a group with rank {own} cannot be {group:?}; it has the rank and some of its \
+                 peers {peers:?}, each once"
+            )));
         }
         Ok(())
     }
@@ -201,16 +203,12 @@ impl Collectives for Peers {
         let own =
             group.iter().position(|&rank| rank == self.rank()).and_then(|place| sizes.get(place));
         if sizes.len() != group.len() || own != Some(&data.len()) {
-            let found = format!(
-                "{sizes:?} for ranks {group:?} and {} f32 of rank {}",
+            return Err(Error::refused(format!(
+                "the sizes {sizes:?} of an all_gather do not fit the ranks {group:?} and the {} f32 \
+                 of rank {}",
                 data.len(),
                 self.rank()
-            );
-            return Err(Error::invalid(
-                "list of sizes of an all_gather",
-                found,
-                "one size for each rank, including the size of this rank's data",
-            ));
+            )));
         }
         let text = format!("all_gather of {sizes:?} f32");
         self.collect(group, text, |at| algorithms::all_gather(at, sizes, data))
@@ -224,9 +222,10 @@ impl Collectives for Peers {
     ) -> Result<Vec<f32>> {
         let sizes: Vec<usize> = parts.iter().map(Vec::len).collect();
         if sizes.len() != group.len() {
-            let found = format!("{} for ranks {group:?}", sizes.len());
-            let what = "number of parts of a reduce_scatter";
-            return Err(Error::invalid(what, found, "one for each rank"));
+            let parts = sizes.len();
+            return Err(Error::refused(format!(
+                "a reduce_scatter among ranks {group:?} has {parts} parts; pass one for each rank"
+            )));
         }
         let text = format!("reduce_scatter({}) of {sizes:?} f32", name(reduction));
         self.collect(group, text, |at| algorithms::reduce_scatter(at, reduction, parts))
@@ -239,9 +238,11 @@ impl Collectives for Peers {
         parts: Vec<Vec<f32>>,
     ) -> Result<Vec<Vec<f32>>> {
         if [parts.len(), sizes.len()] != [group.len(); 2] {
-            let found = format!("{} and {} for ranks {group:?}", parts.len(), sizes.len());
-            let what = "numbers of parts and of sizes of an all_to_all";
-            return Err(Error::invalid(what, found, "one for each rank"));
+            let (parts, sizes) = (parts.len(), sizes.len());
+            return Err(Error::refused(format!(
+                "an all_to_all among ranks {group:?} has {parts} parts and {sizes} sizes; pass one \
+                 of each for each rank"
+            )));
         }
         // What a rank sends to one of the others is not known to the rest of them.
         self.collect(group, "all_to_all of f32".to_owned(), |at| {

@@ -66,8 +66,7 @@ impl Service {
         &self,
         mut parts: Streaming<pb::DeliverRequest>,
     ) -> Result<(Key, Mail), Status> {
-        let no_header =
-            || Error::invalid("first part of a message", "without a header", "one with a header");
+        let no_header = || Error::refused("a message did not start with its header");
         let mut part = parts.message().await?.ok_or_else(no_header).map_err(to_status)?;
         let header = part.header.take().ok_or_else(no_header).map_err(to_status)?;
         if header.elements > MAX_ELEMENTS {
@@ -83,11 +82,9 @@ impl Service {
         let mut data: Vec<f32> = Vec::with_capacity((expected / 4).min(FIRST_ELEMENTS));
         let mut at = 0;
         let wrong = |found: usize| {
-            let expected = match header.over_nccl {
-                true => "none, because its content comes over NCCL".to_owned(),
-                false => format!("{elements} f32, as its header says"),
-            };
-            Error::invalid("payload of a message", format!("{found} bytes"), expected)
+            Error::refused(format!(
+                "a message has a payload of {found} bytes; according to its header it has {expected}"
+            ))
         };
         loop {
             let (payload, end) = (&part.payload, at + part.payload.len());
@@ -126,13 +123,10 @@ impl pb::worker_service_server::WorkerService for Service {
         let request = request.into_inner();
         let identity = self.identity().await.map_err(to_status)?;
         if (request.to, request.world) != (identity.rank, identity.world) {
-            let found = format!(
-                "rank {} of {} ranks (requested by rank {})",
-                request.to, request.world, request.from
-            );
-            let expected =
-                format!("this worker, rank {} of {} ranks", identity.rank, identity.world);
-            return Err(to_status(Error::invalid("peer", found, expected)));
+            return Err(to_status(Error::refused(format!(
+                "rank {} called rank {} of {} ranks, and this is rank {} of {} ranks",
+                request.from, request.to, request.world, identity.rank, identity.world
+            ))));
         }
         self.attached.send_modify(|attached| _ = attached.insert(request.from));
         let events = WatchStream::new(self.failure.clone())
@@ -148,11 +142,8 @@ impl pb::worker_service_server::WorkerService for Service {
         let (key, mail) = self.receive(request.into_inner()).await?;
         let from = key.from;
         if !self.mailbox.put(key, mail) {
-            return Err(to_status(Error::invalid(
-                format!("message of rank {from}"),
-                "a duplicate",
-                "sent once",
-            )));
+            let sentence = format!("rank {from} has sent the same message twice");
+            return Err(to_status(Error::refused(sentence)));
         }
         Ok(Response::new(pb::DeliverResponse {}))
     }

@@ -309,7 +309,7 @@ fn invalid_groups_and_ranks_are_refused_without_a_failure() {
         for wrong in [vec![], vec![0, 0, 1], vec![1 - peers.rank()], vec![0, 1, 2]] {
             let error = peers.all_reduce(&wrong, Reduction::Sum, vec![]).unwrap_err();
             assert!(
-                matches!(error, Error::Cluster(ClusterError::Invalid { .. })),
+                matches!(error, Error::Cluster(ClusterError::Refused { .. })),
                 "{wrong:?}: {error}"
             );
         }
@@ -335,7 +335,7 @@ fn a_peer_with_the_wrong_rank_is_refused() {
         [connect(other, 0, &addresses[1]).map(drop).unwrap_err(), one.join().unwrap()]
     });
     // When the first worker is refused, it may end before the second one connects to it.
-    let refused = |error: &Error| matches!(error, Error::Cluster(ClusterError::Invalid { .. }));
+    let refused = |error: &Error| matches!(error, Error::Cluster(ClusterError::Refused { .. }));
     assert!(errors.iter().any(refused), "{errors:?}");
 }
 

@@ -60,7 +60,7 @@ fn redistribute<B: Backend>(local: FloatTensor<B>, exchange: Exchange) -> Result
     let data = local
         .into_data()
         .into_vec::<f32>()
-        .map_err(|_| Error::invalid("element type of a distributed tensor", "not f32", "f32"))?;
+        .map_err(|_| Error::refused("a distributed tensor must have f32 elements"))?;
     let result = forward.run(&world, data)?;
     let data = TensorData::new(result, forward.size(world.rank()));
     Ok(B::float_from_data(data, &device))
@@ -72,9 +72,9 @@ impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, 
         match prepared {
             OpsKind::Tracked(prepared) => {
                 if let Some(operation) = exchange.no_gradient {
-                    let what = format!("redistribution {operation}");
-                    let expected = "applied to a detached tensor, since it has no gradient";
-                    return Err(Error::invalid(what, "part of an autograd graph", expected));
+                    return Err(Error::refused(format!(
+                        "redistribution {operation} has no gradient; apply it to a detached tensor"
+                    )));
                 }
                 let moved = B::exchange(local.primitive, exchange.clone())?;
                 Ok(prepared.finish(exchange, moved))

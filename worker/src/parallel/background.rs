@@ -5,18 +5,19 @@ use std::sync::Arc;
 
 use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
+use zeroshard_model::Error as ClusterError;
 
 use super::error::{Error, Result};
 use super::remote::{Gradient, ParameterServer};
 
 /// A running transfer. Dropping it cancels it.
-pub type Task<T> = AbortOnDropHandle<Result<T>>;
+pub type Task<T, E = Error> = AbortOnDropHandle<Result<T, E>>;
 
-/// Starts a transfer.
-pub fn start<T: Send + 'static>(
+/// Starts a transfer. It is a task, which can share a thread with its connection.
+pub fn start<T: Send + 'static, E: Send + 'static>(
     runtime: &Handle,
-    transfer: impl Future<Output = Result<T>> + Send + 'static,
-) -> Task<T> {
+    transfer: impl Future<Output = Result<T, E>> + Send + 'static,
+) -> Task<T, E> {
     AbortOnDropHandle::new(runtime.spawn(transfer))
 }
 
@@ -24,10 +25,11 @@ pub fn start<T: Send + 'static>(
 ///
 /// # Errors
 /// Those of the transfer; an internal error if it panicked.
-pub fn wait<T>(runtime: &Handle, task: Task<T>) -> Result<T> {
-    runtime
-        .block_on(task)
-        .unwrap_or_else(|e| Err(Error::internal(format!("a transfer ended early: {e}"))))
+pub fn wait<T, E: From<ClusterError>>(runtime: &Handle, task: Task<T, E>) -> Result<T, E> {
+    runtime.block_on(task).unwrap_or_else(|e| {
+        let cause = format!("a transfer ended early: {e}");
+        Err(ClusterError::Internal { cause }.into())
+    })
 }
 
 /// Pushes the gradients of one step in the background, one push at a time. One push keeps the

@@ -119,7 +119,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         let parameters: Vec<(usize, Parameter)> =
             all.iter().cloned().enumerate().filter(|(_, parameter)| parameter.trains).collect();
         if parameters.is_empty() {
-            return Err(Error::invalid("number of trained parameters", 0, "1 or more"));
+            return Err(Error::refused("the module has no parameters that train"));
         }
         let described: Vec<String> = all
             .iter()
@@ -284,9 +284,11 @@ impl Averaging {
         let seat = Seat { rank, coordinator: &job.address, reached_at: None };
         let remote = Arc::new(Remote::join(runtime, job.options.clone(), &spec, seat)?);
         if let Some(version) = remote.version().filter(|&version| version > 0) {
-            let what = format!("job {:?} for DataParallel", job.name);
-            let expected = "a new job, at version 0: use another name or delete the job";
-            return Err(Error::invalid(what, format!("at version {version}"), expected));
+            return Err(Error::refused(format!(
+                "DataParallel needs a new job, and job {:?} is at version {version}; use another \
+                 name or delete the job",
+                job.name
+            )));
         }
         let mut own = parameters::read(&module);
         remote.upload(|tensor| own.remove(&all[tensor].id).unwrap_or_default())?;

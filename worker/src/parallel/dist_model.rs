@@ -251,7 +251,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         let mode = mode.unwrap_or(self.mode);
         self.check(mode)?;
         let optimizer = self.optimizer.as_ref();
-        let pulled = optimizer.map(|optimizer| optimizer.whole(false)).unwrap_or_default();
+        let pulled = optimizer.map(ServerOptimizer::pulled_whole).unwrap_or_default();
         let mut operations: Vec<Operation> = pulled.into_iter().map(Operation::Pull).collect();
         operations.push(Operation::Forward { module: module_name::<M>() });
         if mode != Mode::Predict {
@@ -259,7 +259,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         }
         if let Some(optimizer) = optimizer.filter(|_| mode == Mode::Train) {
             operations.push(Operation::Backward);
-            operations.extend(optimizer.whole(true).into_iter().map(Operation::Push));
+            operations.extend(optimizer.pushed_whole().into_iter().map(Operation::Push));
             operations.push(Operation::Commit { optimizer: optimizer.name().to_owned() });
         }
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Main, operations })
@@ -274,7 +274,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         let mode = mode.unwrap_or(self.mode);
         self.check(mode)?;
         let uploaded =
-            self.optimizer.as_ref().map(|optimizer| optimizer.whole(false)).unwrap_or_default();
+            self.optimizer.as_ref().map(ServerOptimizer::uploaded_whole).unwrap_or_default();
         let operations = uploaded.into_iter().map(Operation::Upload).collect();
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Startup, operations })
     }
@@ -317,8 +317,7 @@ impl<B: ParallelBackend, M> fmt::Debug for DistModel<B, M> {
 
 /// The error for reading or writing the state of a model without an optimizer.
 fn no_job() -> Error {
-    let expected = "created with an optimizer; use burn's record of the module instead";
-    Error::invalid("model", "without an optimizer and therefore without a job", expected)
+    Error::refused("the model has no optimizer and no job; use burn's record of the module")
 }
 
 /// The type's name, without its path and parameters.

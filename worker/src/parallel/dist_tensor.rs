@@ -258,12 +258,10 @@ impl<B: ParallelBackend> DistTensor<B> {
         let before = local.shape();
         let local = function(local);
         if local.shape() != before {
-            let found = format!("{:?}", local.shape());
-            return Err(Error::invalid(
-                "shape of the result of an elementwise function",
-                found,
-                format!("{before:?}, the shape of the argument"),
-            ));
+            let after = local.shape();
+            return Err(Error::refused(format!(
+                "an elementwise function must keep the shape {before:?}, but returned {after:?}"
+            )));
         }
         Self::assembled(primitive(local), mesh, shape, placements)
     }
@@ -397,11 +395,9 @@ impl<B: ParallelBackend> Value<B> {
     pub fn dist(self) -> Result<DistTensor<B>> {
         match self {
             Self::Dist(tensor) => Ok(tensor),
-            Self::Local(_) => {
-                let expected =
-                    "a DistTensor: create one with `DistTensor::from_local` or `shard_tensor`";
-                Err(Error::invalid("tensor", "a plain tensor", expected))
-            }
+            Self::Local(_) => Err(Error::refused(
+                "the tensor is not distributed; use `DistTensor::from_local` or `shard_tensor`",
+            )),
         }
     }
 

@@ -75,6 +75,10 @@ impl Error {
     ) -> Self {
         Self::Invalid(zeroshard_model::Error::invalid(what, found, expected))
     }
+
+    pub(crate) fn refused(sentence: impl fmt::Display) -> Self {
+        Self::Invalid(zeroshard_model::Error::refused(sentence))
+    }
 }
 
 /// The result of an operation on distributed tensors, layers or models.

@@ -166,17 +166,17 @@ impl Group {
         }
         let exchange = self.job.exchange(&tensor_ids(&tensors))?;
         let values: Vec<_> = values.into_iter().map(|values| Some(Values::from(values))).collect();
-        let wire = self.job.wire();
-        let packed = |&rank: &u32| Ok(words(&exchange.pack(&values, wire, rank)?));
+        let dtype = self.job.wire().decoded();
+        let packed = |&rank: &u32| Ok(words(&exchange.pack(&values, dtype, rank)?));
         let parts = self.ranks.iter().map(packed).collect::<Result<_>>()?;
-        let sizes = self.ranks.iter().map(|&rank| words_of(exchange.received_from(rank), wire));
+        let sizes = self.ranks.iter().map(|&rank| words_of(exchange.received_from(rank), dtype));
         let received =
             self.collectives.all_to_all(&self.ranks, &sizes.collect::<Vec<_>>(), parts)?;
         let parts = self.ranks.iter().zip(&received).map(|(&rank, words)| {
-            let bytes = exchange.received_from(rank) * wire.size();
+            let bytes = exchange.received_from(rank) * dtype.size();
             &bytemuck::must_cast_slice::<f32, u8>(words)[..bytes]
         });
-        let sums = exchange.add(&parts.collect::<Vec<_>>(), wire)?;
+        let sums = exchange.add(&parts.collect::<Vec<_>>(), dtype)?;
         let group = self.ranks.len();
         Ok(self.runtime.spawn(async move {
             let present = vec![true; exchange.tensors().len()];
@@ -192,10 +192,10 @@ impl Group {
     ) -> JoinHandle<zeroshard_model::Result<Vec<f32>>> {
         let job = self.job.clone();
         self.runtime.spawn(async move {
-            let (wire, numel) = (job.wire(), exchange.part_len());
-            let (mut part, bytes) = (vec![0.0; words_of(numel, wire)], numel * wire.size());
+            let (dtype, numel) = (job.parameter_wire().decoded(), exchange.part_len());
+            let (mut part, bytes) = (vec![0.0; words_of(numel, dtype)], numel * dtype.size());
             let slots = &mut bytemuck::must_cast_slice_mut(&mut part)[..bytes];
-            job.pull_pieces(version, &exchange, Slots::new(slots, wire)?).await?;
+            job.pull_pieces(version, &exchange, Slots::new(slots, dtype)?).await?;
             Ok(part)
         })
     }
@@ -232,15 +232,15 @@ impl Group {
     /// Sends each rank the parameters that it needs of this rank's part, and returns what the
     /// ranks have sent to this one.
     fn spread(&self, exchange: &Exchange, part: Vec<f32>) -> Result<Vec<Vec<f32>>> {
-        let wire = self.job.wire();
-        let taken = self.ranks.iter().map(|&rank| words_of(exchange.part_from(rank), wire));
+        let dtype = self.job.parameter_wire().decoded();
+        let taken = self.ranks.iter().map(|&rank| words_of(exchange.part_from(rank), dtype));
         let taken: Vec<_> = taken.collect();
         if exchange.is_whole() {
             return Ok(self.collectives.all_gather(&self.ranks, &taken, part)?);
         }
         let message = |&rank: &u32| {
             let mut packed = Vec::new();
-            exchange.pack_part(bytemuck::must_cast_slice(&part), wire, rank, &mut packed)?;
+            exchange.pack_part(bytemuck::must_cast_slice(&part), dtype, rank, &mut packed)?;
             Ok(words(&packed))
         };
         let given = self.ranks.iter().map(message).collect::<Result<_>>()?;
@@ -255,11 +255,12 @@ impl Group {
         buffers: &mut [Buffer],
     ) -> zeroshard_model::Result<()> {
         for (&rank, words) in self.ranks.iter().zip(messages) {
-            let (message, wire) = (bytemuck::must_cast_slice(words), self.job.wire());
-            for piece in exchange.split(rank, message, wire) {
+            let dtype = self.job.parameter_wire().decoded();
+            let message = bytemuck::must_cast_slice(words);
+            for piece in exchange.split(rank, message, dtype) {
                 let (piece, values) = piece?;
                 let mut slots = Slots::from(&mut buffers[piece.tensor].values);
-                slots.fill(piece.elements.clone(), values, wire)?;
+                slots.fill(piece.elements.clone(), values, dtype)?;
             }
         }
         Ok(())
@@ -309,8 +310,8 @@ fn hash(tensors: &[usize]) -> u64 {
 }
 
 /// The words of a message with `numel` values.
-fn words_of(numel: usize, wire: DType) -> usize {
-    (numel * wire.size()).div_ceil(size_of::<f32>())
+fn words_of(numel: usize, dtype: DType) -> usize {
+    (numel * dtype.size()).div_ceil(size_of::<f32>())
 }
 
 /// Bytes as the words of a message, the last of which is filled with zeros.

@@ -117,10 +117,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
             return Err(Error::invalid("loss scale", scale, "finite and more than 0"));
         }
         if self.loss.is_some() {
-            return Err(Error::invalid(
-                "loss scale",
-                "set within a step",
-                "set before the first backward pass of the step",
+            return Err(Error::refused(
+                "the loss scale cannot change within a step; set it before the first backward pass",
             ));
         }
         self.loss_scale = scale;
@@ -183,10 +181,10 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         let gradients = self.mesh.world().backward(&loss.mul_scalar(self.loss_scale))?;
         let gradients = GradientsParams::from_grads(gradients, &self.module);
         if gradients.is_empty() {
-            let expected = "the result of a forward pass since the last step (at p_g_os: since \
-                            the last backward pass)";
-            let found = "independent of the module's current parameters";
-            return Err(Error::invalid("loss", found, expected));
+            return Err(Error::refused(
+                "the loss does not depend on the module's current parameters; compute it with a \
+                 forward pass after the last step (at p_g_os: after the last backward pass)",
+            ));
         }
         let mut before = std::mem::replace(&mut self.last, gradients);
         parameters::drain(&self.module, &mut before, |id, gradient| {

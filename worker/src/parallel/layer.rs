@@ -100,11 +100,11 @@ impl<B: ParallelBackend> Layer<'_, B> {
                 let ParallelNorm { weight, bias, placed, .. } = &mut **layer;
                 shard(placed, (weight, bias.as_mut()), parameter, mesh, placements)
             }
-            Self::Module(_) | Self::Other(_) => {
-                let found = format!("{parameter:?} of {}", self.kind());
-                let expected = "a parameter of a linear layer, an embedding or a norm";
-                Err(Error::invalid("parameter", found, expected))
-            }
+            Self::Module(_) | Self::Other(_) => Err(Error::refused(format!(
+                "parameter {parameter:?} of {} cannot be sharded; shard those of linear \
+                     layers, embeddings and norms",
+                self.kind()
+            ))),
         }
     }
 

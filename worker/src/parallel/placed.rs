@@ -143,9 +143,8 @@ pub(crate) fn undistributed<B: ParallelBackend>(
 ) -> Result<Value<B>> {
     match input {
         Value::Local(local) => Ok(Value::Local(run(local))),
-        Value::Dist(_) => {
-            let expected = "a plain tensor, since the layer is not distributed: call `to_local` or `full` first";
-            Err(Error::invalid("input of a layer", "a DistTensor", expected))
-        }
+        Value::Dist(_) => Err(Error::refused(
+            "the layer is not distributed and takes a plain tensor; call `to_local` or `full`",
+        )),
     }
 }

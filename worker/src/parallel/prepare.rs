@@ -261,7 +261,7 @@ fn place<B: ParallelBackend>(
             DistTensor::from_primitive(local, mesh, &[plain])
         }
         (Value::Local(_), None) => {
-            Err(Error::invalid("mesh", "missing", "given if the tensor is not distributed"))
+            Err(Error::refused("the tensor is not distributed; pass a mesh"))
         }
         (Value::Dist(tensor), mesh) => {
             let mesh = mesh.unwrap_or(tensor.mesh()).clone();

@@ -15,6 +15,7 @@ use zeroshard_client::{
 use zeroshard_model::Error;
 use zeroshard_model::{JobSpec, Result, successor_name};
 
+use super::background::{start, wait};
 use super::buffers::{targets, tensor_ids};
 use super::error;
 use super::exchanges::Exchanges;
@@ -212,7 +213,9 @@ impl Remote {
     /// # Errors
     /// Those of the cluster.
     pub fn read(&self, version: u64, buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        self.runtime.block_on(pull(&self.job, version, buffers))
+        let job = self.job.clone();
+        let pulled = start(&self.runtime, async move { pull(&job, version, buffers).await });
+        wait(&self.runtime, pulled)
     }
 
     /// Commits `step` and waits for the decision. Must be called after all gradients of this rank
@@ -241,14 +244,15 @@ impl Remote {
         commit: Commit,
         mut buffers: Vec<Buffer>,
     ) -> Result<(StepReport, Vec<Buffer>)> {
-        let attempt = self.job.attempt(step)?;
-        let report = self.runtime.block_on(async {
+        let (attempt, absent) = (self.job.attempt(step)?, tensor_ids(absent));
+        let committed = start(&self.runtime, async move {
             if !absent.is_empty() {
-                attempt.push_absent(&tensor_ids(absent)).await?;
+                attempt.push_absent(&absent).await?;
             }
-            attempt.commit_and_pull(commit, targets(&mut buffers)).await
-        })?;
-        Ok((report, buffers))
+            let report = attempt.commit_and_pull(commit, targets(&mut buffers)).await?;
+            Ok((report, buffers))
+        });
+        wait(&self.runtime, committed)
     }
 
     /// The hash of the job's state at `version`, which must be the current version.

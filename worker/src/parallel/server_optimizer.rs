@@ -7,9 +7,9 @@ use std::sync::Arc;
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, StepReport, Traffic};
+use zeroshard_client::{Commit, StepReport, Traffic, Wire};
 use zeroshard_model::{
-    DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox,
+    DType, DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox,
     TensorLayout, TensorSpec, local::LocalTensor,
 };
 
@@ -265,14 +265,11 @@ impl ServerOptimizer {
             specs.iter().enumerate().map(|(number, spec)| (spec.name.as_str(), number)).collect();
         let mut found: Vec<Option<Vec<f32>>> = vec![None; specs.len()];
         for StateTensor { name, shape, values } in state {
-            let what = format!("tensor {name:?} of the state");
             let Some(&number) = numbers.get(name.as_str()) else {
                 let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-                return Err(Error::invalid(
-                    what,
-                    "unknown",
-                    format!("one of the tensors of the job, {names:?}"),
-                ));
+                return Err(Error::refused(format!(
+                    "the job has no tensor {name:?}, which the state has; it has {names:?}"
+                )));
             };
             let expected: Vec<usize> =
                 specs[number].shape.iter().map(|&size| size as usize).collect();
@@ -281,18 +278,16 @@ impl ServerOptimizer {
                     format!("of shape {shape:?} with {} values", values.len()),
                     format!("of shape {expected:?} with {} values", specs[number].numel()),
                 );
+                let what = format!("tensor {name:?} of the state");
                 return Err(Error::invalid(what, found, expected));
             }
             if found[number].replace(values).is_some() {
-                return Err(Error::invalid(what, "given twice", "given once"));
+                return Err(Error::refused(format!("the state has tensor {name:?} twice")));
             }
         }
         let missing = |spec: &TensorSpec| {
-            Error::invalid(
-                format!("tensor {:?} of the state", spec.name),
-                "missing",
-                "present, since a state contains every tensor of the job",
-            )
+            let name = &spec.name;
+            Error::refused(format!("the state has no tensor {name:?}, which the job has"))
         };
         found
             .into_iter()
@@ -311,12 +306,13 @@ impl ServerOptimizer {
 
     /// The boxes that this rank pulls.
     pub(crate) fn pulled(&self) -> Vec<Part> {
-        self.parts(|_, tensor| Some(self.remote.spec().local_box(tensor, self.remote.rank())))
+        let wire = self.settings.job.options.wire_of_parameters();
+        self.parts(wire, |_, tensor| Some(self.remote.spec().local_box(tensor, self.remote.rank())))
     }
 
     /// The boxes that this rank pushes.
     pub(crate) fn pushed(&self) -> Vec<Part> {
-        self.parts(|spec, tensor| {
+        self.parts(self.settings.job.options.wire, |spec, tensor| {
             let local = LocalTensor::new(self.remote.spec(), tensor, self.remote.rank());
             (spec.trains() && local.contributes()).then(|| local.of.bounds().clone())
         })
@@ -324,24 +320,39 @@ impl ServerOptimizer {
 
     /// The boxes that this rank uploads.
     pub(crate) fn uploaded(&self) -> Vec<Part> {
-        self.parts(|_, tensor| {
+        self.parts(DType::F32.into(), |_, tensor| {
             let local = LocalTensor::new(self.remote.spec(), tensor, self.remote.rank());
             local.uploads().then(|| local.of.bounds().clone())
         })
     }
 
-    /// The whole tensors: all of them, or only the trained ones.
-    pub(crate) fn whole(&self, only_trained: bool) -> Vec<Part> {
-        self.parts(|spec, _| {
-            (!only_trained || spec.trains()).then(|| TensorBox::whole(&spec.shape))
+    /// The tensors that a single process pulls.
+    pub(crate) fn pulled_whole(&self) -> Vec<Part> {
+        let wire = self.settings.job.options.wire_of_parameters();
+        self.parts(wire, |spec, _| Some(TensorBox::whole(&spec.shape)))
+    }
+
+    /// The tensors that a single process pushes.
+    pub(crate) fn pushed_whole(&self) -> Vec<Part> {
+        self.parts(self.settings.job.options.wire, |spec, _| {
+            spec.trains().then(|| TensorBox::whole(&spec.shape))
         })
     }
 
-    fn parts(&self, bounds: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
+    /// The tensors that a single process uploads.
+    pub(crate) fn uploaded_whole(&self) -> Vec<Part> {
+        self.parts(DType::F32.into(), |spec, _| Some(TensorBox::whole(&spec.shape)))
+    }
+
+    fn parts(
+        &self,
+        wire: Wire,
+        bounds: impl Fn(&TensorSpec, usize) -> Option<TensorBox>,
+    ) -> Vec<Part> {
         let tensors = self.remote.spec().manifest.tensors().iter().enumerate();
         let parts = tensors.filter_map(|(tensor, spec)| {
             let bounds = bounds(spec, tensor).filter(|bounds| !bounds.is_empty())?;
-            let bytes = bounds.numel() * self.settings.job.options.wire.size() as u64;
+            let bytes = wire.bytes(bounds.numel() as usize) as u64;
             Some(Part { tensor: spec.name.clone(), bounds, bytes })
         });
         parts.collect()

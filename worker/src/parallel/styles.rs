@@ -311,8 +311,11 @@ fn prepared(
     {
         let show =
             |placement: &Option<Placement>| placement.map_or("none".to_owned(), |p| list(&[p]));
-        let found = format!("{} for the layout {}", show(desired), show(layout));
-        return Err(Error::invalid("desired layout", found, "none if and only if the layout is"));
+        return Err(Error::refused(format!(
+            "the layout {} cannot become the desired layout {}; pass both or none",
+            show(layout),
+            show(desired)
+        )));
     }
     Ok(Prepared { mesh: mesh.clone(), layouts: layouts.to_vec(), desired: desired.to_vec(), local })
 }

@@ -58,8 +58,8 @@ impl World {
     pub fn mesh(&self, mesh: ProcessMesh) -> Result<Mesh> {
         let rank = self.rank();
         if mesh.coordinate(rank).is_none() {
-            let expected = format!("a mesh that contains this rank, {rank}");
-            return Err(Error::invalid("mesh", describe(&mesh), expected));
+            let mesh = describe(&mesh);
+            return Err(Error::refused(format!("the mesh {mesh} does not have this rank, {rank}")));
         }
         let mut ranks = mesh.ranks().to_vec();
         ranks.sort_unstable();
@@ -246,8 +246,10 @@ impl Mesh {
         if self.process.ndim() == 1 {
             return Ok(());
         }
-        let expected = "a mesh of 1 dimension: select one with `sub_mesh`";
-        Err(Error::invalid(format!("mesh for {what}"), describe(&self.process), expected))
+        Err(Error::refused(format!(
+            "{what} needs a mesh of 1 dimension, not {}; select one with `sub_mesh`",
+            describe(&self.process)
+        )))
     }
 }
 

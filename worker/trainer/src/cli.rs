@@ -6,8 +6,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use zeroshard_client::CredentialFlags;
-use zeroshard_model::{CheckpointPolicy, DType, OnLoss, OnMemoryShortage, Optimizer};
+use zeroshard_client::{CredentialFlags, Transport, Wire};
+use zeroshard_model::{CheckpointPolicy, DType, OnLoss, OnMemoryShortage, Optimizer, StateDType};
 use zeroshard_worker::parallel::Level;
 
 use super::batches::Sharding;
@@ -221,6 +221,11 @@ pub struct Train {
     /// do not change
     #[arg(long, help_heading = "Cluster")]
     pub offload: bool,
+    /// Dtype in which the shard servers keep the optimizer state: f32, or int8, which takes 1 byte
+    /// per element and works with adam, adamw, lion and sgd. Results with int8 differ from those
+    /// with f32, but not between runs
+    #[arg(long, value_name = "DTYPE", default_value = "f32", help_heading = "Cluster")]
+    pub state_dtype: StateDType,
     /// ZeRO level. At os a worker holds all parameters and gradients, at os_g all parameters, at
     /// p_g_os the parameters of one block at a time
     #[arg(long, value_name = "LEVEL", default_value = "p_g_os", help_heading = "Cluster")]
@@ -279,9 +284,13 @@ pub struct Train {
     /// version [default: train]
     #[arg(long, value_name = "NAME", help_heading = "Cluster")]
     pub job: Option<String>,
-    /// Element type of parameters and gradients on the wire: f32, bf16 or f16
-    #[arg(long, value_name = "DTYPE", default_value = "f32", help_heading = "Cluster")]
-    pub wire: DType,
+    /// Encoding of gradients on the wire: f32, bf16, f16 or int8 (rounded stochastically, as --seed
+    /// says)
+    #[arg(long, value_name = "ENCODING", default_value = "f32", help_heading = "Cluster")]
+    pub wire: Wire,
+    /// Encoding of parameters on the wire [default: that of gradients, or f32 if these are int8]
+    #[arg(long, value_name = "ENCODING", help_heading = "Cluster")]
+    pub parameter_wire: Option<Wire>,
     /// Element type of the published parameters; master weights are always f32
     #[arg(long, value_name = "DTYPE", default_value = "f32", help_heading = "Cluster")]
     pub param_dtype: DType,
@@ -289,6 +298,10 @@ pub struct Train {
     #[arg(long, value_name = "BYTES", default_value_t = 1 << 20,
         value_parser = clap::value_parser!(u32).range(4096..=32 << 20), help_heading = "Cluster")]
     pub chunk_bytes: u32,
+    /// Transport of parameters and gradients: shared memory with servers on this host (auto), gRPC
+    /// (grpc), or shared memory only (shm). It does not change the result [default: auto]
+    #[arg(long, value_name = "TRANSPORT", env = "ZEROSHARD_TRANSPORT", help_heading = "Cluster")]
+    pub transport: Option<Transport>,
     /// Number of seconds to wait for shard servers, for other workers and for each call
     #[arg(long, alias = "deadline", value_name = "SECONDS", default_value_t = 120,
         value_parser = clap::value_parser!(u64).range(1..=600), help_heading = "Cluster")]
@@ -378,6 +391,7 @@ impl Train {
             group_size: self.group,
             nccl: self.nccl,
             offload: self.offload,
+            state_dtype: self.state_dtype,
             sharding: Sharding::new(
                 self.batch as usize,
                 parallelism.replicas as usize,
@@ -390,7 +404,9 @@ impl Train {
             loss_scale: self.loss_scale,
             parameter_dtype: self.param_dtype,
             wire: self.wire,
+            parameter_wire: self.parameter_wire,
             chunk_bytes: self.chunk_bytes as usize,
+            transport: self.transport,
             deadline: Duration::from_secs(self.timeout),
             connect_timeout: Duration::from_secs(self.connect_timeout),
             token: self.credentials.token()?,
@@ -575,7 +591,7 @@ mod tests {
     #[test]
     fn errors_for_invalid_flags_name_valid_values() {
         assert!(refusal("--level zero3").contains("one of os, os_g, p_g_os"));
-        assert!(refusal("--wire float16").contains("one of f32, bf16, f16"));
+        assert!(refusal("--wire float16").contains("f32, bf16, f16 or int8"));
         assert!(refusal("--optimizer adamx").contains("adamw"));
         assert!(refusal("--lr -1").contains("above 0"));
         assert!(refusal("--clip nan").contains("0 or above"));

@@ -47,7 +47,7 @@ pub enum Error {
         steps: u64,
     },
     /// A file or folder of the report cannot be written.
-    #[error("write {path:?}: {cause}")]
+    #[error("cannot write {path:?}: {cause}")]
     Report {
         /// The file or folder.
         path: PathBuf,
@@ -55,7 +55,7 @@ pub enum Error {
         cause: io::Error,
     },
     /// An operation of the operating system failed.
-    #[error("{doing}: {cause}")]
+    #[error("cannot {doing}: {cause}")]
     System {
         /// The operation that failed.
         doing: &'static str,

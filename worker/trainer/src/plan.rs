@@ -3,10 +3,10 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use zeroshard_client::{CreateJob, Options};
+use zeroshard_client::{CreateJob, Options, Transport, Wire};
 use zeroshard_model::{
     CheckpointPolicy, DType, JobSpec, Manifest, Optimizer, Policy, Restore, RestoreVersion,
-    TensorSpec,
+    StateDType, TensorSpec,
 };
 use zeroshard_net::{Token, transport::tls::Tls};
 use zeroshard_worker::parallel::Level;
@@ -37,6 +37,8 @@ pub struct Plan {
     pub nccl: bool,
     /// `true` if servers with a GPU keep the optimizer state outside of its memory.
     pub offload: bool,
+    /// The dtype of the optimizer state.
+    pub state_dtype: StateDType,
     /// The division of the global batch.
     pub sharding: Sharding,
     /// The number of shard servers to wait for.
@@ -51,10 +53,14 @@ pub struct Plan {
     pub loss_scale: f64,
     /// The element type of the published parameters.
     pub parameter_dtype: DType,
-    /// The element type on the wire.
-    pub wire: DType,
+    /// The encoding of gradients on the wire.
+    pub wire: Wire,
+    /// The encoding of parameters on the wire: see [`Options::parameter_wire`].
+    pub parameter_wire: Option<Wire>,
     /// The payload of one message in bytes.
     pub chunk_bytes: usize,
+    /// How parameters and gradients reach servers.
+    pub transport: Option<Transport>,
     /// The deadline of one operation.
     pub deadline: Duration,
     /// The time limit for the first answer of the coordinator.
@@ -107,12 +113,15 @@ impl Plan {
             policy: if whole { Policy::Whole } else { Policy::Elementwise },
             no_clip: false,
             layout: self.parallelism.layout(parameter),
+            replaced_by: None,
         });
         let manifest = Manifest::new(tensors.collect())?;
         let spec = JobSpec {
             world: self.parallelism.workers(),
             group_size: self.group_size,
             offload: self.offload,
+            rounding_seed: self.seed,
+            state_dtype: self.state_dtype,
             min_servers: self.shards,
             replicas: self.replicas,
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
@@ -142,7 +151,9 @@ impl Plan {
     pub fn options(&self) -> Options {
         Options::default()
             .wire(self.wire)
+            .parameter_wire(self.parameter_wire)
             .chunk_bytes(self.chunk_bytes)
+            .transport(self.transport)
             .timeout(self.deadline)
             .connect_timeout(self.connect_timeout)
             .token(self.token.clone())
@@ -157,8 +168,12 @@ impl Plan {
     /// A description of the settings that must be the same for all workers, and that are not part
     /// of the job's specification.
     pub fn shared_settings(&self) -> String {
-        let Self { level, seed, architecture, sharding, .. } = self;
-        format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
+        let Self { level, seed, architecture, sharding, wire, .. } = self;
+        let parameter_wire = self.options().wire_of_parameters();
+        format!(
+            "level {level}, seed {seed}, gradients as {wire}, parameters as {parameter_wire}, \
+             {architecture:?}, {sharding:?}"
+        )
     }
 }
 

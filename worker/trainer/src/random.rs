@@ -5,7 +5,7 @@
 //! step that is run again draws the same numbers. The mixing function is that of SplitMix64
 //! (Steele, Lea, Flood 2014).
 
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+use zeroshard_model::splitmix::{GOLDEN, mixed};
 
 /// A stream of random numbers.
 #[derive(Debug, Clone)]
@@ -17,7 +17,7 @@ impl Stream {
     /// The stream of a key. Different keys give unrelated streams.
     pub fn new(key: &[u64]) -> Self {
         let state =
-            key.iter().fold(GOLDEN, |state, &part| mix(state ^ mix(part.wrapping_add(GOLDEN))));
+            key.iter().fold(GOLDEN, |state, &part| mixed(state ^ mixed(part.wrapping_add(GOLDEN))));
         Self { state }
     }
 
@@ -29,7 +29,7 @@ impl Stream {
     /// The next 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.state = self.state.wrapping_add(GOLDEN);
-        mix(self.state)
+        mixed(self.state)
     }
 
     /// A uniform number in `[0, 1)` with 24 random bits, which is exact in f32.
@@ -42,12 +42,6 @@ impl Stream {
     pub fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.bits()) * bound as u128) >> 64) as usize
     }
-}
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

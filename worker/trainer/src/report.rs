@@ -173,7 +173,9 @@ fn table(plan: &Plan, summary: &Summary, parameters: usize) -> Table {
             plan.parallelism
         ),
     );
-    row("level", format!("{}, {} on the wire", plan.level, plan.wire));
+    let parameter_wire = plan.options().wire_of_parameters();
+    let wires = format!("gradients as {}, parameters as {parameter_wire}", plan.wire);
+    row("level", format!("{}, {wires} on the wire", plan.level));
     row("optimizer", plan.schedule.to_string());
     row("training loss", format!("{:.4} nats/character", summary.train_loss));
     row("held-out loss", format!("{:.4} nats/character", summary.eval_loss));

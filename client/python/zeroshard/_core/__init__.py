@@ -2,5 +2,5 @@
 parameters that are gathered when they are used.
 
 Nothing here imports PyTorch or Paddle. The interface to them is
-:class:`~zeroshard._core.framework.Framework`.
+:class:`~zeroshard._core.framework.Framework`, which joins an interface for each subject.
 """

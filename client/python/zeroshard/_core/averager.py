@@ -12,7 +12,8 @@ from .._connection import Connection
 from .._native import Rest
 from .._rendezvous import ProcessGroup
 from ..errors import StepAbortedError, StepMismatchError, UnusedParameterError
-from .framework import Framework, T
+from .parameters import Parameters
+from .tensors import T
 
 #: The parameter group of a job whose servers average gradients.
 AVERAGE: tuple[str, dict[str, float]] = ("average", {})
@@ -44,7 +45,7 @@ class Averager(Generic[T]):
     def __init__(
         self,
         connection: Connection,
-        framework: Framework[T],
+        framework: Parameters[T],
         purpose: str,
         group: ProcessGroup,
         parameters: Sequence[Named[T]],

@@ -8,12 +8,12 @@ from .. import _native
 from .._connection import Connection
 from .._rendezvous import ProcessGroup
 from .averager import AVERAGE, Named
-from .framework import Framework, T
+from .tensors import T, Tensors
 
 
 def broadcast(
     connection: Connection,
-    framework: Framework[T],
+    framework: Tensors[T],
     group: ProcessGroup,
     source: int,
     tensors: Sequence[Named[T]],
@@ -30,7 +30,7 @@ def broadcast(
 
 def offer(
     connection: Connection,
-    framework: Framework[T],
+    framework: Tensors[T],
     group: ProcessGroup,
     source: int,
     tensors: Sequence[Named[T]],
@@ -65,7 +65,7 @@ def _members(group: ProcessGroup, source: int) -> ProcessGroup:
 
 
 def _transfer(
-    job: _native.Job, framework: Framework[T], members: ProcessGroup, tensors: Sequence[Named[T]]
+    job: _native.Job, framework: Tensors[T], members: ProcessGroup, tensors: Sequence[Named[T]]
 ) -> None:
     if members.rank == 0:
         arrays = [framework.outgoing_words(tensor) for _, tensor in tensors]

@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, Literal, TypeAlias
 
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, UnavailableError
-from .framework import T
+from .tensors import T
 
 #: The number of ranks of a group, or "host": the ranks that a launcher has started on this host.
 GroupSize: TypeAlias = int | Literal["host"]

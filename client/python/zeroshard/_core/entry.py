@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 from .. import _native
 from .._native import Array, TensorSpec
 from ..errors import InvalidArgumentError
-from .framework import Framework, Incoming, T
 from .layout import JobLayout
+from .parameters import Parameters
+from .tensors import Incoming, T
 
 #: Bytes of values that are hashed at a time.
 _CHUNK = 1 << 28
+
+_Found = TypeVar("_Found")
 
 
 @dataclass
 class Entry(Generic[T]):
     """One tensor of the manifest."""
 
-    framework: Framework[T]
+    framework: Parameters[T]
     name: str
     tensor: T
     #: ``True`` if the servers update it. It may be frozen now: then no rank has a gradient of it.
@@ -39,6 +42,10 @@ class Entry(Generic[T]):
     resident: bool = True
     #: ``True`` if it is a parameter of the optimizer.
     optimized: bool = False
+    #: ``True`` if it is state of an optimizer that runs on the ranks. No rank has its values.
+    kept: bool = False
+    #: The only rank that sends new values of it with a step; None: the one that uploads it.
+    replaced_by: int | None = None
     #: ``True`` if it takes part in clipping by the global norm.
     clips: bool = field(init=False)
     shape: tuple[int, ...] = field(init=False)
@@ -54,8 +61,9 @@ class Entry(Generic[T]):
     #: Its values as far as they are compared, and the framework's counter of changes, when it was
     #: last marked.
     _seen: object = field(init=False)
-    #: Keeps the memory of a parameter whose address is compared, so that no other values get it.
-    _memory: object = field(init=False, default=None)
+    #: The memory of a parameter whose address is compared, which no other values may get; or the
+    #: memory in which servers show its values.
+    _memory: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.shape = self.framework.shape(self.tensor)
@@ -83,7 +91,19 @@ class Entry(Generic[T]):
     @property
     def modified(self) -> bool:
         """Returns whether the program has written to it since it was last marked."""
-        return bool(modified([self]))
+        if self._compared:
+            return bool(modified([self]))
+        return self._counted() != self._seen
+
+    def _differs(self, look: Any) -> bool:
+        """Returns whether the program has written to it, as it looks now."""
+        if look == self._seen:
+            return False
+        if not self._compared or self._memory is None or look[0]:
+            return True
+        # The program has moved the values. Servers show the earlier ones, which have no hash yet.
+        before = self.framework.outgoing(self._memory)
+        return _native.looks([before]) != [self._seen] or _native.hashes([before]) != [look[1]]
 
     def _counted(self) -> object:
         return self.framework.changes(self.tensor), self.framework.memory(self.tensor)
@@ -117,6 +137,7 @@ class Entry(Generic[T]):
     def text(self) -> str:
         """Its kind, for a comparison with other ranks."""
         kind = "a buffer" if self.buffer else "trained" if self.trained else "frozen"
+        kind = "state of an optimizer" if self.kept else kind
         group = f" in parameter group {self.group}" if self.trained else ""
         return f"{self.dtype} of shape {list(self.shape)}, {kind}{group}"
 
@@ -160,12 +181,13 @@ class Entry(Generic[T]):
             self.name,
             self.wire_shape if self.raw else self.shape,
             dtype,
-            frozen=not self.trained and not self.buffer,
-            buffer=self.buffer,
+            frozen=not self.trained and not self.buffer and not self.kept,
+            buffer=self.buffer or self.kept,
             group=self.group,
             whole=whole and self.trained,
             no_clip=not self.clips,
             layout=self.layout,
+            replaced_by=self.replaced_by,
         )
 
 
@@ -180,26 +202,35 @@ def mark(entries: Sequence[Entry[T]]) -> None:
 def modified(entries: Sequence[Entry[T]]) -> list[Entry[T]]:
     """The entries that the program has written to since they were last marked."""
     looks = _look(entries)
-    return [entry for entry, look in zip(entries, looks, strict=True) if look != entry._seen]
+    return [entry for entry, look in zip(entries, looks, strict=True) if entry._differs(look)]
 
 
 def _see(entries: Sequence[Entry[T]]) -> None:
     for entry, look in zip(entries, _look(entries), strict=True):
         entry._seen = look
-        is_compared_by_memory = entry.resident and not entry._compared and not entry.buffer
-        entry._memory = entry.framework.alias(entry.tensor) if is_compared_by_memory else None
+        is_shown = entry._compared and look[0]
+        is_compared_by_memory = not entry._compared and not entry.buffer
+        is_kept = entry.resident and (is_shown or is_compared_by_memory)
+        entry._memory = entry.framework.alias(entry.tensor) if is_kept else None
 
 
-def _look(entries: Sequence[Entry[T]]) -> list[object]:
-    """What is compared of each entry: a hash of its values, or the framework's counter and the
-    address of its memory."""
-    hashes = iter(hashes_of([entry for entry in entries if entry._compared]))
-    return [next(hashes) if entry._compared else entry._counted() for entry in entries]
+def _look(entries: Sequence[Entry[T]]) -> list[Any]:
+    """What is compared of each entry: its values, or the framework's counter and the address of its
+    memory."""
+    looks = iter(_of_values([entry for entry in entries if entry._compared], _native.looks))
+    return [next(looks) if entry._compared else entry._counted() for entry in entries]
 
 
 def hashes_of(entries: Sequence[Entry[T]]) -> list[int]:
     """A hash of the values of each entry."""
-    found: list[int] = []
+    return _of_values(entries, _native.hashes)
+
+
+def _of_values(
+    entries: Sequence[Entry[T]], of: Callable[[list[Array]], list[_Found]]
+) -> list[_Found]:
+    """What ``of`` returns for the values of each entry."""
+    found: list[_Found] = []
     arrays: list[Array] = []
     size = 0
     for entry in entries:
@@ -207,6 +238,6 @@ def hashes_of(entries: Sequence[Entry[T]]) -> list[int]:
         arrays.append(entry.outgoing())
         size += entry.framework.nbytes(entry.tensor)
         if size >= _CHUNK or entry is entries[-1]:
-            found += _native.hashes(arrays)
+            found += of(arrays)
             arrays, size = [], 0
     return found

@@ -28,7 +28,8 @@ from .._rendezvous import ProcessGroup
 from ..errors import InternalError, StepAbortedError
 from .collectives import Collectives, GroupSize, group_of
 from .entry import Entry
-from .framework import Framework, T
+from .framework import Framework
+from .tensors import T, Tensors
 
 _COMPARE, _PULL, _PUSH = 0, 1, 2
 
@@ -86,7 +87,7 @@ class Pull(Generic[T]):
 class Exchanges(Generic[T]):
     """The exchanges of a rank in a job with groups."""
 
-    def __init__(self, framework: Framework[T], collectives: Collectives[T]) -> None:
+    def __init__(self, framework: Tensors[T], collectives: Collectives[T]) -> None:
         self._framework = framework
         self._collectives = collectives
         #: The number of ranks of the group.

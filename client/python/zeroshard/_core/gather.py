@@ -6,7 +6,7 @@ shape. It is fetched by the first of these events:
 
 - its module's forward begins, or is predicted from the order of the last pass (prefetching);
 - an operation reads it, wherever in the program, as far as the framework can detect it
-  (``Framework.guard``);
+  (``Gathering.guard``);
 - backward needs it or a view of it (hooks for saved tensors).
 
 It is freed when no forward that used it is running, and during backward when its gradient is
@@ -16,118 +16,26 @@ complete. A view that the program still refers to (``w = layer.weight.t()``) kee
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
 
-from .._native import Schedule, Transfer
-from .exchanges import Pull
-from .framework import Incoming, T
+from .._native import Schedule
+from .._shown import holders
+from ..errors import Error
+from .gathering import Gathering
+from .heap import Heap
+from .holdings import Holdings
 from .interrupts import operation
 from .job import ModelJob
+from .tensors import T
+from .traffic import Traffic
+from .unit import Unit
 
 #: Unused memory that is kept for later: that of so many units of typical size. A transformer block
 #: has four units.
 _UNUSED = 4
-
-
-class Unit(Generic[T]):
-    """The large parameters of one module. They are fetched and freed together."""
-
-    def __init__(self, gatherer: Gatherer[T], number: int, parameters: dict[str, T]) -> None:
-        self.gatherer = gatherer
-        self.number = number
-        #: By name in the module.
-        self.parameters = parameters
-        self.nbytes = sum(map(gatherer.framework.nbytes, parameters.values()))
-        self.gathered = True
-        #: The number of running forwards that use it.
-        self.users = 0
-        self._fetch: tuple[Transfer | Pull[T], list[Incoming], list[tuple[T, T]]] | None = None
-        #: The node of the backward graph that it was fetched for.
-        self.node: Any = None
-        #: The parameters whose gradient is complete in this backward pass.
-        self.done: set[int] = set()
-
-    @property
-    def allocated(self) -> bool:
-        """Returns whether it has memory, because it is gathered or being fetched."""
-        return self.gathered or self._fetch is not None
-
-    @property
-    def modified(self) -> bool:
-        """Returns whether the program has written to it."""
-        return any(
-            self.gatherer.job.entry(parameter).modified for parameter in self.parameters.values()
-        )
-
-    @operation
-    def start(self, together: bool = False) -> None:
-        """Starts to fetch it, if it is not allocated. ``together``: all ranks of the group do
-        this."""
-        if self.allocated:
-            return
-        job, arrays, incoming, values = self.gatherer.job, [], [], []
-        job.check_open()
-        job.check_not_rolled_back()
-        for parameter in self.parameters.values():
-            if job.entry(parameter).modified:
-                continue  # an initializer of Paddle has given it memory and values
-            value = self.gatherer.memory.take(parameter)
-            values.append((parameter, value))
-            incoming.append(self.gatherer.framework.incoming(value))
-            arrays.append((job.entry(parameter).index, incoming[-1].array))
-        self._fetch = (job.pull(arrays, together=together), incoming, values)
-        self.gatherer.count(self.nbytes)
-
-    @operation
-    def finish(self) -> None:
-        """Fetches it and waits."""
-        if not self.gathered:
-            self.gatherer.job.check_open()  # it may have been prefetched before
-        self.start()
-        if self._fetch is not None:
-            transfer, incoming, values = self._fetch
-            try:
-                with self.gatherer.job.connection.activity.waiting("pull"):
-                    transfer.wait()
-            except BaseException:
-                self._cancel()
-                self.gatherer.count(-self.nbytes)
-                raise
-            for one in incoming:
-                one.finish()
-            self._fetch, self.gathered = None, True
-            for parameter, value in values:
-                entry = self.gatherer.job.entry(parameter)
-                if not entry.modified:
-                    self.gatherer.put(self, parameter, value)
-                    entry.hide()
-
-    def expose(self) -> None:
-        """The program may write to it from now on."""
-        for parameter in self.parameters.values():
-            self.gatherer.job.entry(parameter).expose()
-
-    @operation
-    def free(self) -> None:
-        """Frees it, unless a forward uses it or the program has written to it. In the latter case
-        the next step takes over the values."""
-        if not self.allocated or self.users > 0 or self.modified:
-            return
-        self._cancel()
-        self.gathered, self.node = False, None
-        self.gatherer.count(-self.nbytes)
-        for parameter in self.parameters.values():
-            self.gatherer.drop(parameter)
-            self.gatherer.job.entry(parameter).hide()
-
-    def _cancel(self) -> None:
-        """Cancels its fetch. A prefetch may have failed because a step has ended its version."""
-        if self._fetch is not None:
-            # The memory must not be written to after it is freed.
-            self._fetch[0].cancel()
-            self._fetch = None
 
 
 class _RunningForward(Generic[T]):
@@ -141,16 +49,20 @@ class _RunningForward(Generic[T]):
 class Gatherer(Generic[T]):
     """Decides which units are gathered."""
 
-    def __init__(self, job: ModelJob[T], model: Any, ahead: bool) -> None:
+    def __init__(self, job: ModelJob[T], traffic: Traffic[T], model: Any, ahead: bool) -> None:
         """``ahead`` enables prefetching."""
         self.job = job
-        self.framework = job.framework
+        self._traffic = traffic
+        self.framework: Gathering[T] = job.framework
+        # What a group exchanges is copied.
+        self.memory = self.framework.parameter_memory(shown=traffic.group_size == 1)
+        self.holdings = Holdings(self.framework, self.memory)
         self.units: list[Unit[T]] = []
         #: By the id of the parameter.
         self._unit_of: dict[int, Unit[T]] = {}
-        #: The parameter that owns a piece of memory.
-        self._by_memory: dict[Hashable, tuple[Unit[T], T]] = {}
         self._forwards: list[_RunningForward[T]] = []
+        #: The thread that runs passes.
+        self._thread: int | None = None
         self._prefetched: set[int] = set()
         #: Units that were used outside of any forward. They are kept until the next forward or
         #: step.
@@ -161,34 +73,31 @@ class Gatherer(Generic[T]):
         self._frozen: list[Unit[T]] = []
         self._find_units(model)
         sizes = [unit.nbytes for unit in self.units]
-        self.memory = self.framework.parameter_memory()
         self._schedule = Schedule([], 0) if ahead else None
         #: The bytes of a typical forward, which uses one unit, or several if it is compiled.
         self._typical = -1
         # Not the largest: in a small model that is an embedding as large as all other units.
         self._expect(statistics.median_low(sizes) if sizes else 0)
         self.memory.limit = _UNUSED * self._typical
-        #: Bytes of the units that are gathered, or being fetched, and their maximum so far.
-        self.gathered_bytes, self.peak_bytes = sum(sizes), 0
+        self.holdings.count(sum(sizes))
         for unit in self.units:
             unit.free()
+        self._heap = Heap(sizes)
+        holders.add(self)
 
-    def count(self, nbytes: int) -> None:
-        """Counts the bytes of a unit that is fetched, or, negative, freed."""
-        self.gathered_bytes += nbytes
-        if nbytes > 0:
-            self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
+    def free_shown(self) -> None:
+        """As :meth:`zeroshard._shown.Holder.free_shown`."""
+        is_running = self._forwards or self.framework.in_backward()
+        if is_running or self._thread != threading.get_ident():
+            return
+        for unit in self.units:
+            if unit.shown and unit not in self._kept and unit not in self._held:
+                unit.free(outdated=True)
+        self.memory.new_version()
 
-    def put(self, unit: Unit[T], parameter: T, value: T) -> None:
-        """Gives the parameter of a unit its memory."""
-        self._by_memory.pop(self.framework.memory(parameter), None)
-        self.memory.put(parameter, value)
-        self._by_memory[self.framework.memory(value)] = (unit, parameter)
-
-    def drop(self, parameter: T) -> None:
-        """Frees the memory of a parameter."""
-        self._by_memory.pop(self.framework.memory(parameter), None)
-        self.memory.drop(parameter)
+    def has(self, parameter: T) -> bool:
+        """Returns whether the parameter is one of a unit."""
+        return id(parameter) in self._unit_of
 
     def _find_units(self, model: Any) -> None:
         seen: set[int] = set()
@@ -220,7 +129,7 @@ class Gatherer(Generic[T]):
                 self.framework.around_forward(module, self._begin(used[module]), self._end)
 
     def _add_unit(self, module: Any, parameters: dict[str, T]) -> Unit[T]:
-        unit = Unit(self, len(self.units), parameters)
+        unit = Unit(self.job, self._traffic, self.holdings, len(self.units), parameters)
         self.units.append(unit)
         self._unit_of.update((id(parameter), unit) for parameter in parameters.values())
         self.framework.guard(
@@ -267,13 +176,16 @@ class Gatherer(Generic[T]):
         outermost = not self._forwards and not self.framework.in_backward()
         self._forwards.append(forward)
         if outermost:
+            self._thread = threading.get_ident()
             self.settle(together=self._trains())
             if not transforming:
                 forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
                 forward.hooks.__enter__()
-        for unit in units:
+        # What servers show is there until the next version.
+        needed = units if transforming else [unit for unit in units if not unit.shown]
+        for unit in needed:
             unit.start(self._trains())
-        for unit in units:
+        for unit in needed:
             self._use(unit)
             if transforming:
                 self._hold(unit)
@@ -315,7 +227,8 @@ class Gatherer(Generic[T]):
                 self._hold(unit)
             return nullcontext()
         if self._forwards:
-            self._use(unit)
+            if not unit.shown:
+                self._use(unit)
             return nullcontext()
         if self.framework.in_backward():
             self.need_in_backward(unit)
@@ -332,7 +245,7 @@ class Gatherer(Generic[T]):
         """Gives a parameter of the unit other memory, which is not initialised."""
         self.expose(unit)
         value = self.memory.take(parameter)
-        self.put(unit, parameter, value)
+        self.holdings.put(parameter, value)
         return value
 
     def expose(self, unit: Unit[T]) -> None:
@@ -385,7 +298,9 @@ class Gatherer(Generic[T]):
             self._free(unit)
         if together:
             # A rank that has evaluated the model alone may have other units than the others.
-            self.job.compare_pulls([unit.number for unit in self.units if unit.allocated], ahead)
+            self._traffic.compare_pulls(
+                [unit.number for unit in self.units if unit.allocated], ahead
+            )
         self._prefetch(ahead, together)
 
     def new_version(self, together: bool = False) -> None:
@@ -395,9 +310,41 @@ class Gatherer(Generic[T]):
         self._kept.clear()
         self._held.clear()
         self._prefetched = set()
+        shown = [unit for unit in self.units if unit.shown]
         for unit in self.units:
-            unit.free()
+            unit.free(outdated=True)
+            if unit.shown:  # the program uses it, or has written to it
+                unit.shown = False
+                self.holdings.count(unit.nbytes)
+        self.memory.new_version()
+        self._gather([unit for unit in shown if not unit.allocated])
         self.settle(together)
+
+    def _gather(self, units: list[Unit[T]]) -> None:
+        """Gathers units that servers have shown, in one transfer, which moves no bytes. If it
+        fails, the next forward fetches them again, and raises the error."""
+        first, rest = units[:1], units[1:]
+        self._gather_together(first)
+        # If the servers now send the values, each unit is fetched when a forward needs it.
+        if all(unit.shown for unit in first):
+            self._gather_together(rest)
+
+    def _gather_together(self, units: list[Unit[T]]) -> None:
+        if not units:
+            return
+        try:
+            transfer = self._traffic.pull(
+                [one for unit in units for one in unit.prepare()], together=False
+            )
+            for unit in units:
+                unit.fetch_by(transfer)
+            for unit in units:
+                unit.finish()
+        except BaseException as error:
+            for unit in units:
+                unit.give_up()
+            if not isinstance(error, Error):
+                raise
 
     def restart(self) -> None:
         """Frees all units, also in the middle of a pass that an exception has ended."""
@@ -408,6 +355,8 @@ class Gatherer(Generic[T]):
 
     def need_in_backward(self, unit: Unit[T]) -> None:
         """Called before a node of the backward graph reads one of the unit's parameters."""
+        if unit.shown:
+            return
         again = unit.node is self.framework.backward_node()
         self._follow_backward(unit)
         if not (again and unit.gathered):
@@ -434,8 +383,9 @@ class Gatherer(Generic[T]):
     def accumulated(self, parameter: T) -> None:
         """Called when the parameter's gradient is complete in this backward pass: no other node
         needs the parameter."""
+        self._heap.settle()
         unit = self._unit_of.get(id(parameter))
-        if unit is None:
+        if unit is None or unit.shown:
             return
         unit.done.add(id(parameter))
         trained = {id(p) for p in unit.parameters.values() if self.job.entry(p).differentiable}
@@ -472,19 +422,18 @@ class Gatherer(Generic[T]):
 
     def _pack(self, saved: T) -> Any:
         """Replaces a saved tensor that is a view of a unit's parameter."""
-        memory = self.framework.memory(saved)
-        found = None if memory is None else self._by_memory.get(memory)
-        if found is None:
+        parameter = self.holdings.owner(saved)
+        if parameter is None:
             return saved
-        unit, parameter = found
         view = self.framework.view(saved, parameter)
-        return saved if view is None else _Saved(unit, view)
+        return saved if view is None else _Saved(self, self._unit_of[id(parameter)], view)
 
 
 class _Saved(Generic[T]):
     """Stands for a view of a parameter, which is made when backward needs it."""
 
-    def __init__(self, unit: Unit[T], view: Callable[[], T]) -> None:
+    def __init__(self, gatherer: Gatherer[T], unit: Unit[T], view: Callable[[], T]) -> None:
+        self.gatherer = gatherer
         self.unit = unit
         self.view = view
 
@@ -493,5 +442,5 @@ def _unpack(packed: Any) -> Any:
     """Returns the saved tensor, or makes the view of the parameter's current memory."""
     if not isinstance(packed, _Saved):
         return packed
-    packed.unit.gatherer.need_in_backward(packed.unit)
+    packed.gatherer.need_in_backward(packed.unit)
     return packed.view()

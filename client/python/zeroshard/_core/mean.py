@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic
+from collections.abc import Callable
+from typing import Generic, Protocol
 
 from ..errors import InvalidArgumentError
 from .entry import Entry
-from .framework import T
-
-if TYPE_CHECKING:
-    from .gradients import Gradients
+from .tensors import T
 
 
 class Fetched(ABC, Generic[T]):
@@ -38,6 +36,41 @@ class Fetched(ABC, Generic[T]):
         """Multiplies the values, which stay edited or not."""
 
 
+class OpenGradients(Protocol[T]):
+    """The gradients of the open step, as far as a mean gradient needs them:
+    :class:`zeroshard._core.looks.Looks`."""
+
+    loss_scale: float
+
+    @property
+    def in_backward(self) -> bool: ...
+
+    @property
+    def is_alone(self) -> bool: ...
+
+    @property
+    def stay_here(self) -> bool: ...
+
+    @property
+    def is_clipped(self) -> bool: ...
+
+    def is_open(self, mean: MeanGradient[T]) -> bool: ...
+
+    def is_sent(self, mean: MeanGradient[T]) -> bool: ...
+
+    def norms_of_look(self) -> list[float]: ...
+
+    def shown_scale(self, entry: Entry[T]) -> float: ...
+
+    def fetch(self, entry: Entry[T]) -> tuple[T, float]: ...
+
+    def average_later(self) -> Callable[[T, T], None]: ...
+
+    def already_sent(self, entry: Entry[T]) -> InvalidArgumentError: ...
+
+    def changed_after_clipping(self, entry: Entry[T]) -> InvalidArgumentError: ...
+
+
 class MeanGradient(ABC, Generic[T]):
     """The mean gradient of one parameter in one step."""
 
@@ -52,7 +85,7 @@ class MeanGradient(ABC, Generic[T]):
     #: None until the program looks at it.
     _fetched: Fetched[T] | None = None
 
-    def __init__(self, gradients: Gradients[T], entry: Entry[T]) -> None:
+    def __init__(self, gradients: OpenGradients[T], entry: Entry[T]) -> None:
         # Weak: the parameter refers to this object, and Python does not find cycles through a
         # parameter.
         self._of_gradients = weakref.ref(gradients)
@@ -74,7 +107,7 @@ class MeanGradient(ABC, Generic[T]):
         self.name = entry.name
 
     @property
-    def _gradients(self) -> Gradients[T]:
+    def _gradients(self) -> OpenGradients[T]:
         gradients = self._of_gradients()
         if gradients is None:
             raise self._gone()

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from typing import Any, Generic
 
 from ..errors import InvalidArgumentError
-from .framework import T
 from .sharding import Sharding
+from .tensors import T
 
 
 class SteppedByServers(Generic[T]):
@@ -31,11 +31,11 @@ class SteppedByServers(Generic[T]):
     @property
     def loss_scale(self) -> float:
         """The factor by which the loss was multiplied. The servers divide the gradients by it."""
-        return self.sharding.loss_scale
+        return self.sharding.gradients.looks.loss_scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self.sharding.loss_scale = scale
+        self.sharding.gradients.looks.loss_scale = scale
 
     def state_hash(self) -> str:
         """The hash of all parameters and optimizer state on the servers. Equal runs have equal

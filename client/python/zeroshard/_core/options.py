@@ -8,9 +8,24 @@ from typing import Any
 
 from ..errors import InvalidArgumentError
 from .collectives import GroupSize
-from .framework import Framework, T
+from .modules import Modules
+from .tensors import T
 
 LEVELS = ("os", "os_g", "p_g_os")
+STATE_DTYPES = ("f32", "int8")
+
+
+def stage_of(level: str) -> int:
+    """The stage of ZeRO, from 1 to 3, that a level is.
+
+    Raises:
+        InvalidArgumentError: there is no such level.
+    """
+    if level not in LEVELS:
+        raise InvalidArgumentError(
+            f"level is {level!r}; it must be one of {', '.join(map(repr, LEVELS))}"
+        )
+    return LEVELS.index(level) + 1
 
 
 @dataclass(frozen=True)
@@ -27,11 +42,14 @@ class Options:
     accumulation_steps: int | None
     group_size: GroupSize
     offload: bool
+    state_dtype: str
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
+        stage_of(self.level)
+        if self.state_dtype not in STATE_DTYPES:
             raise InvalidArgumentError(
-                f"level is {self.level!r}; it must be one of {', '.join(map(repr, LEVELS))}"
+                f"state_dtype is {self.state_dtype!r}; it must be one of "
+                f"{', '.join(map(repr, STATE_DTYPES))}"
             )
         for name, size in (
             ("buffer_max_size", self.buffer_max_size),
@@ -64,7 +82,7 @@ class Options:
                 f"exclude_layer is {layers!r}; it must be a list of class names and ids of modules"
             )
 
-    def bucket_numel(self, framework: Framework[T], model: Any) -> int:
+    def bucket_numel(self, framework: Modules[T], model: Any) -> int:
         """Elements of a bucket of gradients. At ``p_g_os`` a bucket is not larger than the largest
         parameter, so that it does not delay the gradients of more than one layer."""
         if self.level != "p_g_os":
@@ -75,7 +93,7 @@ class Options:
         )
         return min(self.buffer_max_size, largest)
 
-    def fetched(self, framework: Framework[T], model: Any) -> set[int]:
+    def fetched(self, framework: Modules[T], model: Any) -> set[int]:
         """The ids of the parameters of the model that are on the servers, and on a worker only
         while they are used."""
         excluded = self._excluded(framework, model)
@@ -90,7 +108,7 @@ class Options:
             and framework.dtype(parameter) is not None
         }
 
-    def _excluded(self, framework: Framework[T], model: Any) -> set[int]:
+    def _excluded(self, framework: Modules[T], model: Any) -> set[int]:
         """The parameters of modules that are excluded, or run in native code: they stay on the
         worker."""
         layers = self.exclude_layer or ()

@@ -9,14 +9,16 @@ sends nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Generic
 
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, TimeoutError
 from .entry import Entry
-from .framework import Framework, T
 from .job import ModelJob
+from .parameters import Parameters
 from .reducer import average_now
+from .shown import Outside, ShownGradients
+from .step_state import Step
+from .tensors import T
 
 #: The hint for a rank that looks at a mean gradient alone.
 LOOK_TOGETHER = (
@@ -25,13 +27,13 @@ LOOK_TOGETHER = (
 )
 
 
-class OutsideGradients(Generic[T]):
+class OutsideGradients(Outside[T]):
     """The gradients of the trainable parameters of a model that are not in its optimizer."""
 
-    def __init__(self, job: ModelJob[T]) -> None:
+    def __init__(self, job: ModelJob[T], step: Step) -> None:
         self._job = job
-        #: ``True`` if ranks may rest, which do not take part in averaging.
-        self.is_joining = False
+        self._step = step
+        self._framework: ShownGradients[T] = job.framework
         #: By the id of a parameter, which the job keeps alive.
         self._stand_ins: dict[int, T] = {}
         #: The ids of the parameters of which the program has seen means. They may be frozen now.
@@ -54,31 +56,31 @@ class OutsideGradients(Generic[T]):
     def _has_replicas(self, entry: Entry[T]) -> bool:
         """Returns False for a parameter that is distributed over all ranks: the framework's
         gradient of it is that of all ranks."""
-        own = self._job.framework.layout(entry.tensor)
+        own = self._framework.layout(entry.tensor)
         return entry.layout is None or own is None or len(entry.layout[1]) > len(own.placements)
 
     @property
     def in_backward(self) -> bool:
         """Returns whether a backward pass is running."""
-        return self._job.framework.in_backward()
+        return self._framework.in_backward()
 
     def show(self) -> None:
         """Called after a backward pass: from now on the program sees means."""
         for entry in self.entries:
             if entry.differentiable:
                 self._shown.add(id(entry.tensor))
-                self._job.framework.show_outside(self, entry)
+                self._framework.show_outside(self, entry)
 
     def show_removed(self, entry: Entry[T]) -> None:
         """Called when the job no longer trains a parameter that has a gradient."""
         if any(entry is each for each in self.entries):
             self._shown.add(id(entry.tensor))
-            self._job.framework.show_outside(self, entry)
+            self._framework.show_outside(self, entry)
 
     def average(self, looked_at: T) -> None:
         """Replaces the gradients that the program sees by their means, when it looks at that of a
         parameter. Every rank must call it."""
-        framework, entry = self._job.framework, self._job.find(looked_at)
+        framework, entry = self._framework, self._job.find(looked_at)
         if entry is None:
             return  # the program has taken it out of the model
         self._check_averages(entry)
@@ -90,7 +92,7 @@ class OutsideGradients(Generic[T]):
             framework.receive_outside(entry.tensor, mean)
 
     def _averages(self, entry: Entry[T]) -> bool:
-        return entry.layout is None and self._job.framework.dtype(entry.tensor) is not None
+        return entry.layout is None and self._framework.dtype(entry.tensor) is not None
 
     def _check_averages(self, entry: Entry[T]) -> None:
         if not self._averages(entry):
@@ -100,7 +102,7 @@ class OutsideGradients(Generic[T]):
                 f"its gradient over the ranks, since it is {kind}; add it to the optimizer before "
                 "group_sharded_parallel, or freeze it with requires_grad_(False)"
             )
-        if self.is_joining:
+        if self._step.loop is not None:  # ranks that rest do not take part in averaging
             raise InvalidArgumentError(
                 f"parameter {entry.name!r} is not in the optimizer, and its gradient cannot be "
                 "averaged inside zeroshard.torch.join, where ranks may have no more batches; add "
@@ -111,12 +113,12 @@ class OutsideGradients(Generic[T]):
     def _stand_in(self, entry: Entry[T]) -> T:
         key = id(entry.tensor)
         if key not in self._stand_ins:
-            self._stand_ins[key] = self._job.framework.stand_in(entry.tensor)
+            self._stand_ins[key] = self._framework.stand_in(entry.tensor)
         return self._stand_ins[key]
 
 
 def mean_gradients(
-    framework: Framework[T], stand_ins: Sequence[T], own: Sequence[T | None], group: ProcessGroup
+    framework: Parameters[T], stand_ins: Sequence[T], own: Sequence[T | None], group: ProcessGroup
 ) -> list[T | None]:
     """Returns the means over the ranks of gradients, all of which must call it.
 
@@ -140,3 +142,13 @@ def mean_gradients(
     finally:
         for stand_in in stand_ins:
             framework.set_gradient(stand_in, None)
+
+
+def average_gradient(
+    framework: Parameters[T], group: ProcessGroup, parameter: T, stand_in: T
+) -> None:
+    """Replaces the gradient of one parameter by its mean over the ranks, all of which must call
+    it."""
+    [mean] = mean_gradients(framework, [stand_in], [framework.gradient(parameter)], group)
+    if mean is not None:
+        framework.set_gradient(parameter, mean)

@@ -14,7 +14,10 @@ from .._session import connection
 from ..errors import InvalidArgumentError, UnusedParameterError
 from .averager import Averager, Named
 from .broadcast import broadcast
-from .framework import Framework, Hook, T
+from .modules import Modules
+from .parameters import Hook, Parameters
+from .tensors import T
+from .weak_calls import weakly
 
 _MB = 1 << 20
 
@@ -34,7 +37,7 @@ class Reducer(Generic[T]):
 
     def __init__(
         self,
-        framework: Framework[T],
+        framework: Modules[T],
         model: Any,
         group: ProcessGroup,
         *,
@@ -310,7 +313,7 @@ def any_averages() -> bool:
     return _fused.any() or any(reducer.averager is not None for reducer in _all)
 
 
-def average_now(framework: Framework[T], parameters: Iterable[T], group: ProcessGroup) -> None:
+def average_now(framework: Parameters[T], parameters: Iterable[T], group: ProcessGroup) -> None:
     """Replaces the gradient of each parameter with its mean over the ranks."""
     trainable = list(
         {id(p): p for p in parameters if framework.trains(p) and framework.numel(p) > 0}.values()
@@ -338,7 +341,9 @@ class _Jobs:
         self._jobs: dict[tuple[Any, ...], Averager[Any]] = {}
         self._alive: dict[tuple[Any, ...], list[weakref.ref[Any]]] = {}
 
-    def get(self, framework: Framework[T], group: ProcessGroup, parameters: list[T]) -> Averager[T]:
+    def get(
+        self, framework: Parameters[T], group: ProcessGroup, parameters: list[T]
+    ) -> Averager[T]:
         open_connection, key = connection(), self._key(group, parameters)
         averager = self._jobs.get(key)
         if averager is None or averager.connection is not open_connection:
@@ -366,16 +371,3 @@ class _Jobs:
 
 
 _fused = _Jobs()
-
-
-def weakly(owner: Any, method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """``method`` of ``owner`` as a hook that does not keep ``owner`` alive: the garbage collector
-    does not find cycles through the hooks of tensors."""
-    reference = weakref.ref(owner)
-
-    def call(*more: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, *args, *more)
-
-    return call

@@ -3,51 +3,52 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._log import log, numel_text
 from ..errors import Error
+from .gather import Gatherer
+from .job import ModelJob
 
-if TYPE_CHECKING:
-    from .sharding import Sharding
 
-
-def log_start(sharding: Sharding[Any]) -> None:
+def log_start(job: ModelJob[Any], level: str, gatherer: Gatherer[Any] | None) -> None:
     """Logs what is held where."""
-    job = sharding.job
     try:
         servers = len(job.connection.status().servers)
     except Error:
         return  # the next step reports it
-    total = sum(math.prod(entry.shape) for entry in job.entries if not entry.buffer)
+    total = sum(math.prod(entry.shape) for entry in job.parameters)
+    held = _held(job, level, gatherer)
+    ranks = job.optimizer.on_ranks
+    if ranks is not None:
+        held += f"; {ranks.name} runs on the ranks, and sends new values and state in each step"
     log(
         "%s, level %s: %s parameters on %d shard server%s; %s",
         job.job.name,
-        sharding.level,
+        level,
         numel_text(total),
         servers,
         "" if servers == 1 else "s",
-        _held(sharding),
+        held,
     )
 
 
-def _held(sharding: Sharding[Any]) -> str:
-    if sharding.level == "os":
+def _held(job: ModelJob[Any], level: str, gatherer: Gatherer[Any] | None) -> str:
+    if level == "os":
         return (
             "each worker holds all parameters and gradients; master weights and optimizer state "
             "are on the servers"
         )
-    gatherer, framework = sharding.gatherer, sharding.job.framework
     if gatherer is None or not gatherer.units:
         held = "each worker holds all parameters"
     else:
         kept = sum(
-            framework.numel(entry.tensor)
-            for entry in sharding.job.entries
+            job.framework.numel(entry.tensor)
+            for entry in job.entries
             if entry.resident and not entry.buffer
         )
         largest = max(
-            sum(map(framework.numel, unit.parameters.values())) for unit in gatherer.units
+            sum(map(job.framework.numel, unit.parameters.values())) for unit in gatherer.units
         )
         held = (
             f"each worker keeps {numel_text(kept)} of them and gathers the others by module, of "

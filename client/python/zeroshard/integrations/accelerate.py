@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._versions import check_versions
 from ..errors import InvalidArgumentError
 from ..torch import GradScaler, GroupSharded, ShardedOptimizer, group_sharded_parallel, join
+from ..torch._sharded_module import ShardedModule
 from ._missing import missing
+from ._private import note_skipped, prepared_loaders, prepared_models, prepared_optimizers
 
 try:
     import accelerate
@@ -68,6 +71,7 @@ class Accelerator(accelerate.Accelerator):
         return shared
 
     def _shard_with(self, level: str, sharding_options: Mapping[str, Any] | None) -> None:
+        check_versions(("accelerate",))
         if self.distributed_type not in _REPLACED:
             raise InvalidArgumentError(
                 f"Accelerate is configured for {self.distributed_type}, which shards the model "
@@ -111,8 +115,9 @@ class Accelerator(accelerate.Accelerator):
                     model, optimizer, self._level, **self._options
                 )
                 # A rank with fewer batches takes the loss scale of the others (`join`).
-                objects[number]._scaler = self.scaler
-                self._models[self._models.index(given)] = objects[number]
+                objects[number]._zeroshard.scaler = self.scaler
+                models = prepared_models(self)
+                models[models.index(given)] = objects[number]
         return super().prepare(*objects, device_placement=device_placement)
 
     def prepare_model(
@@ -124,7 +129,7 @@ class Accelerator(accelerate.Accelerator):
         """As Accelerate's, for models that are not trained. Models that are trained must be passed
         to :meth:`prepare`."""
         trains = any(parameter.requires_grad for parameter in model.parameters())
-        if trains and not evaluation_mode and not isinstance(model, GroupSharded):
+        if trains and not evaluation_mode and not isinstance(model, ShardedModule):
             raise InvalidArgumentError(
                 f"a {type(model).__name__} with trainable parameters is prepared without its "
                 "optimizer; pass both to the same call of prepare(), or call "
@@ -137,14 +142,14 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         prepared = _PreparedOptimizer(optimizer, device_placement=False, scaler=self.scaler)
-        self._optimizers.append(prepared)
+        prepared_optimizers(self).append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As Accelerate's. A scheduler of an optimizer that was sharded follows the sharded one."""
         prepared = super().prepare_scheduler(scheduler)
         original = getattr(scheduler, "optimizer", None)
-        for optimizer in self._optimizers:
+        for optimizer in prepared_optimizers(self):
             if isinstance(optimizer, _PreparedOptimizer) and optimizer.stands_for(original):
                 prepared.optimizers = [optimizer]
         return prepared
@@ -152,15 +157,15 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
         """As Accelerate's, also in a single process."""
-        with model.no_sync() if isinstance(model, GroupSharded) else super().no_sync(model):
+        with model.no_sync() if isinstance(model, ShardedModule) else super().no_sync(model):
             yield
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: Any) -> Iterator[None]:
         """As Accelerate's."""
-        if isinstance(model, GroupSharded):
-            model.sharding.gradients.hold = False
+        if isinstance(model, ShardedModule):
+            model._zeroshard.sharding.backward.hold = False
             yield
             return
         with accelerate.Accelerator.trigger_sync_in_backward(model):
@@ -184,8 +189,9 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def _batches(self, even: bool) -> Iterator[None]:
         """A context in which data loaders give all ranks the same number of batches, or not."""
-        loaders = [one for one in self._dataloaders if not isinstance(one, DataLoaderDispatcher)]
-        if len(loaders) < len(self._dataloaders):
+        prepared = prepared_loaders(self)
+        loaders = [one for one in prepared if not isinstance(one, DataLoaderDispatcher)]
+        if len(loaders) < len(prepared):
             warnings.warn(
                 "even_batches has no effect on data loaders with dispatch_batches=True",
                 stacklevel=5,
@@ -216,7 +222,7 @@ class _PreparedOptimizer(AcceleratedOptimizer):
         super().step(closure)
         if self.scaler is not None and self.gradient_state.sync_gradients:
             # The servers skip the step. Accelerate looks at whether `step` was called.
-            self._is_overflow = not self.optimizer.last_report.applied
+            note_skipped(self, not self.optimizer.last_report.applied)
 
 
 def _is_prepared(optimizer: Any) -> bool:
@@ -236,7 +242,7 @@ def _index_of_model(objects: list[Any], optimizer: torch.optim.Optimizer) -> int
             f"prepare() is called with an optimizer of parameters of {len(found)} of the models; "
             "pass it together with one model that contains all of its parameters"
         )
-    if isinstance(objects[found[0]], GroupSharded):
+    if isinstance(objects[found[0]], ShardedModule):
         raise InvalidArgumentError(
             "prepare() is called with a model that is sharded already and with another optimizer; "
             "a model has one optimizer"

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .._versions import check_versions
 from ..errors import InvalidArgumentError
 from ..torch import GroupSharded
 from ._missing import missing
+from ._private import LoadsValues
 
 try:
     import transformers
@@ -24,7 +26,7 @@ from .accelerate import Accelerator
 __all__ = ["Seq2SeqTrainer", "ShardedTraining", "Trainer"]
 
 
-class ShardedTraining:
+class ShardedTraining(LoadsValues):
     """Mixin for subclasses of ``transformers.Trainer``, to be named before them: ``class
     MyTrainer(ShardedTraining, SFTTrainer)``."""
 
@@ -46,6 +48,7 @@ class ShardedTraining:
 
         The other arguments are those of the trainer.
         """
+        check_versions(("transformers",))
         self._sharding_arguments = (level, sharding_options)
         super().__init__(*args, **kwargs)
 
@@ -59,19 +62,11 @@ class ShardedTraining:
             )
         self.accelerator: Any = Accelerator.sharing(self.accelerator, *self._sharding_arguments)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        self._take_values()
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()  # type: ignore[misc]
-        self._take_values()
-
-    def _take_values(self) -> None:
-        """The trainer has loaded values into the model, which may be sharded already."""
+    def _zeroshard_loaded(self) -> None:
+        # The model may be sharded already.
         wrapped = getattr(self, "model_wrapped", None)
         if isinstance(wrapped, GroupSharded):
-            wrapped.sharding.take_values()
+            wrapped.sharding.changes.take_values()
 
 
 class Trainer(ShardedTraining, transformers.Trainer):

@@ -16,7 +16,7 @@ from typing import Any
 import paddle.distributed as _distributed
 
 from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3
-from . import _autograd, fleet, sharding
+from . import fleet, sharding
 from ._clip import clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
@@ -32,8 +32,6 @@ from ._scaler import GradScaler
 from ._shard_optimizer import shard_optimizer
 from ._sharded import group_sharded_parallel
 from ._strategy import Strategy
-
-_autograd.install()
 
 __all__ = [
     "DataParallel",

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paddle.base import core
+from ._private import is_backward_wrapped, replace_saved_tensors_hooks, wrap_backward
 
 
 class _Pass:
@@ -47,7 +47,8 @@ def after_backward(call: Callable[[], None]) -> None:
 
 def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` as a hook: an error that it raises is raised when the pass ends, and further hooks
-    are skipped."""
+    are skipped. Wraps Paddle's functions: without hooks of this package they stay Paddle's."""
+    install()
 
     @functools.wraps(call)
     def hook(*args: Any) -> Any:
@@ -96,9 +97,9 @@ class _SavedTensorsHooks:
     """A stack of hooks for saved tensors. Paddle, which uses them for recomputation, supports a
     single pair."""
 
-    def __init__(self) -> None:
-        self._register = core.eager.register_saved_tensors_hooks
-        self._reset = core.eager.reset_saved_tensors_hooks
+    def __init__(self, register: Any, reset: Any) -> None:
+        """``register`` and ``reset``: Paddle's functions for the single pair."""
+        self._register, self._reset = register, reset
         self._pairs: list[tuple[Any, Any]] = []
 
     def register(self, pack: Any, unpack: Any) -> None:
@@ -116,13 +117,13 @@ class _SavedTensorsHooks:
 
 
 def install() -> None:
-    """Wraps Paddle's functions, once."""
-    if hasattr(core.eager.run_backward, "__wrapped__"):
+    """Wraps Paddle's functions for the whole process, once."""
+    if is_backward_wrapped():
         return
-    for name in ("run_backward", "run_partial_grad"):
-        setattr(core.eager, name, _watched(getattr(core.eager, name)))
-    hooks = _SavedTensorsHooks()
-    core.eager.register_saved_tensors_hooks, core.eager.reset_saved_tensors_hooks = (
-        hooks.register,
-        hooks.reset,
-    )
+    wrap_backward(_watched)
+
+    def stacked(register: Any, reset: Any) -> tuple[Any, Any]:
+        hooks = _SavedTensorsHooks(register, reset)
+        return hooks.register, hooks.reset
+
+    replace_saved_tensors_hooks(stacked)

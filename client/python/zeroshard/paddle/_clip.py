@@ -7,9 +7,10 @@ from typing import Any
 
 import paddle
 
-from .._core.sharding import clip
+from .._core.sharded_models import clip
 from ..errors import InvalidArgumentError
 from . import _conversion
+from ._private import clip_of
 
 
 def clipping(optimizer: Any) -> tuple[float | None, list[tuple[list[Any], float]]]:
@@ -24,7 +25,7 @@ def clipping(optimizer: Any) -> tuple[float | None, list[tuple[list[Any], float]
     groups = _conversion.param_groups(optimizer)
     sets: list[tuple[list[Any], float]] = []
     for group in groups:
-        own = group.get("grad_clip", optimizer._grad_clip)
+        own = group.get("grad_clip", clip_of(optimizer))
         if own is None:
             continue
         norm, parameters = float(_checked(own).clip_norm), list(group["params"])

@@ -14,11 +14,11 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor
-from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from .._core.collectives import Collectives
 from .._rendezvous import Rendezvous, reachable_host, world_group
+from ._private import gloo_group, tcp_store
 
 #: Until the first rank has answered another one, in seconds.
 _SECONDS = 60
@@ -39,7 +39,7 @@ class PaddleCollectives(Collectives[Tensor]):
         world = world_group()
         rank = self.ranks.index(world.rank)
         number, store = _store(Rendezvous(world, timeout), self.ranks, is_first=rank == 0)
-        process_group = core.ProcessGroupGloo.create(store, rank, len(self.ranks), number)
+        process_group = gloo_group(store, rank, len(self.ranks), number)
         self._group = Group(rank, number, list(self.ranks), process_group)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
@@ -97,12 +97,12 @@ def _store(rendezvous: Rendezvous, ranks: tuple[int, ...], is_first: bool) -> tu
         # Groups that Paddle numbers have small numbers.
         number = 2**30 + secrets.randbelow(2**30)
         host, port = reachable_host(), _free_port()
-        store = core.TCPStore(host, port, True, 0, _SECONDS)
+        store = tcp_store(host, port, True, 0, _SECONDS)
         rendezvous.publish(key, json.dumps([number, host, port]))
     else:
         found = rendezvous.receive(key, f"rank {ranks[0]} to reach the same call")
         number, host, port = json.loads(found)
-        store = core.TCPStore(host, port, False, 0, _SECONDS)
+        store = tcp_store(host, port, False, 0, _SECONDS)
     return number, store
 
 

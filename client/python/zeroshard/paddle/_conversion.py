@@ -3,22 +3,21 @@ state."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
-from paddle.base.framework import default_main_program
-from paddle.optimizer import optimizer as _base
+from paddle.optimizer import Optimizer as Optimizer
 from paddle.optimizer.lr import LRScheduler
 from paddle.regularizer import L2Decay
 
 from .. import _native
-from .._core.job import State
+from .._core.optimizer_spec import State
 from .._core.hyperparameters import hyperparameters
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
+from . import _private
 
 #: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.
 NAMES: dict[type, str] = {
@@ -33,6 +32,7 @@ NAMES: dict[type, str] = {
     paddle.optimizer.Adadelta: "adadelta",
     paddle.optimizer.RMSProp: "rmsprop",
     paddle.optimizer.Lamb: "lamb",
+    # Paddle has no adafactor and no lion, and its ASGD is not asgd.
 }
 
 #: Paddle's names of the servers' state tensors.
@@ -44,7 +44,7 @@ _ACCUMULATORS: dict[str, dict[str, str]] = {
     "nadam": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
     "radam": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
     "adagrad": {"sum": "moment"},
-    "adadelta": {"square_avg": "_avg_squared_grad", "acc_delta": "_avg_squared_update"},
+    "adadelta": dict(zip(("square_avg", "acc_delta"), _private.ADADELTA, strict=True)),
     "rmsprop": {
         "square_avg": "mean_square",
         "momentum_buffer": "momentum",
@@ -80,7 +80,7 @@ def optimizer_name(optimizer: Any) -> str:
     """
     cls = type(optimizer)
     base = next((known for known in NAMES if isinstance(optimizer, known)), None)
-    if base is not None and _steps_alike(cls, base):
+    if base is not None and _private.steps_alike(cls, base):
         return NAMES[base]
     why = "" if base is None else f": it overrides the step of {base.__name__}"
     known = ", ".join(sorted(f"paddle.optimizer.{known.__name__}" for known in NAMES))
@@ -116,12 +116,12 @@ def groups(optimizer: Any, name: str) -> list[tuple[list[Any], dict[str, float]]
 def param_groups(optimizer: Any) -> list[dict[str, Any]]:
     """The optimizer's parameter groups: a single group if it was created with a list of
     parameters."""
-    given = optimizer._param_groups
+    given = _private.given_parameters(optimizer)
     return list(given) if _has_groups(optimizer) else [{"params": list(given)}]
 
 
 def _has_groups(optimizer: Any) -> bool:
-    given = optimizer._param_groups
+    given = _private.given_parameters(optimizer)
     return bool(given) and isinstance(given[0], dict)
 
 
@@ -141,8 +141,8 @@ def powers(optimizer: Any) -> dict[str, dict[str, float]]:
 
 def _learning_rate(optimizer: Any) -> float:
     """Returns the learning rate of the next step, without the factors of parameters."""
-    own = optimizer._learning_rate
-    in_use = optimizer._global_learning_rate()
+    own = _private.learning_rate(optimizer)
+    in_use = _private.learning_rate_in_use(optimizer)
     if in_use is None or isinstance(own, LRScheduler):
         return float(optimizer.get_lr())
     # After its first step, Paddle uses this tensor, which `set_lr` changes too. A number that is
@@ -154,11 +154,10 @@ def _learning_rate(optimizer: Any) -> float:
 def use_learning_rate(optimizer: Any) -> None:
     """Stores the learning rate that a step uses, as Paddle's steps do, where ``set_lr`` finds
     it."""
-    rate, in_use = _learning_rate(optimizer), optimizer._global_learning_rate()
+    rate, in_use = _learning_rate(optimizer), _private.learning_rate_in_use(optimizer)
     if in_use is None:
-        program = default_main_program()
-        optimizer._learning_rate_map[program] = paddle.full([], rate, "float32")
-    elif isinstance(optimizer._learning_rate, LRScheduler):
+        _private.use_learning_rate(optimizer, paddle.full([], rate, "float32"))
+    elif isinstance(_private.learning_rate(optimizer), LRScheduler):
         in_use.fill_(rate)
 
 
@@ -167,11 +166,11 @@ def _setting(optimizer: Any, group: Mapping[str, Any], name: str, default: Any =
     of the optimizer, or its defaults."""
     if name in group:
         return group[name]
-    own = getattr(optimizer, f"_{name}", None)
+    own = _private.setting(optimizer, name)
     # After a step with several groups, the attributes have the values of the last one.
     if not _has_groups(optimizer) and own is not None:
         return own
-    known = optimizer._default_dict
+    known = _private.default_settings(optimizer)
     return known[name] if name in known else default if own is None else own
 
 
@@ -200,7 +199,7 @@ def _values(optimizer: Any, name: str, group: Mapping[str, Any]) -> dict[str, An
             )
         values |= {"beta1": get("beta1"), "beta2": get("beta2"), "eps": get("epsilon")}
         values |= {
-            "amsgrad": getattr(optimizer, "_amsgrad", False),
+            "amsgrad": _private.uses_amsgrad(optimizer),
             "momentum_decay": get("momentum_decay"),
             "decoupled_weight_decay": False,
             "paddle": True,
@@ -242,12 +241,12 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
             "so set the attribute to None"
         )
     if name == "adamw":
-        if optimizer._lr_ratio is not None:
+        if _private.learning_rate_ratio(optimizer) is not None:
             raise UnsupportedOptimizerError(
                 "lr_ratio is given, which the servers do not support; set "
                 "parameter.optimize_attr['learning_rate'] to the factor of each parameter"
             )
-        decays = optimizer._apply_decay_param_fun
+        decays = _private.decay_filter(optimizer)
         skips = decays is not None and not decays(parameter.name)
         return 0.0 if skips else float(_setting(optimizer, group, "weight_decay"))
     if name == "lamb":
@@ -266,7 +265,7 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
             f"the regularizer of parameter {parameter.name!r} is {type(regularizer).__name__}; "
             "the servers support L2Decay only"
         )
-    decay = 0.0 if regularizer is None else float(regularizer._coeff)
+    decay = 0.0 if regularizer is None else _private.coefficient(regularizer)
     # Momentum applies its own weight decay beside that of the base class.
     if own is None and _setting(optimizer, group, "regularization_method") == "l2_decay":
         decay += float(_setting(optimizer, group, "regularization_coeff"))
@@ -400,14 +399,3 @@ def _momentum_power(applied: int) -> float:
     for _ in range(min(applied, 2_600)):  # it stays constant before
         power *= np.float32(0.96)
     return float(power)
-
-
-def _steps_alike(cls: type, base: type) -> bool:
-    return all(
-        inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
-        for name in ("step", "_append_optimize_op", "_apply_optimize")
-    )
-
-
-#: The base class of all optimizers of Paddle.
-Optimizer = _base.Optimizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import paddle
 from paddle.distributed.fleet import HybridCommunicateGroup
 
-from .._core.reducer import Reducer, average_now, weakly
+from .._core.arguments import check_class, warn_of_single_process, warn_of_strategy
+from .._core.reducer import Reducer, average_now
+from .._core.weak_calls import weakly
 from ..errors import InvalidArgumentError
 from . import _autograd
 from ._framework import PADDLE, process_group
@@ -62,19 +63,10 @@ class DataParallel(LayerWrapper, paddle.DataParallel):
             self,
             layers.full_name() + "_data_parallel" if isinstance(layers, paddle.nn.Layer) else None,
         )
-        if not isinstance(layers, paddle.nn.Layer):
-            raise InvalidArgumentError(
-                f"layers is a {type(layers).__name__}; it must be a paddle.nn.Layer"
-            )
-        if strategy is not None:
-            warnings.warn(
-                "strategy has no effect and will be removed", DeprecationWarning, stacklevel=2
-            )
+        check_class("layers", layers, paddle.nn.Layer, "paddle.nn.Layer")
+        warn_of_strategy(strategy)
         ranks = process_group(group)
-        if ranks.size == 1:
-            warnings.warn(
-                "DataParallel has no effect in a single process", UserWarning, stacklevel=2
-            )
+        warn_of_single_process(ranks)
         # Paddle's name of this attribute.
         self._layers = layers
         self.__dict__["_reducer"] = Reducer(

@@ -11,6 +11,7 @@ from .._native import Box
 from .._program import Collective, Description, Module, Variable
 from .._rendezvous import world_group
 from ._dtensor import layout, native_mesh
+from ._private import parameters_of
 
 
 def describe(
@@ -29,10 +30,10 @@ def describe(
         Module(
             name,
             type(inner).__name__,
-            tuple(names[id(p)] for p in inner._parameters.values() if p is not None),
+            tuple(names[id(p)] for p in parameters_of(inner).values() if p is not None),
         )
         for name, inner in layer.named_sublayers(include_self=True)
-        if any(parameter is not None for parameter in inner._parameters.values())
+        if any(parameter is not None for parameter in parameters_of(inner).values())
     )
     together = (Collective("all_reduce", tuple(ranks), 4),) if mean_of_losses else ()
     level = "os" if sharding is None else sharding.level

@@ -9,14 +9,17 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
+from .._dist_arguments import Classes
 from .._dist_model import DistModelBase
+from .._dist_state import check_state
 from .._program import Description
 from .._rendezvous import world_group
 from . import _conversion
 from ._describe import describe
-from ._dtensor import assembled, local, parts_of_state, redistributed, whole
+from ._dist_tensors import PaddleDistTensors
+from ._dtensor import parts_of_state, whole
 from ._layer import replicate_rest
-from ._mesh import covers_world, mesh_text
+from ._mesh import covers_world
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._save import whole_state
@@ -45,9 +48,14 @@ class DistModel(DistModelBase[Any]):
         input_spec: has no effect, since the layer is not traced.
     """
 
-    _tensor_name = "paddle.Tensor"
-    _layer_name = "paddle.nn.Layer"
-    _optimizer_name = "paddle.optimizer.Optimizer"
+    _classes = Classes(
+        paddle.nn.Layer,
+        "paddle.nn.Layer",
+        GroupSharded,
+        _conversion.Optimizer,
+        "paddle.optimizer.Optimizer",
+    )
+    _tensors = PaddleDistTensors()
     _optimizer: ShardedOptimizer | None
 
     def __init__(
@@ -81,54 +89,6 @@ class DistModel(DistModelBase[Any]):
     def optimizer(self) -> ShardedOptimizer | None:
         """The optimizer that steps on the servers."""
         return self._optimizer
-
-    # ---- types
-
-    def _is_tensor(self, value: object) -> bool:
-        return isinstance(value, paddle.Tensor)
-
-    def _is_layer(self, value: object) -> bool:
-        return isinstance(value, paddle.nn.Layer) and not isinstance(value, GroupSharded)
-
-    def _is_optimizer(self, value: object) -> bool:
-        return isinstance(value, _conversion.Optimizer)
-
-    # ---- tensors on a mesh
-
-    def _mesh_of(self, value: Any) -> Any | None:
-        return value.process_mesh if value.is_dist() else None
-
-    def _mesh_text(self, mesh: Any) -> str:
-        return mesh_text(mesh)
-
-    def _shards(self, value: Any) -> list[tuple[int, int]]:
-        if not value.is_dist():
-            return []
-        sizes = zip(value.process_mesh.shape, value.placements, strict=True)
-        return [(parts, placement.get_dim()) for parts, placement in sizes if placement.is_shard()]
-
-    def _local(self, value: Any) -> Any:
-        return local(
-            redistributed(
-                value, [dist.Replicate() if p.is_partial() else p for p in value.placements]
-            )
-        )
-
-    def _local_shape(self, value: Any) -> list[int]:
-        return list(local(value).shape)
-
-    def _whole(self, value: Any) -> Any:
-        return whole(value)
-
-    def _replicated(self, value: Any) -> Any:
-        everywhere = [dist.Replicate()] * self._mesh.ndim
-        if value.is_dist():
-            return dist.reshard(value, self._mesh, everywhere)
-        return assembled(value, value.shape, self._mesh, everywhere)
-
-    def _assembled_as(self, part: Any, sharded: Any) -> Any:
-        shape = [sharded.shape[0], *part.shape[1:]]
-        return assembled(part, shape, sharded.process_mesh, sharded.placements)
 
     # ---- computation
 
@@ -172,7 +132,7 @@ class DistModel(DistModelBase[Any]):
         return {name: whole(value) for name, value in self._layer.state_dict().items()}
 
     def _set_model_state(self, state: Mapping[str, Any]) -> None:
-        self._check_state(state)
+        check_state(state, self._model.state_dict())
         self._model.set_state_dict(parts_of_state(self._model, state))
 
     def _optimizer_state(self) -> Mapping[str, Any]:

@@ -10,16 +10,17 @@ import paddle.distributed as dist
 from paddle import Tensor
 
 from .._core.layout import local_box
+from .._mesh import unsupported_placement
 from .._native import Layout, Mesh
 from .._rendezvous import world_group
-from ..errors import InvalidArgumentError
 from ._mean_gradient import own_gradient
+from ._private import local_value
 
 
 def local(tensor: Any) -> Any:
     """The local tensor of a distributed tensor, without a copy. Other tensors are returned as they
     are."""
-    return Tensor._local_value(tensor) if tensor.is_dist() else tensor
+    return local_value(tensor) if tensor.is_dist() else tensor
 
 
 def layout(tensor: Any) -> Layout | None:
@@ -40,9 +41,7 @@ def _placement(placement: Any, tensor: Any) -> str:
         return "replicate"
     if placement.is_shard():
         return f"shard:{placement.get_dim() % tensor.ndim}"
-    raise InvalidArgumentError(
-        f"a parameter has the placement {placement}; it must be Shard or Replicate"
-    )
+    raise unsupported_placement(str(placement))
 
 
 def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:

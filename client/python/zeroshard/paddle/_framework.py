@@ -6,7 +6,6 @@ import functools
 import math
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,13 +17,17 @@ from paddle.distributed.communication.group import Group
 from paddle.optimizer.lr import CosineAnnealingWarmRestarts, LRScheduler
 
 from .._core.entry import Entry
-from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
-from .._core.gradients import Gradients
-from .._core.outside import OutsideGradients
+from .._core.framework import Framework
+from .._core.gathering import ParameterMemory
+from .._core.mean import OpenGradients
+from .._core.optimizer_settings import Optimizer
+from .._core.parameters import Hook
+from .._core.shown import Outside
+from .._core.tensors import Incoming
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
 from ..errors import InvalidArgumentError
-from . import _autograd, _conversion, _memory
+from . import _autograd, _conversion, _memory, _private
 from ._collectives import PaddleCollectives
 from ._dtensor import aligned_gradient, assembled, layout, local
 from ._mean_gradient import MeanGradient, given, own_gradient, show, shown
@@ -43,7 +46,7 @@ class _Paddle(Framework[Tensor]):
         return layout(tensor)
 
     def local_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        return tuple(tensor._local_shape if tensor.is_dist() else tensor.shape)
+        return tuple(_private.local_shape(tensor))
 
     def dtype(self, tensor: Tensor) -> str | None:
         return _DTYPES.get(tensor.dtype)
@@ -128,14 +131,14 @@ class _Paddle(Framework[Tensor]):
             parameter.grad = gradient
 
     def show_mean(
-        self, gradients: Gradients[Tensor], entry: Entry[Tensor], freed: bool
+        self, gradients: OpenGradients[Tensor], entry: Entry[Tensor], freed: bool
     ) -> MeanGradient | None:
         if not isinstance(entry.tensor, _memory.Counted) or (gradients.is_alone and not freed):
             return None
         return show(gradients, entry)
 
     def show_absent(
-        self, gradients: Gradients[Tensor], entry: Entry[Tensor]
+        self, gradients: OpenGradients[Tensor], entry: Entry[Tensor]
     ) -> MeanGradient | None:
         return show(gradients, entry) if isinstance(entry.tensor, _memory.Counted) else None
 
@@ -148,7 +151,7 @@ class _Paddle(Framework[Tensor]):
     def stand_in(self, parameter: Tensor) -> Tensor:
         return _memory.stand_in(parameter)
 
-    def show_outside(self, outside: OutsideGradients[Tensor], entry: Entry[Tensor]) -> None:
+    def show_outside(self, outside: Outside[Tensor], entry: Entry[Tensor]) -> None:
         if isinstance(entry.tensor, _memory.Counted):
             setattr(entry.tensor, _memory.OUTSIDE, weakref.ref(outside))
 
@@ -213,7 +216,7 @@ class _Paddle(Framework[Tensor]):
         yield from (
             (name, tensor)
             for name, tensor in _once(model.named_buffers())
-            if tensor._is_initialized()
+            if _private.is_initialised(tensor)
         )
 
     def record_buffers(self, model: Any) -> Callable[[], None]:
@@ -235,7 +238,7 @@ class _Paddle(Framework[Tensor]):
         statistics = {id(tensor) for tensor in _own_statistics(module)}
         return [
             (name, value)
-            for name, value in module._parameters.items()
+            for name, value in _private.parameters_of(module).items()
             if value is not None and id(value) not in statistics
         ]
 
@@ -251,7 +254,7 @@ class _Paddle(Framework[Tensor]):
 
     # ---- gathered parameters
 
-    def parameter_memory(self) -> ParameterMemory[Tensor]:
+    def parameter_memory(self, *, shown: bool) -> ParameterMemory[Tensor]:
         return _memory.Memory()
 
     def guard(
@@ -263,6 +266,7 @@ class _Paddle(Framework[Tensor]):
         renew: Callable[[Tensor], Tensor],
         release: Callable[[], None],
     ) -> None:
+        _autograd.install()
         _memory.guard(module, parameters, access, expose, release)
 
     def memory(self, tensor: Tensor) -> Hashable | None:
@@ -324,17 +328,16 @@ class PaddleOptimizer(Optimizer[Tensor]):
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
-    def name(self) -> str:
-        return _conversion.optimizer_name(self._optimizer)
-
     def parameters(self) -> list[list[Tensor]]:
-        return [parameters for parameters, _ in _conversion.groups(self._optimizer, self.name())]
+        name = _conversion.optimizer_name(self._optimizer)
+        return [parameters for parameters, _ in _conversion.groups(self._optimizer, name)]
 
-    def groups(self, name: str) -> list[tuple[str, dict[str, float]]]:
+    def groups(self) -> list[tuple[str, dict[str, float]]]:
+        name = _conversion.optimizer_name(self._optimizer)
         return [(name, values) for _, values in _conversion.groups(self._optimizer, name)]
 
     def schedule(self) -> dict[str, Any] | None:
-        schedule = self._optimizer._learning_rate
+        schedule = _private.learning_rate(self._optimizer)
         if not isinstance(schedule, LRScheduler):
             return None
         state: dict[str, Any] = {**schedule.state_dict(), **_restarts(schedule)}
@@ -350,7 +353,7 @@ class PaddleOptimizer(Optimizer[Tensor]):
         return state
 
     def set_schedule(self, state: dict[str, Any] | None) -> None:
-        schedule = self._optimizer._learning_rate
+        schedule = _private.learning_rate(self._optimizer)
         own = type(schedule).__name__ if isinstance(schedule, LRScheduler) else None
         saved = None if state is None else state[_CLASS]
         if saved != own:
@@ -482,7 +485,7 @@ def _watches(parameter: Any) -> list[weakref.ref[_Watch]]:
                 if watch is not None and watch.call is not None:
                     watch.call(alive)
 
-        parameter._register_backward_hook(_autograd.guarded(hook))
+        _private.on_gradient(parameter, _autograd.guarded(hook))
     watches[:] = [
         watch for watch in watches if (found := watch()) is not None and found.call is not None
     ]
@@ -504,10 +507,7 @@ def _own_statistics(layer: Any) -> list[Any]:
 
     They are buffers for us: the forward writes to them, so they stay on this worker.
     """
-    if not {"_mean", "_variance"} <= set(layer._parameters):
-        return []
-    # Does not gather a parameter of that name.
-    found = [OrderedDict.__getitem__(layer._parameters, name) for name in ("_mean", "_variance")]
+    found = _private.statistics_of(layer)
     return [tensor for tensor in found if tensor is not None and tensor.stop_gradient]
 
 

@@ -9,10 +9,12 @@ import paddle
 import paddle.distributed as dist
 
 from .._agreement import agree
-from .._layer import add_functions, check_functions, parameters_text
-from ..errors import InvalidArgumentError, StaticGraphError
+from .._core.arguments import check_class
+from .._layer import add_functions, check_functions, on_other_mesh, parameters_text
+from ..errors import StaticGraphError
 from ._mesh import check_mesh, mesh_text
 from ._placement import broadcast
+from ._private import is_initialised, parameters_of, share_memory
 
 
 def shard_layer(
@@ -50,10 +52,7 @@ def shard_layer(
             "shard_layer works in dynamic graph mode only; call paddle.disable_static() first, and "
             "to_static for a distributed model with programs"
         )
-    if not isinstance(layer, paddle.nn.Layer):
-        raise InvalidArgumentError(
-            f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer"
-        )
+    check_class("layer", layer, paddle.nn.Layer, "paddle.nn.Layer")
     mesh = check_mesh(process_mesh, "process_mesh")
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
@@ -84,14 +83,11 @@ def replicate_rest(layer: Any, mesh: Any) -> None:
     everywhere = [dist.Replicate()] * mesh.ndim
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
         if not tensor.is_dist():
-            if tensor._is_initialized():
+            if is_initialised(tensor):
                 broadcast(tensor, mesh)
-                dist.shard_tensor(tensor, mesh, everywhere)._share_underline_tensor_to(tensor)
+                share_memory(dist.shard_tensor(tensor, mesh, everywhere), tensor)
         elif tensor.process_mesh != mesh:
-            raise InvalidArgumentError(
-                f"parameter {name!r} is on the mesh {mesh_text(tensor.process_mesh)}; it must be "
-                f"on the mesh of the layer, {mesh_text(mesh)}"
-            )
+            raise on_other_mesh(name, mesh_text(tensor.process_mesh), mesh_text(mesh))
 
 
 def _placements(parameter: Any) -> Sequence[Any] | None:
@@ -103,17 +99,17 @@ def _parameter_slots(layer: Any) -> list[tuple[Any, str, Any]]:
     return [
         (inner, name, parameter)
         for inner in layer.sublayers(include_self=True)
-        for name, parameter in inner._parameters.items()
+        for name, parameter in parameters_of(inner).items()
     ]
 
 
 def _keep_ties(before: list[tuple[Any, str, Any]]) -> None:
     """A tied parameter that was replaced in one layer is replaced in all of them."""
     made = {
-        id(parameter): layer._parameters[name]
+        id(parameter): parameters_of(layer)[name]
         for layer, name, parameter in before
-        if layer._parameters.get(name) is not parameter
+        if parameters_of(layer).get(name) is not parameter
     }
     for layer, name, parameter in before:
-        if id(parameter) in made and layer._parameters.get(name) is parameter:
-            layer._parameters[name] = made[id(parameter)]
+        if id(parameter) in made and parameters_of(layer).get(name) is parameter:
+            parameters_of(layer)[name] = made[id(parameter)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -13,8 +14,7 @@ from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from .._core.entry import Entry
-    from .._core.gradients import Gradients
-    from .._rendezvous import ProcessGroup
+    from .._core.mean import OpenGradients
 
 #: The parameter's attribute that holds its :class:`MeanGradient`.
 ATTRIBUTE = "_zeroshard_gradient"
@@ -38,7 +38,7 @@ def shown(parameter: Any) -> MeanGradient | None:
     return None if found is None or (found.has_ended and not found.is_freed) else found
 
 
-def show(gradients: Gradients[Any], entry: Entry[Any]) -> MeanGradient:
+def show(gradients: OpenGradients[Any], entry: Entry[Any]) -> MeanGradient:
     """Shows the mean gradient of a parameter."""
     mean = MeanGradient(gradients, entry)
     setattr(entry.tensor, ATTRIBUTE, mean)
@@ -73,14 +73,14 @@ class MeanGradient(mean.MeanGradient[Any]):
     This rank's own gradient stays where Paddle accumulates it.
     """
 
-    def __init__(self, gradients: Gradients[Any], entry: Entry[Any]) -> None:
+    def __init__(self, gradients: OpenGradients[Any], entry: Entry[Any]) -> None:
         super().__init__(gradients, entry)
         #: ``True`` if this rank's gradient was sent and freed.
         self.is_freed = False
         #: ``True`` if its step has ended.
         self.has_ended = False
-        #: After the step: the ranks, if each of them still has its own gradient.
-        self.left_to: ProcessGroup | None = None
+        #: After the step, if each rank still has its own gradient: averages it over the ranks.
+        self.average_left: Callable[[Any, Any], None] | None = None
         #: After the step: the factor of these gradients in the mean that the program sees.
         self.left_scale = 1.0
 
@@ -112,7 +112,7 @@ class MeanGradient(mean.MeanGradient[Any]):
         gradients, entry = self._of_gradients(), self.entry
         if gradients is None or not gradients.stay_here or self._fetched or entry.layout:
             return
-        self.left_to = gradients.group
+        self.average_left = gradients.average_later()
         # Not `factor`: what the optimizer clips, Paddle does not show.
         self.left_scale = gradients.shown_scale(entry)
         # Also where this rank has not used the parameter, and others have.
@@ -145,7 +145,7 @@ class MeanGradient(mean.MeanGradient[Any]):
 
     # ---- internal
 
-    def _fetch(self, gradients: Gradients[Any]) -> _Fetched:
+    def _fetch(self, gradients: OpenGradients[Any]) -> _Fetched:
         entry = self.entry
         if entry.layout is not None:
             raise InvalidArgumentError(

@@ -15,14 +15,24 @@ from typing import Any
 
 import paddle
 from paddle import Tensor
-from paddle.base.framework import EagerParamBase
 
-from .._core.framework import ParameterMemory
-from .._core.outside import OutsideGradients, mean_gradients
-from .._rendezvous import ProcessGroup
+from .._core.gathering import ParameterMemory
+from .._core.shown import Outside
 from ..errors import InvalidArgumentError
 from ._dtensor import like
 from ._mean_gradient import ATTRIBUTE, given, own_gradient
+from ._private import (
+    ShowsGradient,
+    call_first,
+    free,
+    is_initialised,
+    local_shape,
+    offset,
+    parameter_class,
+    parameters_of,
+    set_parameters,
+    share_memory,
+)
 
 #: Methods that do not read the elements of a tensor, or gather the parameter themselves.
 _METADATA = {
@@ -58,7 +68,7 @@ def alias(tensor: Any) -> Any:
 def strided(tensor: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """A view of the tensor's memory, starting at its first element."""
     with paddle.no_grad():
-        return paddle.as_strided(tensor.detach(), shape, strides, tensor._offset())
+        return paddle.as_strided(tensor.detach(), shape, strides, offset(tensor))
 
 
 def changes(tensor: Any) -> int:
@@ -66,7 +76,7 @@ def changes(tensor: Any) -> int:
 
     It does not change when an initializer writes to it, or the program through ``get_tensor()``.
     """
-    if isinstance(tensor, EagerParamBase) and not isinstance(tensor, Counted):
+    if isinstance(tensor, parameter_class()) and not isinstance(tensor, Counted):
         tensor.__class__ = _variant(Counted, type(tensor))
     return int(tensor.inplace_version) + int(getattr(tensor, "_zeroshard_writes", 0))
 
@@ -78,7 +88,7 @@ def _set_changes(parameter: Any, number: int) -> None:
 def check_has_values(tensor: Any) -> None:
     """Raises an error for a parameter that the program has taken out of its model while its values
     were on the servers."""
-    if getattr(tensor, "_zeroshard_dropped", False) and not tensor._is_initialized():
+    if getattr(tensor, "_zeroshard_dropped", False) and not is_initialised(tensor):
         raise InvalidArgumentError(
             f"parameter {tensor.name!r} was taken out of the model after group_sharded_parallel, "
             "and at level p_g_os its values were on the servers only; replace parts of the model "
@@ -89,8 +99,8 @@ def check_has_values(tensor: Any) -> None:
 def _gradient(parameter: Any) -> Any | None:
     """The gradient that the program sees."""
     mean = given(parameter)
-    if mean is not None and mean.left_to is not None:
-        _average(parameter, mean.left_to)
+    if mean is not None and mean.average_left is not None:
+        mean.average_left(parameter, _stand_in(parameter))
         parameter.__dict__.pop(ATTRIBUTE, None)
         own = own_gradient(parameter)
         if own is not None and mean.left_scale != 1.0:
@@ -103,27 +113,22 @@ def _gradient(parameter: Any) -> Any | None:
     return own_gradient(parameter)
 
 
-def _outside_of(parameter: Any) -> OutsideGradients[Any] | None:
+def _outside_of(parameter: Any) -> Outside[Any] | None:
     """The gradients to which that of the parameter belongs, if it is to become a mean now."""
     reference = parameter.__dict__.get(OUTSIDE)
-    outside: OutsideGradients[Any] | None = None if reference is None else reference()
+    outside: Outside[Any] | None = None if reference is None else reference()
     return None if outside is None or outside.in_backward else outside
 
 
-def _average(parameter: Any, group: ProcessGroup) -> None:
-    """Replaces this rank's gradient by the mean over the ranks, all of which must call it."""
-    from ._framework import PADDLE
-
+def _stand_in(parameter: Any) -> Any:
+    """The stand-in that the parameter keeps."""
     if _STAND_IN not in parameter.__dict__:
         setattr(parameter, _STAND_IN, stand_in(parameter))
-    stand_ins = [parameter.__dict__[_STAND_IN]]
-    [mean] = mean_gradients(PADDLE, stand_ins, [PADDLE.gradient(parameter)], group)
-    if mean is not None:
-        PADDLE.set_gradient(parameter, mean)
+    return parameter.__dict__[_STAND_IN]
 
 
 def stand_in(parameter: Any) -> Any:
-    """As :meth:`zeroshard._core.framework.Framework.stand_in`."""
+    """As :meth:`zeroshard._core.shown.ShownGradients.stand_in`."""
     zeros = paddle.nn.initializer.Constant(0.0)
     return paddle.create_parameter(
         list(parameter.shape), dtype=parameter.dtype, default_initializer=zeros
@@ -159,7 +164,7 @@ def _guarded(parameter: Any) -> _Parameters | None:
     return guarded
 
 
-class Counted:
+class Counted(ShowsGradient):
     """A parameter that counts the writes that Paddle's own counter omits: ``set_value``, ``copy_``
     and ``data``. Its gradient is
     the mean over the ranks."""
@@ -187,7 +192,7 @@ class Counted:
     def data(self, value: Any) -> None:
         access(self)
         before = changes(self)
-        EagerParamBase.data.__set__(self, value)
+        parameter_class().data.__set__(self, value)
         _set_changes(self, before + 1)
 
     @property
@@ -206,9 +211,9 @@ class Counted:
         found = _gradient(self)
         return super().grad_ if given(self) is None else found  # type: ignore[misc]
 
-    def _grad_ivar(self) -> Any | None:
+    def _zeroshard_grad_ivar(self, own: Callable[[], Any | None]) -> Any | None:
         found = _gradient(self)
-        return super()._grad_ivar() if given(self) is None else found  # type: ignore[misc]
+        return own() if given(self) is None else found
 
     def gradient(self) -> Any | None:
         found = _gradient(self)
@@ -261,7 +266,7 @@ _variants: dict[tuple[type, type], type] = {}
 
 def _variant(base: type, cls: type) -> type:
     """The subclass of a parameter class and ``base``, with the name of the parameter class."""
-    cls = next(known for known in cls.__mro__ if not issubclass(known, Counted))
+    cls = next(known for known in cls.__mro__ if not issubclass(known, ShowsGradient))
     if (base, cls) not in _variants:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _variants[base, cls] = type(cls.__name__, (base, cls), names)
@@ -291,11 +296,11 @@ def guard(
     expose: Callable[[], None],
     release: Callable[[], None],
 ) -> None:
-    """As :meth:`zeroshard._core.framework.Framework.guard`."""
-    guarded = _Parameters(layer._parameters)
+    """As :meth:`zeroshard._core.gathering.Gathering.guard`."""
+    guarded = _Parameters(parameters_of(layer))
     guarded.access, guarded.expose = access, expose
     guarded.gathered = frozenset(parameters)
-    layer.__dict__["_parameters"] = guarded
+    set_parameters(layer, guarded)
     for parameter in parameters.values():
         parameter.__class__ = _variant(_Gathered, type(parameter))
         parameter._zeroshard_layer = weakref.ref(guarded)
@@ -311,26 +316,25 @@ def guard(
 
     hook = layer.register_state_dict_hook(copy_state)
     # Before other hooks, which do not fetch parameters: that of paddle.amp.decorate casts them.
-    layer._state_dict_hooks.move_to_end(hook._hook_id, last=False)
+    call_first(layer, hook)
 
 
 def is_guarded(layer: Any) -> bool:
     """Returns whether the layer's parameters are gathered, or were until its model was deleted."""
-    return isinstance(layer._parameters, _Parameters)
+    return isinstance(parameters_of(layer), _Parameters)
 
 
 class Memory(ParameterMemory[Any]):
     """Memory from Paddle's allocator."""
 
     def take(self, parameter: Any) -> Any:
-        shape = parameter._local_shape if parameter.is_dist() else parameter.shape
-        return paddle.empty(shape, dtype=parameter.dtype)
+        return paddle.empty(local_shape(parameter), dtype=parameter.dtype)
 
     def put(self, parameter: Any, value: Any) -> None:
         before = changes(parameter)
         if parameter.is_dist():
             value = like(value, parameter)
-        value._share_underline_tensor_to(parameter)
+        share_memory(value, parameter)
         _set_changes(parameter, before)
         parameter._zeroshard_dropped = False
 
@@ -340,10 +344,10 @@ class Memory(ParameterMemory[Any]):
         one = paddle.full(
             [1], float("nan") if parameter.dtype in _FLOATING else 0, dtype=parameter.dtype
         )
-        shape = parameter._local_shape if parameter.is_dist() else parameter.shape
+        shape = local_shape(parameter)
         self.put(parameter, strided(one, shape, [0] * len(shape)))
         if not parameter.is_dist():
             before = changes(parameter)
-            Tensor.get_tensor(parameter)._clear()
+            free(parameter)
             _set_changes(parameter, before)
         parameter._zeroshard_dropped = True

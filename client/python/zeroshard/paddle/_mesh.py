@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import paddle.distributed as dist
-from paddle.base import core
 from paddle.distributed import Partial, Placement, ProcessMesh, Replicate, Shard
 
 from .. import _mesh
 from .._rendezvous import world_group
 from ..errors import InvalidArgumentError
+from ._private import mesh_class
 
 __all__ = ["Partial", "Placement", "ProcessMesh", "Replicate", "Shard"]
 
@@ -19,7 +19,7 @@ __all__ = ["Partial", "Placement", "ProcessMesh", "Replicate", "Shard"]
 def check_mesh(mesh: object, name: str) -> Any:
     """Returns the mesh, ready for collectives, or raises an error if it is not one or has unknown
     ranks."""
-    if not isinstance(mesh, core.ProcessMesh):
+    if not isinstance(mesh, mesh_class()):
         given = "None" if mesh is None else f"a {type(mesh).__name__}"
         raise InvalidArgumentError(f"{name} is {given}; it must be a ProcessMesh")
     world = world_group().size

@@ -7,18 +7,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import paddle
-from paddle.base.data_feeder import convert_dtype
-from paddle.base.framework import _current_expected_place
 
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
+from ._private import Movable, dtype_name, is_other_place
 from ._wrapper import LayerWrapper
 
 
 def _cast(name: str, dtype: str | None = None) -> Callable[..., Any]:
     """A method of a layer that casts it to ``dtype``, or to its argument. For ``p_g_os`` see
-    :meth:`GroupSharded._to_impl`."""
+    :meth:`GroupSharded._zeroshard_moves`."""
 
     def cast(model: GroupSharded, *args: Any, **kwargs: Any) -> Any:
         if not model.sharding.has_units:
@@ -28,7 +27,7 @@ def _cast(name: str, dtype: str | None = None) -> Callable[..., Any]:
     return cast
 
 
-class GroupSharded(LayerWrapper):
+class GroupSharded(Movable, LayerWrapper):
     """A model whose optimizer state, and depending on the level its gradients and parameters, are
     on the shard servers.
 
@@ -95,7 +94,7 @@ class GroupSharded(LayerWrapper):
         result = self._layer.set_state_dict(
             parts_of_state(self._layer, state_dict, use_structured_name), use_structured_name
         )
-        self.sharding.take_values()
+        self.sharding.changes.take_values()
         return result
 
     set_dict = load_dict = set_state_dict
@@ -107,20 +106,20 @@ class GroupSharded(LayerWrapper):
                 "assign is True; it must be False, since the job holds the existing parameters"
             )
         result = self._layer.load_state_dict(parts_of_state(self._layer, state_dict), strict=strict)
-        self.sharding.take_values()
+        self.sharding.changes.take_values()
         return result
 
     # ---- casts and moves
 
-    def _to_impl(self, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As a layer's, except at ``p_g_os``, where parameters cannot be moved or cast: only the
-        device and the dtype that they have are accepted."""
+    def _zeroshard_moves(self, device: Any, dtype: Any) -> bool:
+        # At p_g_os parameters cannot be moved or cast: only the device and the dtype that they have
+        # are accepted.
         if not self.sharding.has_units:
-            return super()._to_impl(device, dtype, *args, **kwargs)
-        place = paddle.device._convert_to_place(device) if isinstance(device, str) else device
-        if place not in (None, _current_expected_place()):
+            return True
+        if is_other_place(device):
             self.sharding.check_movable("moved")
-        return self._checked(dtype)
+        self._checked(dtype)
+        return False
 
     def _checked(self, dtype: Any) -> Any:
         """This model at ``p_g_os``, if it has the dtype. None stands for the present one."""
@@ -137,4 +136,4 @@ class GroupSharded(LayerWrapper):
 
 def _dtype(name: Any) -> Any:
     """Paddle's dtype of a name or of NumPy's dtype."""
-    return name if isinstance(name, paddle.dtype) else getattr(paddle, convert_dtype(name))
+    return name if isinstance(name, paddle.dtype) else getattr(paddle, dtype_name(name))

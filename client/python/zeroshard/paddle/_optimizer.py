@@ -8,13 +8,21 @@ from typing import Any
 import paddle
 from paddle.optimizer.lr import LRScheduler
 
-from .._core.job import State
+from .._core.optimizer_spec import State
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
+from .._core.stored import stored_states
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._clip import clipping
 from ._dtensor import local, part
+from ._private import (
+    MASTER,
+    accumulators,
+    clear_accumulators,
+    learning_rate,
+    loaded_accumulators,
+)
 
 
 class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
@@ -46,9 +54,8 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         shared._given = optimizer
         has_state = _has_values(optimizer)
         shared._powers = _conversion.powers(optimizer) if has_state else {}
-        optimizer._accumulators.clear()
-        optimizer._accumulators_holder = {}
-        shared._accumulators_at_first = optimizer._accumulators
+        clear_accumulators(optimizer)
+        shared._accumulators_at_first = accumulators(optimizer)
         return shared
 
     @property
@@ -72,14 +79,14 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         an error."""
         self._check_state()
         _conversion.use_learning_rate(self)
-        self.sharding.set_clipping(*clipping(self))
+        self.sharding.clipping.set(*clipping(self))
         with paddle.no_grad():
             self.sharding.step()
 
     def _check_state(self) -> None:
         """Raises :class:`~zeroshard.InvalidArgumentError` if the script has changed what Paddle
         derives the state from, and the servers do not."""
-        if _has_values(self) or self._accumulators is not self._accumulators_at_first:
+        if _has_values(self) or accumulators(self) is not self._accumulators_at_first:
             raise InvalidArgumentError(
                 "the script has assigned accumulators of the optimizer, whose state is on the "
                 "servers; load the values with optimizer.set_state_dict"
@@ -124,7 +131,7 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         Gradients are freed, not set to zero, regardless of ``set_to_zero``: a parameter without a
         gradient is not updated.
         """
-        self.sharding.discard()
+        self.sharding.recovery.discard()
         for group in _conversion.param_groups(self):
             for parameter in group["params"]:
                 if not parameter.stop_gradient:
@@ -151,18 +158,18 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state in Paddle's format, for an optimizer of the original class."""
         job = self.sharding.job
-        values = job.groups()
+        values = job.optimizer.groups()
 
         def states(version: int) -> dict[str, Any]:
             found: dict[str, Any] = {}
-            for entry, held in job.states(version):
-                own = values[entry.group][1]
-                found |= _conversion.to_paddle(job.optimizer_name, entry.tensor.name, own, held)
+            for entry, held in stored_states(job, version):
+                kind, own = values[entry.group]
+                found |= _conversion.to_paddle(kind, entry.tensor.name, own, held)
             return found
 
-        state: dict[str, Any] = self.sharding.read(states)
-        if isinstance(self._learning_rate, LRScheduler):
-            state["LR_Scheduler"] = self._learning_rate.state_dict()
+        state: dict[str, Any] = self.sharding.reads.read(states)
+        if isinstance(learning_rate(self), LRScheduler):
+            state["LR_Scheduler"] = learning_rate(self).state_dict()
         return state
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,19 +181,19 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
                 job has checkpoints.
         """
         find = from_state_dict(self._given, state_dict)
-        self.sharding.reopen(states_of(self._given, find))
+        self.sharding.changes.reopen(states_of(self._given, find))
         self._powers = _conversion.powers(self._given)
         # After what may be refused.
         scheduler = state_dict.get("LR_Scheduler")
-        if scheduler and isinstance(self._learning_rate, LRScheduler):
-            self._learning_rate.set_state_dict(scheduler)
+        if scheduler and isinstance(learning_rate(self), LRScheduler):
+            learning_rate(self).set_state_dict(scheduler)
 
     load_state_dict = set_state_dict
 
 
 def _has_values(optimizer: Any) -> bool:
     """Returns whether an optimizer has state on this worker, from steps or from a loaded state."""
-    return bool(optimizer._accumulators_holder) or any(optimizer._accumulators.values())
+    return bool(loaded_accumulators(optimizer)) or any(accumulators(optimizer).values())
 
 
 def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[int, State[Any]]:
@@ -203,7 +210,7 @@ def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[in
             def get(accumulator: str, owner: str = parameter.name) -> Any | None:
                 # With multi_precision, accumulators belong to the float32 master weights.
                 found = find(accumulator, owner)
-                return found if found is not None else find(accumulator, f"{owner}_fp32_master_0")
+                return found if found is not None else find(accumulator, f"{owner}{MASTER}")
 
             shape = local(parameter).shape
             found = _conversion.from_paddle(
@@ -249,10 +256,10 @@ def from_state_dict(optimizer: Any, state: dict[str, Any]) -> Callable[[str, str
 def own_state(optimizer: Any) -> Callable[[str, str], Any | None]:
     """Finds the accumulators of a Paddle optimizer, from its steps or from a loaded state. For
     errors see :func:`from_state_dict`."""
-    loaded = from_state_dict(optimizer, optimizer._accumulators_holder)
+    loaded = from_state_dict(optimizer, loaded_accumulators(optimizer))
 
     def find(accumulator: str, parameter: str) -> Any | None:
-        stepped = optimizer._accumulators.get(accumulator, {}).get(parameter)
+        stepped = accumulators(optimizer).get(accumulator, {}).get(parameter)
         return stepped if stepped is not None else loaded(accumulator, parameter)
 
     return find

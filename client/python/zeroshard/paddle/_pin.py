@@ -16,6 +16,7 @@ def pin(
     *,
     version: int | None = None,
     tensors: Sequence[str] | None = None,
+    optimizer_state: bool = False,
     seconds: float = 60.0,
     address: str | None = None,
     token: str | None = None,
@@ -34,6 +35,7 @@ def pin(
         job: the name of the job, or of its run (``zeroshard.init(name=...)``).
         version: the version; by default the latest one.
         tensors: the names of the tensors to keep; by default all.
+        optimizer_state: whether to keep the optimizer state of the same version as well.
         seconds: the time limit, at most 600.
         address: the coordinator's ``host:port``; by default the cluster of ``zeroshard.init``, or
             that of ``ZEROSHARD_ADDRESS``.
@@ -45,4 +47,4 @@ def pin(
         VersionGoneError: ``version`` has been replaced.
         OutOfMemoryError: a server has no room for the pin.
     """
-    return _pin.pin(PADDLE, job, version, tensors, seconds, address, token)
+    return _pin.pin(PADDLE, job, version, tensors, optimizer_state, seconds, address, token)

@@ -10,6 +10,7 @@ import paddle
 import paddle.distributed as dist
 
 from .._agreement import agree
+from .._mesh import placed_already
 from ..errors import InvalidArgumentError
 from ._dtensor import redistributed
 from ._mesh import check_mesh, check_placements, covers_world, mesh_text
@@ -51,10 +52,7 @@ def shard_tensor(
     placed = check_placements(placements, mesh, tensor.ndim, "the tensor")
     if tensor.is_dist():
         if tensor.process_mesh != mesh or tensor.placements != placed:
-            raise InvalidArgumentError(
-                f"the tensor already has the placements {tensor.placements} on the mesh "
-                f"{mesh_text(tensor.process_mesh)}; use reshard to change its placements or mesh"
-            )
+            raise placed_already(tensor.placements, mesh_text(tensor.process_mesh))
         return tensor
     arguments = {
         "the mesh": mesh_text(mesh),

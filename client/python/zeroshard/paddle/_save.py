@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import paddle
-from paddle.jit.api import _register_save_pre_hook
 
 from .._files import directory, existing, write
 from ..errors import InvalidArgumentError
@@ -15,6 +14,7 @@ from ._dtensor import parts_of_state
 from ._memory import is_guarded
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
+from ._private import before_jit_save
 
 # Paddle's file names.
 _MODEL = "model.pdmodel"
@@ -73,7 +73,7 @@ def whole_state(model: GroupSharded) -> dict[str, Any]:
         for name, parameter in model._layer.named_parameters(remove_duplicate=False)
         if parameter.is_dist()
     }
-    found = model.sharding.whole(distributed)
+    found = model.sharding.reads.whole(distributed)
     return dict(model.state_dict()) | {
         name: value.astype(distributed[name].dtype) for name, value in found.items()
     }
@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def refuse_jit_save() -> None:
     """Makes ``paddle.jit.save`` refuse layers whose parameters are on the servers."""
-    _register_save_pre_hook(_check_not_on_servers)
+    before_jit_save(_check_not_on_servers)
 
 
 def _check_not_on_servers(layer: Any, *_: Any) -> None:

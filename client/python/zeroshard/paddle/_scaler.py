@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import paddle
 from paddle.amp.grad_scaler import OptimizerState
 
 from ._optimizer import ShardedOptimizer
-
-#: The dtypes of gradients for which Paddle has separate flags.
-_DTYPES = ("fp16", "bf16", "fp32")
+from ._private import EnabledScaler
 
 
-class GradScaler(paddle.amp.GradScaler):
+class GradScaler(EnabledScaler):
     """A ``paddle.amp.GradScaler`` for sharded optimizers. An inf or NaN on any rank skips the step
     on all ranks.
 
@@ -21,12 +18,6 @@ class GradScaler(paddle.amp.GradScaler):
     state. Paddle's own class disables itself on a CPU and for losses that are not float16; this
     class does not.
     """
-
-    # Paddle's own attributes.
-    _scale: Any
-    _cache_found_inf: bool | None
-    _incr_count: int
-    _decr_count: int
 
     def __init__(
         self,
@@ -41,16 +32,7 @@ class GradScaler(paddle.amp.GradScaler):
         super().__init__(False)
         if not enable:
             return
-        # The attributes of Paddle's class when it is enabled.
-        self._enable = True
-        self._optimizer_states = _States()
-        self._cache_found_inf = None
-        for name in (
-            "_found_inf",
-            "_temp_found_inf_value_false",
-            *(f"_temp_found_inf_{dtype}" for dtype in _DTYPES),
-        ):
-            setattr(self, name, paddle.to_tensor([False]))
+        self._zeroshard_enable(_States())
         self.load_state_dict(
             {
                 "scale": [init_loss_scaling],
@@ -73,15 +55,15 @@ class GradScaler(paddle.amp.GradScaler):
 
     def scale(self, var: Any) -> Any:
         """Returns the scaled loss."""
-        return var * self._scale if self._enable else var
+        return var * self._zeroshard_scale if self._zeroshard_enabled else var
 
     def unscale_(self, optimizer: Any) -> None:
         """For a sharded optimizer, only records the scale: the servers divide by it, also for
         ``clip_grad_norm_``."""
         if not isinstance(optimizer, ShardedOptimizer):
             super().unscale_(optimizer)
-        elif self._enable:
-            state = self._optimizer_states[id(optimizer)]
+        elif self._zeroshard_enabled:
+            state = self._zeroshard_state(optimizer)
             # A second call changes nothing, and a step that is run again makes it.
             if state["state"] is OptimizerState.STEPPED:
                 raise RuntimeError("unscale_() is being called after step().")
@@ -90,10 +72,10 @@ class GradScaler(paddle.amp.GradScaler):
 
     def step(self, optimizer: Any) -> None:
         """Steps, unless a gradient is inf or NaN; then :meth:`update` lowers the scale."""
-        if not isinstance(optimizer, ShardedOptimizer) or not self._enable:
+        if not isinstance(optimizer, ShardedOptimizer) or not self._zeroshard_enabled:
             super().step(optimizer)
             return
-        state = self._optimizer_states[id(optimizer)]
+        state = self._zeroshard_state(optimizer)
         if state["state"] is OptimizerState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         optimizer.loss_scale = self._number()
@@ -101,31 +83,15 @@ class GradScaler(paddle.amp.GradScaler):
             optimizer.step_if_finite()
         finally:
             optimizer.loss_scale = 1.0
-        self._cache_found_inf = not optimizer.last_report.applied
         state["state"] = OptimizerState.STEPPED
-        if not self._use_dynamic_loss_scaling:
-            self._optimizer_states = _States()
+        self._zeroshard_stepped(not optimizer.last_report.applied, _States())
 
     def _number(self) -> float:
-        return float(self._scale.reshape([]))
-
-    # Paddle's own method fails with NumPy 2, which does not convert an array of one element to a
-    # number.
-    def _update(self) -> None:
-        if self._cache_found_inf:
-            self._incr_count = 0
-            self._decr_count += 1
-            if self._decr_count == self._decr_every_n_nan_or_inf:
-                self._scale, self._decr_count = self._scale * self._decr_ratio, 0
-        else:
-            self._decr_count = 0
-            self._incr_count += 1
-            if self._incr_count == self._incr_every_n_steps:
-                self._scale, self._incr_count = self._scale * self._incr_ratio, 0
+        return float(self._zeroshard_scale.reshape([]))
 
     def minimize(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """:meth:`step`, then :meth:`update`."""
-        if not isinstance(optimizer, ShardedOptimizer) or not self._enable:
+        if not isinstance(optimizer, ShardedOptimizer) or not self._zeroshard_enabled:
             return super().minimize(optimizer, *args, **kwargs)
         self.step(optimizer)
         self.update()

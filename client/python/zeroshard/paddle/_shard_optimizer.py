@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import paddle
-from paddle.base import core
 
 from .._strategy import ShardingStage, check_request, stage_of
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._mesh import check_mesh, covers_world, dimension
 from ._optimizer import ShardedOptimizer
-from ._sharded import group_sharded_parallel
+from ._private import mesh_class
+from ._sharded import check_optimizer, group_sharded_parallel
 
 
 def shard_optimizer(
@@ -40,7 +40,7 @@ def shard_optimizer(
         InvalidArgumentError: ``shard_fn`` is not a stage, its mesh does not contain all ranks, or
             the model is missing for stage 3.
     """
-    stage = stage_of(shard_fn, core.ProcessMesh)
+    stage = stage_of(shard_fn, mesh_class())
     if stage.mesh is not None:
         mesh = check_mesh(stage.mesh, "mesh")
         if not covers_world(mesh):
@@ -50,11 +50,7 @@ def shard_optimizer(
         if stage.sharding_mesh_dim is not None:
             dimension(mesh, stage.sharding_mesh_dim)
     check_request(stage, gradient_accumulation_steps, model)
-    if not isinstance(optimizer, _conversion.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__name__}; "
-            "it must be a paddle.optimizer.Optimizer that is not sharded yet"
-        )
+    check_optimizer(optimizer)
     wrapped, sharded, _ = group_sharded_parallel(
         _Parameters(optimizer) if model is None else model,
         optimizer,

@@ -8,9 +8,16 @@ from typing import Any
 import paddle
 
 from .._checkpoints import Checkpoints
+from .._core.arguments import (
+    check_class,
+    check_not_sharded,
+    check_plain,
+    check_steps_model,
+)
 from .._core.collectives import GroupSize
 from .._core.options import Options
-from .._core.sharding import Sharding, is_sharded
+from .._core.sharded_models import register
+from .._core.sharding import Sharding
 from .._rendezvous import ProcessGroup
 from .._session import connection
 from ..errors import InvalidArgumentError
@@ -40,15 +47,17 @@ def group_sharded_parallel(
     *,
     accumulation_steps: int | None = None,
     group_size: GroupSize = 1,
+    state_dtype: str = "f32",
     checkpoints: Checkpoints | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
     Args:
         model: any layer. All ranks take the parameters and buffers of rank 0.
-        optimizer: SGD, Momentum, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSProp or
-            Lamb of ``paddle.optimizer``, with its scheduler, groups, and ``ClipGradByGlobalNorm``
-            (one norm for each group) or ``ClipGradByNorm``. Existing state is uploaded.
+        optimizer: an optimizer of ``paddle.optimizer`` that the servers have (the page "The five
+            APIs" of the documentation lists them), with its scheduler, groups, and
+            ``ClipGradByGlobalNorm`` (one norm for each group) or ``ClipGradByNorm``. Existing state
+            is uploaded.
         level: what the servers hold: ``"os"``: the optimizer state; ``"os_g"``: also gradients,
             which are sent during backward; ``"p_g_os"``: also parameters, which are fetched for
             each use.
@@ -78,6 +87,11 @@ def group_sharded_parallel(
             group must be started again. At ``p_g_os``, all ranks of a group must use the same
             modules when they train; parameters that are used without recording gradients
             (``no_grad``) are received by each rank as a whole, so one rank may evaluate alone.
+        state_dtype: the dtype in which servers keep the optimizer state. With ``"int8"`` it takes 1
+            byte per element instead of 4, plus one per 128 elements. This works with
+            ``Adam`` and ``AdamW`` without ``amsgrad``, ``SGD`` and ``Momentum``.
+            New state is rounded stochastically, so results differ from those with ``"f32"``, but
+            not between runs. Reading, saving and loading state work as before.
         checkpoints: when and where the servers save the model and the optimizer, and from which
             checkpoint they start. If there is one, all values come from it. Parameters, parameter
             groups and their state cannot be replaced later. None: no checkpoints.
@@ -99,11 +113,10 @@ def group_sharded_parallel(
         accumulation_steps=accumulation_steps,
         group_size=group_size,
         offload=offload,
+        state_dtype=state_dtype,
     )
-    if scaler is not None and not isinstance(scaler, paddle.amp.GradScaler):
-        raise InvalidArgumentError(
-            f"scaler is a {type(scaler).__name__}; it must be a paddle.amp.GradScaler"
-        )
+    if scaler is not None:
+        check_class("scaler", scaler, paddle.amp.GradScaler, "paddle.amp.GradScaler")
     if level == "p_g_os":
         _check_not_static(model)
         refuse_jit_save()
@@ -120,6 +133,7 @@ def group_sharded_parallel(
         clip_sets=clip_sets,
         checkpoints=checkpoints,
     )
+    register(sharding)
     sharded = ShardedOptimizer.sharing(optimizer, sharding)
     return (
         GroupSharded(model, sharding),
@@ -144,31 +158,19 @@ def _ranks(group: Any | None, dp_group: Any | None) -> ProcessGroup:
 
 
 def _check(model: Any, optimizer: Any) -> None:
-    if not isinstance(model, paddle.nn.Layer) or isinstance(model, GroupSharded):
-        raise InvalidArgumentError(
-            f"model is a {type(model).__name__}; it must be a paddle.nn.Layer that is not sharded "
-            "yet"
-        )
-    if not isinstance(optimizer, _conversion.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__name__}; "
-            "it must be a paddle.optimizer.Optimizer that is not sharded yet"
-        )
-    if is_sharded(model.parameters()) or any(map(is_guarded, model.sublayers(include_self=True))):
-        raise InvalidArgumentError(
-            "the model is sharded already; use the model and the optimizer that "
-            "group_sharded_parallel has returned, or create the model anew"
-        )
-    stepped = {
-        id(parameter)
-        for group in _conversion.param_groups(optimizer)
-        for parameter in group["params"]
-    }
-    if stepped.isdisjoint(map(id, model.parameters())):
-        raise InvalidArgumentError(
-            "none of the optimizer's parameters belong to the model; "
-            "create the optimizer from model.parameters()"
-        )
+    check_plain("model", model, paddle.nn.Layer, GroupSharded, "paddle.nn.Layer")
+    check_optimizer(optimizer)
+    layers = model.sublayers(include_self=True)
+    check_not_sharded(model.parameters(), is_guarded=any(map(is_guarded, layers)))
+    groups = _conversion.param_groups(optimizer)
+    stepped = (parameter for group in groups for parameter in group["params"])
+    check_steps_model(stepped, model.parameters())
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises an error unless the argument is an optimizer that is not sharded yet."""
+    kind, name = _conversion.Optimizer, "paddle.optimizer.Optimizer"
+    check_plain("optimizer", optimizer, kind, ShardedOptimizer, name)
 
 
 def _check_not_static(model: Any) -> None:

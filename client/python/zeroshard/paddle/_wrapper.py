@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import paddle
 
 from .._core.wrapper import AttributesOfModel
+from ._private import Forwarding, sublayers_of
 
 
-class LayerWrapper(AttributesOfModel, paddle.nn.Layer):
+class LayerWrapper(AttributesOfModel, Forwarding):
     """A layer that runs another one, its only sublayer. Attributes that the wrapper does not have
     itself are read from the layer, written to it and deleted from it."""
 
@@ -25,7 +25,7 @@ class LayerWrapper(AttributesOfModel, paddle.nn.Layer):
     @property
     def _wrapped(self) -> Any | None:
         """The layer; None while the wrapper is created."""
-        return next(iter(self.__dict__.get("_sub_layers", {}).values()), None)
+        return next(iter(sublayers_of(self).values()), None)
 
     # ---- attributes
 
@@ -91,22 +91,11 @@ class LayerWrapper(AttributesOfModel, paddle.nn.Layer):
         self._inner.astype(dtype)
         return self
 
-    def _to_impl(self, *args: Any, **kwargs: Any) -> Any:
-        self._inner._to_impl(*args, **kwargs)
-        return self
-
-    def _apply(self, *args: Any, **kwargs: Any) -> None:
-        self._inner._apply(*args, **kwargs)
-
     # ---- state
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the layer, whose keys have no prefix."""
         return self._inner.sharded_state_dict(*args, **kwargs)
-
-    def _state_dict_impl(self, *args: Any, **kwargs: Any) -> Any:
-        # Called for a wrapper in another layer.
-        return self._inner._state_dict_impl(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole state dict of the layer, whose keys have no prefix. Any rank may call it."""
@@ -118,6 +107,9 @@ class LayerWrapper(AttributesOfModel, paddle.nn.Layer):
 
     def register_state_dict_hook(self, hook: Any) -> Any:
         return self._inner.register_state_dict_hook(hook)
+
+    def _zeroshard_inner(self) -> Any:
+        return self._inner
 
     @property
     def _inner(self) -> Any:

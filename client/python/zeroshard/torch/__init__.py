@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
-from . import parallel
+from . import optim, parallel
 from ._clip import ClipGradByGlobalNorm, clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
@@ -18,23 +18,23 @@ from ._pin import pin
 from ._placement import reshard, shard_tensor
 from ._save import load_group_sharded_model, save_group_sharded_model
 from ._scaler import GradScaler
+from ._shard import ShardOptions, shard
 from ._shard_optimizer import shard_optimizer
 from ._sharded import group_sharded_parallel
-from .optim import LAMB, Lion
+from .optim import *  # noqa: F403
 
 __all__ = [
-    "LAMB",
     "ClipGradByGlobalNorm",
     "DataParallel",
     "DistModel",
     "GradScaler",
     "GroupSharded",
-    "Lion",
     "Partial",
     "ProcessMesh",
     "Replicate",
     "Shard",
     "ShardDataloader",
+    "ShardOptions",
     "ShardedOptimizer",
     "ShardingStage1",
     "ShardingStage2",
@@ -50,9 +50,11 @@ __all__ = [
     "pin",
     "reshard",
     "save_group_sharded_model",
+    "shard",
     "shard_dataloader",
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
     "to_static",
 ]
+__all__ += optim.__all__

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import InvalidArgumentError
 from ._module_hooks import OfOneModule, is_copied
+from ._private import add_load_hook, load_hooks
 
 
 class _Refusal(OfOneModule):
@@ -28,8 +29,8 @@ def refuse_assign(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # has no such hooks
-        if not any(map(is_refusal, module._load_state_dict_pre_hooks.values())):
-            module._register_load_state_dict_pre_hook(refusal)
+        if not any(map(is_refusal, load_hooks(module).values())):
+            add_load_hook(module, refusal)
 
 
 def allow_assign(model: nn.Module) -> None:
@@ -37,13 +38,14 @@ def allow_assign(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        for number, hook in list(module._load_state_dict_pre_hooks.items()):
+        hooks = load_hooks(module)
+        for number, hook in list(hooks.items()):
             if is_refusal(hook):
-                del module._load_state_dict_pre_hooks[number]
+                del hooks[number]
 
 
 def is_refusal(hook: Any) -> bool:
-    """Returns whether a hook of a module's ``_load_state_dict_pre_hooks``, or of a copy of it, is
+    """Returns whether a hook that a module calls before it loads its state, or of a copy of it, is
     that of :func:`refuse_assign`."""
     called = getattr(hook, "hook", None)
     return isinstance(called, _Refusal) or is_copied(called)

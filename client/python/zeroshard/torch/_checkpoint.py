@@ -10,11 +10,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import InvalidArgumentError
 from ._dtensor import local, part
+from ._private import buffers_of, parameters_of, unsaved_buffers
 from ._weight_files import WeightFiles, open_files
+
+
+#: What ``load_state_dict`` returns.
+_Keys: Any = type(nn.Module().load_state_dict({}))
 
 
 class Checkpoint:
@@ -36,7 +40,7 @@ class Checkpoint:
         #: ``load_state_dict``, the last one of tied tensors counts.
         self._sources = {id(t): (name, t) for name, t in own.items() if name in shapes}
         #: As ``load_state_dict`` returns it.
-        self.keys = _IncompatibleKeys(
+        self.keys = _Keys(
             [name for name, tensor in own.items() if id(tensor) not in self._sources],
             [name for name in shapes if name not in own],
         )
@@ -112,7 +116,7 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and persistent buffers of a model by name, tied ones under all names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         registered: dict[str, Any]
-        for registered in (module._parameters, module._buffers):
+        for registered in (parameters_of(module), buffers_of(module)):
             for key, tensor in registered.items():
-                if tensor is not None and key not in module._non_persistent_buffers_set:
+                if tensor is not None and key not in unsaved_buffers(module):
                     yield f"{prefix}.{key}" if prefix else key, tensor

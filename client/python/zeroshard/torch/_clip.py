@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.sharding import clip
+from .._core.sharded_models import clip
 from ..errors import InvalidArgumentError
 
 

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._core.gather import Gatherer
-from ._memory import outside_graphs, plain_parameters
+from ._memory import plain_parameters, unwatched
+from ._private import (
+    compiled_call,
+    forward_hooks,
+    is_optimized,
+    modules_in,
+    outside_graphs,
+    plain_call,
+    set_compiled_call,
+)
 from ._transforms import check_not_recorded
 
 
@@ -31,7 +40,7 @@ def warn_not_compiled() -> None:
     """Warns that a part of a compiled program is not compiled."""
     warnings.warn(
         "at level p_g_os torch.compile compiles modules of the model, not functions that call them "
-        "or the model that group_sharded_parallel has returned; this part of the program runs "
+        "or the sharded model; this part of the program runs "
         "without compilation: use module.compile() for each block of the model instead",
         stacklevel=2,
     )
@@ -41,11 +50,11 @@ def gather_compiled(model: nn.Module, gatherer: Gatherer[Tensor]) -> None:
     """Makes the compiled modules in a model gather their parameters. Called before each forward,
     since a program may compile modules at any time."""
     for module in _modules(model):
-        compiled = module._compiled_call_impl
+        compiled = compiled_call(module)
         if isinstance(compiled, _CompiledCall):
             continue
-        if compiled is not None or isinstance(module, torch._dynamo.OptimizedModule):
-            module._compiled_call_impl = _CompiledCall(module, gatherer)
+        if compiled is not None or is_optimized(module):
+            set_compiled_call(module, _CompiledCall(module, gatherer))
             for inner in module.modules():
                 # Every hook has a number of its own, for which torch.compile would make a graph.
                 _remove_hooks(inner)
@@ -54,12 +63,13 @@ def gather_compiled(model: nn.Module, gatherer: Gatherer[Tensor]) -> None:
 def stop_gathering(module: nn.Module) -> None:
     """Makes a module's forward what it was before it was sharded."""
     _remove_hooks(module)
-    if isinstance(module._compiled_call_impl, _CompiledCall):
-        module._compiled_call_impl = module._compiled_call_impl.replaced
+    compiled = compiled_call(module)
+    if isinstance(compiled, _CompiledCall):
+        set_compiled_call(module, compiled.replaced)
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
+    for hook in forward_hooks(module):
         if isinstance(hook, _ForwardHook) and hook.handle is not None:
             hook.handle.remove()
 
@@ -70,14 +80,14 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
     while modules:
         module = modules.pop()
         yield module
-        modules.extend(child for child in module._modules.values() if child is not None)
+        modules.extend(child for child in modules_in(module).values() if child is not None)
 
 
 def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Calls ``begin`` before and ``end`` after each forward of the module, also if it raises an
     error."""
     # The optimizer of the model has imported the compiler.
-    before, after = (_ForwardHook(torch.compiler.disable(call)) for call in (begin, end))
+    before, after = (_ForwardHook(torch.compiler.disable(unwatched(call))) for call in (begin, end))
     before.handle = module.register_forward_pre_hook(before, prepend=True)
     after.handle = module.register_forward_hook(after, always_call=True)
 
@@ -109,8 +119,8 @@ class _CompiledCall:
 
     def __init__(self, module: nn.Module, gatherer: Gatherer[Tensor]) -> None:
         #: None for the result of ``torch.compile(module)``.
-        self.replaced: Callable[..., Any] | None = module._compiled_call_impl
-        self._call = self.replaced or module._call_impl
+        self.replaced: Callable[..., Any] | None = compiled_call(module)
+        self._call = self.replaced or plain_call(module)
         self._parameters = list(module.parameters())
         self._begin, self._end = gatherer.forward_with(self._parameters)
 

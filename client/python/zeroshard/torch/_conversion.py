@@ -5,34 +5,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from .. import _native
-from .._core.job import State
+from .._core.optimizer_spec import State
 from .._core.hyperparameters import hyperparameters as _numbers
 from .._core.hyperparameters import STATE_WITH_OPTIONS, reserving
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
-from .optim import LAMB, Lion
-
-#: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.
-NAMES: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.SGD: "sgd",
-    torch.optim.ASGD: "asgd",
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    torch.optim.Adamax: "adamax",
-    torch.optim.NAdam: "nadam",
-    torch.optim.RAdam: "radam",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.Adadelta: "adadelta",
-    torch.optim.Adafactor: "adafactor",
-    torch.optim.RMSprop: "rmsprop",
-    Lion: "lion",
-    LAMB: "lamb",
-}
+from ._gather_rows import gathered
+from .optim import NAMES
 
 #: The dimension in which Adafactor's state tensors have size 1 in torch. On the servers, and in
 #: :data:`State`, their values are repeated to the parameter's shape.
@@ -48,13 +34,13 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
         UnsupportedOptimizerError: the servers do not implement the optimizer. The message lists
             those that they implement.
     """
-    base = next((known for known in NAMES if isinstance(optimizer, known)), None)
+    base = _base(optimizer)
     if base is None or not _steps_alike(type(optimizer), base):
         cls = type(optimizer)
         why = "" if base is None else f": it overrides the step of {_name(base)}"
         known = ", ".join(_name(known) for known in sorted(NAMES, key=_name))
         raise UnsupportedOptimizerError(
-            f"the shard servers do not support {_name(cls)}{why}; use one of {known}"
+            f"the shard servers do not have {_name(cls)}{why}; use one of {known}"
         )
     if not issubclass(base, torch.optim.Adam):
         return NAMES[base]
@@ -65,10 +51,22 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     }
     if len(names) != 1:
         raise UnsupportedOptimizerError(
-            "decoupled_weight_decay differs between the parameter groups; it must be the same in "
-            "all of them, since a job runs one optimizer"
+            "decoupled_weight_decay differs between the parameter groups of one optimizer; it must "
+            "be the same in all of them; pass an optimizer for each"
         )
     return names.pop()
+
+
+def server_name(optimizer: torch.optim.Optimizer) -> str | None:
+    """As :func:`optimizer_name`. None if the servers do not have an optimizer of this class."""
+    base = _base(optimizer)
+    if base is None or not _steps_alike(type(optimizer), base):
+        return None
+    return optimizer_name(optimizer)
+
+
+def _base(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    return next((known for known in NAMES if isinstance(optimizer, known)), None)
 
 
 def hyperparameters(name: str, group: Mapping[str, Any]) -> dict[str, float]:
@@ -99,6 +97,13 @@ def hyperparameters(name: str, group: Mapping[str, Any]) -> dict[str, float]:
     return _numbers(name, found)
 
 
+def keeping() -> tuple[str, dict[str, float]]:
+    """An optimizer of the servers that has no state and keeps the values of a parameter, since it
+    adds 0 to them, and its hyperparameters. (A value of -0 may become 0.)"""
+    name = "sgd"
+    return name, {**_native.Optimizer(name).hyperparameters, "lr": 0.0}
+
+
 def to_torch(name: str, state: State[torch.Tensor]) -> dict[str, Any]:
     """The state of a parameter, in the format of ``torch.optim.Optimizer.state_dict()``.
 
@@ -116,11 +121,23 @@ def to_torch(name: str, state: State[torch.Tensor]) -> dict[str, Any]:
         return dict(tensors)
     names = _native.Optimizer(name).scalar_state
     numbers = {"step": applied, **dict(zip(names, scalars, strict=True))}
-    kept = {
-        key: tensor.narrow(_REPEATED[key], 0, 1).clone() if key in _REPEATED else tensor
-        for key, tensor in tensors.items()
-    }
+    kept = {key: _shortened(key, tensor) for key, tensor in tensors.items()}
     return {**{key: torch.tensor(float(value)) for key, value in numbers.items()}, **kept}
+
+
+def _shortened(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A state tensor in torch's shape."""
+    dim = _REPEATED.get(name)
+    is_repeated = dim is not None and tensor.shape[dim] != 1
+    return tensor.narrow(dim, 0, 1).clone() if dim is not None and is_repeated else tensor
+
+
+def state_box(name: str, box: _native.Box, shape: Sequence[int]) -> _native.Box:
+    """The box of a state tensor to fetch, if ``box`` is that of its parameter: one value of each
+    that are repeated in the parameter's shape, of all rows and columns."""
+    if name not in _REPEATED:
+        return box
+    return _native.Box([0] * len(shape), _shape_of(name, shape))
 
 
 @functools.cache
@@ -136,11 +153,28 @@ def state_names(name: str) -> frozenset[str]:
     return frozenset((*every.state, *every.scalar_state, *counted))
 
 
+def state_names_of(
+    name: str, group: Mapping[str, Any], shape: Sequence[int], kept: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """The keys of the state that a parameter has after its first step: of numbers, and of tensors.
+
+    Args:
+        name: the optimizer, as :func:`optimizer_name` returns it.
+        group: the parameter's group.
+        shape: the parameter's shape.
+        kept: state tensors that the optimizer has in addition to those that its next step uses.
+    """
+    optimizer = _native.Optimizer(name, reserving(name, hyperparameters(name, group), kept))
+    numbers = [] if name == "sgd" else ["step", *optimizer.scalar_state]
+    return numbers, optimizer.state_of(shape)
+
+
 def from_torch(
     name: str,
     hyperparameters: Mapping[str, float],
     state: Mapping[str, Any],
     shape: Sequence[int],
+    uploader: int = 0,
 ) -> State[torch.Tensor]:
     """The state of a parameter for the servers, from torch's format: the inverse of
     :func:`to_torch`.
@@ -150,11 +184,13 @@ def from_torch(
         hyperparameters: the hyperparameters of the parameter's group.
         state: torch's state of the parameter. Empty if it has none.
         shape: the parameter's shape.
+        uploader: the rank of the world that needs the elements of DTensors.
 
     Returns:
         The state, without scalars and tensors if no step was applied. The tensors are contiguous,
-            f32 and on the CPU. For SGD, which does not count its steps, the number of steps is 1 if
-            there is state.
+            f32 and on the CPU, and are converted, or gathered if they are DTensors, each time that
+            one is read. For SGD, which does not count its steps, the number of steps is 1 if there
+            is state.
 
     Raises:
         InvalidArgumentError: a part of the state is missing, or a tensor has another shape.
@@ -167,7 +203,7 @@ def from_torch(
         applied = 1 if names and state.get("momentum_buffer") is not None else 0
     else:
         applied = int(state.get("step", 0))
-    if applied == 0 and not any(bool(state[part].any()) for part in had if part in names):
+    if applied == 0 and not any(_is_set(state[part]) for part in had if part in names):
         return 0, (), {}
     if applied == 0 and scalar_names:
         raise InvalidArgumentError(
@@ -182,17 +218,49 @@ def from_torch(
             f"{missing[0]!r} is missing from the state of an optimizer {name!r} after {applied} "
             f"steps; it must have {', '.join([*names, *scalar_names])}"
         )
-    tensors = {}
     for part in names:
-        tensor = repeated(part, state[part], shape)
-        if tuple(tensor.shape) != tuple(shape):
+        found = tuple(state[part].shape)
+        if found not in (tuple(shape), _shape_of(part, shape)):
             raise InvalidArgumentError(
-                f"optimizer state {part!r} has shape {tuple(tensor.shape)}; "
+                f"optimizer state {part!r} has shape {found}; "
                 f"it must have the shape {_shape_of(part, shape)}, since the parameter's is "
                 f"{tuple(shape)}"
             )
-        tensors[part] = tensor.detach().to("cpu", torch.float32).contiguous()
+    tensors = _Converted({part: state[part] for part in names}, shape, uploader)
     return applied, [float(state[part]) for part in scalar_names], tensors
+
+
+class _Converted(Mapping[str, torch.Tensor]):
+    """The state tensors of a parameter, which are converted when they are read, so that a loaded
+    state is not in memory twice."""
+
+    def __init__(
+        self, given: Mapping[str, torch.Tensor], shape: Sequence[int], uploader: int
+    ) -> None:
+        self._given = given
+        self._shape = shape
+        self._uploader = uploader
+        #: See :func:`zeroshard._core.uploading.is_joint`.
+        self.is_joint = any(isinstance(tensor, DTensor) for tensor in given.values())
+
+    def __getitem__(self, part: str) -> torch.Tensor:
+        tensor = gathered(self._given[part], self._uploader)
+        if self.is_joint and dist.get_rank() != self._uploader:
+            return tensor  # only its shape counts
+        tensor = repeated(part, tensor, self._shape)
+        return tensor.detach().to("cpu", torch.float32).contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+def _is_set(tensor: torch.Tensor) -> bool:
+    """Returns whether an element is not 0. All ranks must call it for a DTensor."""
+    found = tensor.any()
+    return bool(found.full_tensor() if isinstance(found, DTensor) else found)
 
 
 def repeated(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ._private import can_count_users, memory_users
+
 
 class CopyToHost(Protocol):
     """A copy of a tensor to host memory, which begins when it is made."""
@@ -80,11 +82,15 @@ def host_copy(tensor: Tensor, *, pinned: bool) -> Tensor:
 _References = tuple[int, int, int]
 
 
+def memory_references(tensor: Tensor) -> tuple[int, int]:
+    """The numbers of references to the memory of a tensor, and to the object of its memory."""
+    memory = tensor.untyped_storage()
+    return memory_users(memory), sys.getrefcount(memory)
+
+
 def _references(tensor: Tensor) -> _References:
     """The references to a plain tensor, with those of the callers."""
-    memory = tensor.untyped_storage()
-    users: int = torch._C._storage_Use_Count(memory._cdata)
-    return sys.getrefcount(tensor), users, sys.getrefcount(memory)
+    return sys.getrefcount(tensor), *memory_references(tensor)
 
 
 def is_held(tensor: Tensor) -> bool:
@@ -93,9 +99,12 @@ def is_held(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         # The program may hold the local tensor of a distributed one.
         return True
-    return any(now > alone for now, alone in zip(_references(tensor), _ALONE, strict=True))
+    if not can_count_users():
+        return True
+    return any(now > alone for now, alone in zip(_references(tensor), _alone(), strict=True))
 
 
+@functools.cache
 def _alone() -> _References:
     # As many calls as between such a variable and the count. Versions of Python differ in what a
     # call counts.
@@ -107,9 +116,6 @@ def _alone() -> _References:
 
     tensor = torch.empty(1, device="cpu")
     return caller(tensor)
-
-
-_ALONE = _alone()
 
 
 @functools.cache

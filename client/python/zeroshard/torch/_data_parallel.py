@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
-from .._core.reducer import Reducer, average_now, weakly
+from .._core.arguments import check_class, warn_of_single_process, warn_of_strategy
+from .._core.reducer import Reducer, average_now
+from .._core.weak_calls import weakly
 from .._rendezvous import ProcessGroup as Ranks
 from ..errors import InvalidArgumentError
 from ._assign import refuse_assign
 from ._foreign import check_not_wrapped, check_not_wrapped_later
 from ._framework import TORCH, process_group
 from ._materialize import check_has_values
+from ._private import tree_leaves
 from ._transforms import is_tracing
 from ._wrapper import ModuleWrapper
 
@@ -74,21 +76,12 @@ class DataParallel(ModuleWrapper):
         find_unused_parameters: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise InvalidArgumentError(
-                f"module is a {type(module).__name__}; it must be a torch.nn.Module"
-            )
-        if strategy is not None:
-            warnings.warn(
-                "strategy has no effect and will be removed", DeprecationWarning, stacklevel=2
-            )
+        check_class("module", module, nn.Module, "torch.nn.Module")
+        warn_of_strategy(strategy)
         check_not_wrapped(module, "DataParallel")
         check_has_values(module, "DataParallel")
         ranks = process_group(group)
-        if ranks.size == 1:
-            warnings.warn(
-                "DataParallel has no effect in a single process", UserWarning, stacklevel=2
-            )
+        warn_of_single_process(ranks)
         super().__init__(module)
         options: dict[str, Any] = {
             "comm_buffer_size": comm_buffer_size,

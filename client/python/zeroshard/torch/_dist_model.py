@@ -9,28 +9,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
     distribute_tensor,
 )
-from torch.utils._pytree import tree_leaves
 
-from .._dist_model import DistModelBase, named_optimizer_state, numbered_optimizer_state
+from .._dist_arguments import Classes
+from .._dist_model import DistModelBase
+from .._dist_state import check_state, named_optimizer_state, numbered_optimizer_state
 from .._program import Collective, Description
 from .._rendezvous import distributed
 from .._strategy import Strategy
 from ._describe import describe, working_modules
-from ._dtensor import local
+from ._dist_tensors import TorchDistTensors
 from ._layer import replace_in_optimizer, replicate_rest
-from ._mesh import mesh_ranks, mesh_text, root_mesh
+from ._mesh import mesh_ranks, root_mesh
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
-from ._placement import reshard
+from ._private import is_distributed, tree_leaves
 from ._recorder import Moment, Recorder
 from ._shard_optimizer import mesh_group
 from ._sharded import group_sharded_parallel
@@ -55,9 +51,10 @@ class DistModel(DistModelBase[Tensor]):
             optimizer state.
     """
 
-    _tensor_name = "torch.Tensor"
-    _layer_name = "torch.nn.Module"
-    _optimizer_name = "torch.optim.Optimizer"
+    _classes = Classes(
+        nn.Module, "torch.nn.Module", GroupSharded, torch.optim.Optimizer, "torch.optim.Optimizer"
+    )
+    _tensors = TorchDistTensors()
     _optimizer: ShardedOptimizer | None
 
     def __init__(
@@ -70,8 +67,7 @@ class DistModel(DistModelBase[Tensor]):
     ) -> None:
         super().__init__(layer, loader, loss, optimizer, strategy)
         self._by_styles = any(
-            "_zeroshard_parallel" in vars(module)
-            or getattr(module, "_distribute_module_applied", False)
+            "_zeroshard_parallel" in vars(module) or is_distributed(module)
             for module in layer.modules()
         )
         if self._computes_on_mesh():
@@ -124,56 +120,6 @@ class DistModel(DistModelBase[Tensor]):
     def optimizer(self) -> ShardedOptimizer | None:
         """The optimizer that steps on the servers."""
         return self._optimizer
-
-    # ---- types
-
-    def _is_tensor(self, value: object) -> bool:
-        return isinstance(value, Tensor)
-
-    def _is_layer(self, value: object) -> bool:
-        return isinstance(value, nn.Module) and not isinstance(value, GroupSharded)
-
-    def _is_optimizer(self, value: object) -> bool:
-        return isinstance(value, torch.optim.Optimizer)
-
-    # ---- tensors on a mesh
-
-    def _mesh_of(self, value: Tensor) -> DeviceMesh | None:
-        return value.device_mesh if isinstance(value, DTensor) else None
-
-    def _mesh_text(self, mesh: DeviceMesh) -> str:
-        return mesh_text(mesh)
-
-    def _shards(self, value: Tensor) -> list[tuple[int, int]]:
-        if not isinstance(value, DTensor):
-            return []
-        sizes = zip(value.device_mesh.shape, value.placements, strict=True)
-        return [
-            (parts, placement.dim) for parts, placement in sizes if isinstance(placement, Shard)
-        ]
-
-    def _local(self, value: Tensor) -> Tensor:
-        assert isinstance(value, DTensor)
-        complete: list[Placement] = [
-            Replicate() if isinstance(p, Partial) else p for p in value.placements
-        ]
-        return value.redistribute(placements=complete).to_local()
-
-    def _local_shape(self, value: Tensor) -> torch.Size:
-        return local(value).shape
-
-    def _whole(self, value: Tensor) -> Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-    def _replicated(self, value: Tensor) -> Tensor:
-        everywhere = [Replicate()] * self._mesh.ndim
-        if isinstance(value, DTensor):
-            return reshard(value, self._mesh, everywhere)
-        return DTensor.from_local(value, self._mesh, everywhere, run_check=False)
-
-    def _assembled_as(self, part: Tensor, sharded: Tensor) -> Tensor:
-        assert isinstance(sharded, DTensor)
-        return DTensor.from_local(part, sharded.device_mesh, sharded.placements, run_check=False)
 
     # ---- computation
 
@@ -241,11 +187,11 @@ class DistModel(DistModelBase[Tensor]):
 
     def _model_state(self) -> Mapping[str, Tensor]:
         state: dict[str, Tensor] = self._model.state_dict()
-        return {name: self._whole(value) for name, value in state.items()}
+        return {name: self._tensors.whole(value) for name, value in state.items()}
 
     def _set_model_state(self, state: Mapping[str, Tensor]) -> None:
-        self._check_state(state)
         own: dict[str, Tensor] = self._model.state_dict()
+        check_state(state, own)
         placed: dict[str, Tensor] = {}
         for name, value in state.items():
             has = own[name]

@@ -7,22 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._core.layout import local_box
+from .._mesh import unsupported_placement
 from .._native import Layout
 from .._rendezvous import world_group
-from ..errors import InvalidArgumentError
 from ._mesh import native_mesh
+from ._private import local_tensor, spec_of
 
 
 def local(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, without a copy. Other tensors are returned as they are."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    found: Tensor = tensor._local_tensor
-    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def layout(tensor: Tensor) -> Layout | None:
@@ -38,9 +35,7 @@ def _placement(placement: Any, tensor: Tensor) -> str:
         return "replicate"
     if type(placement) is Shard:
         return f"shard:{placement.dim % tensor.ndim}"
-    raise InvalidArgumentError(
-        f"a parameter has the placement {placement!r}; it must be Shard or Replicate"
-    )
+    raise unsupported_placement(repr(placement))
 
 
 def aligned_gradient(parameter: Tensor) -> Tensor | None:
@@ -58,15 +53,19 @@ def aligned_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def distributed_as(part: Tensor, spec: Any) -> DTensor:
-    """The DTensor with this local tensor and the ``_spec`` of another DTensor."""
+    """The DTensor with this local tensor and the layout of another one, ``spec_of`` it."""
     return DTensor(part, spec, requires_grad=False)
 
 
 def part(value: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's part of a plain ``value``, if it were distributed like ``tensor``. The local
-    tensor if ``value`` is a DTensor."""
+    """This rank's part of ``value``, if it were distributed like ``tensor``: the local tensor if it
+    is. A DTensor stays one if ``tensor`` is not distributed."""
     if isinstance(value, DTensor):
-        return local(value)
+        if not isinstance(tensor, DTensor):
+            return value
+        if (value.device_mesh, value.placements) == (tensor.device_mesh, tensor.placements):
+            return local(value)
+        value = value.full_tensor()
     found = layout(tensor)
     if found is None or value.shape != tensor.shape:
         return value
@@ -92,7 +91,7 @@ def parts_of_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
             and not isinstance(value, DTensor)
         ):
             if value.shape == tensor.shape:
-                return distributed_as(part(value, tensor), tensor._spec)
+                return distributed_as(part(value, tensor), spec_of(tensor))
         return value
 
     return {name: fitting(name, value) for name, value in state.items()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidArgumentError
 from ._dtensor import local
+from ._private import memory_id, memory_users
 
 
 def check_no_views(
@@ -56,7 +57,9 @@ def check_no_views(
 
 def _memory(tensor: Tensor) -> int | None:
     """An identifier of the memory of a tensor. None if its layout has several tensors."""
-    return local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
+    if tensor.layout is not torch.strided:
+        return None
+    return memory_id(local(tensor).untyped_storage())
 
 
 def _held_by_others(
@@ -79,5 +82,4 @@ def _is_held_by_others(parameter: Tensor, known: Counter[int | None]) -> bool:
     if memory.nbytes() <= tensor.numel() * tensor.element_size():
         return False
     # One reference is that of `memory`.
-    users: int = torch._C._storage_Use_Count(memory._cdata)
-    return users - 1 > known[memory._cdata]
+    return memory_users(memory) - 1 > known[memory_id(memory)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ..errors import InvalidArgumentError
+from ._private import is_managed_by_fsdp, modules_in
 
 #: What to do, by the library and the name of the class. Classes are compared by name, since
 #: importing some of them takes seconds.
@@ -26,6 +27,9 @@ _REMEDIES: Mapping[tuple[str, str], str] = {
     ("zeroshard", "GroupSharded"): (
         "use the model that group_sharded_parallel has returned, which averages gradients as well"
     ),
+    ("zeroshard", "ShardedInPlace"): (
+        "call zeroshard.shard for the whole model only, which averages gradients as well"
+    ),
 }
 
 
@@ -35,7 +39,7 @@ def check_not_wrapped(model: nn.Module, function: str) -> None:
     _check_plain(model, "the model", function)
     for name, module in model.named_modules():
         # Not `named_modules()` alone: our wrappers are not among their modules.
-        for key, child in module._modules.items():
+        for key, child in modules_in(module).items():
             if child is not None:
                 path = f"{name}.{key}" if name else key
                 _check_plain(child, f"module {path!r} of the model", function)
@@ -59,7 +63,7 @@ def _library_and_name(kind: type) -> tuple[str, str]:
 
 def check_not_wrapped_later(module: nn.Module) -> None:
     """Raises an error if FSDP has taken over a module since it was wrapped by ZeroShard."""
-    if module.__dict__.get("_is_fsdp_managed_module", False):
+    if is_managed_by_fsdp(module):
         raise wrapped_later("FSDP")
 
 

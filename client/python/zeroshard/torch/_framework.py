@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from .._core.entry import Entry
-from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
-from .._core.gradients import Gradients
-from .._core.outside import OutsideGradients
+from .._core.framework import Framework
+from .._core.gathering import ParameterMemory
+from .._core.mean import OpenGradients
+from .._core.optimizer_settings import Optimizer
+from .._core.parameters import Hook
+from .._core.shown import Outside
+from .._core.tensors import Incoming
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, distributed, world_group
 from ..errors import InvalidArgumentError
 from . import _conversion
+from ._aside import set_aside
 from ._collectives import TorchCollectives
 from ._compiled import around_forward
 from ._copies import COPIES, Copies, host_copy, is_held
@@ -27,7 +30,19 @@ from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
 from ._mean_gradient import MeanGradient
 from ._outside import OutsideGradient
-from ._memory import PooledMemory, guard, guard_tied
+from ._memory import PooledMemory, guard, guard_tied, unwatched
+from ._panes import adopt, pane_of
+from ._private import (
+    after_backward,
+    backward_node,
+    backward_pass,
+    buffers_of,
+    gradient_hooks,
+    memory_id,
+    spec_of,
+    version,
+    without_torch_function,
+)
 from ._transforms import is_transformed, is_transforming, outside_transforms
 
 #: The dtypes of parameters and gradients that the servers support.
@@ -56,7 +71,7 @@ class _Torch(Framework[Tensor]):
         return tensor.element_size()
 
     def changes(self, tensor: Tensor) -> int:
-        return tensor._version
+        return version(tensor)
 
     def collectives(self, ranks: Sequence[int], timeout: float) -> TorchCollectives:
         return TorchCollectives(ranks, timeout)
@@ -76,13 +91,14 @@ class _Torch(Framework[Tensor]):
     ) -> Array:
         dtype = self.dtype_of("a tensor", host)
         address, numel = host.data_ptr(), host.numel()
-        return Array(address, numel, dtype, host, box, wait=wait, pulled=pulled)
+        pane = pane_of(host) if box is None else None
+        return Array(address, numel, dtype, host, box, pane=pane, wait=wait, pulled=pulled)
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
 
     def outgoing(self, tensor: Tensor) -> Array:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             tensor = local(tensor).detach()
         if tensor.is_sparse:
             tensor = tensor.to_dense()
@@ -135,7 +151,7 @@ class _Torch(Framework[Tensor]):
             copies.precede(gradient.device)
 
     def show_mean(
-        self, gradients: Gradients[Tensor], entry: Entry[Tensor], freed: bool
+        self, gradients: OpenGradients[Tensor], entry: Entry[Tensor], freed: bool
     ) -> MeanGradient | None:
         gradient = aligned_gradient(entry.tensor)
         if gradient is None or gradient.requires_grad:
@@ -145,7 +161,7 @@ class _Torch(Framework[Tensor]):
         return mean
 
     def show_absent(
-        self, gradients: Gradients[Tensor], entry: Entry[Tensor]
+        self, gradients: OpenGradients[Tensor], entry: Entry[Tensor]
     ) -> MeanGradient | None:
         mean = MeanGradient(gradients, entry, None)
         entry.tensor.grad = GradientTensor(mean, entry.tensor)
@@ -162,12 +178,16 @@ class _Torch(Framework[Tensor]):
     def given_gradient(self, parameter: Tensor) -> object:
         return parameter.grad
 
+    def set_aside(self, gradient: Tensor) -> Tensor:
+        # What the program writes to a gradient that a hook has kept would be lost.
+        return gradient if is_held(gradient) else set_aside(gradient)
+
     def stand_in(self, parameter: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
             return one.expand(parameter.shape).requires_grad_()
 
-    def show_outside(self, outside: OutsideGradients[Tensor], entry: Entry[Tensor]) -> None:
+    def show_outside(self, outside: Outside[Tensor], entry: Entry[Tensor]) -> None:
         gradient = entry.tensor.grad
         if isinstance(gradient, GradientTensor) or gradient is not None and gradient.requires_grad:
             return  # it is shown, or the program differentiates it
@@ -207,16 +227,16 @@ class _Torch(Framework[Tensor]):
         return torch.is_grad_enabled() or self.in_backward()
 
     def in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
+        return backward_pass() != -1
 
     def backward_pass(self) -> Hashable:
-        return torch._C._current_graph_task_id()
+        return backward_pass()
 
     def backward_node(self) -> Any:
-        return torch._C._current_autograd_node()
+        return backward_node()
 
     def after_backward(self, call: Callable[[], None]) -> None:
-        Variable._execution_engine.queue_callback(call)
+        after_backward(call)
 
     def is_transforming(self) -> bool:
         return is_transforming()
@@ -237,7 +257,7 @@ class _Torch(Framework[Tensor]):
 
     def record_buffers(self, model: nn.Module) -> Callable[[], None]:
         # A forward may write to a buffer, or assign another tensor.
-        held = [(module, dict(module._buffers)) for module in model.modules()]
+        held = [(module, dict(buffers_of(module))) for module in model.modules()]
         copies = [
             (buffer, buffer.detach().clone())
             for _, buffers in held
@@ -249,8 +269,14 @@ class _Torch(Framework[Tensor]):
         @torch.no_grad()
         def restore() -> None:
             for module, buffers in held:
-                module._buffers.clear()
-                module._buffers.update(buffers)
+                if isinstance(module, torch.jit.ScriptModule):
+                    # Its buffers are members of a C++ object, which always has all of them.
+                    for name, buffer in buffers.items():
+                        setattr(module, name, buffer)
+                else:
+                    registered = buffers_of(module)
+                    registered.clear()
+                    registered.update(buffers)
             for buffer, values in copies:
                 buffer.copy_(values)
 
@@ -269,8 +295,11 @@ class _Torch(Framework[Tensor]):
 
     # ---- gathered parameters
 
-    def parameter_memory(self) -> ParameterMemory[Tensor]:
-        return PooledMemory()
+    def adopt(self, parameter: Tensor) -> None:
+        adopt(parameter)
+
+    def parameter_memory(self, *, shown: bool) -> ParameterMemory[Tensor]:
+        return PooledMemory(shown)
 
     def guard(
         self,
@@ -289,9 +318,8 @@ class _Torch(Framework[Tensor]):
     def memory(self, tensor: Tensor) -> Hashable | None:
         if tensor.layout is not torch.strided or is_transformed(tensor):
             return None
-        with torch._C.DisableTorchFunctionSubclass():
-            storage: int = local(tensor).untyped_storage()._cdata
-            return storage
+        with without_torch_function():
+            return memory_id(local(tensor).untyped_storage())
 
     def alias(self, tensor: Tensor) -> object:
         return local(tensor).detach()
@@ -302,10 +330,10 @@ class _Torch(Framework[Tensor]):
         values = local(saved)
         shape, stride, offset = values.shape, values.stride(), values.storage_offset()
         # The returned function must not keep `saved` alive, so that its memory can be freed.
-        spec = saved._spec if isinstance(saved, DTensor) else None
+        spec = spec_of(saved)
 
         def view() -> Tensor:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 again = local(parameter).detach().as_strided(shape, stride, offset)
                 return again if spec is None else distributed_as(again, spec)
 
@@ -314,7 +342,7 @@ class _Torch(Framework[Tensor]):
     def saved_tensors(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]:
-        return saved_tensors_hooks(pack, unpack)
+        return saved_tensors_hooks(pack, unwatched(unpack))
 
 
 def _shown(parameter: Tensor) -> MeanGradient | OutsideGradient | None:
@@ -329,8 +357,8 @@ class _Hook:
     """A hook of a parameter."""
 
     def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
-        self._handle = parameter.register_post_accumulate_grad_hook(call)
-        self._all: dict[int, Any] = parameter._post_accumulate_grad_hooks
+        self._handle = parameter.register_post_accumulate_grad_hook(unwatched(call))
+        self._all = gradient_hooks(parameter)
 
     def remove(self) -> None:
         self._handle.remove()
@@ -347,20 +375,31 @@ TORCH = _Torch()
 class TorchOptimizer(Optimizer[Tensor]):
     """The settings of a ``torch.optim.Optimizer``."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def name(self) -> str:
-        return _conversion.optimizer_name(self._optimizer)
+    def __init__(
+        self,
+        parts: Sequence[torch.optim.Optimizer],
+        is_on_ranks: Callable[[Mapping[str, Any]], bool] | None = None,
+    ) -> None:
+        """``parts``: the optimizers of a model. ``is_on_ranks``: returns whether ranks step a
+        parameter group; None: servers step all."""
+        self._parts = parts
+        self._is_on_ranks = is_on_ranks
 
     def parameters(self) -> list[list[Tensor]]:
-        return [group["params"] for group in self._optimizer.param_groups]
+        return [group["params"] for part in self._parts for group in part.param_groups]
 
-    def groups(self, name: str) -> list[tuple[str, dict[str, float]]]:
-        return [
-            (name, _conversion.hyperparameters(name, group))
-            for group in self._optimizer.param_groups
-        ]
+    def kinds(self) -> list[str]:
+        """The servers' name of the optimizer of each parameter group."""
+        return [kind for kind, _ in self.groups()]
+
+    def groups(self) -> list[tuple[str, dict[str, float]]]:
+        return [group for part in self._parts for group in self._groups_of(part)]
+
+    def _groups_of(self, part: torch.optim.Optimizer) -> list[tuple[str, dict[str, float]]]:
+        if self._is_on_ranks is not None and any(map(self._is_on_ranks, part.param_groups)):
+            return [_conversion.keeping() for _ in part.param_groups]
+        name = _conversion.optimizer_name(part)
+        return [(name, _conversion.hyperparameters(name, group)) for group in part.param_groups]
 
 
 class _Received:

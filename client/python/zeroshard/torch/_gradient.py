@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..errors import InvalidArgumentError
 from ._mean_gradient import MeanGradient
 from ._memory import METADATA
 from ._outside import OutsideGradient
+from ._private import (
+    foreach_functions,
+    is_describing,
+    tree_map_only,
+    without_torch_function,
+    wrapper_subclass,
+)
 
 
 class GradientTensor(torch.Tensor):
@@ -30,7 +36,7 @@ class GradientTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: MeanGradient | OutsideGradient, parameter: Tensor) -> GradientTensor:
-        made: GradientTensor = torch.Tensor._make_wrapper_subclass(
+        made: GradientTensor = wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         made.source = source
@@ -50,7 +56,7 @@ class GradientTensor(torch.Tensor):
         if found is not NotImplemented:
             return found
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         return _with_values(func, args, kwargs)
 
@@ -82,7 +88,7 @@ def _with_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         given[id(found)] = gradient
         return found
 
-    args, kwargs = pytree.tree_map_only(GradientTensor, values, (tuple(args), dict(kwargs)))
+    args, kwargs = tree_map_only(GradientTensor, values, (tuple(args), dict(kwargs)))
     result = func(*args, **kwargs)
     # An operation in place returns the gradient itself.
     return given.get(id(result), result)
@@ -179,7 +185,7 @@ def _no_memory(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
 
 def _storage(gradient: GradientTensor) -> Any:
     # torch.compile describes the gradients of the parameters that it traces.
-    return NotImplemented if torch.compiler.is_compiling() else _no_memory(gradient)
+    return NotImplemented if is_describing() else _no_memory(gradient)
 
 
 def _text(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
@@ -197,15 +203,12 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _norm,
     torch.norm: _norm,
     Tensor.norm: _norm,
-    torch._foreach_norm: _each_norm,
     Tensor.mul_: _scaled(False),
     Tensor.__imul__: _scaled(False),
     Tensor.div_: _scaled(True),
     Tensor.__itruediv__: _scaled(True),
-    torch._foreach_mul_: _each_scaled,
     Tensor.zero_: _zeroed,
-    torch._foreach_zero_: _each_zeroed,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscaled,
+    **foreach_functions(_each_norm, _each_scaled, _each_zeroed, _unscaled),
     Tensor.detach: _itself,
     Tensor.detach_: _itself,
     Tensor.data.__get__: _itself,  # type: ignore[attr-defined]

@@ -10,18 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._core.reducer import Reducer
-from .._core.sharding import Sharding
+from .._core.uneven_loops import UnevenLoops
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ._data_parallel import DataParallel
-from ._model import GroupSharded
-
-#: A model that can be trained with a different number of batches on each rank.
-Joinable = GroupSharded | DataParallel
+from ._sharded_module import ShardedModule
 
 
 @contextlib.contextmanager
 def join(
-    models: Joinable | Sequence[Joinable],
+    models: nn.Module | Sequence[nn.Module],
     divide_by_initial_world_size: bool = True,
     enable: bool = True,
     throw_on_early_termination: bool = False,
@@ -49,7 +46,7 @@ def join(
     :func:`zeroshard.init`.
 
     Args:
-        models: the models that are trained in the loop: results of
+        models: the models that are trained in the loop: of :func:`zeroshard.shard`, results of
             :func:`~zeroshard.torch.group_sharded_parallel`, or :class:`DataParallel`.
         divide_by_initial_world_size: whether mean gradients are divided by the number of all ranks.
             If False, they are divided by the number of ranks that still have batches.
@@ -83,27 +80,30 @@ def join(
             trainer.rest()
         for model, trainer in zip(joined, trainers, strict=True):
             last = trainer.end_join()
-            if isinstance(model, GroupSharded):
+            if isinstance(model, ShardedModule):
                 _share_scaler(model, last)
     finally:
         for trainer in trainers:
             trainer.leave_join()
 
 
-def _trainer(model: Any) -> Sharding[Tensor] | Reducer[Tensor]:
-    if isinstance(model, GroupSharded):
-        return model.sharding
+def _trainer(model: Any) -> UnevenLoops[Tensor] | Reducer[Tensor]:
+    if isinstance(model, ShardedModule):
+        return model._zeroshard.sharding.uneven_loops
     if isinstance(model, DataParallel):
         return model._reducer
     raise InvalidTypeError(
-        f"models contains a {type(model).__name__}; pass the model that group_sharded_parallel has "
-        "returned, or a DataParallel of zeroshard.torch"
+        f"models contains a {type(model).__name__} that is not sharded; pass a model of "
+        "zeroshard.shard, the one that group_sharded_parallel has returned, or a DataParallel of "
+        "zeroshard.torch"
     )
 
 
-def _share_scaler(model: GroupSharded, last: int) -> None:
+def _share_scaler(model: ShardedModule, last: int) -> None:
     """All ranks take the loss scale of rank ``last``: the others have made fewer steps."""
-    scaler = model._scaler
+    scaler = model._zeroshard.scaler
     if scaler is not None and scaler.is_enabled():
-        states = model.sharding.exchange("scaler", json.dumps(scaler.state_dict()))
+        states = model._zeroshard.sharding.uneven_loops.exchange(
+            "scaler", json.dumps(scaler.state_dict())
+        )
         scaler.load_state_dict(json.loads(states[last]))

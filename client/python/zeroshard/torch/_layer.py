@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from .._agreement import agree
-from .._layer import add_functions, check_functions, parameters_text
-from ..errors import InvalidArgumentError
+from .._core.arguments import check_class
+from .._layer import add_functions, check_functions, on_other_mesh, parameters_text
 from ._mesh import check_mesh, mesh_ranks, mesh_text
 from ._ties import keeping_ties
 
@@ -46,10 +46,7 @@ def shard_layer(
         DisagreementError: another rank has a different mesh or module, or its ``shard_fn`` made
             different changes.
     """
-    if not isinstance(layer, nn.Module):
-        raise InvalidArgumentError(
-            f"layer is a {type(layer).__name__}; it must be a torch.nn.Module"
-        )
+    check_class("layer", layer, nn.Module, "torch.nn.Module")
     mesh = check_mesh(process_mesh, "process_mesh")
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
@@ -96,7 +93,7 @@ def replicate_rest(layer: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Parameter
             inner.register_parameter(name, made[id(parameter)])
         for name, buffer in list(inner.named_buffers(recurse=False)):
             if not isinstance(buffer, DTensor):
-                inner._buffers[name] = distribute_tensor(buffer, mesh, everywhere)
+                setattr(inner, name, distribute_tensor(buffer, mesh, everywhere))
     return made
 
 
@@ -117,7 +114,4 @@ def _placements(parameter: nn.Parameter) -> Sequence[Placement] | None:
 
 def _check_on(parameter: DTensor, mesh: DeviceMesh, name: str) -> None:
     if parameter.device_mesh != mesh:
-        raise InvalidArgumentError(
-            f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on "
-            f"the mesh of the layer, {mesh_text(mesh)}"
-        )
+        raise on_other_mesh(name, mesh_text(parameter.device_mesh), mesh_text(mesh))

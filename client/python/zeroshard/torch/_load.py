@@ -8,19 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .._core.sharding import Sharding, find, is_sharded
+from .._core.sharded_models import find, is_sharded
+from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from ._assign import is_refusal
 from ._checkpoint import Checkpoint, postpone
 from ._data_parallel import DataParallel
+from ._deferred_load import copies_only, is_gathering
 from ._model import GroupSharded
-
-#: The methods of torch that load the state of a module itself. Those of the norms differ only for
-#: state dicts of old versions of torch.
-_USUAL = {kind.__dict__["_load_from_state_dict"] for kind in (nn.Module, _NormBase, _InstanceNorm)}
+from ._private import load_hooks
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
@@ -64,7 +61,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
         if sharding is None:
             _load_here(module, checkpoint)
         else:
-            sharding.load(_values(checkpoint, sharding))
+            sharding.changes.load(_values(checkpoint, sharding))
     return checkpoint.keys
 
 
@@ -81,7 +78,7 @@ def _load_here(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _values(checkpoint: Checkpoint, sharding: Sharding[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """As the argument of :meth:`Sharding.load`."""
+    """As the argument of :meth:`ProgramChanges.load`."""
     for tensor in checkpoint.tensors:
         entry = sharding.job.find(tensor)
         if entry is None:
@@ -96,15 +93,11 @@ def _values(checkpoint: Checkpoint, sharding: Sharding[Tensor]) -> Iterator[tupl
 def _check_usual(model: nn.Module) -> None:
     """Raises an error if ``load_state_dict`` would do more than to copy tensors."""
     for name, module in model.named_modules():
-        kind: Any = type(module)
-        if (
-            not all(map(is_refusal, module._load_state_dict_pre_hooks.values()))
-            or module._load_state_dict_post_hooks
-            or kind._load_from_state_dict not in _USUAL
-            or kind.set_extra_state is not nn.Module.set_extra_state
-        ):
+        hooks = load_hooks(module).values()
+        is_ours = all(is_refusal(hook) or is_gathering(hook) for hook in hooks)
+        if not is_ours or not copies_only(module):
             raise InvalidArgumentError(
-                f"module {name!r} ({kind.__name__}) has its own hooks or methods to load its "
-                "state, which load_weights does not call; use model.load_state_dict(torch.load("
+                f"module {name!r} ({type(module).__name__}) has its own hooks or methods to load "
+                "its state, which load_weights does not call; use model.load_state_dict(torch.load("
                 "path, mmap=True, weights_only=True))"
             )

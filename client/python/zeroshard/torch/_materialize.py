@@ -13,11 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidArgumentError
 from ._checkpoint import Checkpoint
+from ._private import (
+    DispatchMode,
+    buffers_of,
+    initialisers,
+    parameters_of,
+    share_tensor_hooks,
+    swap,
+    tree_leaves,
+    version,
+)
 
 #: Operations whose results are not initialised.
 _EMPTY = {
@@ -67,7 +75,7 @@ class Materializer:
         self._check_optimizer(optimizer)
 
     def fill(self, fetched: Collection[int]) -> Iterator[list[Tensor]]:
-        """As the argument ``initial`` of :meth:`zeroshard._core.job.ModelJob.open`."""
+        """As the argument ``initial`` of :meth:`zeroshard._core.opening.Opening.open`."""
         held: list[Tensor] = []
         for name, module, tensors in self._modules:
             given = [tensor for tensor in tensors if tensor.is_meta]
@@ -84,7 +92,7 @@ class Materializer:
     def undo(self) -> None:
         """Returns the model to the meta device."""
         for tensor, before in self._given:
-            torch._C._swap_tensor_impl(tensor, before)
+            swap(tensor, before)
 
     # ---- before the job
 
@@ -136,12 +144,7 @@ class Materializer:
         if self._param_init_fn is not None:
             initialise = self._param_init_fn
             return lambda: initialise(module)
-        # torch's MultiheadAttention has only the second one.
-        for name in ("reset_parameters", "_reset_parameters"):
-            if callable(getattr(module, name, None)):
-                found: Callable[[], Any] = getattr(module, name)
-                return found
-        return None
+        return next(iter(initialisers(module)), None)
 
     def _is_loaded(self, tensor: Tensor) -> bool:
         return id(tensor) in self._loaded
@@ -155,12 +158,12 @@ class Materializer:
         unset = []
         for tensor in tensors:
             if tensor.is_meta:
-                written = tensor._version
+                written = version(tensor)
                 self._given.append((tensor, _give_memory(tensor, self._device)))
                 if not self._is_loaded(tensor):
                     _unset(tensor)
                     unset.append(tensor)
-                self._writes[id(tensor)] = written, tensor._version
+                self._writes[id(tensor)] = written, version(tensor)
         if unset:
             initialise = self._initialiser(module)
             assert initialise is not None
@@ -199,7 +202,7 @@ class Materializer:
             registered[key] = tensor
             if id(tensor) in self._writes:
                 written = self._writes[id(tensor)][0]
-                self._writes[id(tensor)] = written, tensor._version - now._version
+                self._writes[id(tensor)] = written, version(tensor) - version(now)
 
     def _check_set(self, tensors: list[Tensor]) -> None:
         for tensor in tensors if self._is_source else ():
@@ -219,7 +222,7 @@ class Materializer:
         ready, held = [], []
         for tensor in tensors:
             expected, before = self._writes[id(tensor)]
-            written = tensor._version - before
+            written = version(tensor) - before
             if self._param_init_fn is not None or self._is_loaded(tensor) or written == expected:
                 ready.append(tensor)
             elif written < expected and self._is_inside(name):
@@ -270,12 +273,12 @@ def check_has_values(model: nn.Module, what: str) -> None:
             )
 
 
-class _OwnTensors(TorchDispatchMode):
+class _OwnTensors(DispatchMode):
     """Raises an error if an initialisation uses a tensor of the model that has no memory, because
     its turn comes later, or because its values were sent."""
 
     def __init__(self, module: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._module = module
 
     def __torch_dispatch__(
@@ -308,7 +311,7 @@ def _children_first(
 
 def _own(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
     """The parameters and buffers of a module itself: name, where it is registered, tensor."""
-    for registered in (module._parameters, module._buffers):
+    for registered in (parameters_of(module), buffers_of(module)):
         for key, tensor in list(registered.items()):
             if tensor is not None:
                 yield key, registered, tensor
@@ -318,12 +321,10 @@ def _give_memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Gives a tensor on the meta device memory. It remains the same object, with its hooks. Returns
     a tensor that is what it was."""
     fresh = torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
-    fresh._backward_hooks = tensor._backward_hooks
-    if tensor.is_leaf and tensor.requires_grad:
-        fresh._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    share_tensor_hooks(tensor, fresh)
     # torch.utils.swap_tensors also exchanges the attributes, and refuses the parameters of an LSTM,
     # to which weak references exist.
-    torch._C._swap_tensor_impl(tensor, fresh)
+    swap(tensor, fresh)
     return fresh
 
 
@@ -359,8 +360,7 @@ def _unset(tensor: Tensor) -> None:
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    """Returns whether elements of a tensor have not been set. Of integers, whether none has been
-    set."""
+    """Returns whether a floating-point element of a tensor has not been set, or no integer has."""
     if tensor.numel() == 0:
         return False
     elements = tensor.contiguous().reshape(-1)

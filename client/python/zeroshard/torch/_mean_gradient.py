@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .._core.entry import Entry
-from .._core.gradients import Gradients
 from .._core import mean
+from .._core.mean import OpenGradients
 from ..errors import InvalidArgumentError
 
 
@@ -54,7 +54,7 @@ class MeanGradient(mean.MeanGradient[Tensor]):
     is_absent = True
 
     def __init__(
-        self, gradients: Gradients[Tensor], entry: Entry[Tensor], own: Tensor | None
+        self, gradients: OpenGradients[Tensor], entry: Entry[Tensor], own: Tensor | None
     ) -> None:
         """``own``: this rank's gradient. None if it has none."""
         super().__init__(gradients, entry)
@@ -184,7 +184,7 @@ class MeanGradient(mean.MeanGradient[Tensor]):
             return None
         return None if gradients.is_sent(self) else self._scaled_own(self.own)
 
-    def _norms(self, gradients: Gradients[Tensor]) -> list[float]:
+    def _norms(self, gradients: OpenGradients[Tensor]) -> list[float]:
         norms = gradients.norms_of_look()
         if not gradients.is_open(self):
             raise self._gone()
@@ -192,7 +192,7 @@ class MeanGradient(mean.MeanGradient[Tensor]):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _fetch(self, gradients: Gradients[Tensor]) -> _Fetched:
+    def _fetch(self, gradients: OpenGradients[Tensor]) -> _Fetched:
         entry = self.entry
         if entry.layout is not None:
             raise InvalidArgumentError(

@@ -8,6 +8,7 @@ this size fragment the heap.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,13 +17,22 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
-from .._core.framework import ParameterMemory
+from .._core.gathering import ParameterMemory
 from ..errors import InvalidArgumentError
+from ._deferred_load import defers
 from ._dtensor import local
 from ._module_hooks import OfOneModule
+from ._panes import pane_of, reserve
+from ._private import (
+    memory_id,
+    memory_users,
+    metadata_functions,
+    outside_graphs,
+    set_local_tensor,
+    without_torch_function,
+)
 from ._reads import copy_of
 from ._transforms import check_not_recorded, is_transformed
 
@@ -39,10 +49,9 @@ METADATA: set[Any] = {
         "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_signed",
         "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
         "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
-        "_is_view",
     )
 }  # fmt: skip
-METADATA.add(torch._has_compatible_shallow_copy_type)
+METADATA |= metadata_functions()
 METADATA |= {
     access
     for name in dir(Tensor)
@@ -51,7 +60,7 @@ METADATA |= {
     for attribute in (getattr(Tensor, name),)
     for access in (attribute.__get__, attribute.__set__, attribute.__delete__)
 }
-_DATA = vars(torch._C.TensorBase)["data"]
+_DATA: Any = Tensor.data
 #: Functions that give the memory of a tensor to something else than another tensor.
 _EXPORTS: set[Any] = {
     getattr(Tensor, name)
@@ -62,14 +71,16 @@ _EXPORTS: set[Any] = {
 }  # fmt: skip
 
 
-def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Excludes a function and everything that it calls from ``torch.compile``.
+def unwatched(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, in which no operation gathers the parameters that it reads first: it is
+    the one that gathers them, and each look at a parameter would cost some microseconds."""
 
-    As ``torch.compiler.disable``, which imports the compiler here: that takes as long as the import
-    of torch.
-    """
-    kept_out: Callable[P, R] = _disable_dynamo(function)
-    return kept_out
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with without_torch_function():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -78,6 +89,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
         return _replace_data(*args)
     if func == Tensor.detach and (copy := copy_of(args[0])) is not None:
         return copy
+    if func == Tensor.copy_ and len(args) > 1 and defers(args[0], args[1]):
+        return args[0]
     parameters: list[Any] = []
     if func not in METADATA:
         parameters = [*_gathered(args), *_gathered((kwargs or {}).values())]
@@ -89,7 +102,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
             parameter._zeroshard_expose()
         else:
             context = parameter._zeroshard_access()
-    with context, torch._C.DisableTorchFunctionSubclass():
+    with context, without_torch_function():
         result = func(*args, **(kwargs or {}))
         for parameter in parameters:
             if _is_view(result, parameter):
@@ -99,7 +112,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
 
 def _replace_data(parameter: Tensor, data: Tensor) -> None:
     """Copies the values, because the memory of a gathered parameter is not the program's."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         found, expected = (
             f"{values.dtype} of shape {list(values.shape)} on {values.device}"
             for values in (data, parameter)
@@ -122,8 +135,8 @@ def _is_view(result: Any, parameter: Tensor) -> bool:
         return False
     if is_transformed(result):
         return False  # a parameter that a transformation uses is exposed
-    memory, of_parameter = (local(one).untyped_storage()._cdata for one in (result, parameter))
-    return bool(memory == of_parameter)
+    memory, of_parameter = (memory_id(local(one).untyped_storage()) for one in (result, parameter))
+    return memory == of_parameter
 
 
 class GatheredParameter(nn.Parameter):
@@ -202,7 +215,7 @@ def guard(
     renew: Callable[[Tensor], Tensor],
     release: Callable[[], None],
 ) -> None:
-    """As :meth:`zeroshard._core.framework.Framework.guard`."""
+    """As :meth:`zeroshard._core.gathering.Gathering.guard`."""
     for parameter in parameters.values():
         parameter.__class__ = (
             GatheredDTensor if isinstance(parameter, DTensor) else GatheredParameter
@@ -229,7 +242,7 @@ def plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def guard_tied(module: nn.Module, parameters: dict[str, Tensor]) -> None:
-    """As :meth:`zeroshard._core.framework.Framework.guard_tied`."""
+    """As :meth:`zeroshard._core.gathering.Gathering.guard_tied`."""
     module.register_state_dict_post_hook(_CopyState(parameters))
 
 
@@ -264,10 +277,19 @@ class _CopyState(OfOneModule):
 
 
 class PooledMemory(ParameterMemory[Tensor]):
-    """A pool of blocks on the host; torch's allocator on a device."""
+    """The memory of gathered parameters. On the CPU, a parameter has a pane if a server on this
+    host shows it, and otherwise a block of a pool. On a device, torch allocates its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool) -> None:
+        """``shown``: pulls may show values."""
+        self._shown = shown
         self._pool = _Pool()
+        #: By the id of the parameter: the memory of its pane. None: its values are copied.
+        self._panes: dict[int, Tensor | None] = {}
+        #: Parameters with a pane whose last values the server has sent.
+        self._sent: set[int] = set()
+        #: What a dropped parameter has instead of its memory, by its id.
+        self._stubs: dict[int, Tensor] = {}
         #: The block and the strides of each parameter, by its id.
         self._blocks: dict[int, Tensor] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
@@ -278,7 +300,7 @@ class PooledMemory(ParameterMemory[Tensor]):
         values, strides = local(parameter), self._strides[id(parameter)]
         numel = _extent(values.shape, strides)
         if values.device.type == "cpu":
-            block = self._pool.take(numel * values.element_size())
+            block = self._block(parameter, numel * values.element_size())
             self._blocks[id(parameter)] = block
             flat = block.view(values.dtype)
         else:
@@ -288,20 +310,55 @@ class PooledMemory(ParameterMemory[Tensor]):
     @torch.inference_mode(False)
     def put(self, parameter: Tensor, value: Tensor) -> None:
         if isinstance(parameter, DTensor):
-            parameter._local_tensor = value
+            set_local_tensor(parameter, value)
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             parameter.data = value
 
     @torch.inference_mode(False)
     def drop(self, parameter: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             # The first call records the strides that the parameter was created with.
             self._strides.setdefault(id(parameter), local(parameter).stride())
-            self.put(parameter, _stub(local(parameter)))
+            stub = self._stubs.get(id(parameter))
+            if stub is None:
+                stub = self._stubs[id(parameter)] = _stub(local(parameter))
+            self.put(parameter, stub)
         block = self._blocks.pop(id(parameter), None)
-        if block is not None:
+        if block is None:
+            return
+        pane = pane_of(block)
+        if pane is None:
             self._pool.give(block, self.limit)
+        elif not pane.shown and self._panes.get(id(parameter)) is block:
+            del self._panes[id(parameter)]  # with its memory
+
+    def received(self, parameter: Tensor) -> bool:
+        block = self._blocks.get(id(parameter))
+        pane = None if block is None else pane_of(block)
+        if pane is None:
+            return False
+        if pane.shown:
+            self._sent.discard(id(parameter))
+        elif id(parameter) in self._sent:
+            self._panes[id(parameter)] = None  # the server has sent them twice in a row
+        else:
+            self._sent.add(id(parameter))
+        return pane.shown
+
+    def new_version(self) -> None:
+        for block in self._panes.values():
+            if block is not None and _is_unused(block):
+                pane = pane_of(block)
+                assert pane is not None, "the block is its memory"
+                pane.release()
+
+    def _block(self, parameter: Tensor, nbytes: int) -> Tensor:
+        """Memory for a parameter, which no other tensor uses."""
+        pane = self._panes.get(id(parameter))
+        if id(parameter) not in self._panes or pane is not None and not _is_unused(pane):
+            pane = self._panes[id(parameter)] = reserve(nbytes) if self._shown else None
+        return self._pool.take(nbytes) if pane is None else pane
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -345,4 +402,4 @@ class _Pool:
 
 def _is_unused(block: Tensor) -> bool:
     # One reference is the block's, one that of the storage object in this expression.
-    return torch._C._storage_Use_Count(block.untyped_storage()._cdata) == 2
+    return memory_users(block.untyped_storage()) == 2

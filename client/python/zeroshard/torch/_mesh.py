@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .. import _mesh
@@ -15,6 +15,7 @@ from .._agreement import agree
 from .._native import Layout, Mesh
 from .._rendezvous import distributed
 from ..errors import InvalidArgumentError, NotInitialisedError
+from . import _private
 
 
 class ProcessMesh(DeviceMesh):
@@ -131,13 +132,13 @@ def check_mesh(mesh: object, name: str) -> DeviceMesh:
 
 def current_mesh() -> DeviceMesh:
     """The mesh of the surrounding ``with mesh:``."""
-    try:
-        return _mesh_resources.get_current_mesh()
-    except RuntimeError as error:
+    found: DeviceMesh | None = _private.current_mesh()
+    if found is None:
         raise InvalidArgumentError(
             "device_mesh is None, and no mesh surrounds the call; pass a mesh, or call it inside "
             "`with mesh:`"
-        ) from error
+        )
+    return found
 
 
 def check_1d(mesh: object, name: str) -> DeviceMesh:
@@ -170,7 +171,7 @@ def sub_mesh(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that this one is a slice of, or itself."""
-    root: DeviceMesh = mesh._get_root_mesh()
+    root: DeviceMesh = _private.root_mesh(mesh)
     return root
 
 

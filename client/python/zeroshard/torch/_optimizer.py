@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from .._core.interrupts import is_within_operation
+from .._core.optimizer_spec import State
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
+from .._core.stored import stored_states
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._gradient import GradientTensor
-from ._optimizer_hooks import calling_load_hooks, calling_state_hooks, share_hooks
-from ._state import StateOnServers, as_loaded, optimizer_states
+from ._asked_states import asked_states, copied, placed_states, settled_changes
+from ._joined import Together
+from ._optimizer_hooks import calling_load_hooks, calling_state_hooks
+from ._placeholders import placed
+from ._private import note_step, share_optimizer_hooks
+from ._rank_optimizer import TorchRankOptimizer
+from ._state import StateOnServers, as_loaded, optimizer_states, torch_state
+from ._state_request import asked
 
 
 def _not_copied() -> InvalidArgumentError:
@@ -26,28 +34,32 @@ def _not_copied() -> InvalidArgumentError:
     )
 
 
-class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
+# torch's class comes first, so that instances have its layout: an optimizer of torch becomes one.
+class ShardedOptimizer(torch.optim.Optimizer, SteppedByServers[Tensor]):
     """A ``torch.optim.Optimizer`` whose state and steps are on the shard servers.
 
     It is created by :func:`~zeroshard.torch.group_sharded_parallel` and shares its ``param_groups``
     with the original optimizer: a change by a scheduler of either one takes effect at the next
-    step.
+    step. :func:`zeroshard.shard` makes the original optimizer itself one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding[Tensor]) -> None:
         # None while the base class adds the existing groups.
         self._sharding: Sharding[Tensor] | None = None
         self._given: Any = None
-        super().__init__(optimizer.param_groups, optimizer.defaults)
+        #: The turns of the optimizers of the model, if it has several.
+        self._together: Together | None = None
+        # Not `super()`: in place, the next class is that of the original optimizer.
+        torch.optim.Optimizer.__init__(self, optimizer.param_groups, optimizer.defaults)
         self._sharding = sharding
         self._given = optimizer
         self._state = StateOnServers(sharding.job, self)
         self._state.replace_local(optimizer.state)
-        sharding.state_edits = self._state
+        sharding.changes.state_edits = self._state
         optimizer.register_step_pre_hook(_refusal(sharding))
         #: ``True`` if a scaler makes the step, which may be skipped.
         self.is_scaled = False
-        share_hooks(optimizer, self)
+        share_optimizer_hooks(optimizer, self)
 
     @property
     def sharding(self) -> Sharding[Tensor]:
@@ -96,18 +108,39 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self.sharding.step()
         # A scheduler of the original optimizer warns if its optimizer does not step.
-        setattr(self._given, "_opt_called", True)
+        note_step(self._given)
+        if self._together is not None and not self._together.arrives(self):
+            return loss
+        together = self._together
+        with torch.no_grad(), nullcontext() if together is None else together.as_stepped():
+            self.sharding.step()
+        if together is not None:
+            together.zero()
         if not self.is_scaled:
             self.sharding.check_applied()
         return loss
 
+    def join(self, others: Sequence[ShardedOptimizer], together: Together) -> None:
+        """Makes it one of several optimizers of a model, which are ``others``. ``together``: their
+        turns."""
+        self._together = together
+        self._state.joined = [each._state for each in others]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Returns whether it has stepped, and another optimizer of its model has not: the servers
+        make the step after that."""
+        return self._together is not None and self._together.waits(self)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, including those that were already sent to the servers."""
-        if self._sharding is not None:
-            self._sharding.discard(keep=not set_to_none)
+        if self._together is not None and self._together.waits(self):
+            self._together.zero_later(self, set_to_none)
+            return
+        # Those of the other optimizers of the model stay.
+        if self._sharding is not None and self._together is None:
+            self._sharding.recovery.discard(keep=not set_to_none)
         super().zero_grad(set_to_none)
 
     def unscale(self, loss_scale: float) -> None:
@@ -117,7 +150,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
                 gradient = parameter.grad
                 if gradient is not None and not isinstance(gradient, GradientTensor):
                     gradient.div_(loss_scale)
-        self.sharding.gradients.unscale(loss_scale)
+        self.sharding.gradients.looks.unscale(loss_scale)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the next step to this global norm. Returns the norm of the mean gradient over all
@@ -137,7 +170,11 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
 
     @calling_state_hooks
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's format, for an optimizer of the original class."""
+        """The whole state in torch's format, for an optimizer of the original class.
+
+        The functions of ``torch.distributed.checkpoint.state_dict`` get what their options say: by
+        default DTensors, of which each rank reads its part.
+        """
         numbers = {
             id(parameter): number
             for number, parameter in enumerate(
@@ -146,7 +183,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         }
         state: dict[Any, Any] = {
             numbers[parameter]: held
-            for parameter, held in self.sharding.read(self._states).items()
+            for parameter, held in self._whole_or_asked_states().items()
             if held and parameter in numbers
         }
         for key, local in self._state.local_state().items():
@@ -165,19 +202,26 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             "param_groups": groups,
         }
 
+    def _whole_or_asked_states(self) -> dict[int, Any]:
+        placeholders, request = placed(self.sharding), asked()
+        if placeholders is not None:
+            return placed_states(self.sharding, self._state, placeholders)
+        if request is None:
+            return self.sharding.reads.read(self._states)
+        return asked_states(self, self.sharding, self._state, request)
+
     def _states(self, version: int) -> dict[int, Any]:
         """The state of each parameter at a version, by the id of the parameter, with what the
         program has changed since."""
         job = self.sharding.job
-        # The servers receive changes in the next forward or step, in which all ranks take part.
-        is_settled = self.sharding.sees_writes and not is_within_operation()
-        changed, removed = self._state.changes() if is_settled else ({}, set())
+        changed, removed = settled_changes(self.sharding, self._state)
+        is_joined, own = self._together is not None, self._own()
         states = {
-            id(entry.tensor): _conversion.to_torch(job.optimizer_name, held)
-            for entry, held in job.states(version)
-            if id(entry.tensor) not in removed
+            id(entry.tensor): torch_state(job, version, entry, held)
+            for entry, held in stored_states(job, version)
+            if id(entry.tensor) not in removed and (not is_joined or id(entry.tensor) in own)
         }
-        return states | {id(parameter): _copied(own) for parameter, own in changed.items()}
+        return states | {id(parameter): copied(own) for parameter, own in changed.items()}
 
     @calling_load_hooks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -202,23 +246,37 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             by_number[key] if key in by_number else key: value
             for key, value in state_dict["state"].items()
         }
-        self._state.replace_local(as_loaded(state))
-        self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
+        self._state.replace_local(as_loaded(self._state.not_held(state)))
+        self.sharding.changes.reopen(self._loaded(state))
+
+    def _loaded(self, state: dict[Any, Any]) -> dict[int, State[Tensor]]:
+        """The whole state of the job, with a loaded one of this optimizer."""
+        job, own = self.sharding.job, self._own()
+        ranks = job.optimizer.on_ranks
+        assert ranks is None or isinstance(ranks, TorchRankOptimizer)
+        # What the loaded state does not have is dropped.
+        of_ranks: dict[Any, Any] = {
+            parameter: {}
+            for group in self.param_groups
+            if ranks is not None and ranks.has_group(group)
+            for parameter in group["params"]
+        }
+        kind = _conversion.server_name(self._given) or _conversion.keeping()[0]
+        kinds = [kind] * len(self.param_groups)
+        states = optimizer_states(kinds, self, of_ranks | state, ranks, job.group.ranks[0])
+        if self._together is not None:
+            others = stored_states(job, job.version)
+            states |= {id(of.tensor): held for of, held in others if id(of.tensor) not in own}
+        return states
+
+    def _own(self) -> set[int]:
+        """The ids of its parameters."""
+        return {id(parameter) for group in self.param_groups for parameter in group["params"]}
 
 
 def _numbers_first(key: Any) -> tuple[int, int]:
     """The order of the keys of a state: numbers of parameters, then other keys as they are."""
     return (0, key) if isinstance(key, int) else (1, 0)
-
-
-def _copied(state: Any) -> Any:
-    """A copy of the state of a parameter that the program has set."""
-    if not isinstance(state, Mapping):
-        return state
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
 
 
 def _refusal(sharding: Sharding[Tensor]) -> Callable[..., None]:

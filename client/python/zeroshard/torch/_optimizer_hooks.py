@@ -7,22 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
-def share_hooks(original: torch.optim.Optimizer, sharded: torch.optim.Optimizer) -> None:
-    """Gives both optimizers the same hooks, also those that are registered later."""
-    for name in _HOOKS:
-        setattr(sharded, name, getattr(original, name))
+from ._private import optimizer_hooks
 
 
 def calling_state_hooks(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
@@ -30,10 +15,10 @@ def calling_state_hooks(state_dict: Callable[[Any], dict[str, Any]]) -> Callable
 
     @functools.wraps(state_dict)
     def with_hooks(optimizer: Any) -> dict[str, Any]:
-        for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        for before in optimizer_hooks(optimizer, "state_dict_pre"):
             before(optimizer)
         state = state_dict(optimizer)
-        for after in optimizer._optimizer_state_dict_post_hooks.values():
+        for after in optimizer_hooks(optimizer, "state_dict_post"):
             replaced = after(optimizer, state)
             state = state if replaced is None else replaced
         return state
@@ -47,11 +32,11 @@ def calling_load_hooks(load: Callable[[Any, dict[str, Any]], None]) -> Callable[
     @functools.wraps(load)
     def with_hooks(optimizer: Any, state_dict: dict[str, Any]) -> None:
         state = state_dict.copy()
-        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        for before in optimizer_hooks(optimizer, "load_state_dict_pre"):
             replaced = before(optimizer, state)
             state = state if replaced is None else replaced
         load(optimizer, state)
-        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        for after in optimizer_hooks(optimizer, "load_state_dict_post"):
             after(optimizer)
 
     return with_hooks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.entry import Entry
-from .._core.outside import OutsideGradients
+from .._core.shown import Outside
 from ..errors import InvalidArgumentError
 from ._mean_gradient import added
 
@@ -17,9 +17,7 @@ class OutsideGradient:
     """This rank's gradient until the program looks at it after a backward pass, then the mean over
     the ranks. What the program writes stays on this worker."""
 
-    def __init__(
-        self, outside: OutsideGradients[Tensor], entry: Entry[Tensor], own: Tensor | None
-    ) -> None:
+    def __init__(self, outside: Outside[Tensor], entry: Entry[Tensor], own: Tensor | None) -> None:
         """``own``: this rank's gradient. None if it has none."""
         # Weak, since Python cannot find a cycle through a parameter and its gradient.
         self._of_outside = weakref.ref(outside)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from .._agreement import agree
+from .._mesh import placed_already
 from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, check_placements, mesh_ranks, mesh_text
 from ._redistribute import redistribute
@@ -48,10 +49,7 @@ def shard_tensor(
     placed = check_placements(placements, mesh, tensor.dim(), "the tensor")
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh or tensor.placements != placed:
-            raise InvalidArgumentError(
-                f"the tensor already has the placements {list(tensor.placements)} on the mesh "
-                f"{mesh_text(tensor.device_mesh)}; use reshard to change its placements or mesh"
-            )
+            raise placed_already(tensor.placements, mesh_text(tensor.device_mesh))
         return tensor
     if not tensor.is_leaf:
         raise InvalidArgumentError(

@@ -1,5 +1,6 @@
-"""State dicts that are made while the model is being changed, by a signal handler or another
-thread: they have the values of one version, and do not touch the parameters."""
+"""State dicts that do not read the parameters of this rank, but have copies of one version: those
+that a signal handler or another thread makes while the model is being changed, and those that
+``torch.distributed.checkpoint.state_dict`` asks for."""
 
 from __future__ import annotations
 
@@ -11,12 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .._core.entry import Entry, modified
 from .._core.interrupts import between_operations, find_frame, is_running
 from .._core.sharding import Sharding
 from ._dtensor import distributed_as, local
+from ._gather_rows import without_memory
 from ._module_hooks import OfOneModule
+from ._one_version import fetch_at
+from ._placeholders import Placeholders, placed
+from ._shards import distribute, read_parameters
+from ._state_request import Request, asked, check_of_one_version
+from ._training_mesh import training_mesh
+from ._private import spec_of, state_dict_hooks, without_torch_function
 
 
 class _Reads(threading.local):
@@ -53,7 +62,7 @@ def stop_reading(module: nn.Module) -> None:
     """Removes the hooks of :func:`read_consistently`."""
     if isinstance(module, torch.jit.ScriptModule):
         return
-    for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
+    for hooks in state_dict_hooks(module):
         for number, hook in list(hooks.items()):
             if isinstance(hook, _Begin | _End):
                 del hooks[number]
@@ -80,9 +89,18 @@ class _Begin(OfOneModule):
     def __call__(self, *_: Any) -> None:
         sharding = self._sharding()
         call = find_frame(_STATE_DICT)
-        if call is not None:
-            needed = sharding is not None and sharding.needs_copies
-            _reads.running.append((call, _copies(sharding) if sharding and needed else {}))
+        if call is None:
+            return
+        copies: Mapping[int, Tensor] = {}
+        placeholders = None if sharding is None else placed(sharding)
+        request = None if sharding is None else asked()
+        if sharding is not None and placeholders is not None:
+            copies = _placed(sharding, placeholders)
+        elif sharding is not None and request is not None:
+            copies = _asked(sharding, request)
+        elif sharding is not None and sharding.reads.needs_copies:
+            copies = _copies(sharding)
+        _reads.running.append((call, copies))
 
 
 def _copies(sharding: Sharding[Tensor]) -> dict[int, Tensor]:
@@ -111,7 +129,62 @@ def _copies(sharding: Sharding[Tensor]) -> dict[int, Tensor]:
             for entry, part in zip(fetched, parts, strict=True)
         }
 
-    return sharding.read(fetch)
+    return sharding.reads.read(fetch)
+
+
+def _asked(sharding: Sharding[Tensor], request: Request) -> dict[int, Tensor]:
+    """What ``torch.distributed.checkpoint.state_dict`` gets of the parameters if the servers hold
+    some: DTensors, of which this rank has its part, or whole tensors. All are copies, so that the
+    state dict is of one version also after the next step."""
+    if not sharding.has_units:
+        return {}
+    check_of_one_version(sharding)
+    mesh = None if request.full else training_mesh(sharding)
+    device = torch.device("cpu") if request.on_cpu else None
+    entries, found = [], {}
+    for entry in sharding.job.parameters:
+        is_distributed = isinstance(entry.tensor, DTensor)
+        if request.is_for_another_rank and not is_distributed:
+            found[id(entry.tensor)] = without_memory(entry.shape, entry.tensor.dtype)
+        elif not entry.resident:
+            entries.append(entry)
+        elif not is_distributed:
+            found[id(entry.tensor)] = distribute(entry.tensor, entry.tensor, mesh)
+    _, written = _written(sharding, entries)
+    fetched = [entry for entry in entries if id(entry.tensor) not in written]
+    for entry in entries:
+        if id(entry.tensor) in written:
+            values = written[id(entry.tensor)]
+            found[id(entry.tensor)] = distribute(values, entry.tensor, mesh)
+    fetch = fetch_at(sharding.job, sharding.job.version)
+    return found | read_parameters(sharding.job, fetched, fetch, mesh, device)
+
+
+def _placed(sharding: Sharding[Tensor], placeholders: Placeholders) -> dict[int, Tensor]:
+    """Placeholders of the parameters that are on the servers, of those that are distributed, which
+    become whole, and of all that are being changed. What the program has written is copied. The
+    values are read later, when steps of the thread that trains may have changed local ones."""
+    entries = [
+        entry
+        for entry in sharding.job.parameters
+        if not entry.resident
+        or isinstance(entry.tensor, DTensor)
+        or (sharding.reads.needs_copies or sharding.reads.is_other_thread)
+        and entry.trained
+    ]
+    plain = [entry for entry in entries if not isinstance(entry.tensor, DTensor)]
+    written_at, written = _written(sharding, plain)
+    if written_at != placeholders.version.number:
+        written = {}  # a step that was made since has sent it
+    sharding.reads.check_not_written(
+        entry for entry in entries if isinstance(entry.tensor, DTensor)
+    )
+    stubs = {
+        id(entry.tensor): placeholders.of_parameter(entry)
+        for entry in entries
+        if id(entry.tensor) not in written
+    }
+    return stubs | written
 
 
 def _written(
@@ -120,9 +193,9 @@ def _written(
     """The version of this worker, and copies of what the program has written to parameters since,
     by their id. Empty if the caller cannot tell."""
     before, version = between_operations(), sharding.job.version
-    written = modified(entries) if sharding.sees_writes else []
+    written = modified(entries) if sharding.reads.sees_writes else []
     copies = {id(entry.tensor): _clone(entry.tensor) for entry in written if _has_values(entry)}
-    if sharding.is_other_thread and (before is None or before != between_operations()):
+    if sharding.reads.is_other_thread and (before is None or before != between_operations()):
         return version, {}  # the thread that trains may have received values meanwhile
     return version, copies
 
@@ -130,24 +203,24 @@ def _written(
 def _has_values(entry: Entry[Tensor]) -> bool:
     """Returns whether a parameter that differs from what was seen of it has memory, which was not
     freed a moment ago."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         tensor = local(entry.tensor)
         return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
 @torch.inference_mode(False)
 def _clone(parameter: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return _distributed(local(parameter).detach().clone(), parameter)
 
 
 @torch.inference_mode(False)
 def _empty_part(parameter: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         like = local(parameter)
         return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _distributed(part: Tensor, parameter: Tensor) -> Tensor:
-    spec = getattr(parameter, "_spec", None)
+    spec = spec_of(parameter)
     return part if spec is None else distributed_as(part, spec)

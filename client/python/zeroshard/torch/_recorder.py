@@ -7,14 +7,12 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .._program import Collective
+from ._private import DispatchMode, collective_namespaces, process_group, tree_leaves
 
-_NAMESPACES = ("_c10d_functional", "_dtensor")
 _NAMES = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -28,12 +26,12 @@ _NAMES = {
 Moment = tuple[str, str]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Records collectives by the moment at which they run: see :class:`zeroshard._program.Module`
     and ``Description`` for the moments."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: dict[Moment, list[Collective]] = {}
         self._modules = modules
         self._moment: Moment = ("before_forward", next(iter(modules), ""))
@@ -51,7 +49,7 @@ class Recorder(TorchDispatchMode):
             self._hooks.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
             self._hooks.append(module.register_forward_hook(self._computed(name), prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave(name)))
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(
@@ -60,7 +58,7 @@ class Recorder(TorchDispatchMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, trace)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -104,9 +102,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # called again with the local tensors
-        packet = getattr(func, "_overloadpacket", None)
+        packet = getattr(func, "overloadpacket", None)
         name = _NAMES.get(getattr(packet, "__name__", "").rstrip("_"))
-        if name is not None and getattr(func, "namespace", "") in _NAMESPACES:
+        if name is not None and getattr(func, "namespace", "") in collective_namespaces():
             nbytes = args[0].numel() * args[0].element_size()
             group = tuple(get_process_group_ranks(_group(args[-1])))
             self.found.setdefault(self._moment, []).append(Collective(name, group, nbytes))
@@ -117,6 +115,4 @@ def _group(named: Any) -> ProcessGroup:
     """The process group of a collective, which may be given by name."""
     if isinstance(named, ProcessGroup):
         return named
-    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
-    group: ProcessGroup = resolve(named)
-    return group
+    return process_group(named)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .._files import directory, existing, write
 from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
-from ._model import GroupSharded
+from ._one_version import OneVersion, read_one_version
 from ._optimizer import ShardedOptimizer
+from ._placeholders import placing
+from ._sharded_module import ShardedModule
+from ._streamed_file import save
 
 _MODEL = "model.pt"
 _OPTIMIZER = "optimizer.pt"
@@ -27,22 +30,31 @@ def save_group_sharded_model(
     ``output``.
 
     The files contain the whole state, including frozen parameters and buffers, and can be loaded
-    without ZeroShard. Every rank may call it; rank 0 writes. A file appears only when it is
-    complete.
+    without ZeroShard. They are of one version of the model. Every rank may call it; rank 0 writes,
+    one tensor after the other, so that it needs memory for the largest one. A file appears only
+    when it is complete.
     """
-    wrapped = _wrapped(model)
+    sharded = _sharded(model)
     folder = directory(output)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; "
-            "it must be an optimizer returned by group_sharded_parallel"
+            "it must be an optimizer of zeroshard.shard or group_sharded_parallel"
         )
-    if wrapped.sharding.job.group.rank != 0:
+    sharding = sharded._zeroshard.sharding
+    if sharding.job.group.rank != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _write(_whole_state(wrapped), folder / _MODEL)
-    if optimizer is not None:
-        _write(optimizer.state_dict(), folder / _OPTIMIZER)
+
+    def write_all(version: OneVersion) -> None:
+        with placing(sharding, version) as placeholders:
+            states = {_MODEL: sharded.state_dict()}
+            if optimizer is not None:
+                states[_OPTIMIZER] = optimizer.state_dict()
+        for name, state in states.items():
+            write(folder / name, partial(save, state, values=placeholders.values))
+
+    read_one_version(sharding, write_all)
 
 
 def load_group_sharded_model(
@@ -59,34 +71,18 @@ def load_group_sharded_model(
         optimizer.load_state_dict(_read(folder / _OPTIMIZER))
 
 
-def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
-    """The model's state dict. Distributed parameters are fetched whole from the servers."""
-    distributed = {
-        name: parameter
-        for name, parameter in wrapped.module.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor)
-    }
-    whole = wrapped.sharding.whole(distributed)
-    state = wrapped.state_dict()
-    return {
-        name: whole[name].to(value.dtype) if name in whole else value
-        for name, value in state.items()
-    }
-
-
-def _wrapped(model: nn.Module) -> GroupSharded:
-    if not isinstance(model, GroupSharded):
+def _sharded(model: nn.Module) -> ShardedModule:
+    if not isinstance(model, ShardedModule):
         raise InvalidArgumentError(
-            f"model is a {type(model).__name__}; it must be a model returned by "
-            "group_sharded_parallel"
+            f"model is a {type(model).__name__} that is not sharded; pass a model of "
+            "zeroshard.shard, or the one that group_sharded_parallel has returned"
         )
     return model
 
 
-def _write(state: dict[str, Any], path: Path) -> None:
-    write(path, lambda partial: torch.save(state, partial))
-
-
 def _read(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(existing(path), map_location="cpu", weights_only=True)
+    # The file is mapped into memory: rank 0 reads it tensor by tensor.
+    state: dict[str, Any] = torch.load(
+        existing(path), map_location="cpu", weights_only=True, mmap=True
+    )
     return state

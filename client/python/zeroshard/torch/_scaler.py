@@ -8,6 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from ._optimizer import ShardedOptimizer
+from ._private import check_scale, scaled_state, scaler_device
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -32,7 +33,7 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
         elif self.is_enabled():
             optimizer.unscale(self.get_scale())
-            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+            scaled_state(self, optimizer)["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps, unless a gradient is inf or NaN; then :meth:`update` lowers the scale."""
@@ -40,17 +41,17 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        state = self._per_optimizer_states[id(optimizer)]
+        state = scaled_state(self, optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        self._check_scale_growth_tracker("step")
+        check_scale(self, "step")
         optimizer.loss_scale, optimizer.is_scaled = self.get_scale(), True
         try:
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
             optimizer.loss_scale, optimizer.is_scaled = 1.0, False
-        device = torch.device(self._device)
-        skipped = not optimizer.last_report.applied
+        device = scaler_device(self)
+        skipped = not optimizer.is_waiting and not optimizer.last_report.applied
         state["found_inf_per_device"] = {device: torch.full((1,), float(skipped), device=device)}
         state["stage"] = OptState.STEPPED
         return result

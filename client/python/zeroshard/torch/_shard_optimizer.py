@@ -14,7 +14,7 @@ from ..errors import InvalidArgumentError
 from ._materialize import check_has_values
 from ._mesh import check_mesh, dimension, mesh_ranks
 from ._optimizer import ShardedOptimizer
-from ._sharded import group_sharded_parallel
+from ._sharded import check_optimizer, group_sharded_parallel
 
 
 def shard_optimizer(
@@ -45,11 +45,7 @@ def shard_optimizer(
     if stage.mesh is not None and stage.sharding_mesh_dim is not None:
         dimension(check_mesh(stage.mesh, "mesh"), stage.sharding_mesh_dim)
     check_request(stage, gradient_accumulation_steps, model)
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__name__}; "
-            "it must be a torch.optim.Optimizer that is not sharded yet"
-        )
+    check_optimizer(optimizer)
     if model is None:
         check_has_values(_Parameters(optimizer), "shard_optimizer without model=")
     wrapped, sharded, _ = group_sharded_parallel(

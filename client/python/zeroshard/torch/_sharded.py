@@ -7,25 +7,33 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._checkpoints import Checkpoints
+from .._core.arguments import (
+    check_class,
+    check_not_sharded,
+    check_plain,
+    check_steps_model,
+)
 from .._core.collectives import GroupSize
 from .._core.options import Options
-from .._core.sharding import Sharding, is_sharded
+from .._core.sharded_models import register
+from .._core.sharding import Sharding
 from .._session import connection
-from ..errors import InvalidArgumentError
-from . import _conversion
 from ._checkpoint import Checkpoint, postponed, settle
 from ._clip import max_norm_of
 from ._flat import check_no_views
 from ._foreign import check_not_wrapped
 from ._framework import TORCH, TorchOptimizer, process_group
+from ._joined import on_ranks, parts_of
 from ._materialize import Materializer, check_has_shapes
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._scaler import GradScaler
+from ._sharded_module import ShardedModule
 from ._state import optimizer_states
+from ._training_mesh import set_training_mesh
 
 
 def group_sharded_parallel(
@@ -44,11 +52,13 @@ def group_sharded_parallel(
     *,
     accumulation_steps: int | None = None,
     group_size: GroupSize = 1,
+    state_dtype: str = "f32",
     grad_clip: Any | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     checkpoints: Checkpoints | None = None,
+    separable: bool | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
@@ -56,9 +66,9 @@ def group_sharded_parallel(
         model: any module. All ranks take the parameters and buffers of rank 0. Parameters and
             buffers on the meta device are initialised module by module, so that at ``"p_g_os"`` a
             worker does not need memory for the whole model.
-        optimizer: SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, Adafactor or
-            RMSprop of ``torch.optim``, or Lion or LAMB of ``zeroshard.torch``. Existing state is
-            uploaded.
+        optimizer: any optimizer. Those that the servers have step on the servers; the page "The
+            five APIs" of the documentation lists them. Any other one runs on the ranks, unchanged,
+            and the servers keep its state; see ``separable``. Existing state is uploaded.
         level: the tensors that the servers hold. At ``"os"`` these are the optimizer state, at
             ``"os_g"`` also gradients, which are sent during backward, and at ``"p_g_os"`` also
             parameters, which are fetched for each use.
@@ -90,6 +100,11 @@ def group_sharded_parallel(
             group must be started again. At ``p_g_os``, all ranks of a group must use the same
             modules when they train; parameters that are used without recording gradients
             (``no_grad``) are received by each rank as a whole, so one rank may evaluate alone.
+        state_dtype: the dtype in which servers keep the optimizer state. With ``"int8"`` it takes 1
+            byte per element instead of 4, plus one per 128 elements. This works with
+            ``Adam`` and ``AdamW`` without ``amsgrad``, ``Lion`` and ``SGD``.
+            New state is rounded stochastically, so results differ from those with ``"f32"``, but
+            not between runs. Reading, saving and loading state work as before.
         grad_clip: a :class:`ClipGradByGlobalNorm` that clips every step.
         param_init_fn: initialises the parameters and buffers of the module that it is called with,
             without those of its children. It is called for each module that has some on the meta
@@ -101,12 +116,75 @@ def group_sharded_parallel(
         checkpoints: when and where the servers save the model and the optimizer, and from which
             checkpoint they start. If there is one, all values come from it. Parameters, parameter
             groups and their state cannot be replaced later. None: no checkpoints.
+        separable: for an optimizer that the servers do not have: ``True`` if a step of several
+            parameters is that of each by itself, so that the ranks divide the parameters among
+            them, and each needs the values, gradient and state of only one at a time; ``False`` if
+            one rank must step it as a whole; None: as a whole, unless it is one of ``torch.optim``
+            that is known to be separable. It gets f32 master weights and gradients, also for
+            parameters in bf16.
 
     Returns:
         The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was
             given).
     """
-    _check(model, optimizer)
+    shared = None if scaler is None else GradScaler.sharing(check_scaler(scaler))
+    sharding = open_sharding(
+        model,
+        optimizer,
+        level,
+        group=group,
+        offload=offload,
+        sync_buffers=sync_buffers,
+        buffer_max_size=buffer_max_size,
+        segment_size=segment_size,
+        sync_comm=sync_comm,
+        dp_group=dp_group,
+        exclude_layer=exclude_layer,
+        accumulation_steps=accumulation_steps,
+        group_size=group_size,
+        state_dtype=state_dtype,
+        grad_clip=grad_clip,
+        param_init_fn=param_init_fn,
+        checkpoint=checkpoint,
+        device=device,
+        checkpoints=checkpoints,
+        separable=separable,
+    )
+    sharded = ShardedOptimizer(optimizer, sharding)
+    optimizer.state.clear()
+    return GroupSharded(model, sharding, shared), sharded, shared
+
+
+def open_sharding(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str,
+    *,
+    caller: str = "group_sharded_parallel",
+    group: Any | None,
+    offload: bool,
+    sync_buffers: bool,
+    buffer_max_size: int,
+    segment_size: int,
+    sync_comm: bool,
+    dp_group: Any | None,
+    exclude_layer: Collection[str | int] | None,
+    accumulation_steps: int | None,
+    group_size: GroupSize,
+    state_dtype: str,
+    grad_clip: Any | None,
+    param_init_fn: Callable[[nn.Module], Any] | None,
+    checkpoint: str | os.PathLike[str] | None,
+    device: torch.device | str | None,
+    checkpoints: Checkpoints | None,
+    separable: bool | None,
+) -> Sharding[Tensor]:
+    """Opens the job of a model and its optimizer, which keep their classes. For the arguments see
+    :func:`group_sharded_parallel`; ``caller`` is the function that errors name."""
+    check_trainable(model, optimizer, caller)
+    ranks_run = on_ranks(optimizer, separable)
+    is_on_ranks = None if ranks_run is None else ranks_run.has_group
+    settings = TorchOptimizer(parts_of(optimizer), is_on_ranks)
     options = Options(
         level=level,
         sync_buffers=sync_buffers,
@@ -118,11 +196,8 @@ def group_sharded_parallel(
         accumulation_steps=accumulation_steps,
         group_size=group_size,
         offload=offload,
+        state_dtype=state_dtype,
     )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InvalidArgumentError(
-            f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler"
-        )
     check_no_views(model, optimizer, options.fetched(TORCH, model))
     ranks = process_group(group)
     initial = Materializer(
@@ -138,47 +213,44 @@ def group_sharded_parallel(
             connection(),
             TORCH,
             model,
-            TorchOptimizer(optimizer),
+            settings,
             ranks,
             options,
-            states=optimizer_states(
-                _conversion.optimizer_name(optimizer), optimizer, optimizer.state
-            ),
+            states=optimizer_states(settings.kinds(), optimizer, optimizer.state, ranks_run),
             max_norm=max_norm_of(optimizer, grad_clip),
             initial=initial.fill,
             checkpoints=checkpoints,
+            on_ranks=ranks_run,
         )
     except BaseException:
         initial.undo()
         raise
+    register(sharding)
     settle(model)
-    shared = None if scaler is None else GradScaler.sharing(scaler)
-    sharded = ShardedOptimizer(optimizer, sharding)
-    optimizer.state.clear()
-    return GroupSharded(model, sharding, shared), sharded, shared
+    set_training_mesh(sharding, group)
+    return sharding
 
 
-def _check(model: Any, optimizer: Any) -> None:
-    if not isinstance(model, nn.Module) or isinstance(model, GroupSharded):
-        raise InvalidArgumentError(
-            f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not sharded "
-            "yet"
-        )
-    check_not_wrapped(model, "group_sharded_parallel")
-    check_has_shapes(model, "group_sharded_parallel")
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__name__}; "
-            "it must be a torch.optim.Optimizer that is not sharded yet"
-        )
-    if is_sharded(model.parameters()):
-        raise InvalidArgumentError(
-            "the model is sharded already; use the model and the optimizer that "
-            "group_sharded_parallel has returned, or create the model anew"
-        )
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if stepped.isdisjoint(map(id, model.parameters())):
-        raise InvalidArgumentError(
-            "none of the optimizer's parameters belong to the model; "
-            "create the optimizer from model.parameters()"
-        )
+def check_scaler(scaler: Any) -> torch.amp.GradScaler:
+    """Returns the scaler, or raises an error if it is not one."""
+    check_class("scaler", scaler, torch.amp.GradScaler, "torch.amp.GradScaler")
+    found: torch.amp.GradScaler = scaler
+    return found
+
+
+def check_trainable(model: Any, optimizer: Any, caller: str) -> None:
+    """Raises an error if the model or the optimizer cannot be sharded. ``caller``: the function
+    that errors name."""
+    check_plain("model", model, nn.Module, ShardedModule, "torch.nn.Module")
+    check_not_wrapped(model, caller)
+    check_has_shapes(model, caller)
+    check_optimizer(optimizer)
+    check_not_sharded(model.parameters())
+    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    check_steps_model(stepped, model.parameters())
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises an error unless the argument is an optimizer that is not sharded yet."""
+    kind, name = torch.optim.Optimizer, "torch.optim.Optimizer"
+    check_plain("optimizer", optimizer, kind, ShardedOptimizer, name)

@@ -31,7 +31,10 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
 
 
 def _tie(before: nn.Parameter, where: list[tuple[str, nn.Module, str]]) -> None:
-    now = [(full, child._parameters[name]) for full, child, name in where]
+    now = [
+        (full, dict(child.named_parameters(recurse=False, remove_duplicate=False)).get(name))
+        for full, child, name in where
+    ]
     fresh = [
         (full, parameter)
         for full, parameter in now

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgumentError
+from . import _private
 
 
 def is_transforming() -> bool:
     """Returns whether a transformation such as ``jvp`` or ``vmap`` runs, in which tensors have no
     memory of their own and ``grad`` permits no hooks for saved tensors."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _private.is_transforming()
 
 
 def is_transformed(tensor: Tensor) -> bool:
     """Returns whether a tensor belongs to a transformation."""
-    return not torch.compiler.is_compiling() and bool(
-        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    return not torch.compiler.is_compiling() and _private.is_transformed(tensor)
 
 
 @contextlib.contextmanager
@@ -31,21 +30,13 @@ def outside_transforms() -> Iterator[None]:
     if not is_transforming():
         yield
         return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
+    with _private.outside_transforms():
         yield
 
 
 def is_tracing() -> bool:
     """Returns whether ``torch.jit.trace`` runs."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
-
-
-def is_registering_for_trace() -> bool:
-    """Returns whether ``torch.jit.trace`` is about to run, or runs, a module whose parts it
-    names."""
-    return getattr(torch.jit._trace, "_trace_module_map", None) is not None
 
 
 def check_not_recorded() -> None:

@@ -7,37 +7,44 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._core.sharding import forget
+from .._core.sharded_models import forget
 from ._assign import allow_assign
 from ._compiled import stop_gathering
+from ._deferred_load import stop_gathering_loaded
+from ._in_place import ShardedInPlace, restore_class
 from ._memory import _CopyState
 from ._model import GroupSharded
+from ._private import state_dict_hooks
 from ._reads import stop_reading
+from ._sharded_module import ShardedModule
 
 
-def unshard(model: GroupSharded) -> nn.Module:
+def unshard(model: ShardedModule) -> nn.Module:
     """Returns the module with its current parameters. It can be sharded again; its optimizer can
     not be used any more. Every rank must call it."""
-    sharding = model.sharding
-    sharding.follow_changes()
+    sharding = model._zeroshard.sharding
+    plain: nn.Module = model.module if isinstance(model, GroupSharded) else model
+    sharding.changes.follow()
     if sharding.gatherer is not None:
         sharding.gatherer.gather_all()
         for unit in sharding.gatherer.units:
             for parameter in unit.parameters.values():
-                plain = DTensor if isinstance(parameter, DTensor) else nn.Parameter
-                parameter.__class__ = plain
+                parameter.__class__ = DTensor if isinstance(parameter, DTensor) else nn.Parameter
                 del parameter._zeroshard_access  # type: ignore[attr-defined]
                 del parameter._zeroshard_expose  # type: ignore[attr-defined]
                 del parameter._zeroshard_renew  # type: ignore[attr-defined]
-        for module in model.module.modules():
+        for module in plain.modules():
             stop_gathering(module)
-            _remove(module._state_dict_hooks, _CopyState)
-    stop_reading(model.module)
-    for parameter in model.module.parameters():
+            _remove(state_dict_hooks(module)[1], _CopyState)
+    stop_reading(plain)
+    for parameter in plain.parameters():
         parameter.grad = None
-    allow_assign(model.module)
+    allow_assign(plain)
+    stop_gathering_loaded(plain)
     forget(sharding)
-    return model.module
+    if isinstance(model, ShardedInPlace):
+        restore_class(model)
+    return plain
 
 
 def _remove(hooks: dict[int, Any], kind: type) -> None:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from .._core.wrapper import AttributesOfModel
 from ._foreign import check_hook, wrapped_later
 from ._leftovers import missing
-from ._transforms import is_registering_for_trace
+from ._private import (
+    READ_BY_DDP,
+    Forwarding,
+    RefusesDDP,
+    is_registering_for_trace,
+    registered_module,
+)
 
 W = TypeVar("W", bound="ModuleWrapper")
 
@@ -33,7 +39,7 @@ _OPERATORS = (
 )
 
 
-class ModuleWrapper(AttributesOfModel, nn.Module):
+class ModuleWrapper(AttributesOfModel, RefusesDDP, Forwarding):
     """A module that runs another one. Attributes that the wrapper does not have itself are read
     from the module, written to it and deleted from it."""
 
@@ -59,8 +65,7 @@ class ModuleWrapper(AttributesOfModel, nn.Module):
     @property
     def _wrapped(self) -> nn.Module | None:
         """The module; None while the wrapper is created."""
-        found: nn.Module | None = self.__dict__.get("_modules", {}).get("module")
-        return found
+        return registered_module(self, "module")
 
     # ---- attributes
 
@@ -78,12 +83,10 @@ class ModuleWrapper(AttributesOfModel, nn.Module):
     def __dir__(self) -> list[str]:
         own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         # torch.jit.trace reads everything that is listed.
-        return sorted({*own, *dir(self.module)} - {"_ddp_params_and_buffers_to_ignore"})
+        return sorted({*own, *dir(self.module)} - {READ_BY_DDP})
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Read by torch's DistributedDataParallel when it wraps this wrapper."""
-        raise wrapped_later("DistributedDataParallel")
+    def _zeroshard_wrapped_later(self, other: str) -> Exception:
+        return wrapped_later(other)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         check_hook(hook)
@@ -147,10 +150,6 @@ class ModuleWrapper(AttributesOfModel, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.module.zero_grad(set_to_none)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.module._apply(fn, recurse)
-        return self
-
     # ---- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,25 +168,11 @@ class ModuleWrapper(AttributesOfModel, nn.Module):
     def register_state_dict_post_hook(self, hook: Any) -> Any:
         return self.module.register_state_dict_post_hook(hook)
 
-    def _register_state_dict_hook(self, hook: Any) -> Any:
-        return self.module._register_state_dict_hook(hook)
-
     def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
         return self.module.register_load_state_dict_pre_hook(hook)
 
     def register_load_state_dict_post_hook(self, hook: Any) -> Any:
         return self.module.register_load_state_dict_post_hook(hook)
-
-    def _register_load_state_dict_pre_hook(self, hook: Any, with_module: bool = False) -> Any:
-        return self.module._register_load_state_dict_pre_hook(hook, with_module)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # The state dict of a module that contains this wrapper has no prefix for the wrapped
-        # module.
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Lion and LAMB as torch optimizers: the servers' algorithms, in a single process.
+"""The optimizers of the servers that torch does not have, as torch optimizers in a single process,
+and the table of all supported ones.
 
 Operations are rounded in the same order as on the servers. On a CPU, Lion gives the servers' bits;
 LAMB is within rounding of them, because torch's square roots are not always correctly rounded.
@@ -12,6 +13,8 @@ from typing import Any, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
+
+__all__ = ["LAMB", "Lion"]
 
 
 class _Local(torch.optim.Optimizer):
@@ -195,3 +198,21 @@ class LAMB(_Local):
 
 def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+#: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.
+NAMES: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.ASGD: "asgd",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.Adamax: "adamax",
+    torch.optim.NAdam: "nadam",
+    torch.optim.RAdam: "radam",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adadelta: "adadelta",
+    torch.optim.Adafactor: "adafactor",
+    torch.optim.RMSprop: "rmsprop",
+    Lion: "lion",
+    LAMB: "lamb",
+}

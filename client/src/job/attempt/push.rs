@@ -1,7 +1,10 @@
 //! The gradients and the new values of an attempt.
 
 use zeroshard_model::{DType, Error, Result, TensorId};
-use zeroshard_proto::pb::{self, push_begin::Contents as Wire};
+use zeroshard_proto::{
+    Wire,
+    pb::{self, push_begin::Contents as Message},
+};
 
 use super::{super::attempts::State, Attempt};
 #[cfg(doc)]
@@ -18,12 +21,11 @@ impl Attempt {
     pub async fn push(&self, gradients: Vec<TensorData>) -> Result<()> {
         self.check_gradients(&gradients)?;
         if self.job.spec().group_size > 1 {
-            let expected = "sums over the group (Attempt::push_sums)";
-            return Err(Error::invalid("push in a job with groups", "gradients", expected));
+            let sentence = "the job has groups; push the sums of a group (Attempt::push_sums)";
+            return Err(Error::refused(sentence));
         }
-        let wire = self.job.0.cluster.options.wire;
         let begin = self.begin(self.gradients());
-        self.job.push(begin, wire, Contents::Contributed(gradients), Some(self)).await
+        self.job.push(begin, self.job.wire(), Contents::Contributed(gradients), Some(self)).await
     }
 
     /// Pushes the sums of the gradients of the group, in a job with groups
@@ -50,7 +52,12 @@ impl Attempt {
         }
         let begin = self.begin(self.gradients());
         let contents = Contents::Sums(exchange, sums, &is_present);
-        self.job.push(begin, DType::F32, contents, Some(self)).await?;
+        // A sum of bf16 numbers needs more bits than they have.
+        let wire = match self.job.wire() {
+            Wire::Int8 => Wire::Int8,
+            Wire::Plain(_) => DType::F32.into(),
+        };
+        self.job.push(begin, wire, contents, Some(self)).await?;
         let tensors = exchange.tensors().iter().zip(&is_present);
         let absent: Vec<_> = tensors.filter(|(_, present)| !**present).map(|(t, _)| *t).collect();
         self.push_absent(&absent).await
@@ -65,33 +72,35 @@ impl Attempt {
     /// # Errors
     /// Those of [`Self::push`].
     pub async fn push_absent(&self, tensors: &[TensorId]) -> Result<()> {
-        let wire = self.job.0.cluster.options.wire;
         let begin = self.begin(self.gradients());
-        self.job.push(begin, wire, Contents::Absent(tensors), Some(self)).await
+        self.job.push(begin, self.job.wire(), Contents::Absent(tensors), Some(self)).await
     }
 
     /// Pushes new values of tensors: of buffers (such as batch-norm statistics), or of parameters
-    /// that the program has written to. The ranks that upload the tensors call this before they
-    /// commit. A trained parameter has these values before the step is applied. Readers of the
-    /// step's version receive those of other tensors bit for bit. The values count even if the step
-    /// is skipped. A tensor that is not pushed keeps its values.
+    /// that the program has written to. The ranks that replace the tensors ([`Job::replaces`]) call
+    /// this before they commit; what others pass is ignored. A trained parameter has these values
+    /// before the step is applied. Readers of the step's version receive those of other tensors bit
+    /// for bit. The values count even if the step is skipped. A tensor that is not pushed keeps its
+    /// values.
+    ///
+    /// [`Job::replaces`]: crate::Job::replaces
     ///
     /// # Errors
     /// Those of [`Self::push`].
     pub async fn push_values(&self, values: Vec<TensorData>) -> Result<()> {
         let State { step, number: attempt, .. } = *self.state;
-        let begin = self.begin(Wire::Replacement(pb::Replacement { step, attempt }));
-        self.job.push(begin, DType::F32, Contents::Uploaded(values), Some(self)).await
+        let begin = self.begin(Message::Replacement(pb::Replacement { step, attempt }));
+        self.job.push(begin, DType::F32.into(), Contents::Replaced(values), Some(self)).await
     }
 
     /// The first message of a push of this attempt.
-    fn begin(&self, contents: Wire) -> pb::PushBegin {
+    fn begin(&self, contents: Message) -> pb::PushBegin {
         self.job.begin(self.state.epoch, contents)
     }
 
-    fn gradients(&self) -> Wire {
+    fn gradients(&self) -> Message {
         let State { step, number: attempt, .. } = *self.state;
-        Wire::Gradients(pb::Gradients { step, attempt, ..Default::default() })
+        Message::Gradients(pb::Gradients { step, attempt, ..Default::default() })
     }
 
     /// Checks that the tensors take gradients.
@@ -99,10 +108,9 @@ impl Attempt {
         let tensors = self.job.0.spec.manifest.tensors();
         let buffer = |data: &TensorData| tensors.get(data.tensor.index()).filter(|of| of.buffer);
         let Some(buffer) = data.iter().find_map(buffer) else { return Ok(()) };
-        Err(Error::invalid(
-            format!("gradient of tensor {:?}", buffer.name),
-            "pushed",
-            "omitted, because the tensor is a buffer",
-        ))
+        Err(Error::refused(format!(
+            "tensor {:?} is a buffer, which has no gradient; leave it out",
+            buffer.name
+        )))
     }
 }

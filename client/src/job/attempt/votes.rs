@@ -13,12 +13,12 @@ use zeroshard_net::{
 use zeroshard_proto::pb;
 
 use super::{
-    super::{Member, attempts::State, membership::NEWS_TIMEOUT},
+    super::{Member, attempts::State, membership::CHANGE_TIMEOUT},
     Attempt,
 };
 #[cfg(doc)]
 use crate::Job;
-use crate::{Commit, Reduced, Rested, StatePart, StepReport, Target};
+use crate::{Commit, Reduced, Rested, StateSelector, StepReport, Target};
 
 impl Attempt {
     /// Announces that this rank has pushed all gradients of the step, and waits for the decision. A
@@ -54,10 +54,10 @@ impl Attempt {
         match self.span("commit").over(report).await {
             Ok(report) => {
                 self.decided();
-                // The placement may have changed for the next step. If the news does not arrive,
+                // The placement may have changed for the next step. If the change does not arrive,
                 // the next push is refused, and the next attempt waits for it.
-                let news = deadline.at_most(NEWS_TIMEOUT);
-                let _ = self.job.wait_for_news(report.next_epoch.saturating_sub(1), news).await;
+                let limit = deadline.at_most(CHANGE_TIMEOUT);
+                let _ = self.job.wait_for_change(report.next_epoch.saturating_sub(1), limit).await;
                 Ok(StepReport::new(&report, &spec.manifest))
             }
             Err(error) => Err(self.noted(error, deadline).await),
@@ -121,7 +121,7 @@ impl Attempt {
     /// Those of [`Self::reduce`]; [`Error::VersionGone`] if the step was decided.
     pub async fn pull_gradient_sum(&self, targets: Vec<Target<'_>>) -> Result<()> {
         let deadline = Deadline::after(self.job.0.cluster.options.timeout);
-        let pull = self.job.pull_part(self.state.step, StatePart::GradientSum, targets);
+        let pull = self.job.pull_part(self.state.step, StateSelector::GradientSum, targets);
         self.while_open(pull, deadline).await
     }
 
@@ -133,7 +133,7 @@ impl Attempt {
     /// ended. [`Error::Timeout`].
     pub async fn reach_epoch(&self, epoch: u64) -> Result<()> {
         let deadline = Deadline::after(self.job.0.cluster.options.timeout);
-        self.job.wait_for_news(epoch.saturating_sub(1), deadline).await?;
+        self.job.wait_for_change(epoch.saturating_sub(1), deadline).await?;
         self.check_epoch(deadline).await
     }
 
@@ -174,8 +174,8 @@ impl Attempt {
         let Member { cluster, spec, .. } = &*self.job.0;
         let request = pb::RestRequest { turn: Some(self.turn()), excluded };
         if spec.group_size > 1 {
-            let expected = "taking part in every step, because its group needs its gradients";
-            return Err(Error::invalid("rank of a job with groups", "resting", expected));
+            let sentence = "a rank of a job with groups cannot rest: its group needs its gradients";
+            return Err(Error::refused(sentence));
         }
         let response = loop {
             let before = cluster.describe_job(&spec.name).await?.version;

@@ -22,14 +22,15 @@ pub(crate) const JOB: &str = "runs/a %";
 pub(crate) const JOB_ID: u64 = 9;
 pub(crate) const VERSION: u64 = 12;
 
-/// Tensors of every kind, under an optimizer whose state has other shapes than the parameters.
+/// Tensors of every kind with `optimizer`, except one, with NAdam where a job can have both.
 pub(crate) fn spec(optimizer: &str) -> JobSpec {
     let optimizer: Optimizer = optimizer.parse().unwrap();
+    let other = if optimizer.skips_overflow() { "nadam".parse().unwrap() } else { optimizer };
     let policy = if optimizer.needs_whole_tensors() { Policy::Whole } else { Policy::Elementwise };
     let tensor = |name: &str, shape: &[u64]| TensorSpec { policy, ..TensorSpec::new(name, shape) };
     let mut tensors = vec![
         tensor("w", &[4, 5]),
-        TensorSpec { dtype: DType::Bf16, ..tensor("h/1", &[3, 2]) },
+        TensorSpec { dtype: DType::Bf16, group: 1, ..tensor("h/1", &[3, 2]) },
         TensorSpec { dtype: DType::F16, frozen: true, ..tensor("frozen", &[7]) },
         TensorSpec { buffer: true, ..tensor("mean", &[2]) },
         TensorSpec { alias_of: Some("w".into()), ..tensor("tied", &[4, 5]) },
@@ -38,7 +39,7 @@ pub(crate) fn spec(optimizer: &str) -> JobSpec {
     if policy == Policy::Elementwise {
         tensors.push(tensor("empty", &[0, 3]));
     }
-    JobSpec::new(JOB, Tensors::new(tensors).unwrap(), vec![optimizer])
+    JobSpec::new(JOB, Tensors::new(tensors).unwrap(), vec![optimizer, other])
 }
 
 /// Content that differs in every part of every slice.
@@ -59,7 +60,8 @@ impl Content {
             Part::Values if tensor.trains() => (cut.numel, DType::F32, 0),
             Part::Values => (cut.numel, tensor.dtype, 0),
             Part::State(position) => {
-                let shape = self.spec.groups[0].state_shapes(&tensor.shape)[position];
+                let optimizer = self.spec.optimizer_of(cut.tensor).unwrap();
+                let shape = optimizer.state_shapes(&tensor.shape)[position];
                 (shape.numel(cut.numel), DType::F32, position + 1)
             }
         };
@@ -68,13 +70,16 @@ impl Content {
     }
 
     pub(crate) fn slice(&self, slice: u32) -> SavedSlice {
-        let trains = self.spec.manifest.trains(slice as usize);
-        let states = if trains { self.spec.groups[0].state().len() } else { 0 };
+        let optimizer = self.spec.optimizer_of_slice(slice as usize);
+        let states = optimizer.map_or(0, |optimizer| optimizer.state().len());
         let state = (0..states).map(|position| self.bytes(slice, Part::State(position)));
         SavedSlice {
             values: self.bytes(slice, Part::Values),
             state: state.collect(),
-            applied: if trains { self.applied(slice) } else { AppliedSteps::default() },
+            applied: match optimizer {
+                Some(_) => self.applied(slice),
+                None => AppliedSteps::default(),
+            },
         }
     }
 }
@@ -85,10 +90,14 @@ impl Source for Content {
     }
 
     fn applied(&self, slice: u32) -> AppliedSteps {
-        let scalar_state = self.spec.groups[0].scalar_state().len();
-        let values = [0.1, 1.0 / 3.0];
-        AppliedSteps::of(&self.spec.groups[0], 10 + u64::from(slice), &values[..scalar_state])
-            .unwrap()
+        let (count, values) = (10 + u64::from(slice), [0.1, 1.0 / 3.0]);
+        match self.spec.optimizer_of_slice(slice as usize) {
+            Some(optimizer) => {
+                let scalar_state = optimizer.scalar_state().len();
+                AppliedSteps::of(optimizer, count, &values[..scalar_state]).unwrap()
+            }
+            None => AppliedSteps::new(count),
+        }
     }
 
     fn done(&self, slice: u32) {

@@ -23,6 +23,8 @@ fn input_in_errors_is_truncated_and_not_formatted_further() {
     assert!(
         matches!(Error::invalid("a", &exactly, "b"), Error::Invalid { found, .. } if found == exactly)
     );
+    let Error::Refused { sentence } = Error::refused(Endless) else { panic!("refused") };
+    assert_eq!(sentence, format!("{}...", "12345".repeat(MAX_SENTENCE / 5)));
 }
 
 #[test]

@@ -56,6 +56,14 @@ impl Contributions {
         self.contributors.iter().find(|contributors| contributors.ranks.contains(rank))
     }
 
+    /// The contributions to a tensor of which `rank` pushes new values, if it is not the uploader.
+    pub(crate) fn replaced_by(mut self, rank: Option<u32>) -> Self {
+        for of in &mut self.contributors {
+            of.ranks = of.ranks.clone().replaced_by(rank);
+        }
+        self
+    }
+
     /// The contributions of groups of `group_size` ranks: see [`crate::JobSpec::group_size`].
     pub(crate) fn grouped(mut self, group_size: u32) -> Self {
         for Contributors { ranks, sharers, .. } in &mut self.contributors {

@@ -260,6 +260,7 @@ pub(crate) mod tests {
         assert_eq!(on(&[3], &[Shard(0)]).contributions(&[4]).contributors.len(), 2);
     }
 
+    // promise: invalid-input
     #[test]
     fn wrong_layouts_are_refused() {
         let mesh = Arc::new(ProcessMesh::dense([2], ["x"]).unwrap());

@@ -40,9 +40,8 @@ impl ProcessMesh {
         by_rank.sort_unstable_by_key(|&position| ranks[position as usize]);
         let rank_at = |position: u32| ranks[position as usize];
         if let Some(twice) = by_rank.windows(2).find(|pair| rank_at(pair[0]) == rank_at(pair[1])) {
-            let found =
-                format!("{} ranks in which rank {} is repeated", ranks.len(), rank_at(twice[0]));
-            return Err(Error::invalid("ranks of a mesh", found, "distinct ranks"));
+            let rank = rank_at(twice[0]);
+            return Err(Error::refused(format!("the mesh has rank {rank} more than once")));
         }
         Ok(Self { shape, names, ranks, by_rank })
     }
@@ -91,14 +90,13 @@ impl ProcessMesh {
     /// The dimension with this name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the mesh has no such dimension.
+    /// [`Error::Refused`] if the mesh has no such dimension.
     pub fn dim(&self, name: &str) -> Result<usize> {
         self.names.iter().position(|other| other == name).ok_or_else(|| {
-            Error::invalid(
-                "dimension of a mesh",
-                format_args!("{name:?}"),
-                format!("one of {}", self.names.join(", ")),
-            )
+            let names = self.names.join(", ");
+            Error::refused(format!(
+                "the mesh has no dimension {name:?}; its dimensions are {names}"
+            ))
         })
     }
 
@@ -158,11 +156,10 @@ impl ProcessMesh {
     /// [`Error::Invalid`] for an unknown or repeated dimension, or a rank that is not in the mesh.
     pub fn sub_mesh(&self, dims: &[usize], rank: u32) -> Result<Self> {
         let Some(mut coordinate) = self.coordinate(rank) else {
-            return Err(Error::invalid(
-                "rank",
-                rank,
-                format!("one of the mesh's {} ranks", self.size()),
-            ));
+            let size = self.size();
+            return Err(Error::refused(format!(
+                "rank {rank} is not one of the mesh's {size} ranks"
+            )));
         };
         let mut seen = [false; MAX_MESH_DIMS];
         for &dim in dims {
@@ -171,11 +168,7 @@ impl ProcessMesh {
                 return Err(Error::invalid("dimension of a mesh", dim, expected));
             }
             if std::mem::replace(&mut seen[dim], true) {
-                return Err(Error::invalid(
-                    "dimensions of a mesh",
-                    format!("a list that repeats {dim}"),
-                    "distinct dimensions",
-                ));
+                return Err(Error::refused(format!("the sub-mesh lists dimension {dim} twice")));
             }
         }
         let shape: Vec<usize> = dims.iter().map(|&dim| self.shape[dim]).collect();
@@ -216,10 +209,10 @@ fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
     }
     let size = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
     if size != Some(ranks) || !(1..=MAX_WORLD as usize).contains(&ranks) {
-        let found = format!("{shape:?} with {ranks} ranks");
-        let expected =
-            format!("1 or more sizes whose product is the number of ranks, 1 to {MAX_WORLD}");
-        return Err(Error::invalid("shape of a mesh", found, expected));
+        return Err(Error::refused(format!(
+            "a mesh of shape {shape:?} cannot have {ranks} ranks; the product of its sizes must be \
+             the number of ranks, 1 to {MAX_WORLD}"
+        )));
     }
     Ok(())
 }
@@ -227,18 +220,14 @@ fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
 /// Checks that a mesh with `dims` dimensions can have these names.
 fn check_names(names: &[String], dims: usize) -> Result<()> {
     if names.len() != dims {
-        let expected = format!("one name for each of the {dims} dimensions");
-        return Err(Error::invalid(
-            "dimension names of a mesh",
-            format_args!("{names:?}"),
-            expected,
-        ));
+        return Err(Error::refused(format!(
+            "a mesh of {dims} dimensions cannot have the names {names:?}; name each dimension once"
+        )));
     }
     for (index, name) in names.iter().enumerate() {
         check_name("a dimension name of a mesh", name, MAX_NAME)?;
         if names[..index].contains(name) {
-            let found = format!("a list that repeats {name:?}");
-            return Err(Error::invalid("dimension names of a mesh", found, "distinct names"));
+            return Err(Error::refused(format!("the mesh has two dimensions named {name:?}")));
         }
     }
     Ok(())
@@ -278,6 +267,7 @@ mod tests {
         assert!(mesh.sub_mesh(&[0], 6).is_err() && mesh.sub_mesh(&[], 0).is_err());
     }
 
+    // promise: invalid-input
     #[test]
     fn an_invalid_mesh_is_refused() {
         let refused = |shape: &[usize], ranks: &[u32], names: &[&str]| {
@@ -300,13 +290,15 @@ mod tests {
             let names = (0..names).map(|dim| format!("a long name of dimension {dim}"));
             match ProcessMesh::new(shape, [0], names) {
                 Err(Error::Invalid { what, expected, .. }) => (what, expected),
+                Err(Error::Refused { sentence }) => (sentence, String::new()),
                 other => panic!("{other:?}"),
             }
         };
         let dims = ("number of dimensions of a mesh".to_owned(), format!("1 to {MAX_MESH_DIMS}"));
         assert_eq!(what(vec![1; MAX_MESH_DIMS + 1], MAX_MESH_DIMS + 1), dims);
         assert_eq!(what(vec![1; 40_000], 40_000), dims);
-        assert_eq!(what(vec![1; 2], 40_000).0, "dimension names of a mesh");
+        let names = what(vec![1; 2], 40_000).0;
+        assert!(names.starts_with("a mesh of 2 dimensions cannot have the names ["), "{names}");
         let names = || (0..MAX_MESH_DIMS).map(|dim| format!("d{dim}"));
         assert!(ProcessMesh::new(vec![1; MAX_MESH_DIMS], [0], names()).is_ok());
     }

@@ -95,12 +95,10 @@ fn kept(reduced: &Layout, to: &Layout, same_mesh: bool) -> Result<Vec<usize>> {
     if !same_mesh {
         let to_sum = to.placements().iter().any(partial);
         return if to_sum {
-            let what = "list of placements on another mesh";
-            Err(Error::invalid(
-                what,
-                list(to.placements()),
-                "Shard or Replicate along each dimension",
-            ))
+            Err(Error::refused(format!(
+                "a tensor cannot get the placements {} on another mesh; use Shard and Replicate",
+                list(to.placements())
+            )))
         } else {
             Ok(Vec::new())
         };

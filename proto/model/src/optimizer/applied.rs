@@ -1,7 +1,7 @@
 //! The steps that were applied to a tensor.
 
 use super::Optimizer;
-use crate::{Error, Result};
+use crate::{Error, JobSpec, Result};
 
 /// The number of steps that were applied to a tensor, and the optimizer's scalar state after them.
 /// They are equal for all elements of the tensor.
@@ -43,6 +43,24 @@ impl AppliedSteps {
     pub fn scalar_state(&self, optimizer: &Optimizer) -> &[f32] {
         let number = if self.count == 0 { 0 } else { optimizer.scalar_state().len() };
         &self.scalar_state[..number]
+    }
+}
+
+impl JobSpec {
+    /// The steps applied to tensor number `tensor`, with the scalar state of its optimizer; none if
+    /// it is not trained.
+    ///
+    /// # Errors
+    /// Those of [`AppliedSteps::of`].
+    pub fn applied_to(&self, tensor: usize, count: u64, values: &[f32]) -> Result<AppliedSteps> {
+        let optimizer = self.optimizer_of(tensor);
+        optimizer.map_or(Ok(AppliedSteps::default()), |it| AppliedSteps::of(it, count, values))
+    }
+
+    /// The scalar state of tensor number `tensor` after these steps.
+    pub fn scalar_state_of(&self, tensor: usize, applied: &AppliedSteps) -> Vec<f32> {
+        let optimizer = self.optimizer_of(tensor);
+        optimizer.map_or_else(Vec::new, |it| applied.scalar_state(it).to_vec())
     }
 }
 

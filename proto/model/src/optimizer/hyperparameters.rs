@@ -1,7 +1,5 @@
-//! The hyperparameters of each optimizer, with torch's names, defaults and ranges. Numbers must
-//! also be finite as f32, because the kernels compute in f32.
-
-use serde::{Deserialize, Serialize};
+//! The ranges of hyperparameters, which are torch's. Numbers must also be finite as f32, because
+//! the kernels compute in f32.
 
 /// A hyperparameter outside its range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -19,7 +17,7 @@ pub struct Invalid {
 
 /// The allowed range of a hyperparameter.
 #[derive(Clone, Copy)]
-enum Range {
+pub(super) enum Range {
     /// Any finite number.
     Finite,
     NonNegative,
@@ -32,7 +30,7 @@ enum Range {
 }
 
 impl Range {
-    fn check(
+    pub(super) fn check(
         self,
         optimizer: &'static str,
         field: &'static str,
@@ -51,7 +49,7 @@ impl Range {
     }
 }
 
-fn check(
+pub(super) fn check(
     optimizer: &'static str,
     field: &'static str,
     value: f64,
@@ -64,309 +62,9 @@ fn check(
     Err(Invalid { optimizer, field, value: value.to_string(), expected })
 }
 
-/// Declares the hyperparameters of an optimizer, with their defaults and the ranges of numbers.
-macro_rules! hyperparameters {
-    ($(#[$doc:meta])* $name:ident {
-        $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr $(=> $range:ident)?,)*
-    }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-        #[serde(default, deny_unknown_fields)]
-        pub struct $name { $($(#[$field_doc])* pub $field: $type,)* }
-
-        impl Default for $name {
-            fn default() -> Self {
-                Self { $($field: $default,)* }
-            }
-        }
-
-        impl $name {
-            #[allow(unused_variables, reason = "an optimizer may have no hyperparameters")]
-            pub(super) fn check_ranges(&self, optimizer: &'static str) -> Result<(), Invalid> {
-                $($(Range::$range.check(optimizer, stringify!($field), self.$field)?;)?)*
-                Ok(())
-            }
-        }
-    };
-}
-
-hyperparameters! {
-    /// Hyperparameters of stochastic gradient descent.
-    Sgd {
-        /// Learning rate.
-        lr: f64 = 1e-3 => NonNegative,
-        /// Momentum factor; with 0 the optimizer keeps no state.
-        momentum: f64 = 0.0 => NonNegative,
-        /// The fraction of the gradient that is not added to the momentum buffer, from the second
-        /// step on.
-        dampening: f64 = 0.0 => Finite,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Nesterov momentum.
-        nesterov: bool = false,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of averaged stochastic gradient descent. Step `t` sets the learning rate of
-    /// the next step to `lr / (1 + lambd * lr * t)^alpha`.
-    Asgd {
-        /// Learning rate.
-        lr: f64 = 1e-2 => NonNegative,
-        /// Decay of the parameters and of the learning rate.
-        lambd: f64 = 1e-4 => NonNegative,
-        /// The exponent in the decay of the learning rate.
-        alpha: f64 = 0.75 => NonNegative,
-        /// The number of steps after which the parameters are averaged.
-        t0: f64 = 1e6 => Finite,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adam.
-    Adam {
-        /// Learning rate.
-        lr: f64 = 1e-3 => NonNegative,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9 => BelowOne,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999 => BelowOne,
-        /// Added to the denominator.
-        eps: f64 = 1e-8 => NonNegative,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Divide by the maximum of all second moments so far.
-        amsgrad: bool = false,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of AdamW.
-    AdamW {
-        /// Learning rate.
-        lr: f64 = 1e-3 => NonNegative,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9 => BelowOne,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999 => BelowOne,
-        /// Added to the denominator.
-        eps: f64 = 1e-8 => NonNegative,
-        /// Decoupled weight decay: parameters are reduced by `lr * weight_decay` of their value.
-        weight_decay: f64 = 1e-2 => NonNegative,
-        /// Divide by the maximum of all second moments so far.
-        amsgrad: bool = false,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adamax.
-    Adamax {
-        /// Learning rate.
-        lr: f64 = 2e-3 => NonNegative,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9 => BelowOne,
-        /// Decay of the infinity norm.
-        beta2: f64 = 0.999 => BelowOne,
-        /// Added to the absolute value of the gradient.
-        eps: f64 = 1e-8 => NonNegative,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-        /// The formula of Paddle, which adds `eps` to the decayed infinity norm instead.
-        paddle: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of NAdam.
-    NAdam {
-        /// Learning rate.
-        lr: f64 = 2e-3 => NonNegative,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9 => BelowOne,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999 => BelowOne,
-        /// Added to the denominator.
-        eps: f64 = 1e-8 => NonNegative,
-        /// Weight decay, added to the gradient or, if it is decoupled, applied to the parameters.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// The speed at which the momentum approaches `beta1`, from half of it.
-        momentum_decay: f64 = 4e-3 => NonNegative,
-        /// Weight decay reduces the parameters by `lr * weight_decay` of their value, as in AdamW.
-        decoupled_weight_decay: bool = false,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-        /// The arithmetic of Paddle, where the momentum stays constant from about step 2,470 on.
-        paddle: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of RAdam.
-    RAdam {
-        /// Learning rate.
-        lr: f64 = 1e-3 => NonNegative,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9 => BelowOne,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999 => BelowOne,
-        /// Added to the denominator.
-        eps: f64 = 1e-8 => NonNegative,
-        /// Weight decay, added to the gradient or, if it is decoupled, applied to the parameters.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Weight decay reduces the parameters by `lr * weight_decay` of their value, as in AdamW.
-        decoupled_weight_decay: bool = false,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adagrad.
-    Adagrad {
-        /// Learning rate.
-        lr: f64 = 1e-2 => NonNegative,
-        /// The learning rate of step `t` (from 1) is `lr / (1 + (t - 1) * lr_decay)`.
-        lr_decay: f64 = 0.0 => NonNegative,
-        /// Added to the denominator.
-        eps: f64 = 1e-10 => NonNegative,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// The initial value of the sum of squares. It is read once, when the state is created.
-        initial_accumulator_value: f64 = 0.0 => NonNegative,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adadelta.
-    Adadelta {
-        /// Learning rate.
-        lr: f64 = 1.0 => NonNegative,
-        /// Decay of both running averages.
-        rho: f64 = 0.9 => AtMostOne,
-        /// Added under both square roots.
-        eps: f64 = 1e-6 => NonNegative,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adafactor.
-    Adafactor {
-        /// Learning rate: the factor of the weight decay, and the limit of the step relative to the
-        /// root mean square of the parameter, which is `1 / sqrt(t)` in step `t` if that is lower.
-        lr: f64 = 1e-2 => NonNegative,
-        /// The second moments of step `t` move towards the squared gradient by `t^beta2_decay`.
-        beta2_decay: f64 = -0.8 => NonPositive,
-        /// The minimum of the root of the estimated second moment, and of its mean. torch's default
-        /// is the machine epsilon of the parameter's dtype; this is that of f32.
-        eps1: f64 = f32::EPSILON as f64 => NonNegative,
-        /// The minimum of the parameter's root mean square.
-        eps2: f64 = 1e-3 => NonNegative,
-        /// The root mean square of the update above which it is clipped.
-        d: f64 = 1.0 => AtLeastOne,
-        /// Decoupled weight decay: parameters are reduced by `lr * weight_decay` of their value.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of RMSprop.
-    RmsProp {
-        /// Learning rate.
-        lr: f64 = 1e-2 => NonNegative,
-        /// Decay of the mean of squares.
-        alpha: f64 = 0.99 => AtMostOne,
-        /// Added to the denominator.
-        eps: f64 = 1e-8 => NonNegative,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Momentum factor; with 0 the optimizer keeps no momentum buffer.
-        momentum: f64 = 0.0 => NonNegative,
-        /// Divide by the standard deviation instead of the root mean square.
-        centered: bool = false,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-        /// The formula of Paddle, which adds `eps` under the square root, and whose momentum buffer
-        /// accumulates updates that are multiplied by their learning rate.
-        paddle: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Lion.
-    Lion {
-        /// Learning rate.
-        lr: f64 = 1e-4 => NonNegative,
-        /// Weight of the momentum in the sign of the update.
-        beta1: f64 = 0.9 => BelowOne,
-        /// Decay of the momentum.
-        beta2: f64 = 0.99 => BelowOne,
-        /// Decoupled weight decay: parameters are reduced by `lr * weight_decay` of their value.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of LAMB. The trust ratio is the tensor's `||w|| / ||update||`, or 1 if
-    /// either norm is 0.
-    Lamb {
-        /// Learning rate.
-        lr: f64 = 1e-3 => NonNegative,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9 => BelowOne,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999 => BelowOne,
-        /// Added to the denominator.
-        eps: f64 = 1e-6 => NonNegative,
-        /// Weight decay, part of the update whose norm determines the trust ratio.
-        weight_decay: f64 = 0.0 => NonNegative,
-        /// Maximise the objective instead of minimising it.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Averaging has no hyperparameters.
-    Average {}
-}
-
-impl Sgd {
-    /// Nesterov momentum restricts the other hyperparameters.
-    pub(super) fn check_nesterov(&self) -> Result<(), Invalid> {
-        if !self.nesterov {
-            return Ok(());
-        }
-        let expected = "greater than 0 if nesterov is true";
-        check("sgd", "momentum", self.momentum, self.momentum > 0.0, expected)?;
-        let expected = "0 if nesterov is true";
-        check("sgd", "dampening", self.dampening, self.dampening == 0.0, expected)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{super::Optimizer, *};
+    use super::super::{Adadelta, Adam, Lion, Optimizer, Sgd};
 
     /// The field named by the error for an optimizer in JSON.
     fn refused(json: &str) -> &'static str {

@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use super::Optimizer;
-
 /// The elements of a state tensor of a parameter: a value for each element, each row, or each
 /// column of its matrices. (The last two dimensions of a parameter are its matrices; the others
 /// number them.)
@@ -71,25 +69,12 @@ impl StateShape {
     }
 }
 
-impl Optimizer {
-    /// The shapes of the state tensors of a parameter, in the order of [`Optimizer::state`].
-    pub fn state_shapes(&self, parameter: &[u64]) -> Vec<StateShape> {
-        use StateShape::{Absent, Columns, Elements, Rows};
-        match (self, parameter) {
-            (Self::Adafactor(_), [.., rows, columns]) => {
-                // Without elements, the lengths do not matter.
-                let (rows, columns) = ((*rows).max(1) as usize, (*columns).max(1) as usize);
-                vec![Rows { columns }, Columns { rows, columns }, Absent]
-            }
-            (Self::Adafactor(_), _) => vec![Absent, Absent, Elements],
-            _ => vec![Elements; self.state().len()],
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{super::Adafactor, *};
+    use super::{
+        super::{Adafactor, Optimizer},
+        *,
+    };
 
     fn shapes(parameter: &[u64]) -> Vec<StateShape> {
         Optimizer::Adafactor(Adafactor::default()).state_shapes(parameter)

@@ -62,7 +62,7 @@ impl TlsFiles {
     /// Checks the combination of files. Returns `None` if no file is given.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a certificate without its key, a key without its certificate, or
+    /// [`Error::Refused`] for a certificate without its key, a key without its certificate, or
     /// either of them without authorities.
     pub fn of(
         ca: Option<&Path>,
@@ -70,17 +70,15 @@ impl TlsFiles {
         key: Option<&Path>,
         crl: Option<&Path>,
     ) -> Result<Option<Self>> {
-        let missing = |what: &str, because: &str| {
-            let expected =
-                format!("a file in PEM format, because {because} cannot be used without it");
-            Err(Error::invalid(what, "missing", expected))
+        let missing = |given: &str, file: &str| {
+            Err(Error::refused(format!("{given} needs {file} in PEM format")))
         };
         match (ca, certificate, key) {
             (None, None, None) if crl.is_none() => Ok(None),
-            (None, None, None) => missing("file of authorities (--tls-ca)", "--tls-crl"),
-            (None, ..) => missing("file of authorities (--tls-ca)", "--tls-cert and --tls-key"),
-            (_, Some(_), None) => missing("file of the key (--tls-key)", "--tls-cert"),
-            (_, None, Some(_)) => missing("file of the certificate (--tls-cert)", "--tls-key"),
+            (None, None, None) => missing("--tls-crl", "--tls-ca, the file of authorities"),
+            (None, ..) => missing("--tls-cert or --tls-key", "--tls-ca, the file of authorities"),
+            (_, Some(_), None) => missing("--tls-cert", "--tls-key, the file of its private key"),
+            (_, None, Some(_)) => missing("--tls-key", "--tls-cert, the file of its certificate"),
             (Some(ca), certificate, key) => {
                 let identity = certificate.zip(key);
                 let identity = identity.map(|(file, key)| (file.to_owned(), key.to_owned()));
@@ -114,25 +112,31 @@ impl TlsFiles {
         let lists = revocation_lists(file)?;
         let issuers = lists.iter().map(|list| webpki::OwnedCertRevocationList::from_der(list));
         let issuers = issuers.collect::<Result<Vec<_>, _>>().map_err(|cause| {
-            let what = format!("revocation list in {}", file.display());
-            Error::invalid(what, cause, "a complete list of certificates, in version 2 of X.509")
+            Error::refused(format!(
+                "the revocation list in {} is not a complete list in version 2 of X.509: {cause}",
+                file.display()
+            ))
         })?;
         let issuers: Vec<_> = issuers.into_iter().map(webpki::CertRevocationList::from).collect();
         // Only the first list of an authority would be used.
         let twice =
             |at: usize| issuers[..at].iter().any(|list| list.issuer() == issuers[at].issuer());
         if (0..issuers.len()).any(twice) {
-            let what = format!("revocation lists in {}", file.display());
-            return Err(Error::invalid(what, "two of one authority", "one list of each authority"));
+            return Err(Error::refused(format!(
+                "{} has two revocation lists of one authority; keep the later one",
+                file.display()
+            )));
         }
         let has_list = |subject: &[u8]| issuers.iter().any(|list| list.issuer() == subject);
         if roots.roots.iter().all(|root| has_list(&root.subject)) {
             return Ok(lists);
         }
         // Otherwise every certificate of the authority would be refused.
-        let what = format!("revocation lists in {}", file.display());
-        let found = format!("none of an authority in {}", self.ca.display());
-        Err(Error::invalid(what, found, "a list of each authority, which may be empty"))
+        Err(Error::refused(format!(
+            "{} has no revocation list of an authority in {}; add one, which may be empty",
+            file.display(),
+            self.ca.display()
+        )))
     }
 
     fn client(
@@ -321,7 +325,8 @@ fn parsed<T: PemObject>(file: &Path, max_bytes: u64, name: &str) -> Result<Vec<T
     let parsed = T::pem_slice_iter(&pem).collect::<Result<Vec<_>, _>>();
     let parsed = parsed.map_err(|cause| invalid(format!("invalid ({cause})")))?;
     if parsed.is_empty() {
-        return Err(invalid(format!("a file without a {name}")));
+        let file = file.display();
+        return Err(Error::refused(format!("file {file} has no {name} in PEM format")));
     }
     Ok(parsed)
 }
@@ -330,8 +335,7 @@ fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>> {
     let expected = "a readable file with a private key in PEM format";
     PrivateKeyDer::from_pem_slice(&read(file, MAX_FILE_BYTES, expected)?).map_err(|_| {
         // The cause could contain a part of the key.
-        let found = "a file without a private key";
-        Error::invalid(format!("file {}", file.display()), found, expected)
+        Error::refused(format!("file {} has no private key in PEM format", file.display()))
     })
 }
 

@@ -4,47 +4,36 @@
 //! reported that its gradients are complete. Votes and reports belong to one (epoch, step,
 //! attempt): the round is dropped when one of these changes.
 
-use std::collections::BTreeMap;
-
 use zeroshard_model::{Attempt, JobSpec, Result, listing::some_of};
 
 use crate::{
-    calls::{Commit, Reply, check_rank},
-    context::{Common, Context},
-    decision::Report,
-    events::Action,
-    gradient::{Reduced, check_report},
-    ids::{Caller, ServerId, Waiter},
+    cluster::context::{Common, Context},
     job::{Job, Open, Phase, reduce::late_servers},
-    step_options::StepOptions,
+    state::step_options::StepOptions,
+    vocabulary::{
+        calls::{Commit, Reply, check_rank},
+        events::Action,
+        gradient::{Reduced, check_report},
+        ids::{Caller, ServerId, Waiter},
+    },
 };
 
 impl Open {
     /// Drops the call of a rank whose caller has disconnected. The rank's requests remain.
     pub(crate) fn forget_caller(&mut self, rank: u32, caller: Caller) {
-        let others = |waiter: &Waiter| waiter.caller != caller;
-        if let Some(vote) = self.round.votes.get_mut(&rank) {
-            vote.waiters.retain(others);
-        }
-        if let Some(discard) = self.round.discards.get_mut(&rank) {
-            discard.retain(others);
-        }
-        self.round.reducers.retain(|reducer| others(&reducer.waiter));
-        self.resting.forget_caller(rank, caller);
-        if let Some(last) = &mut self.last {
-            last.waiters.retain(others);
+        self.round.forget_caller(rank, caller);
+        self.uneven_inputs.forget_caller(rank, caller);
+        if let Some(last) = self.version.last_mut() {
+            last.forget_caller(caller);
         }
     }
 }
 
 impl Job {
     pub(crate) fn commit(&mut self, caller: Caller, commit: Commit, cx: &mut Context<'_>) {
-        match self.try_commit(caller, &commit, cx) {
-            Ok(None) => self.advance(cx),
-            Ok(Some(report)) => {
-                cx.push(Action::Answer(caller, Ok(Reply::Report(report, self.epoch))));
-            }
-            Err(error) => cx.push(Action::Answer(caller, Err(error))),
+        match self.try_commit(caller, &commit, cx).transpose() {
+            None => self.advance(cx),
+            Some(answer) => cx.push(Action::Answer(caller, answer)),
         }
     }
 
@@ -55,7 +44,7 @@ impl Job {
         caller: Caller,
         commit: &Commit,
         cx: &mut Context<'_>,
-    ) -> Result<Option<Report>> {
+    ) -> Result<Option<Reply>> {
         let Commit { turn, .. } = commit;
         let name = &turn.job.name;
         let Self { spec, epoch, phase, .. } = self;
@@ -65,7 +54,8 @@ impl Job {
         // This check precedes the checks of the membership, so that a decided step is never
         // reported as aborted.
         if let Some(decided) = open.decided(turn.attempt.step) {
-            return Ok(decided.report_to(waiter));
+            let report = decided.report_to(waiter);
+            return Ok(report.map(|report| Reply::Report(report, *epoch)));
         }
         open.check_turn(turn, open.attempt(*epoch))?;
         let options = StepOptions::of(commit, spec)?;
@@ -90,7 +80,7 @@ impl Job {
         if attempt != open.attempt(self.epoch) {
             return;
         }
-        if let Err(what) = check_report(&report, open.trainable.get(&server)) {
+        if let Err(what) = check_report(&report, open.plan.trainable.get(&server)) {
             let step = open.step();
             let reason =
                 format!("{} reported {what} at step {step}; this is a bug", cx.name(server));
@@ -98,7 +88,7 @@ impl Job {
         }
         // A server without trained slices does not have to report.
         if open.awaits(server) && open.replicas.is_current(server, report.copies) {
-            open.round.reports.insert(server, report);
+            open.round.report(server, report);
         }
         self.advance(cx);
     }
@@ -113,41 +103,32 @@ impl Job {
 
     pub(crate) fn expire_commits(&mut self, cx: &mut Context<'_>) {
         let Phase::Open(open) = &mut self.phase else { return };
-        let expired = open.round.expire(cx.now);
-        if expired.is_empty() {
-            return;
-        }
-        let waiting_for = self.commits_wait_for(cx.common);
-        cx.time_out(expired, &waiting_for);
-    }
-
-    /// Describes the missing input: ranks, and servers with the input that they wait for.
-    fn commits_wait_for(&self, common: &Common) -> String {
-        let Self { name, epoch, phase: Phase::Open(open), .. } = self else {
-            return String::new();
-        };
-        let (step, parts) = (open.step(), self.step_lacks(open, common));
-        format!("step {step} of job {name:?} (epoch {epoch}): {}", some_of(parts))
+        let expired = open.round.expire_commits(cx.now);
+        let Self { name, epoch, phase: Phase::Open(open), .. } = &*self else { return };
+        cx.time_out(expired, |common| {
+            let (step, parts) = (open.step(), some_of(self.step_lacks(open, common)));
+            format!("step {step} of job {name:?} (epoch {epoch}): {parts}")
+        });
     }
 
     /// Describes the missing input of the open step: ranks, and the input that servers wait for.
     pub(crate) fn step_lacks(&self, open: &Open, common: &Common) -> Vec<String> {
         let late = "ranks that have not committed";
-        let mut parts = missing_ranks(&self.spec, open, &open.round.votes, late);
+        let mut parts = missing_ranks(&self.spec, open, |rank| open.round.has_voted(rank), late);
         parts.extend(late_servers(self.id, open, &common.servers));
         parts
     }
 }
 
-/// Describes the ranks without a call in `present`: ranks with a worker with the text `late`, and
-/// ranks without a worker.
-pub(crate) fn missing_ranks<T>(
+/// Describes the ranks that take part and have not called: ranks with a worker with the text
+/// `late`, and ranks without a worker.
+pub(crate) fn missing_ranks(
     spec: &JobSpec,
     open: &Open,
-    present: &BTreeMap<u32, T>,
+    has_called: impl Fn(u32) -> bool,
     late: &str,
 ) -> Vec<String> {
-    let (here, absent) = open.missing(spec.world, present);
+    let (here, absent) = open.missing(spec.world, has_called);
     let lists = [(here, late), (absent, "ranks without a worker")];
     let list = |(ranks, what): (Vec<u32>, &str)| {
         format!("{what} ({})", some_of(ranks.into_iter().map(|rank| spec.describe_rank(rank))))

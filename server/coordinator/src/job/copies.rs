@@ -1,16 +1,11 @@
 //! Backups copy their slices from the primaries, one part of the slices at a time, so that a step
 //! waits for one part at most.
 
-use zeroshard_model::JobSpec;
-
 use crate::{
-    commands::Command,
-    context::Context,
-    events::Action,
-    history::Severity,
-    ids::ServerId,
+    cluster::context::Context,
     job::{Job, Open, Phase},
-    replicas::{Copying, Replicas},
+    operators::history::Severity,
+    vocabulary::{commands::Command, events::Action, ids::ServerId},
 };
 
 /// The size of a part: the memory of its slices, in bytes.
@@ -21,7 +16,7 @@ impl Job {
     /// copy its slices.
     pub(crate) fn opened_as_backup(&mut self, server: ServerId, cx: &mut Context<'_>) -> bool {
         let Phase::Open(open) = &mut self.phase else { return false };
-        let was_opening = open.replicas.opening.remove(&server).is_some();
+        let was_opening = open.replicas.opened(server);
         if was_opening {
             self.copy_next(cx);
         }
@@ -36,16 +31,14 @@ impl Job {
         let voters = open.active(spec.world);
         let is_busy =
             open.replicas.is_copying() || open.round.agreed(voters).is_some() || !open.is_stored();
-        let Some(version) = open.version.filter(|_| !is_busy) else { return };
-        let Some((server, slices)) = open.next_copy(spec) else { return };
-        let replicas = &mut open.replicas;
-        replicas.last_copy += 1;
-        let number = replicas.last_copy;
+        let Some(version) = open.version.current().filter(|_| !is_busy) else { return };
+        let Open { replicas, disconnects, .. } = &mut **open;
+        let bytes = |slice| spec.arrays(slice as usize).required().bytes;
+        let next = replicas.next_copy(PART_BYTES, bytes, |server| disconnects.contains(*server));
+        let Some((server, slices)) = next else { return };
         let trained = slices.iter().filter(|&&slice| spec.manifest.trains(slice as usize)).count();
-        *replicas.active.entry(server).or_default() += trained;
-        replicas.told.insert(server, number);
-        replicas.copying = Some(Copying { number, server, slices: slices.clone() });
-        open.round.reports.remove(&server);
+        let number = replicas.begin_copy(server, slices.clone(), trained);
+        open.round.drop_report(server);
         cx.command(server, Command::Copy { job, number, version, slices });
     }
 
@@ -53,9 +46,10 @@ impl Job {
     /// have been lost.
     pub(crate) fn copy_again(&self, server: ServerId, cx: &mut Context<'_>) {
         let Phase::Open(open) = &self.phase else { return };
-        let copying = open.replicas.copying.as_ref().filter(|copying| copying.server == server);
-        if let Some((Copying { number, slices, .. }, version)) = copying.zip(open.version) {
-            let (job, number, slices) = (self.reference(), *number, slices.clone());
+        if let Some((number, slices)) = open.replicas.copying_on(server)
+            && let Some(version) = open.version.current()
+        {
+            let job = self.reference();
             cx.command(server, Command::Copy { job, number, version, slices });
         }
     }
@@ -71,13 +65,9 @@ impl Job {
     ) {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let Open { replicas, .. } = &mut **open;
-        let Some(Copying { slices, .. }) = replicas.end_copy(server, number) else { return };
+        let Some(slices) = replicas.end_copy(server, number) else { return };
         let trained = slices.iter().filter(|&&slice| spec.manifest.trains(slice as usize)).count();
-        if let Some(active) = replicas.active.get_mut(&server) {
-            *active -= trained;
-        }
-        replicas.full.insert(server);
-        replicas.empty.entry(server).or_default().extend(slices);
+        replicas.cannot_copy(server, slices, trained);
         let text = format!(
             "{} cannot hold more backups of job {:?}: {reason}",
             cx.name(server),
@@ -104,44 +94,12 @@ impl Job {
     pub(crate) fn note_redundancy(&mut self, cx: &mut Context<'_>) {
         let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
         if open.degraded_slices(spec) == 0
-            && let Some(since) = open.replicas.degraded.take()
+            && let Some(since) = open.replicas.recovered()
         {
             let after = cx.now.saturating_sub(since);
             cx.push(Action::Redundant { after });
             let seconds = after.as_secs_f64();
             cx.note(format!("job {name:?} has all its replicas again after {seconds:.1} s"));
         }
-    }
-}
-
-impl Replicas {
-    /// Ends the copy in progress, if the server has answered it.
-    fn end_copy(&mut self, server: ServerId, number: u64) -> Option<Copying> {
-        self.copying.take_if(|copying| (copying.server, copying.number) == (server, number))
-    }
-}
-
-impl Open {
-    /// A server that can copy slices, and the next part of them.
-    fn next_copy(&mut self, spec: &JobSpec) -> Option<(ServerId, Vec<u32>)> {
-        let Self { replicas, away, .. } = self;
-        let can = |server: &ServerId| {
-            !replicas.opening.contains_key(server)
-                && !replicas.full.contains(server)
-                && !away.contains_key(server)
-        };
-        let (&server, slices) = replicas.empty.iter_mut().find(|(server, _)| can(server))?;
-        let mut bytes = 0;
-        let fits = |slice: &u32| {
-            let is_first = bytes == 0;
-            bytes += spec.arrays(*slice as usize).required().bytes.max(1);
-            is_first || bytes <= PART_BYTES
-        };
-        let part: Vec<u32> = slices.iter().copied().take_while(fits).collect();
-        match slices.iter().nth(part.len()) {
-            Some(&next) => *slices = slices.split_off(&next),
-            None => _ = replicas.empty.remove(&server),
-        }
-        Some((server, part))
     }
 }

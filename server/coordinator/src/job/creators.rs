@@ -3,20 +3,18 @@
 use zeroshard_model::JobVersion;
 
 use crate::{
-    context::{Common, Context},
-    ids::{Caller, Waiter},
+    cluster::context::{Common, Context},
     job::{Job, Phase},
+    vocabulary::ids::{Caller, Waiter, expire},
 };
 
 impl Job {
     /// Answers creators at their deadline. A job that has never been open and has no waiting
     /// creator is removed.
     pub(crate) fn expire_creators(&mut self, cx: &mut Context<'_>) {
-        let waiting_for = self.creators_wait_for(cx.common);
         let Some(creators) = self.creators() else { return };
-        let expired: Vec<Waiter> =
-            creators.extract_if(.., |waiter| waiter.deadline <= cx.now).collect();
-        cx.time_out(expired, &waiting_for);
+        let expired = expire([creators], cx.now);
+        cx.time_out(expired, |common| self.creators_wait_for(common));
         self.remove_if_unwanted(cx);
     }
 
@@ -56,7 +54,7 @@ impl Job {
                 format!("the manifest of an earlier save of job {name:?} to be written")
             }
             Phase::Waiting { .. }
-                if common.learning.is_learning()
+                if common.startup.is_learning()
                     && servers.connected().len() >= self.spec.min_servers as usize =>
             {
                 format!("shard servers that may hold a job {name:?} of the last coordinator")
@@ -80,8 +78,8 @@ impl Job {
             }
             Phase::Waiting { placing: true, .. } => format!("the placement of job {name:?}"),
             Phase::Opening { pending, .. } => {
-                let copy = self.succession.as_ref().map_or(String::new(), |succession| {
-                    let JobVersion { job, version, .. } = &succession.from;
+                let copy = self.fork.as_ref().map_or(String::new(), |fork| {
+                    let JobVersion { job, version, .. } = &fork.from;
                     format!(", and to copy version {version} of job {job:?}")
                 });
                 let (servers, epoch) = (servers.names_of(pending), self.epoch);

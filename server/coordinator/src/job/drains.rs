@@ -11,13 +11,10 @@
 
 use zeroshard_model::{JobSpec, Server, listing::some_of};
 
-use crate::context::Common;
-use crate::ids::ServerId;
 use crate::{
-    calls::Stays,
-    context::Context,
-    job::replicas::Change,
-    job::{Job, Open, Phase},
+    cluster::context::{Common, Context},
+    job::{Job, Open, Phase, replicas::Change},
+    vocabulary::{calls::Stays, ids::ServerId},
 };
 
 impl Job {
@@ -39,7 +36,7 @@ impl Job {
         };
         let gone = format!("{} is being drained", cx.name(server.id));
         if self.spec.replicas > 1 {
-            if !open.replicas.leaving.contains(&server.id)
+            if !open.replicas.leaving().contains(&server.id)
                 && let Some((reason, transient)) = self.keeps(open, server.id, cx.common)
             {
                 return stays(reason, transient);
@@ -74,10 +71,10 @@ impl Job {
     /// The reason why a job with replicas needs the server, and whether this can change without an
     /// action of the operator.
     fn keeps(&self, open: &Open, server: ServerId, common: &Common) -> Option<(String, bool)> {
-        if open.version.is_none() {
+        if !open.version.is_published() {
             return Some(("its initial parameters are being uploaded".to_owned(), true));
         }
-        if let Some(&away) = open.away.keys().next() {
+        if let Some(away) = open.disconnects.first() {
             return Some((
                 format!("it waits for the return of {}", common.servers.name(away)),
                 true,
@@ -98,11 +95,11 @@ impl Job {
             );
             return Some((reason, false));
         }
-        let load = open.loads.get(&server).copied().unwrap_or_default();
-        let rooms = common.rooms();
-        let free = others
-            .iter()
-            .try_fold(0u64, |sum, other| Some(sum.saturating_add(rooms.free(other.id)?.bytes)));
+        let load = open.plan.loads.get(&server).copied().unwrap_or_default();
+        let free_memory = common.free_memory();
+        let free = others.iter().try_fold(0u64, |sum, other| {
+            Some(sum.saturating_add(free_memory.free(other.id)?.bytes))
+        });
         let free = free.filter(|&free| free < load.bytes)?;
         let reason = format!(
             "it needs {} bytes on the server, but the other servers have only {free} bytes free: \
@@ -120,7 +117,7 @@ impl Job {
         cx: &mut Context<'_>,
     ) -> Option<(String, bool)> {
         let Phase::Open(open) = &mut self.phase else { return None };
-        open.replicas.leaving.insert(server);
+        open.replicas.leave(server);
         if open.members.is_empty() {
             self.continue_drains(cx);
         }
@@ -139,16 +136,17 @@ impl Job {
         if !open.replicas.are_wanted() {
             return;
         }
-        let is_calm = open.away.is_empty() && open.resting.len() == 0 && open.round.is_empty();
-        if !is_calm || open.version.is_none() || !open.is_stored() {
+        let is_calm =
+            open.disconnects.is_empty() && open.uneven_inputs.len() == 0 && open.round.is_empty();
+        if !is_calm || !open.version.is_published() || !open.is_stored() {
             return;
         }
         let wanted = spec.replicas as usize;
-        let mut leaving = open.replicas.leaving.iter().copied();
+        let mut leaving = open.replicas.leaving().iter().copied();
         let spare = leaving.find(|&server| {
             let others = |slice| open.holders(slice).filter(|&holder| holder != server).count();
-            !open.saves.awaits(server)
-                && (0..open.placement.slices()).all(|slice| others(slice) >= wanted)
+            open.saves.awaits(server).is_none()
+                && (0..open.plan.placement.slices()).all(|slice| others(slice) >= wanted)
         });
         if let Some(server) = spare
             && let Some(kept) = open.kept_without(Some(server))
@@ -160,7 +158,8 @@ impl Job {
             return self.change_placement(Change::Release(server), kept, cx);
         }
         let live = cx.common.servers.placeable();
-        let lacks = (0..open.placement.slices()).any(|slice| can_copy(&live, open, spec, slice));
+        let lacks =
+            (0..open.plan.placement.slices()).any(|slice| can_copy(&live, open, spec, slice));
         if lacks && let Some(kept) = open.kept_without(None) {
             self.change_placement(Change::Copy, kept, cx);
         }
@@ -172,11 +171,12 @@ impl Job {
         let (spec, live) = (&self.spec, common.servers.placeable());
         let wanted = spec.replicas as usize;
         let others = |slice| open.holders(slice).filter(|&holder| holder != server).count();
-        let slices: Vec<usize> = open.placement.slices_of(server).map(|(slice, _)| slice).collect();
+        let slices: Vec<usize> =
+            open.plan.placement.slices_of(server).map(|(slice, _)| slice).collect();
         let copied = slices.iter().filter(|&&slice| others(slice) >= wanted).count();
         let of = format!("{copied} of {} slices have been copied", slices.len());
         let lacking = slices.iter().filter(|&&slice| open.lacks_servers(spec, slice)).count();
-        if let Some(&away) = open.away.keys().next() {
+        if let Some(away) = open.disconnects.first() {
             return (
                 format!("{of}; it waits for the return of {}", common.servers.name(away)),
                 true,
@@ -192,10 +192,10 @@ impl Job {
         if lacking == 0 && copied < slices.len() {
             return (of, true);
         }
-        if open.resting.len() > 0 {
+        if open.uneven_inputs.len() > 0 {
             return (format!("{of}; it waits until no rank rests"), true);
         }
-        if open.saves.awaits(server) {
+        if open.saves.awaits(server).is_some() {
             return (format!("{of}; it waits for the end of a save"), true);
         }
         let lacks = some_of(self.step_lacks(open, common));
@@ -207,8 +207,8 @@ impl Job {
 fn can_copy(live: &[Server], open: &Open, spec: &JobSpec, slice: usize) -> bool {
     open.lacks_servers(spec, slice)
         && live.iter().any(|server| {
-            let owners = open.placement.owners(slice);
-            let is_owner = |&at: &u32| open.placement.servers()[at as usize].id == server.id;
+            let owners = open.plan.placement.owners(slice);
+            let is_owner = |&at: &u32| open.plan.placement.servers()[at as usize].id == server.id;
             !open.replicas.cannot_hold(server) && !owners.iter().any(is_owner)
         })
 }

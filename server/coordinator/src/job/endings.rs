@@ -5,14 +5,16 @@ use std::{collections::BTreeSet, mem};
 use zeroshard_model::{Error, Result, Server};
 
 use crate::{
-    calls::Reply,
-    commands::Command,
-    context::{Common, Consequence, Context},
-    events::Action,
-    history::Severity,
-    ids::{Now, ServerId, Waiter},
+    cluster::context::{Common, Consequence, Context},
     job::{Job, Phase},
-    succession::Source,
+    operators::history::Severity,
+    placement::fork::Source,
+    vocabulary::{
+        calls::Reply,
+        commands::Command,
+        events::Action,
+        ids::{Now, ServerId, Waiter},
+    },
 };
 
 impl Job {
@@ -60,7 +62,7 @@ impl Job {
         let opened = match &self.phase {
             Phase::Opening { .. } => Some(self.epoch),
             Phase::Open(open) => {
-                let restored = open.rolled_back.map(|(first, _)| first);
+                let restored = open.version.rolled_back().map(|(first, _)| first);
                 open.replicas.opens_in(server).max(restored)
             }
             Phase::Waiting { .. } | Phase::Recovering(_) | Phase::Failed { .. } | Phase::Gone => {

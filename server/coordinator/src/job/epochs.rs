@@ -6,12 +6,11 @@
 use zeroshard_model::Error;
 
 use crate::{
-    commands::Command,
-    context::Context,
-    events::Action,
-    history::Severity,
+    cluster::context::Context,
     job::{Job, Open, Phase},
-    members::Cause,
+    operators::history::Severity,
+    state::members::Cause,
+    vocabulary::{commands::Command, events::Action},
 };
 
 impl Job {
@@ -57,15 +56,13 @@ impl Job {
         *epoch = new;
         let ended = error(open.step(), new);
         // At the end of training, ranks leave in order, and none has committed the open step.
-        let is_interrupted = open.version.is_some()
+        let is_interrupted = open.version.is_published()
             && !(open.round.is_empty() && matches!(ended, Error::RankLeft { .. }));
         progress.disturbed(ended.clone());
-        if open.version.is_none() {
-            open.uninitialised = open.servers().collect();
-        }
+        open.version.upload_again(open.servers().collect());
         // The servers come first: when a worker learns of the epoch, the command to the servers has
         // been sent.
-        let (rested, mut waiters) = open.resting.end();
+        let (rested, mut waiters) = open.uneven_inputs.end();
         for rank in rested {
             open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, cx.out);
         }

@@ -2,17 +2,16 @@
 //! coordinator if it has none of its own.
 
 use crate::{
-    context::{Common, Context},
-    events::Action,
-    ids::Now,
+    cluster::context::{Common, Context},
     job::{Job, Phase},
+    vocabulary::{events::Action, ids::Now},
 };
 
 impl Job {
     /// The time at which the job is deleted unless a rank gets a lease before; `None`: the job is
     /// kept.
     pub(crate) fn idle_deadline(&self, common: &Common) -> Option<Now> {
-        let timeout = self.spec.idle_timeout.or(common.job_timeout)?;
+        let timeout = self.spec.idle_timeout.or(common.limits.timeout)?;
         let due = match &self.phase {
             Phase::Open(open) if !open.members.is_empty() => return None,
             // See `save_ended`.
@@ -20,9 +19,9 @@ impl Job {
             Phase::Open(open)
                 if self.spec.idle_timeout.is_some() && open.has_ended(self.spec.world) =>
             {
-                self.unused_since.max(open.saves.retry_at)
+                self.unused_since.max(open.saves.retry_at())
             }
-            Phase::Open(open) => (self.unused_since + timeout).max(open.saves.retry_at),
+            Phase::Open(open) => (self.unused_since + timeout).max(open.saves.retry_at()),
             Phase::Failed { .. } => self.unused_since + timeout,
             // The callers that create the job wait for it: see `expire_creators`.
             // A job that is being recovered has a deadline.

@@ -7,16 +7,16 @@ use std::collections::BTreeSet;
 
 use zeroshard_model::{Attempt, Departure, Error, Result};
 
-use crate::calls::Leave;
-use crate::learning::unknown_yet;
 use crate::{
-    calls::{Attach, Join, Reply, check_rank},
-    commands::Command,
-    context::Context,
-    events::Action,
-    ids::{Caller, Lease, ServerId, Waiter},
+    cluster::{context::Context, startup::unknown_yet},
     job::{Job, Phase},
-    members::{Cause, Joining, Member},
+    state::members::{Cause, Joining, Member},
+    vocabulary::{
+        calls::{Attach, Join, Leave, Reply, check_rank},
+        commands::Command,
+        events::Action,
+        ids::{Caller, Lease, ServerId, Waiter},
+    },
 };
 
 /// The maximum number of epochs by which a worker may be ahead of its servers.
@@ -48,11 +48,10 @@ impl Job {
         let Join { rank, address, lease, wait, .. } = join;
         let job = self.reference();
         let Phase::Open(open) = &mut self.phase else { return };
-        if open.done.remove(&rank).is_some() {
+        if open.departed.rejoin(rank) {
             self.new_epoch(rank, Cause::Returned, cx);
         }
         let Phase::Open(open) = &mut self.phase else { return };
-        open.left.remove(&rank);
         open.send(&Command::Grant { job, rank, lease }, cx.out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         let joining = Some(Joining { waiter: Waiter::new(caller, cx.now, wait), pending });
@@ -129,8 +128,9 @@ impl Job {
             let what = format!("epoch that rank {rank} of job {:?} knows", job.name);
             return Err(Error::invalid(what, attempt.epoch, format!("at most {limit}")));
         }
-        if is_ahead(*attempt, open.attempt(*epoch)) && !open.away.is_empty() {
-            // Another coordinator may have decided about steps since, with these servers.
+        if *attempt > open.attempt(*epoch) && !open.disconnects.is_empty() {
+            // Another coordinator may have decided about steps since, with these servers. A worker
+            // that is only one step ahead may have made that step with them, too.
             let peer = format!("job {:?}", job.name);
             let cause = format!(
                 "rank {rank} knows a later attempt, and shard servers that may know it as well are \
@@ -166,7 +166,7 @@ impl Job {
             Phase::Open(open) => open.members.rank_of(lease),
             Phase::Waiting { interrupted: Some(interrupted), .. }
             | Phase::Opening { interrupted: Some(interrupted), .. } => {
-                if let Some(rank) = interrupted.members.rank_of(lease) {
+                if let Some(rank) = interrupted.rank_of(lease) {
                     interrupted.lose(rank, lease, cause);
                     cx.push(Action::End(lease, None));
                 }
@@ -182,7 +182,7 @@ impl Job {
             self.end_lease(rank, cause, cx);
         }
         let what = format!("the end of a lease of job {:?}", self.name);
-        cx.answer_when_received(vec![waiter], Reply::Left, servers, what);
+        cx.common.answer_when_received(vec![waiter], Reply::Left, servers, what, cx.out);
     }
 
     /// A worker's stream has ended, or its Join was given up.
@@ -232,20 +232,17 @@ impl Job {
             None => {}
         }
         match cause {
-            Cause::Done => {
-                open.done.insert(rank, open.step());
-            }
-            Cause::Left => {
-                open.left.insert(rank);
-            }
+            Cause::Done => open.departed.finish(rank, open.step()),
+            Cause::Left => open.departed.leave(rank),
             Cause::Lost
             | Cause::Evicted
             | Cause::Unreachable
             | Cause::Returned
             | Cause::Recovered => {}
         }
-        if matches!(cause, Cause::Done) && open.version.is_some() {
-            let waiters = open.round.forget_rank(rank).into_iter().chain(open.resting.forget(rank));
+        if matches!(cause, Cause::Done) && open.version.is_published() {
+            let waiters =
+                open.round.forget_rank(rank).into_iter().chain(open.uneven_inputs.forget(rank));
             cx.refuse(waiters, &lost);
         } else {
             // Before version 0, the epoch also changes for a rank that is done: the servers may
@@ -287,12 +284,12 @@ impl Job {
             let Some(Joining { waiter, pending }) = member.joining.take() else { continue };
             // The address was not announced to any peer.
             member.address = None;
-            let servers = cx.common.servers.names_of(&pending);
-            let waiting_for = format!(
-                "{servers} to accept the lease of rank {rank} of job {:?} (epoch {epoch})",
-                self.name
-            );
-            cx.time_out([waiter], &waiting_for);
+            cx.time_out(vec![waiter], |common| {
+                let (servers, name) = (common.servers.names_of(&pending), &self.name);
+                format!(
+                    "{servers} to accept the lease of rank {rank} of job {name:?} (epoch {epoch})"
+                )
+            });
             self.end_lease(rank, Cause::Lost, cx);
         }
     }

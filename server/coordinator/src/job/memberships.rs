@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use crate::{
-    ids::Lease,
     job::{Job, Open, Phase},
-    memberships::Change,
-    memberships::Told,
+    state::memberships::{Change, Told},
+    vocabulary::ids::Lease,
 };
 
 impl Job {
@@ -15,7 +14,8 @@ impl Job {
     pub(crate) fn next_membership(&mut self, lease: Lease) -> Option<Change> {
         let Self { spec, id, epoch, phase: Phase::Open(open), .. } = self else { return None };
         let now = open.news(*epoch);
-        let (version, restored, revision) = (open.version, open.rolled_back, now.peers);
+        let (version, restored, revision) =
+            (open.version.current(), open.version.rolled_back(), now.peers);
         let Open { members, peers, .. } = open.as_mut();
         let member = members.of(lease).filter(|member| member.joining.is_none())?;
         let told = member.told.replace(now.clone());
@@ -45,7 +45,7 @@ impl Job {
 impl Open {
     /// The state of a member that has read everything.
     fn news(&self, epoch: u64) -> Told {
-        let (initialised, placement) = (self.version.is_some(), self.placement.clone());
-        Told { epoch, initialised, placement, peers: self.peers.revision }
+        let (initialised, placement) = (self.version.is_published(), self.plan.placement.clone());
+        Told { epoch, initialised, placement, peers: self.peers.revision() }
     }
 }

@@ -12,24 +12,22 @@ use std::{collections::BTreeSet, sync::Arc};
 use zeroshard_model::{Error, Result};
 
 use crate::{
-    calls::{Create, Reply},
-    commands::{Command, OpenJob},
-    context::Context,
-    events::{Action, Placed, Placing},
-    ids::{ServerId, Waiter},
-    index::Name,
+    cluster::{context::Context, index::Name, startup::unknown_yet},
     job::{Job, Open, Phase, restore::same_checkpoint},
-    learning::unknown_yet,
-    progress::Progress,
-    replicas::Replicas,
-    rooms::Rooms,
-    succession::Source,
+    placement::{fork::Source, free_memory::FreeMemory},
+    state::{progress::Progress, replicas::Replicas},
+    vocabulary::{
+        calls::{Create, Reply},
+        commands::{Command, OpenJob},
+        events::{Action, Placed, Placing},
+        ids::{ServerId, Waiter},
+    },
 };
 
 impl Job {
     /// A job for which its first creator waits.
     pub(crate) fn new(waiter: Waiter, id: u64, create: Create) -> Self {
-        let Create { spec, succession, restore, quota: _ } = create;
+        let Create { spec, fork, restore, quota: _ } = create;
         let creators = vec![waiter];
         Self {
             name: Name::from(spec.name.as_str()),
@@ -37,7 +35,7 @@ impl Job {
             id,
             epoch: 0,
             unused_since: waiter.since,
-            succession: succession.map(Arc::new),
+            fork: fork.map(Arc::new),
             restore: restore.map(Arc::new),
             learned: None,
             progress: Progress::default(),
@@ -47,10 +45,10 @@ impl Job {
 
     /// Another caller creates the job.
     pub(crate) fn create_again(&mut self, waiter: Waiter, create: &Create, cx: &mut Context<'_>) {
-        let Create { spec, succession, restore, quota: _ } = create;
+        let Create { spec, fork, restore, quota: _ } = create;
         let name = spec.name.clone();
         let other = || {
-            let is_other = self.succession.as_deref() != succession.as_ref();
+            let is_other = self.fork.as_deref() != fork.as_ref();
             is_other.then(|| "predecessor".to_owned())
         };
         let checkpoint = || {
@@ -77,7 +75,7 @@ impl Job {
     /// Requests a placement from the driver, if enough servers are connected.
     pub(crate) fn try_place(&mut self, cx: &mut Context<'_>) {
         // Another server may hold the job, or a later checkpoint be almost complete.
-        if cx.common.learning.is_learning() || cx.common.saves.completes(&self.name) {
+        if cx.common.startup.is_learning() || cx.common.saves.completes(&self.name) {
             return;
         }
         let job = self.reference();
@@ -94,14 +92,14 @@ impl Job {
             return;
         }
         *placing = true;
-        let (restore, rooms) = match interrupted {
+        let (restore, free_memory) = match interrupted {
             // It has memory on its servers already.
-            Some(interrupted) => (Some(interrupted.checkpoint.clone()), Rooms::default()),
-            None => (restore.clone(), cx.common.rooms()),
+            Some(interrupted) => (Some(interrupted.checkpoint()), FreeMemory::default()),
+            None => (restore.clone(), cx.common.free_memory()),
         };
         let (zones, returns) = (cx.common.servers.zones().clone(), interrupted.is_some());
         let spec = spec.clone();
-        cx.push(Action::Place(Placing { job, spec, live, zones, rooms, restore, returns }));
+        cx.push(Action::Place(Placing { job, spec, live, zones, free_memory, restore, returns }));
     }
 
     /// Waiting -> Opening. `source` is the predecessor of a job that is being created from it.
@@ -157,7 +155,7 @@ impl Job {
                 job_id: self.id,
                 epoch: self.epoch,
                 server,
-                succession: self.succession.clone(),
+                fork: self.fork.clone(),
                 source: source.clone(),
                 checkpoint: checkpoint.clone(),
                 requested: self.restore.clone(),
@@ -208,7 +206,7 @@ impl Job {
         }
         let interrupted = interrupted.take();
         self.phase = Phase::Open(Box::new(open));
-        if self.succession.is_some() {
+        if self.fork.is_some() {
             // Its predecessor may be of no more use.
             cx.push(Action::Tick(cx.now));
         }
@@ -226,7 +224,7 @@ impl Job {
         };
         // A report of an older epoch is about parameters that the server has dropped with that
         // epoch.
-        if epoch != self.epoch || !open.uninitialised.remove(&server) {
+        if epoch != self.epoch || !open.version.initialised(server) {
             return;
         }
         self.publish_if_initialised(cx);
@@ -237,10 +235,9 @@ impl Job {
     pub(crate) fn publish_if_initialised(&mut self, cx: &mut Context<'_>) {
         let (job, epoch) = (self.reference(), self.epoch);
         let Phase::Open(open) = &mut self.phase else { return };
-        if open.version.is_some() || !open.uninitialised.is_empty() {
+        if !open.version.publish() {
             return;
         }
-        open.version = Some(0);
         cx.note(format!("job {:?} has all its initial parameters", job.name));
         open.send(&Command::Publish { job, epoch }, cx.out);
         open.wake_all(cx.out);

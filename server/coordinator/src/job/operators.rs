@@ -4,12 +4,14 @@
 use zeroshard_model::{Error, Result};
 
 use crate::{
-    calls::Reply,
-    context::Context,
-    events::Action,
-    ids::{Caller, Lease, ServerId},
+    cluster::context::Context,
     job::{Job, Phase},
-    members::Cause,
+    state::members::Cause,
+    vocabulary::{
+        calls::Reply,
+        events::Action,
+        ids::{Caller, Lease, ServerId},
+    },
 };
 
 impl Job {
@@ -29,18 +31,17 @@ impl Job {
     /// # Errors
     /// [`Error::Invalid`] if no worker holds the rank.
     fn lease_of(&self, rank: u32) -> Result<Lease> {
-        let member = match &self.phase {
-            Phase::Open(open) => open.members.get(rank),
+        let lease = match &self.phase {
+            Phase::Open(open) => open.members.get(rank).map(|member| member.lease),
             Phase::Waiting { interrupted: Some(interrupted), .. }
-            | Phase::Opening { interrupted: Some(interrupted), .. } => {
-                interrupted.members.get(rank)
-            }
+            | Phase::Opening { interrupted: Some(interrupted), .. } => interrupted.lease_of(rank),
             _ => None,
         };
-        member.map(|member| member.lease).ok_or_else(|| {
-            let what = format!("rank of job {:?}", self.name);
-            let expected = "a rank that a worker holds; `zsctl status --json` lists them";
-            Error::invalid(what, rank, expected)
+        lease.ok_or_else(|| {
+            Error::refused(format!(
+                "no worker holds rank {rank} of job {:?}; `zsctl status --json` lists the ranks",
+                self.name
+            ))
         })
     }
 

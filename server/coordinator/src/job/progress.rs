@@ -4,26 +4,20 @@
 use zeroshard_model::{Server, listing::some_of};
 
 use crate::{
-    context::Common,
-    ids::Now,
+    cluster::context::Common,
     job::{Job, Open, Phase},
-    progress::Wait,
+    state::progress::Wait,
+    vocabulary::ids::Now,
 };
 
 impl Job {
     /// Updates the progress after an event at `now`.
     pub(crate) fn note_progress(&mut self, now: Now) {
         let version = match &self.phase {
-            Phase::Open(open) => open.version,
+            Phase::Open(open) => open.version.current(),
             _ => None,
         };
-        let (mark, progress) = (Some((self.phase.shown(), version)), &mut self.progress);
-        if progress.mark != mark {
-            (progress.mark, progress.since) = (mark, now);
-        }
-        if let Some(error) = progress.fresh.take() {
-            progress.trouble = Some((error, now));
-        }
+        self.progress.note(self.phase.shown(), version, now);
     }
 
     /// The input that the job waits for; `None` if nothing is missing, the job has failed, or all
@@ -55,20 +49,19 @@ impl Job {
         if open.has_ended(self.spec.world) {
             return None;
         }
-        let away = open.placement.servers().iter().filter(|of| open.away.contains_key(&of.id));
         let name = |of: &Server| common.servers.name_at(of.id, &of.address);
-        let away = away.map(|of| format!("{}, which is not connected", name(of)));
+        let away = open.away().map(|of| format!("{}, which is not connected", name(of)));
         let mut parts: Vec<String> = away.collect();
-        parts.extend(open.broken_links().into_iter().map(|(server, ranks, cause)| {
+        parts.extend(open.unreachable_servers().into_iter().map(|(server, ranks, cause)| {
             let ranks: Vec<_> =
                 ranks.into_iter().map(|rank| self.spec.describe_rank(rank)).collect();
             format!("{}, which cannot be reached by {}: {cause}", name(server), some_of(ranks))
         }));
         let lacks_servers = !parts.is_empty();
         // At the end of training, ranks leave in order, and none has committed the open step.
-        let is_ending = !open.left.is_empty() && open.round.is_empty();
+        let is_ending = open.departed.left().next().is_some() && open.round.is_empty();
         let is_lost = |rank: u32| {
-            let has_left = is_ending && open.left.contains(&rank);
+            let has_left = is_ending && open.departed.has_left(rank);
             open.takes_part(rank) && open.members.get(rank).is_none() && !has_left
         };
         let lacks_workers = (0..self.spec.world).any(is_lost);

@@ -5,22 +5,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use zeroshard_model::{Attempt, JobSpec};
 
 use crate::{
-    calls::Rested,
-    commands::Command,
-    decided::Decided,
-    decision::Decision,
-    gradient::{Gradient, Reduced, check_report},
-    held::{Held, Ranks},
-    ids::{JobRef, Lease, Now, ServerId},
     job::{
         Open,
         resync::{Known, resync},
     },
-    members::Member,
-    recovery::Recovery,
-    replicas::Replicas,
-    resting::Rester,
-    user_data::UserData,
+    state::{
+        decided::Decided, departed::Departed, members::Member, recovery::Recovery,
+        replicas::Replicas, version::Version,
+    },
+    vocabulary::{
+        calls::Rested,
+        commands::{Begins, Command},
+        decision::Decision,
+        gradient::{Gradient, Reduced, check_report},
+        ids::{JobRef, Lease, Now, ServerId},
+        job_report::{JobReport, Ranks},
+    },
 };
 
 /// A job that continues.
@@ -46,42 +46,43 @@ impl Recovery {
         deadline: Now,
     ) -> Result<Recovered, (ServerId, String)> {
         let first = Attempt::first(0, 0);
-        let top = self.held.values().map(|held| held.attempt).max().unwrap_or(first);
-        let published = self.held.values().any(|held| held.published);
+        let top = self.reports().values().map(|report| report.attempt).max().unwrap_or(first);
+        let published = self.reports().values().any(|report| report.published);
         let decision = self.decision_before(top.step);
-        let replicas = Replicas::learn(spec, &self.plan.placement, &self.held, now);
-        let mut open = Open::new(self.plan.clone(), replicas);
-        open.version = published.then_some(top.step);
-        open.uninitialised = match published {
-            true => BTreeSet::new(),
-            false => self.servers_where(|held| !held.initialised || held.attempt != top),
-        };
-        open.rolled_back = self.held.values().filter_map(|held| held.restored).max();
-        open.round.attempt = top.number;
-        for (&server, held) in self.held.iter().filter(|(_, held)| held.attempt == top) {
-            let trained = self.plan.trainable.get(&server);
+        let replicas = Replicas::learn(spec, &self.plan().placement, self.reports(), now);
+        let mut open = Open::new(self.plan().clone(), replicas);
+        let lacks =
+            |report: &JobReport| !published && (!report.initialised || report.attempt != top);
+        open.version = Version::learned(
+            published.then_some(top.step),
+            self.servers_where(lacks),
+            decision.and_then(|decision| self.decided(spec, decision)),
+            self.reports().values().filter_map(|report| report.restored).max(),
+        );
+        open.round.open_attempt(top.number);
+        for (&server, report) in self.reports().iter().filter(|(_, report)| report.attempt == top) {
+            let trained = self.plan().trainable.get(&server);
             let is_current = |ready: &Reduced| open.replicas.is_current(server, ready.copies);
-            let ready = held.ready.clone().filter(is_current);
+            let ready = report.ready.clone().filter(is_current);
             if let Some(ready) = ready.filter(|_| open.awaits(server)) {
                 check_report(&ready, trained).map_err(|what| (server, what))?;
-                open.round.reports.insert(server, ready);
+                open.round.report(server, ready);
             }
-            let rested = held.rested.map(|last| Rested { attempt: top, last });
-            open.resting.last = open.resting.last.or(rested);
+            if let Some(last) = report.rested.filter(|_| open.uneven_inputs.ended(top).is_none()) {
+                open.uneven_inputs.set_ended(Rested { attempt: top, last });
+            }
         }
-        open.last = decision.and_then(|decision| self.decided(spec, decision)).map(Box::new);
-        open.take_ranks(ranks(self.held.values(), top), deadline);
+        open.take_ranks(ranks(self.reports().values(), top), deadline);
         if let Some(decision) = decision {
-            let ranks = &decision.figures.user_data;
-            open.saves.user_data = UserData::lost_with_coordinator(ranks, &open.members);
+            open.saves.learned(&decision.figures.user_data, &open.members);
         } else if open.step() > 0 {
-            // No step was made since the version was restored. It is saved where it comes from.
-            open.saves.user_data = UserData { is_unread: true, ..UserData::default() };
+            // No step was made since the version was restored.
+            open.saves.learned_restored();
         }
         let mut commands = Vec::new();
-        for (&server, held) in &self.held {
+        for (&server, report) in self.reports() {
             let known = Known { job, epoch: top.epoch, open: &open, decision };
-            let lacks = resync(known, held, open.awaits(server));
+            let lacks = resync(known, report, open.awaits(server));
             let lacks = lacks.map_err(|what| (server, what))?;
             commands.extend(lacks.into_iter().map(|command| (server, command)));
         }
@@ -90,49 +91,59 @@ impl Recovery {
 
     /// If version 0 has been published: the open attempt, and the ranks in it.
     pub(crate) fn published(&self) -> Option<(Attempt, Ranks)> {
-        let top = self.described().map(|held| held.attempt).max()?;
-        let published = self.described().any(|held| held.published);
+        let top = self.described().map(|report| report.attempt).max()?;
+        let published = self.described().any(|report| report.published);
         published.then(|| (top, ranks(self.described(), top)))
     }
 
-    fn servers_where(&self, test: impl Fn(&Held) -> bool) -> BTreeSet<ServerId> {
-        self.held.iter().filter(|(_, held)| test(held)).map(|(&server, _)| server).collect()
+    fn servers_where(&self, test: impl Fn(&JobReport) -> bool) -> BTreeSet<ServerId> {
+        self.reports()
+            .iter()
+            .filter(|(_, report)| test(report))
+            .map(|(&server, _)| server)
+            .collect()
     }
 
     /// The decision that has led to `step`.
     fn decision_before(&self, step: u64) -> Option<&Decision> {
-        let decisions = self.held.values().filter_map(|held| Some(&held.decided.as_ref()?.0));
+        let decisions =
+            self.reports().values().filter_map(|report| Some(&report.decided.as_ref()?.0));
         decisions.into_iter().find(|decision| decision.attempt.step + 1 == step)
     }
 
     /// The decision with its report, for ranks that repeat their commits. `None` if the servers do
     /// not have all figures, which is the case if no rank can ask.
     fn decided(&self, spec: &JobSpec, decision: &Decision) -> Option<Decided> {
-        let behind = self.servers_where(|held| held.attempt.step == decision.attempt.step);
+        let behind = self.servers_where(|report| report.attempt.step == decision.attempt.step);
         if let Some(replicated) = &decision.replicated {
-            return Some(Decided::new(decision.clone(), replicated.report.clone(), behind));
+            return Some(Decided::new(
+                decision.clone(),
+                replicated.report.clone(),
+                behind,
+                Vec::new(),
+            ));
         }
         let mut figures = BTreeMap::new();
-        for (&server, held) in &self.held {
-            let reduced = match &held.decided {
+        for (&server, report) in self.reports() {
+            let reduced = match &report.decided {
                 Some((known, reduced)) if known.attempt == decision.attempt => Some(reduced),
-                _ => held.ready.as_ref().filter(|_| held.attempt == decision.attempt),
+                _ => report.ready.as_ref().filter(|_| report.attempt == decision.attempt),
             };
-            if let Some(trained) = self.plan.trainable.get(&server) {
+            if let Some(trained) = self.plan().trainable.get(&server) {
                 check_report(reduced?, Some(trained)).ok()?;
                 figures.insert(server, reduced?.clone());
             }
         }
         let contributes = |rank| !decision.figures.resting.contains(&rank);
         let gradient = Gradient::new(spec, &figures, contributes);
-        Some(Decided::new(decision.clone(), decision.report(spec, gradient), behind))
+        Some(Decided::new(decision.clone(), decision.report(spec, gradient), behind, Vec::new()))
     }
 }
 
 /// What servers know together about the ranks, of which those at the attempt `top` know the most.
-fn ranks<'a>(servers: impl Iterator<Item = &'a Held> + Clone, top: Attempt) -> Ranks {
+fn ranks<'a>(servers: impl Iterator<Item = &'a JobReport> + Clone, top: Attempt) -> Ranks {
     let mut ranks = Ranks::default();
-    for newest in servers.clone().filter(|held| held.attempt == top) {
+    for newest in servers.clone().filter(|report| report.attempt == top) {
         let Ranks { leases, done, left, resting } = newest.ranks.clone();
         ranks.leases.extend(leases);
         ranks.done.extend(done);
@@ -141,7 +152,7 @@ fn ranks<'a>(servers: impl Iterator<Item = &'a Held> + Clone, top: Attempt) -> R
     }
     let Ranks { leases, done, left, resting } = &mut ranks;
     let all = |rank: &u32, lease: &Lease| {
-        servers.clone().all(|held| held.ranks.leases.get(rank) == Some(lease))
+        servers.clone().all(|report| report.ranks.leases.get(rank) == Some(lease))
     };
     // Of a lease that only some servers know, the worker does not know.
     leases.retain(|rank, lease| !done.contains(rank) && all(rank, lease));
@@ -156,12 +167,9 @@ impl Open {
         for (rank, lease) in leases {
             self.members.insert(rank, Member::detached(lease, deadline));
         }
-        // They may have been done at an earlier version.
-        let version = self.step();
-        self.done = done.into_iter().map(|rank| (rank, version)).collect();
-        self.left = left;
+        self.departed = Departed::learned(left, done, self.step());
         for (rank, (since, excluded)) in resting {
-            self.resting.insert(rank, Rester { since, excluded, waiters: Vec::new() });
+            self.uneven_inputs.insert(rank, Begins { since, excluded }, Vec::new());
         }
     }
 }

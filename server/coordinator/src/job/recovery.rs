@@ -1,6 +1,7 @@
 //! Recovery: a coordinator that has just started learns the jobs from their servers.
 //!
-//! The servers keep their jobs without a coordinator, and describe them to the next one (`Held`).
+//! The servers keep their jobs without a coordinator, and describe them to the next one
+//! (`JobReport`).
 //! When every server of a job's placement has done so, the job continues where the commands of the
 //! last coordinator have left it. A job with replicas continues without servers whose process has
 //! ended. Each server has received the first part of the same commands, so
@@ -20,74 +21,77 @@ use std::{collections::BTreeMap, mem};
 use zeroshard_model::{Server, listing::some_of};
 
 use crate::{
-    calls::Attach,
-    commands::{Command, FailedThere},
-    context::{Consequence, Context},
-    events::Action,
-    held::Held,
-    ids::{Link, Now, ServerId},
-    index::Name,
+    cluster::{
+        context::{Consequence, Context},
+        index::Name,
+        startup::{RECOVERY, unknown_yet},
+    },
     job::{Job, Phase, leases::MAX_AHEAD, rebuild::Recovered},
-    learning::{RECOVERY, unknown_yet},
-    progress::Progress,
-    recovery::Recovery,
+    state::{progress::Progress, recovery::Recovery},
+    vocabulary::{
+        calls::Attach,
+        commands::{Command, FailedThere},
+        events::Action,
+        ids::{Link, Now, ServerId},
+        job_report::JobReport,
+    },
 };
 
 impl Job {
     /// A job that a server has described to a new coordinator.
-    pub(crate) fn recovering(server: ServerId, held: Held, now: Now) -> Self {
+    pub(crate) fn recovering(server: ServerId, report: JobReport, now: Now) -> Self {
         Self {
-            name: Name::from(held.spec.name.as_str()),
-            spec: held.spec.clone(),
-            id: held.id,
+            name: Name::from(report.spec.name.as_str()),
+            spec: report.spec.clone(),
+            id: report.id,
             epoch: 0,
             unused_since: now,
-            succession: held.succession.clone(),
-            restore: held.restore.clone(),
-            learned: Some(held.age()),
+            fork: report.fork.clone(),
+            restore: report.restore.clone(),
+            learned: Some(report.age()),
             progress: Progress::default(),
-            phase: Phase::Recovering(Box::new(Recovery::new(server, held, now + RECOVERY))),
+            phase: Phase::Recovering(Box::new(Recovery::new(server, report, now + RECOVERY))),
         }
     }
 
     /// A server has connected, and describes the job. One that the job does not need is told to
     /// close it.
-    pub(crate) fn described(&mut self, server: ServerId, held: Held, cx: &mut Context<'_>) {
+    pub(crate) fn described(&mut self, server: ServerId, report: JobReport, cx: &mut Context<'_>) {
         match &mut self.phase {
             Phase::Recovering(recovery) => {
-                self.learned = self.learned.max(Some(held.age()));
-                if let Some((other, difference)) = recovery.difference(&held) {
+                self.learned = self.learned.max(Some(report.age()));
+                if let Some((other, difference)) = recovery.difference(&report) {
                     let [one, other] = [other, server].map(|server| cx.name(server));
                     let reason = format!("{one} and {other} describe different {difference}");
                     self.fail(&reason, cx);
                     return cx.command(server, Command::Close(self.reference()));
                 }
-                recovery.take(server, held);
+                recovery.take(server, report);
             }
-            Phase::Open(open) if open.away.contains_key(&server) => {
-                self.rejoin(server, &held, cx);
+            Phase::Open(open) if open.disconnects.contains(server) => {
+                self.rejoin(server, &report, cx);
             }
             // It will be told to open the job again, or to close it once all others have.
             Phase::Waiting { interrupted: Some(interrupted), .. }
             | Phase::Opening { interrupted: Some(interrupted), .. } => {
-                interrupted.holds(server);
-                cx.common.epochs.skip(held.attempt.epoch);
+                interrupted.held_by([server]);
+                cx.common.epochs.skip(report.attempt.epoch);
             }
             _ => cx.command(server, Command::Close(self.reference())),
         }
     }
 
     /// Returns whether the job was learned from descriptions that are older than this one.
-    pub(crate) fn is_older_than(&self, held: &Held) -> bool {
-        self.learned.is_some_and(|learned| learned < held.age())
+    pub(crate) fn is_older_than(&self, report: &JobReport) -> bool {
+        self.learned.is_some_and(|learned| learned < report.age())
     }
 
     /// Returns whether another coordinator has made steps or epochs of the open job since.
-    pub(crate) fn lacks_what(&self, held: &Held) -> bool {
+    pub(crate) fn lacks_what(&self, report: &JobReport) -> bool {
         let Phase::Open(open) = &self.phase else { return false };
-        self.is_older_than(held)
-            && open.rolled_back.is_none()
-            && (open.step() < held.attempt.step || self.epoch < held.attempt.epoch)
+        self.is_older_than(report)
+            && open.version.rolled_back().is_none()
+            && (open.step() < report.attempt.step || self.epoch < report.attempt.epoch)
     }
 
     /// Another coordinator has had the open job meanwhile, so it is learned again. Its servers keep
@@ -107,32 +111,32 @@ impl Job {
         let mut is_complete = true;
         let has_replicas = spec.replicas > 1;
         let mut lost = BTreeMap::new();
-        for server in recovery.plan.placement.servers() {
+        for server in recovery.plan().placement.servers() {
             match cx.common.servers.get(server.id) {
-                _ if recovery.lost.contains_key(&server.id) => {}
+                _ if recovery.lost().contains_key(&server.id) => {}
                 None => is_complete = false,
                 Some(known) if known.incarnation != server.incarnation && has_replicas => {
                     lost.insert(server.id, "it was restarted".to_owned());
                 }
-                Some(known) if has_replicas && !recovery.held.contains_key(&server.id) => {
+                Some(known) if has_replicas && !recovery.is_held_by(server.id) => {
                     lost.insert(server.id, known.lacks(*id));
                 }
                 Some(known) if known.incarnation != server.incarnation => {
                     let server = server.id;
                     return self.give_up(server, "it was restarted", cx);
                 }
-                Some(known) if !recovery.held.contains_key(&server.id) => {
+                Some(known) if !recovery.is_held_by(server.id) => {
                     let failed = known.failed.get(id).cloned();
                     return self.recover_without(server.id, failed, cx);
                 }
                 Some(_) => {}
             }
         }
-        let waits = cx.common.learning.is_learning();
+        let waits = cx.common.startup.is_learning();
         let Phase::Recovering(recovery) = &mut self.phase else { return };
-        recovery.lost.extend(lost);
+        recovery.give_up(lost);
         // A server that is not back yet may describe a later placement, without the lost servers.
-        let is_latest = recovery.lost.is_empty() || recovery.is_latest();
+        let is_latest = recovery.lost().is_empty() || recovery.is_latest();
         let is_certain = !has_replicas || is_latest && recovery.has_every_slice();
         if is_complete && (is_certain || !waits) {
             self.recover(cx);
@@ -148,18 +152,16 @@ impl Job {
         let is_possible = known <= epoch.saturating_add(MAX_AHEAD);
         match phase {
             Phase::Recovering(recovery) if *rank < spec.world => {
-                recovery.asked.insert(*rank, (*lease, known));
+                recovery.asked_by(*rank, *lease, known);
                 self.try_recover(cx);
             }
             Phase::Waiting { interrupted: Some(interrupted), .. }
-                if is_possible && interrupted.members.rank_of(*lease) == Some(*rank) =>
+                if is_possible && interrupted.rank_of(*lease) == Some(*rank) =>
             {
                 cx.common.epochs.skip(known);
             }
             Phase::Opening { interrupted: Some(interrupted), .. }
-                if is_possible
-                    && known >= *epoch
-                    && interrupted.members.rank_of(*lease) == Some(*rank) =>
+                if is_possible && known >= *epoch && interrupted.rank_of(*lease) == Some(*rank) =>
             {
                 cx.common.epochs.skip(known);
                 let reason = format!("rank {rank} knows a later epoch, {known}");
@@ -196,10 +198,10 @@ impl Job {
     fn recover(&mut self, cx: &mut Context<'_>) {
         let job = self.reference();
         let Self { name, spec, phase: Phase::Recovering(recovery), .. } = self else { return };
-        let is_published = recovery.described().any(|held| held.published);
+        let is_published = recovery.described().any(|report| report.published);
         if spec.replicas > 1 && is_published && !recovery.has_every_slice() {
-            let servers = recovery.plan.placement.servers().iter();
-            let lost = servers.filter_map(|of| Some((&of.address, recovery.lost.get(&of.id)?)));
+            let servers = recovery.plan().placement.servers().iter();
+            let lost = servers.filter_map(|of| Some((&of.address, recovery.lost().get(&of.id)?)));
             let lost = lost.map(|(address, why)| format!("shard server {address}: {why}"));
             let lost: Vec<String> = lost.collect();
             let reason = format!("all servers of a slice were lost ({})", some_of(lost));
@@ -216,10 +218,10 @@ impl Job {
             Ok(recovered) => recovered,
             Err((server, what)) => return self.contradicted(server, &what, cx),
         };
-        let lost = recovery.lost.clone();
+        let lost = recovery.lost().clone();
         let Recovered { mut open, epoch, commands } = recovered;
         if spec.replicas > 1 {
-            open.uninitialised.retain(|server| !lost.contains_key(server));
+            lost.keys().for_each(|&server| _ = open.version.initialised(server));
         }
         cx.note(format!(
             "job {name:?} continues at step {} in epoch {epoch}, with {} of {} ranks",
@@ -250,9 +252,11 @@ impl Job {
     /// have followed another coordinator since: it is dismissed, and describes its jobs again.
     fn contradicted(&mut self, server: ServerId, what: &str, cx: &mut Context<'_>) {
         let Phase::Recovering(recovery) = &mut self.phase else { return };
-        let Some(attempt) = recovery.held.get(&server).map(|held| held.attempt) else { return };
-        let is_old = recovery.held.values().any(|other| other.attempt.step > attempt.step)
-            && recovery.doubted.insert(server, attempt) != Some(attempt);
+        let Some(attempt) = recovery.reports().get(&server).map(|report| report.attempt) else {
+            return;
+        };
+        let is_old = recovery.reports().values().any(|other| other.attempt.step > attempt.step)
+            && recovery.doubt(server, attempt);
         let stream = cx.common.servers.get(server).map(|known| known.stream);
         match stream.filter(|_| is_old) {
             Some(stream) => {
@@ -268,19 +272,15 @@ impl Job {
     /// it. Another job returns to its last checkpoint or, if its policy does not ask for it, fails.
     pub(crate) fn expire_recovery(&mut self, cx: &mut Context<'_>) {
         let Self { spec, phase: Phase::Recovering(recovery), .. } = self else { return };
-        if recovery.deadline > cx.now {
+        if recovery.deadline() > cx.now {
             return;
         }
         let why = format!("did not connect within {RECOVERY:?} of the coordinator's start");
-        let Recovery { plan, held, lost, .. } = &mut **recovery;
-        let servers = plan.placement.servers().iter();
-        let late = servers.filter(|of| !held.contains_key(&of.id) && !lost.contains_key(&of.id));
+        let late: Vec<Server> = recovery.missing().cloned().collect();
         if spec.replicas > 1 {
-            let late: Vec<_> = late.map(|server| (server.id, format!("it {why}"))).collect();
-            lost.extend(late);
+            recovery.give_up(late.iter().map(|server| (server.id, format!("it {why}"))));
             return self.recover(cx);
         }
-        let late: Vec<Server> = late.cloned().collect();
         let late = late.iter().map(|of| cx.common.servers.name_at(of.id, &of.address));
         let reason = format!("{} {why}", some_of(late));
         self.interrupt_or_fail(&reason, cx);

@@ -4,23 +4,22 @@
 use zeroshard_model::{JobSpec, Result, listing::some_of};
 
 use crate::{
-    calls::{Reduce, Reply, check_rank},
-    context::{Common, Context},
-    decision::Report,
-    events::Action,
-    gradient::Gradient,
-    ids::{Caller, ServerId, Waiter},
+    cluster::{context::Context, servers::Servers},
     job::{Job, Open, Phase},
-    round::Reducer,
-    servers::Servers,
+    vocabulary::{
+        calls::{Reduce, Reply, check_rank},
+        decision::Report,
+        events::Action,
+        gradient::Gradient,
+        ids::{Caller, ServerId, Waiter},
+    },
 };
 
 impl Job {
     pub(crate) fn reduce(&mut self, caller: Caller, reduce: Reduce, cx: &mut Context<'_>) {
-        match self.try_reduce(caller, &reduce, cx) {
-            Ok(None) => self.answer_reducers(cx),
-            Ok(Some(reply)) => cx.push(Action::Answer(caller, Ok(reply))),
-            Err(error) => cx.push(Action::Answer(caller, Err(error))),
+        match self.try_reduce(caller, &reduce, cx).transpose() {
+            None => self.answer_reducers(cx),
+            Some(answer) => cx.push(Action::Answer(caller, answer)),
         }
     }
 
@@ -36,56 +35,46 @@ impl Job {
         let open = phase.open_mut(&turn.job.name)?;
         check_rank(&turn.job.name, turn.rank, spec.world)?;
         if let Some(decided) = open.decided(turn.attempt.step) {
-            let Report { norm, resting, .. } = &decided.report;
-            return Ok(Some(Reply::Reduced(norm.clone(), resting.clone())));
+            let Report { norm, absent, resting, .. } = decided.report().clone();
+            return Ok(Some(Reply::Reduced { norm, absent, resting }));
         }
         open.check_turn(turn, open.attempt(*epoch))?;
         let waiter = Waiter::new(caller, cx.now, *wait);
-        open.round.reducers.push(Reducer { rank: turn.rank, waiter, loss_scale: *loss_scale });
+        open.round.await_norm(turn.rank, waiter, *loss_scale);
         Ok(None)
     }
 
     /// Answers the calls that wait for the norm, if all gradients of the open step are complete.
     pub(crate) fn answer_reducers(&mut self, cx: &mut Context<'_>) {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
-        if open.round.reducers.is_empty() || !open.is_reduced() {
+        if !open.round.awaits_norm() || !open.is_reduced() {
             return;
         }
         let gradient = open.gradient(spec);
-        for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
+        for (waiter, loss_scale) in open.round.take_reducers() {
             let norm = gradient.norm(spec, open.scale_of_mean(spec.world, loss_scale));
-            let reply = Reply::Reduced(norm, open.resting.ranks().collect());
-            cx.answer(waiter, Ok(reply));
+            let (absent, resting) = (gradient.absent.clone(), open.uneven_inputs.ranks().collect());
+            cx.answer(waiter, Ok(Reply::Reduced { norm, absent, resting }));
         }
     }
 
     pub(crate) fn expire_reducers(&mut self, cx: &mut Context<'_>) {
-        let Phase::Open(open) = &mut self.phase else { return };
-        let late = |reducer: &mut Reducer| reducer.waiter.deadline <= cx.now;
-        let expired: Vec<Reducer> = open.round.reducers.extract_if(.., late).collect();
-        if expired.is_empty() {
-            return;
-        }
-        let waiting_for = self.gradients_wait_for(cx.common);
-        cx.time_out(expired.into_iter().map(|reducer| reducer.waiter), &waiting_for);
-    }
-
-    fn gradients_wait_for(&self, common: &Common) -> String {
-        let Self { name, id, epoch, phase: Phase::Open(open), .. } = self else {
-            return String::new();
-        };
-        let parts = some_of(late_servers(*id, open, &common.servers));
-        format!("the gradients of step {} of job {name:?} (epoch {epoch}): {parts}", open.step())
+        let Self { name, id, epoch, phase: Phase::Open(open), .. } = self else { return };
+        let expired = open.round.expire_reducers(cx.now);
+        cx.time_out(expired, |common| {
+            let (step, parts) = (open.step(), some_of(late_servers(*id, open, &common.servers)));
+            format!("the gradients of step {step} of job {name:?} (epoch {epoch}): {parts}")
+        });
     }
 }
 
 /// Servers without all parameters or gradients, each with the input that it waits for.
 pub(crate) fn late_servers(job_id: u64, open: &Open, servers: &Servers) -> Vec<String> {
-    let uninitialised = open.uninitialised.iter();
+    let uninitialised = open.version.uninitialised().iter();
     let uninitialised = uninitialised
         .map(|&server| format!("{}, which waits for initial parameters", servers.name(server)));
     let late = open.servers().filter(|&server| open.awaits(server));
-    let late = late.filter(|server| !open.round.reports.contains_key(server));
+    let late = late.filter(|server| !open.round.reports().contains_key(server));
     let late =
         late.map(|server| format!("{}{}", servers.name(server), lacks(server, job_id, servers)));
     uninitialised.chain(late).collect()
@@ -103,12 +92,13 @@ pub(crate) fn lacks(server: ServerId, job_id: u64, servers: &Servers) -> String 
 impl Open {
     /// The reduced gradient of the open step.
     pub(crate) fn gradient(&self, spec: &JobSpec) -> Gradient {
-        Gradient::new(spec, &self.round.reports, |rank| self.takes_part(rank))
+        Gradient::new(spec, self.round.reports(), |rank| self.takes_part(rank))
     }
 
     /// Returns whether every server has all gradients of the open step.
     pub(crate) fn is_reduced(&self) -> bool {
         let mut awaited = self.servers().filter(|&server| self.awaits(server));
-        self.version.is_some() && awaited.all(|server| self.round.reports.contains_key(&server))
+        self.version.is_published()
+            && awaited.all(|server| self.round.reports().contains_key(&server))
     }
 }

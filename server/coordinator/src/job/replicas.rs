@@ -10,22 +10,26 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_model::{Error, JobSpec, Restore, Server, Succession};
+use zeroshard_model::{Error, Fork, JobSpec, Restore, Server};
 
 use crate::{
-    commands::{Command, OpenJob},
-    context::Context,
-    events::Action,
-    history::Severity,
-    ids::ServerId,
+    cluster::context::Context,
     job::{Job, Open, Phase},
-    placement::{Unfit, replace_lost},
-    plan::{Plan, weights},
-    replicas::{Replicas, active, empty, is_short, slices_on},
+    operators::history::Severity,
+    placement::{
+        plan::{Plan, weights},
+        replace_lost,
+    },
+    state::replicas::{empty, slices_on},
+    vocabulary::{
+        commands::{Command, OpenJob},
+        events::Action,
+        ids::ServerId,
+    },
 };
 
 /// What a job was created from: the predecessor and the checkpoint, if any.
-type Origin = (Option<Arc<Succession>>, Option<Arc<Restore>>);
+type Origin = (Option<Arc<Fork>>, Option<Arc<Restore>>);
 
 /// A change of the placement of a running job.
 #[derive(Debug, Clone, Copy)]
@@ -55,58 +59,63 @@ impl Open {
     /// away do not count, because it may have died.
     pub fn degraded_slices(&self, spec: &JobSpec) -> usize {
         let (wanted, replicas) = (spec.replicas as usize, &self.replicas);
-        let all = self.placement.replicas();
+        let all = self.plan.placement.replicas();
         if all < wanted {
-            return self.placement.slices();
+            return self.plan.placement.slices();
         }
-        let is_whole = replicas.empty.is_empty() && !replicas.is_copying();
-        if all == wanted && is_whole && self.away.is_empty() && !self.placement.is_uneven() {
+        if all == wanted
+            && replicas.are_whole()
+            && self.disconnects.is_empty()
+            && !self.plan.placement.is_uneven()
+        {
             return 0;
         }
-        let is_present = |holder: &ServerId| !self.away.contains_key(holder);
+        let is_present = |holder: &ServerId| !self.disconnects.contains(*holder);
         let present = |slice: usize| self.holders(slice).filter(is_present).count();
-        (0..self.placement.slices()).filter(|&slice| present(slice) < wanted).count()
+        (0..self.plan.placement.slices()).filter(|&slice| present(slice) < wanted).count()
     }
 
     /// The servers that have the content of a slice.
     pub(crate) fn holders(&self, slice: usize) -> impl Iterator<Item = ServerId> + '_ {
-        let servers = self.placement.servers();
-        let owners = self.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
+        let servers = self.plan.placement.servers();
+        let owners =
+            self.plan.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
         owners.filter(move |&server| self.replicas.has(server, slice as u32))
     }
 
     /// Returns whether a slice is to have more servers, beside those that are being drained.
     pub(crate) fn lacks_servers(&self, spec: &JobSpec, slice: usize) -> bool {
-        let servers = self.placement.servers();
-        let owners = self.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
+        let servers = self.plan.placement.servers();
+        let owners =
+            self.plan.placement.owners(slice).iter().map(|&owner| servers[owner as usize].id);
         let stays = |server: &ServerId| {
             let has_refused =
-                self.replicas.full.contains(server) && !self.replicas.has(*server, slice as u32);
-            !self.replicas.leaving.contains(server) && !has_refused
+                self.replicas.is_full(*server) && !self.replicas.has(*server, slice as u32);
+            !self.replicas.leaving().contains(server) && !has_refused
         };
         owners.filter(stays).count() < spec.replicas as usize
     }
 
     /// Returns whether the open step waits for a report of the server.
     pub(crate) fn awaits(&self, server: ServerId) -> bool {
-        let as_backup = self.replicas.active.get(&server).is_some_and(|&slices| slices > 0);
-        as_backup || self.trainable.contains_key(&server)
+        self.replicas.is_active(server) || self.plan.trainable.contains_key(&server)
     }
 
     /// The servers that each slice has left without the server `lost`, those with its content
     /// first. `None` if a slice has no server with its content left.
     pub(crate) fn kept_without(&self, lost: Option<ServerId>) -> Option<Vec<Vec<Server>>> {
-        let servers = self.placement.servers();
+        let servers = self.plan.placement.servers();
         let kept = |slice: usize| {
-            let owners = self.placement.owners(slice).iter().map(|&owner| &servers[owner as usize]);
+            let owners =
+                self.plan.placement.owners(slice).iter().map(|&owner| &servers[owner as usize]);
             let left = owners.filter(|server| Some(server.id) != lost);
             let (whole, mut empty): (Vec<Server>, Vec<Server>) =
                 left.cloned().partition(|server| self.replicas.has(server.id, slice as u32));
-            empty.retain(|server| !self.replicas.full.contains(&server.id));
-            let has_content = !whole.is_empty() || self.version.is_none();
+            empty.retain(|server| !self.replicas.is_full(server.id));
+            let has_content = !whole.is_empty() || !self.version.is_published();
             has_content.then(|| [whole, empty].concat())
         };
-        (0..self.placement.slices()).map(kept).collect()
+        (0..self.plan.placement.slices()).map(kept).collect()
     }
 }
 
@@ -122,7 +131,7 @@ impl Job {
     /// Returns whether the job runs, and every slice has all its replicas on servers that are
     /// connected.
     pub fn is_redundant(&self) -> bool {
-        matches!(&self.phase, Phase::Open(open) if open.version.is_some())
+        matches!(&self.phase, Phase::Open(open) if open.version.is_published())
             && self.degraded_slices() == 0
     }
 
@@ -139,14 +148,14 @@ impl Job {
     /// that is not possible, because the server had the only copy of a slice.
     pub(crate) fn fail_over(&mut self, lost: ServerId, gone: &str, cx: &mut Context<'_>) -> bool {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
-        if spec.replicas <= 1 || open.placement.servers().len() <= 1 {
+        if spec.replicas <= 1 || open.plan.placement.servers().len() <= 1 {
             return false;
         }
         let Some(kept) = open.kept_without(Some(lost)) else { return false };
         // Memory may be free again: without this server they are asked once more.
-        open.replicas.full.clear();
+        open.replicas.ask_full_again();
         // If the other servers have all initial parameters, the ranks may have been told so.
-        open.uninitialised.remove(&lost);
+        open.version.initialised(lost);
         self.publish_if_initialised(cx);
         let text = format!("{gone}; job {:?} continues with its backups", self.name);
         cx.alarm(Severity::Warning, text);
@@ -158,12 +167,10 @@ impl Job {
     /// if another server is connected now.
     pub(crate) fn restore_redundancy(&mut self, cx: &mut Context<'_>) {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
-        let (placement, replicas) = (&open.placement, &open.replicas);
-        let refused = replicas.full.iter().filter_map(|server| replicas.empty.get(server));
-        let refused = refused.flatten().map(|&slice| slice as usize);
+        let (placement, replicas) = (&open.plan.placement, &open.replicas);
         let mut lacking: Vec<usize> =
             (0..placement.slices()).filter(|&slice| open.lacks_servers(spec, slice)).collect();
-        lacking.extend(refused);
+        lacking.extend(replicas.without_memory());
         lacking.dedup_by_key(|slice| placement.owners(*slice));
         let can_hold = |server: &Server, slice: usize| {
             let mut owners = placement.owners(slice).iter();
@@ -173,7 +180,7 @@ impl Job {
         live.retain(|server| !replicas.cannot_hold(server));
         let is_possible =
             lacking.iter().any(|&slice| live.iter().any(|server| can_hold(server, slice)));
-        if open.version.is_some()
+        if open.version.is_published()
             && is_possible
             && let Some(kept) = open.kept_without(None)
         {
@@ -192,46 +199,37 @@ impl Job {
         let lost = change.without();
         let spec = self.spec.clone();
         let Phase::Open(open) = &mut self.phase else { return };
-        open.replicas.leaving.retain(|server| Some(*server) != lost);
+        if let Some(lost) = lost {
+            open.replicas.left(lost);
+        }
         let mut live = cx.common.servers.placeable();
-        live.retain(|of| !open.replicas.refused.contains(&(of.id, of.incarnation)));
+        live.retain(|of| !open.replicas.has_refused(of));
         let zones = cx.common.servers.zones();
-        let unfit = Unfit { full: &open.replicas.full, leaving: &open.replicas.leaving };
-        let placed =
-            replace_lost(&kept, &live, zones, unfit, &weights(&spec), spec.replicas as usize);
+        let (unfit, wanted) = (open.replicas.unfit(), spec.replicas as usize);
+        let placed = replace_lost(&kept, &live, zones, unfit, &weights(&spec), wanted);
         let placement = match placed {
             Ok(placement) => placement,
             Err(error) => return self.fail(&error.to_string(), cx),
         };
         // A server that has lost the job may be connected, and get slices again.
-        let before = open.placement.servers().iter().filter(|server| Some(server.id) != lost);
+        let before = open.plan.placement.servers().iter().filter(|server| Some(server.id) != lost);
         let before: Vec<Server> = before.cloned().collect();
-        let held: HashMap<&Server, BTreeSet<u32>> =
-            before.iter().map(|server| (server, slices_on(&open.placement, server.id))).collect();
-        let is_full = open.version.is_none(); // all parameters are uploaded again
+        let held: HashMap<&Server, BTreeSet<u32>> = before
+            .iter()
+            .map(|server| (server, slices_on(&open.plan.placement, server.id)))
+            .collect();
+        let is_full = !open.version.is_published(); // all parameters are uploaded again
         let empty = empty(&placement, |server, slice| {
-            let held = held.get(server).is_some_and(|held| held.contains(&slice));
-            is_full || held && open.replicas.has(server.id, slice)
+            let holds = held.get(server).is_some_and(|slices| slices.contains(&slice));
+            is_full || holds && open.replicas.has(server.id, slice)
         });
-        let Plan { placement, trainable, loads } = Plan::of(&spec, placement);
-        let Open { replicas, .. } = &mut **open;
-        *replicas = Replicas {
-            active: active(&spec, &placement, &empty),
-            empty,
-            last_copy: replicas.last_copy,
-            refused: std::mem::take(&mut replicas.refused),
-            full: std::mem::take(&mut replicas.full),
-            degraded: replicas.degraded,
-            is_short: is_short(&spec, &placement),
-            leaving: std::mem::take(&mut replicas.leaving),
-            ..Replicas::default()
-        };
-        (open.placement, open.trainable, open.loads) = (placement, trainable, loads);
+        open.plan = Plan::of(&spec, placement);
+        open.replicas = open.replicas.moved(&spec, &open.plan.placement, empty);
         if open.degraded_slices(&spec) > 0 {
-            open.replicas.degraded.get_or_insert(cx.now);
+            open.replicas.degrade(cx.now);
         }
         if let Some(lost) = lost {
-            open.away.remove(&lost);
+            open.disconnects.end(lost);
             if open.servers().all(|server| server != lost) {
                 cx.command(lost, Command::Close(self.reference()));
             }
@@ -248,11 +246,10 @@ impl Job {
         self.save_without(lost, "it was lost", cx);
         let epoch = self.epoch;
         let Phase::Open(open) = &mut self.phase else { return };
-        if let Some(last) = &mut open.last {
+        if let Some(last) = open.version.last_mut() {
             last.without(lost, epoch, cx.out);
         }
-        let lease = |rank| Some((rank, open.members.get(rank)?.lease));
-        let leases: Vec<_> = open.members.ranks().filter_map(lease).collect();
+        let leases: Vec<_> = open.members.by_rank().collect();
         for (rank, lease) in leases {
             self.granted(lost, rank, lease, cx);
         }
@@ -272,9 +269,9 @@ impl Job {
             epoch,
             cause: cause.clone(),
         };
-        let origin = (self.succession.clone(), self.restore.clone());
+        let origin = (self.fork.clone(), self.restore.clone());
         let announce = |open: &mut Open, epoch, out: &mut Vec<Action>| {
-            let placement = open.placement.clone();
+            let placement = open.plan.placement.clone();
             for server in placement.servers() {
                 if before.contains(server) {
                     let (job, placement) = (job.clone(), placement.clone());
@@ -282,7 +279,7 @@ impl Job {
                     out.push(Action::Command(server.id, command));
                     continue;
                 }
-                open.replicas.opening.insert(server.id, epoch);
+                open.replicas.open(server.id, epoch);
                 let command =
                     Command::Open(open.as_backup(&spec, &origin, (job.id, epoch), server.id));
                 out.push(Action::Command(server.id, command));
@@ -307,7 +304,7 @@ impl Job {
         if spec.replicas <= 1 || !open.servers().any(|id| id == server) {
             return false;
         }
-        open.replicas.refused.insert((server, incarnation));
+        open.replicas.refuse(server, incarnation);
         self.fail_over(server, reason, cx)
     }
 
@@ -316,7 +313,7 @@ impl Job {
     pub(crate) fn serve_version(&mut self, cx: &mut Context<'_>) {
         let Phase::Open(open) = &self.phase else { return };
         let is_ready = self.spec.replicas > 1 && open.is_stored();
-        if let Some(version) = open.version.filter(|_| is_ready) {
+        if let Some(version) = open.version.current().filter(|_| is_ready) {
             let job = self.reference();
             open.send(&Command::ServeVersion { job, version }, cx.out);
         }
@@ -328,26 +325,25 @@ impl Open {
     fn as_backup(
         &self,
         spec: &Arc<JobSpec>,
-        (succession, requested): &Origin,
+        (fork, requested): &Origin,
         (job_id, epoch): (u64, u64),
         server: ServerId,
     ) -> OpenJob {
-        let lease = |rank| Some((rank, self.members.get(rank)?.lease));
         OpenJob {
             spec: spec.clone(),
-            placement: self.placement.clone(),
+            placement: self.plan.placement.clone(),
             job_id,
             epoch,
             server,
-            succession: succession.clone(),
+            fork: fork.clone(),
             source: None,
             checkpoint: None,
             requested: requested.clone(),
-            leases: self.members.ranks().filter_map(lease).collect(),
-            done: self.done.keys().copied().collect(),
-            left: self.left.iter().copied().collect(),
-            version: self.version,
-            decision: self.last.as_ref().map(|last| Box::new(last.decision.clone())),
+            leases: self.members.by_rank().collect(),
+            done: self.departed.done().collect(),
+            left: self.departed.left().collect(),
+            version: self.version.current(),
+            decision: self.version.last().map(|last| Box::new(last.decision().clone())),
         }
     }
 }

@@ -14,16 +14,19 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use zeroshard_model::{Error, Restore, RestoreVersion};
 
 use crate::{
-    commands::{Checkpoint, Command},
-    context::Context,
-    events::Action,
-    history::Severity,
-    ids::{Now, ServerId, Waiter},
-    interrupted::{Interrupted, RESTORE_LIMIT},
+    cluster::{context::Context, startup::RECOVERY},
     job::{Job, Open, Phase},
-    learning::RECOVERY,
-    members::Cause,
-    user_data::UserData,
+    operators::history::Severity,
+    state::{
+        interrupted::{Interrupted, RESTORE_LIMIT, Returning},
+        members::Cause,
+        user_data::UserData,
+    },
+    vocabulary::{
+        commands::{Checkpoint, Command},
+        events::Action,
+        ids::{Now, ServerId, Waiter},
+    },
 };
 
 /// The pause after a failed try to restore a job.
@@ -67,22 +70,23 @@ impl Job {
         let mut creators = Vec::new();
         let mut known = *epoch;
         let (interrupted, waiters) = match phase {
-            Phase::Open(open) if open.version.is_some() => {
-                let (interrupted, waiters) = open.interrupt(checkpoint, cx.now + RESTORE_LIMIT);
+            Phase::Open(open) if open.version.is_published() => {
+                let (interrupted, waiters) = open.interrupt(checkpoint, cx.now);
                 (Box::new(interrupted), waiters)
             }
             Phase::Opening { plan, creators: waiting, interrupted, .. } => {
                 let Some(mut interrupted) = interrupted.take() else { return false };
                 creators.append(waiting);
-                interrupted.holders.extend(plan.placement.servers().iter().map(|of| of.id));
+                interrupted.held_by(plan.placement.servers().iter().map(|of| of.id));
                 (interrupted, Vec::new())
             }
             Phase::Recovering(recovery) => {
                 let Some((attempt, ranks)) = recovery.published() else { return false };
                 known = attempt.epoch;
                 let ranks = (ranks, attempt.step);
-                let placed = recovery.plan.placement.servers();
-                let holders = placed.iter().map(|of| of.id).chain(recovery.held.keys().copied());
+                let placed = recovery.plan().placement.servers();
+                let holders =
+                    placed.iter().map(|of| of.id).chain(recovery.reports().keys().copied());
                 let (holders, servers) = (holders.collect(), placed.len());
                 let interrupted =
                     Interrupted::detached(checkpoint, ranks, holders, servers, cx.now);
@@ -121,7 +125,7 @@ impl Job {
             return;
         };
         let Some(interrupted) = interrupted else { return };
-        interrupted.retry = Some((cx.now + RETRY, failure.to_owned()));
+        interrupted.failed(cx.now + RETRY, failure);
         cx.push(Action::Tick(cx.now + RETRY));
         let name = &self.name;
         let again = format!("job {name:?} could not be restored: {failure}; again in {RETRY:?}");
@@ -134,7 +138,7 @@ impl Job {
     /// The lease of a rank of a job that has just been interrupted ends.
     pub(crate) fn end_interrupted(&mut self, rank: u32, cause: Cause) {
         if let Phase::Waiting { interrupted: Some(interrupted), .. } = &mut self.phase
-            && let Some(lease) = interrupted.members.get(rank).map(|member| member.lease)
+            && let Some(lease) = interrupted.lease_of(rank)
         {
             interrupted.lose(rank, lease, cause);
         }
@@ -144,14 +148,12 @@ impl Job {
     pub(crate) fn resume(&mut self, interrupted: Interrupted, cx: &mut Context<'_>) {
         let close = Command::Close(self.reference());
         let Self { name, epoch, phase: Phase::Open(open), .. } = self else { return };
-        let Interrupted { mut members, queue, left, done, peers, lost, holders, .. } = interrupted;
+        let (returning, lost, holders) = interrupted.end();
+        let Returning { mut members, queue, departed, peers } = returning;
         members.wait_for_streams_until(cx.now + RECOVERY);
         cx.out.push(Action::Tick(cx.now + RECOVERY));
-        let cause = |rank| if left.contains(&rank) { Cause::Left } else { Cause::Lost };
-        let lost: Vec<_> = lost.into_iter().map(|rank| (rank, cause(rank))).collect();
-        (open.members, open.queue, open.left, open.done) = (members, queue, left, done);
-        open.peers = peers;
-        open.rolled_back = Some((*epoch, open.step()));
+        (open.members, open.queue, open.departed, open.peers) = (members, queue, departed, peers);
+        open.version.roll_back(*epoch);
         // Commands to servers that are lost are dropped.
         let placed: BTreeSet<ServerId> = open.servers().collect();
         for &server in holders.difference(&placed) {
@@ -194,16 +196,15 @@ impl Job {
         else {
             return;
         };
-        let expired = interrupted.queue.expire(cx.now).into_iter().map(|(waiter, _)| waiter);
-        cx.refuse(expired, &being_restored(&self.name));
-        if interrupted.deadline <= cx.now {
+        cx.refuse(interrupted.expire_joins(cx.now), &being_restored(&self.name));
+        if interrupted.is_late(cx.now) {
             let waits_for = self.creators_wait_for(cx.common);
             let reason = format!(
                 "it could not be restored within {RESTORE_LIMIT:?}; it has waited for {waits_for}"
             );
             return self.fail(&reason, cx);
         }
-        interrupted.retry.take_if(|(at, _)| *at <= cx.now);
+        interrupted.end_pause(cx.now);
         self.try_place(cx);
     }
 }
@@ -211,37 +212,23 @@ impl Job {
 impl Open {
     /// The job is at the version of a checkpoint, with all of its parameters.
     pub(crate) fn restored(&mut self, checkpoint: Checkpoint, user_data: UserData) {
-        self.version = Some(checkpoint.version);
-        self.saves.user_data = user_data;
-        self.saves.origin = Some(checkpoint);
-        self.uninitialised.clear();
+        self.version.restored(checkpoint.version);
+        self.saves.restored(checkpoint, user_data);
     }
 
     /// Takes the ranks out of a job, and the calls that wait.
-    fn interrupt(&mut self, checkpoint: Arc<Restore>, deadline: Now) -> (Interrupted, Vec<Waiter>) {
-        let mut waiters = self.round.drop_all();
-        waiters.extend(self.last.take().into_iter().flat_map(|last| last.waiters));
-        waiters.extend(self.resting.end().1);
-        waiters.extend(std::mem::take(&mut self.saves).into_waiters());
-        let (holders, servers) = (self.servers().collect(), self.placement.servers().len());
+    fn interrupt(&mut self, checkpoint: Arc<Restore>, now: Now) -> (Interrupted, Vec<Waiter>) {
+        let mut waiters = self.drop_calls();
         let mut members = std::mem::take(&mut self.members);
         // The servers receive the leases when they open the job again.
         waiters.extend(members.give_up_joining());
-        let interrupted = Interrupted {
-            checkpoint,
+        let returning = Returning {
             members,
             queue: std::mem::take(&mut self.queue),
-            left: std::mem::take(&mut self.left),
-            done: std::mem::take(&mut self.done),
+            departed: std::mem::take(&mut self.departed),
             peers: std::mem::take(&mut self.peers),
-            lost: Vec::new(),
-            holders,
-            servers,
-            settles_until: None,
-            retry: None,
-            deadline,
         };
-        (interrupted, waiters)
+        (Interrupted::new(checkpoint, returning, self.servers().collect(), now), waiters)
     }
 }
 

@@ -5,33 +5,26 @@
 //! which the files are not a checkpoint. A job has at most one save at a time; a request for
 //! another version waits until it has ended.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::collections::BTreeSet;
 
 use zeroshard_model::{
     Error, Result,
     checkpoint::{Start, is_same_place},
 };
 
-use crate::events::Completion;
-use crate::history::Severity;
-use crate::ids::ServerId;
-use crate::reports::Files;
 use crate::{
-    calls::{Reply, Save, Saved},
-    commands::{Checkpoint, Command, SavePlan},
-    context::Context,
-    events::Action,
-    ids::{Caller, JobRef, Waiter},
+    cluster::context::Context,
     job::{Job, Phase},
-    saves::{Next, Saving},
+    operators::history::Severity,
+    state::saves::{Lacks, Next, SAVE_LIMIT},
+    vocabulary::{
+        calls::{Reply, Save, Saved},
+        commands::{Checkpoint, Command, SavePlan},
+        events::Action,
+        ids::{Caller, JobRef, ServerId, Waiter},
+        reports::Files,
+    },
 };
-
-/// How long a save may take. It is given up afterwards, so that a store that does not respond does
-/// not end all later saves as well.
-pub(crate) const SAVE_LIMIT: Duration = Duration::from_secs(3600);
-
-/// The pause after a failed save of an unused job.
-const RETRY: Duration = Duration::from_secs(60);
 
 impl Job {
     /// States that the job is over where it has claimed the checkpoints of its name.
@@ -44,7 +37,7 @@ impl Job {
         let mut urls = BTreeSet::new();
         urls.extend(self.spec.checkpoints.as_ref().map(|policy| policy.url.clone()));
         if let Phase::Open(open) = &self.phase {
-            urls.extend(open.saves.last.as_ref().map(|(_, url)| url.clone()));
+            urls.extend(open.saves.last_url().map(str::to_owned));
         }
         urls
     }
@@ -67,7 +60,7 @@ impl Job {
         let policy = self.spec.checkpoints.as_ref().map(|policy| &policy.url);
         let url = save.url.as_ref().or(policy)?;
         let is_here = |of: &&Checkpoint| is_same_place(&of.url, url) && of.job == self.spec.name;
-        let start = match open.saves.origin.as_ref().filter(is_here) {
+        let start = match open.saves.origin().filter(is_here) {
             Some(of) => Start::From(of.job_id, of.version),
             None => Start::Anew,
         };
@@ -90,12 +83,13 @@ impl Job {
         let by_policy = policy.filter(|policy| url.as_ref().is_none_or(|url| *url == policy.url));
         let keep = by_policy.map_or(0, |policy| policy.keep);
         let url = url.or_else(|| policy.map(|policy| policy.url.clone())).ok_or_else(|| {
-            let expected = "the directory for the checkpoint: the job has no policy with one";
-            Error::invalid(format!("url of the checkpoint of job {name:?}"), "absent", expected)
+            Error::refused(format!(
+                "job {name:?} has no checkpoint policy; name the URL of the checkpoint"
+            ))
         })?;
         let open = self.phase.open_mut(&name)?;
         let waiter = Waiter::new(caller, cx.now, wait);
-        let Some(version) = open.version else {
+        let Some(version) = open.version.current() else {
             let cause = "its initial parameters have not all been uploaded yet".to_owned();
             return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         };
@@ -104,24 +98,11 @@ impl Job {
             cx.push(Action::Answer(caller, Ok(Reply::Saved(saved))));
             return Ok(());
         }
-        let Some(saving) = &mut saves.current else {
+        if saves.request(&name, version, (&url, keep), waiter)? {
             self.begin_save(url, keep, vec![waiter], cx);
-            return Ok(());
-        };
-        if saving.plan.version == version && saving.plan.url == url {
-            saving.waiters.push(waiter);
-            return Ok(());
+        } else {
+            cx.push(Action::Tick(waiter.deadline));
         }
-        let running = saving.plan.version;
-        let next = Next { url: url.clone(), keep, waiters: Vec::new() };
-        let next = saves.next.get_or_insert(next);
-        if next.url != url {
-            let cause =
-                format!("its version {running} is being saved, and the next at {}", next.url);
-            return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
-        }
-        cx.push(Action::Tick(waiter.deadline));
-        next.waiters.push(waiter);
         Ok(())
     }
 
@@ -130,23 +111,14 @@ impl Job {
         let job = self.reference();
         let save = cx.common.saves.next();
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
-        let Some(version) = open.version else { return };
-        if let Some(rank) = open.saves.user_data.lost(open.has_ended(spec.world)) {
+        let Some(version) = open.version.current() else { return };
+        if let Some(rank) = open.saves.lost_data(open.has_ended(spec.world)) {
             let error = Error::UserDataLost { job: job.name, version, rank };
             return cx.refuse(waiters, &error);
         }
         let plan = SavePlan { save, version, url, keep };
         open.send(&Command::Write { job, plan: plan.clone() }, cx.out);
-        open.saves.began = Some(cx.now);
-        open.saves.current = Some(Saving {
-            plan,
-            since: cx.now,
-            deadline: cx.now + SAVE_LIMIT,
-            pending: open.servers().collect(),
-            files: Vec::new(),
-            user_data: open.saves.user_data.clone(),
-            waiters,
-        });
+        open.saves.begin(plan, open.servers().collect(), waiters, cx.now);
         cx.push(Action::Tick(cx.now + SAVE_LIMIT));
         self.complete_if_written(cx);
     }
@@ -155,15 +127,11 @@ impl Job {
     pub(crate) fn save_if_due(&mut self, cx: &mut Context<'_>) {
         let Self { name, spec, phase: Phase::Open(open), .. } = self else { return };
         let Some(policy) = &spec.checkpoints else { return };
-        let began = *open.saves.began.get_or_insert(cx.now);
         let version = open.step();
-        let by_steps = policy.every_steps.is_some_and(|every| version.is_multiple_of(every));
-        let by_time = policy.every.is_some_and(|every| cx.now.saturating_sub(began) >= every);
-        if !by_steps && !by_time {
+        if !open.saves.is_due(policy, version, cx.now) {
             return;
         }
-        if let Some(saving) = &open.saves.current {
-            let running = saving.plan.version;
+        if let Some(running) = open.saves.current() {
             return cx.note(format!(
                 "version {version} of job {name:?} is not saved, because version {running} is \
                  still being saved"
@@ -177,10 +145,12 @@ impl Job {
     /// whether the job is to be kept for it.
     pub(crate) fn save_before_deletion(&mut self, cx: &mut Context<'_>) -> bool {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
-        let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
-        let is_saving = open.saves.current.is_some();
+        let (Some(policy), Some(version)) = (&spec.checkpoints, open.version.current()) else {
+            return false;
+        };
+        let is_saving = open.saves.current().is_some();
         let is_saved = open.saves.saved(version, &policy.url).is_some();
-        let is_complete = open.saves.user_data.lost(open.has_ended(spec.world)).is_none();
+        let is_complete = open.saves.lost_data(open.has_ended(spec.world)).is_none();
         if !is_saving && (is_saved || version == 0 || !is_complete) {
             return false;
         }
@@ -198,10 +168,10 @@ impl Job {
             return;
         }
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
-        let (Some(policy), Some(saving)) = (&spec.checkpoints, &open.saves.current) else { return };
-        if Some(saving.plan.version) != open.version {
-            let (url, keep) = (policy.url.clone(), policy.keep);
-            open.saves.next.get_or_insert(Next { url, keep, waiters: Vec::new() });
+        if let Some(policy) = &spec.checkpoints
+            && open.saves.current().is_some_and(|running| Some(running) != open.version.current())
+        {
+            open.saves.save_again(policy.url.clone(), policy.keep);
         }
     }
 
@@ -213,36 +183,26 @@ impl Job {
         files: Files,
         cx: &mut Context<'_>,
     ) {
-        let job = self.reference();
-        let saving = match &mut self.phase {
-            Phase::Open(open) => open.saves.of(save),
+        let was_awaited = match &mut self.phase {
+            Phase::Open(open) => open.saves.written(server, save, files),
             _ => None,
         };
-        let Some(saving) = saving else {
-            return cx.command(server, Command::CancelSave { job, save });
-        };
-        if saving.pending.remove(&server) {
-            saving.files.push(files);
-            self.complete_if_written(cx);
+        match was_awaited {
+            Some(true) => self.complete_if_written(cx),
+            Some(false) => {}
+            None => {
+                let job = self.reference();
+                cx.command(server, Command::CancelSave { job, save });
+            }
         }
     }
 
     pub(crate) fn complete_if_written(&mut self, cx: &mut Context<'_>) {
         let job = self.reference();
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
-        let is_complete =
-            |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.is_complete();
-        let saving = open.saves.current.as_mut().filter(is_complete);
-        if let Some(saving) = saving {
-            cx.common.saves.complete(saving.plan.save, &job.name);
-            cx.push(Action::Complete(Completion {
-                job,
-                spec: spec.clone(),
-                plan: saving.plan.clone(),
-                files: std::mem::take(&mut saving.files),
-                user_data: std::mem::take(&mut saving.user_data.ranks),
-                lost_ranks: saving.user_data.missing.iter().copied().collect(),
-            }));
+        if let Some(completion) = open.saves.complete(job, spec) {
+            cx.common.saves.complete(completion.plan.save, &completion.job.name);
+            cx.push(Action::Complete(completion));
         }
     }
 
@@ -250,38 +210,29 @@ impl Job {
     pub(crate) fn save_ended(&mut self, save: u64, outcome: Result<u64>, cx: &mut Context<'_>) {
         let job = self.reference();
         let Phase::Open(open) = &mut self.phase else { return };
-        let Some(saving) = open.saves.current.take_if(|saving| saving.plan.save == save) else {
-            return;
-        };
-        let (name, version) = (&job.name, saving.plan.version);
+        let Some(ended) = open.saves.end(save, &outcome, cx.now) else { return };
+        let (name, version) = (&job.name, ended.version);
         match &outcome {
             Ok(bytes) => {
-                let saved = Saved { version, bytes: *bytes };
-                open.saves.last = Some((saved, saving.plan.url.clone()));
-                (open.saves.completed, open.saves.failures, open.saves.failure) =
-                    (Some(cx.now), 0, None);
                 cx.note(format!(
                     "version {version} of job {name:?} is saved: {bytes} bytes at {}",
-                    saving.plan.url
+                    ended.url
                 ));
             }
             Err(error) => {
-                open.saves.retry_at = cx.now + RETRY;
-                open.saves.failures = open.saves.failures.saturating_add(1);
-                open.saves.failure = Some(error.to_string());
                 let job = job.clone();
                 open.send(&Command::CancelSave { job, save }, cx.out);
                 let text = format!("version {version} of job {name:?} is not saved: {error}");
                 cx.alarm(Severity::Warning, text);
             }
         }
-        let complete = outcome.is_ok().then(|| (version, cx.now.saturating_sub(saving.since)));
+        let complete = outcome.is_ok().then(|| (version, cx.now.saturating_sub(ended.since)));
         cx.push(Action::SaveEnded { job: name.clone(), complete });
         let reply = outcome.map(|bytes| Reply::Saved(Saved { version, bytes }));
-        for waiter in saving.waiters {
+        for waiter in ended.waiters {
             cx.answer(waiter, reply.clone());
         }
-        if let Some(Next { url, keep, waiters }) = open.saves.next.take() {
+        if let Some(Next { url, keep, waiters }) = open.saves.take_next() {
             self.begin_save(url, keep, waiters, cx);
         }
         self.delete_if_idle(cx);
@@ -291,8 +242,7 @@ impl Job {
     /// stream has broken.
     pub(crate) fn save_without(&mut self, server: ServerId, cause: &str, cx: &mut Context<'_>) {
         let Phase::Open(open) = &self.phase else { return };
-        let saving = open.saves.current.as_ref().filter(|of| of.pending.contains(&server));
-        let Some(save) = saving.map(|saving| saving.plan.save) else { return };
+        let Some(save) = open.saves.awaits(server) else { return };
         let (peer, cause) = (cx.name(server), cause.to_owned());
         self.save_ended(save, Err(Error::Unavailable { peer, cause }), cx);
     }
@@ -300,24 +250,26 @@ impl Job {
     /// Answers callers at their deadline, and gives up a save at its own.
     pub(crate) fn expire_saves(&mut self, cx: &mut Context<'_>) {
         let Self { name, phase: Phase::Open(open), .. } = self else { return };
-        let expired = open.saves.take_waiters(|waiter| waiter.deadline <= cx.now);
-        let Some(saving) = &mut open.saves.current else { return };
-        let (save, version) = (saving.plan.save, saving.plan.version);
-        let (is_late, pending) = (saving.deadline <= cx.now, saving.pending.clone());
-        let waiting_for = match (pending.is_empty(), saving.user_data.awaited.first()) {
-            (true, None) => {
+        let expired = open.saves.expire(cx.now);
+        let overdue = open.saves.overdue(cx.now);
+        if expired.is_empty() && overdue.is_none() {
+            return;
+        }
+        let Some((version, lacks)) = open.saves.lacks() else { return };
+        let waiting_for = match lacks {
+            Lacks::Manifest => {
                 format!("the manifest of version {version} of job {name:?} to be written")
             }
-            (true, Some(rank)) => {
+            Lacks::Rank(rank) => {
                 format!("rank {rank} to send its data of version {version} of job {name:?}")
             }
-            (false, _) => {
+            Lacks::Servers(pending) => {
                 let servers = cx.common.servers.names_of(&pending);
                 format!("{servers} to write version {version} of job {name:?}")
             }
         };
-        cx.time_out(expired, &waiting_for);
-        if is_late {
+        cx.time_out(expired, |_| waiting_for.clone());
+        if let Some(save) = overdue {
             let waited_ms = SAVE_LIMIT.as_millis() as u64;
             let error = Error::Timeout { waiting_for, waited_ms };
             self.save_ended(save, Err(error), cx);
@@ -327,7 +279,7 @@ impl Job {
     /// The caller of a save has disconnected. The save continues.
     pub(crate) fn saver_gone(&mut self, caller: Caller) {
         if let Phase::Open(open) = &mut self.phase {
-            open.saves.take_waiters(|waiter| waiter.caller == caller);
+            open.saves.forget_caller(caller);
         }
     }
 }

@@ -4,9 +4,9 @@
 //! [`JobSpec::compare_every`]: zeroshard_model::JobSpec::compare_every
 
 use crate::{
-    context::Context,
-    ids::ServerId,
+    cluster::context::Context,
     job::{Job, Phase},
+    vocabulary::ids::ServerId,
 };
 
 impl Job {

@@ -3,13 +3,15 @@
 use bytes::Bytes;
 use zeroshard_model::{Error, Result};
 
-use crate::members::Cause;
 use crate::{
-    calls::{Attach, RankData, Reply},
-    context::Context,
-    events::Action,
-    ids::Caller,
+    cluster::context::Context,
     job::{Job, Phase},
+    state::members::Cause,
+    vocabulary::{
+        calls::{Attach, RankData, Reply},
+        events::Action,
+        ids::Caller,
+    },
 };
 
 impl Job {
@@ -34,10 +36,7 @@ impl Job {
 
     fn store_data(&mut self, rank: u32, version: u64, data: &Bytes, cx: &mut Context<'_>) {
         let Phase::Open(open) = &mut self.phase else { return };
-        if version == open.step() {
-            open.saves.user_data.set(rank, data.clone());
-        }
-        if open.saves.set_user_data(version, rank, data) {
+        if open.saves.set_user_data(version, open.step(), rank, data) {
             self.complete_if_written(cx);
         }
     }
@@ -54,7 +53,7 @@ impl Job {
     /// version, because its training has ended. Returns whether the job returns to a checkpoint.
     pub(crate) fn return_without_data(&mut self, cx: &mut Context<'_>) -> bool {
         let Self { spec, phase: Phase::Open(open), .. } = self else { return false };
-        let Some(&rank) = open.saves.user_data.missing.first() else { return false };
+        let Some(rank) = open.saves.first_without_data() else { return false };
         if open.has_ended(spec.world) {
             return false;
         }
@@ -76,10 +75,9 @@ impl Job {
         cx: &mut Context<'_>,
     ) -> bool {
         let Phase::Open(open) = &mut self.phase else { return false };
-        if !open.saves.user_data.awaited.remove(&rank) {
+        if !open.saves.rank_ended(rank) {
             return false;
         }
-        open.saves.user_data.missing.insert(rank);
         let version = open.step();
         let loss = format!("rank {rank} ended before it had sent its data of version {version}");
         if self.interrupt(&loss, cx) {

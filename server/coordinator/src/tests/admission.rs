@@ -1,4 +1,6 @@
 //! Jobs are admitted by the memory and by the number that the cluster can hold.
+//!
+//! promise: isolation
 
 use super::*;
 
@@ -22,7 +24,7 @@ impl Script {
     /// The result of the creation of a job, whose servers open it.
     fn admit(&mut self, id: u64, spec: JobSpec) -> Result<Reply> {
         let caller = self.create_as(id, spec.clone());
-        if let Some(placement) = self.cluster.jobs.get(&spec.name).and_then(|job| {
+        if let Some(placement) = self.cluster.jobs().get(&spec.name).and_then(|job| {
             let phase = &job.phase;
             phase.placement().map(|placement| (placement.servers().to_vec(), job.epoch))
         }) {
@@ -48,7 +50,7 @@ fn a_job_that_does_not_fit_is_refused_with_the_numbers_and_takes_nothing() {
     let mut script = servers(&[1000, 2000]);
     let refused = shortage(script.admit(1, sized("large", 188)));
     assert_eq!(refused, (3008, 3000, "host:1: 1000 of 1000, host:2: 2000 of 2000".to_owned()));
-    assert!(script.cluster.jobs.is_empty());
+    assert!(script.cluster.jobs().is_empty());
     let is_welcome = |(_, command): &(u64, Command)| matches!(command, Command::Welcome);
     assert!(script.commands.iter().all(is_welcome), "nothing was allocated");
 }
@@ -103,7 +105,7 @@ fn a_server_without_a_known_limit_takes_any_job() {
 #[test]
 fn a_new_coordinator_knows_what_the_jobs_need() {
     let before = recovery::Before::new();
-    let script = before.recover([before.held(), before.held()]);
+    let script = before.recover([before.report(), before.report()]);
     let needed: u64 = script.cluster.common.index.assigned().values().map(|load| load.bytes).sum();
     assert_eq!(needed, before.spec.required().bytes);
 }
@@ -111,7 +113,7 @@ fn a_new_coordinator_knows_what_the_jobs_need() {
 #[test]
 fn further_jobs_than_the_limit_are_refused_until_one_is_deleted() {
     let mut script = servers(&[1 << 20]);
-    script.cluster.max_jobs = 2;
+    script.cluster.common.limits.number = 2;
     for id in 1..=2 {
         script.admit(id, sized(&format!("job {id}"), 1)).unwrap();
     }

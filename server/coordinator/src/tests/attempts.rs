@@ -1,4 +1,6 @@
 //! Discarded attempts at a step.
+//!
+//! promise: exactly-once
 
 use super::*;
 

@@ -11,7 +11,7 @@ fn a_waiting_job_is_deleted_when_its_only_creator_disconnects() {
     let mut script = Script::with_servers(1);
     let caller = script.create(JobSpec { min_servers: 2, ..spec(1) });
     gone(&mut script, caller, None);
-    assert!(script.cluster.jobs.is_empty());
+    assert!(script.cluster.jobs().is_empty());
     script.server(2);
     assert!(script.opens().is_empty());
 }
@@ -26,9 +26,9 @@ fn an_opening_job_is_deleted_when_its_only_creator_disconnects() {
     assert!(script.closed().is_empty(), "somebody still waits");
     gone(&mut script, second, None);
     assert_eq!(script.closed(), [1, 2]);
-    assert!(script.cluster.jobs.is_empty());
+    assert!(script.cluster.jobs().is_empty());
     script.said(2, script.opened(job()));
-    assert!(script.cluster.jobs.is_empty());
+    assert!(script.cluster.jobs().is_empty());
 }
 
 #[test]

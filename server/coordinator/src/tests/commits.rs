@@ -1,4 +1,6 @@
 //! The barrier and the decision. Slices 0 and 2 are trained, slice 1 is frozen.
+//!
+//! promise: no-silent-difference
 
 use std::sync::Arc;
 

@@ -1,4 +1,6 @@
 //! Decisions that servers store, and reports that wait for them.
+//!
+//! promise: atomic-steps
 
 use super::*;
 

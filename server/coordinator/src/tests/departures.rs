@@ -4,7 +4,7 @@ use super::{
     saves::{completion_save, found, policy},
     *,
 };
-use crate::interrupted::SERVERS_LIMIT;
+use crate::state::interrupted::SERVERS_LIMIT;
 
 impl Script {
     /// The ids of the released servers.

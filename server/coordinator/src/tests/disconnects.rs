@@ -1,13 +1,17 @@
 //! A server has received only the first part of the commands, because its control stream has broken
 //! or the coordinator has died.
+//!
+//! promise: no-silent-hang, durability
 
 use std::{collections::BTreeSet, sync::Arc};
 
 use zeroshard_model::Departure;
 
 use super::*;
-use crate::held::{Held, Ranks};
-use crate::learning::RECOVERY;
+use crate::{
+    cluster::startup::RECOVERY,
+    vocabulary::job_report::{JobReport, Ranks},
+};
 
 /// The commands and reports of a server, in order.
 #[derive(Debug, Clone)]
@@ -19,47 +23,47 @@ enum Entry {
 
 /// A server that carries out commands as the shard does.
 #[derive(Debug, Clone)]
-struct Shard(Held);
+struct Shard(JobReport);
 
 impl Shard {
     fn apply(&mut self, entry: &Entry) {
-        let Self(held) = self;
+        let Self(report) = self;
         match entry {
-            Entry::Initialised => held.initialised = true,
-            Entry::Ready(reduced) => held.ready = Some(reduced.clone()),
+            Entry::Initialised => report.initialised = true,
+            Entry::Ready(reduced) => report.ready = Some(reduced.clone()),
             Entry::Told(command) => match command.clone() {
                 Command::Publish { epoch, .. } => {
-                    assert!(held.initialised && held.attempt.epoch == epoch);
-                    (held.published, held.initialised) = (true, false);
+                    assert!(report.initialised && report.attempt.epoch == epoch);
+                    (report.published, report.initialised) = (true, false);
                 }
                 Command::Grant { rank, lease, .. } => {
-                    held.ranks.left.remove(&rank);
-                    held.ranks.leases.insert(rank, lease);
+                    report.ranks.left.remove(&rank);
+                    report.ranks.leases.insert(rank, lease);
                 }
                 Command::NewEpoch { epoch, rank, left, .. } => {
-                    held.ranks.leases.remove(&rank);
-                    held.ranks.done.remove(&rank);
-                    held.ranks.left.remove(&rank);
-                    held.ranks.left.extend(left.then_some(rank));
+                    report.ranks.leases.remove(&rank);
+                    report.ranks.done.remove(&rank);
+                    report.ranks.left.remove(&rank);
+                    report.ranks.left.extend(left.then_some(rank));
                     self.open(Attempt { epoch, number: 0, ..self.0.attempt }, None);
                 }
                 Command::NewAttempt { attempt, rested, .. } => self.open(attempt, rested),
                 Command::RankDone { rank, .. } => {
-                    held.ranks.leases.remove(&rank);
-                    held.ranks.left.remove(&rank);
-                    held.ranks.resting.remove(&rank);
-                    held.ranks.done.insert(rank);
+                    report.ranks.leases.remove(&rank);
+                    report.ranks.left.remove(&rank);
+                    report.ranks.resting.remove(&rank);
+                    report.ranks.done.insert(rank);
                 }
                 Command::RankRests { rank, begins, .. } => {
-                    held.ranks.resting.remove(&rank);
+                    report.ranks.resting.remove(&rank);
                     let rest = begins.map(|begins| (rank, (begins.since, begins.excluded)));
-                    held.ranks.resting.extend(rest);
+                    report.ranks.resting.extend(rest);
                 }
                 Command::Decide { decision, .. } => {
-                    assert_eq!(held.attempt, decision.attempt);
-                    held.decided = held.ready.take().map(|reduced| (decision, reduced));
-                    held.attempt = Attempt::first(held.attempt.epoch, held.attempt.step + 1);
-                    held.rested = None;
+                    assert_eq!(report.attempt, decision.attempt);
+                    report.decided = report.ready.take().map(|reduced| (decision, reduced));
+                    report.attempt = Attempt::first(report.attempt.epoch, report.attempt.step + 1);
+                    report.rested = None;
                 }
                 Command::Confirm { .. }
                 | Command::Release
@@ -77,15 +81,15 @@ impl Shard {
     }
 
     fn open(&mut self, attempt: Attempt, rested: Option<u32>) {
-        let Self(held) = self;
-        if attempt > held.attempt {
-            (held.attempt, held.ready, held.rested, held.initialised) =
+        let Self(report) = self;
+        if attempt > report.attempt {
+            (report.attempt, report.ready, report.rested, report.initialised) =
                 (attempt, None, rested, false);
         }
     }
 
     fn state(&self) -> (Attempt, bool, &Ranks, Option<u32>) {
-        let Held { attempt, published, ranks, rested, .. } = &self.0;
+        let JobReport { attempt, published, ranks, rested, .. } = &self.0;
         (*attempt, *published, ranks, *rested)
     }
 }
@@ -163,7 +167,7 @@ impl Play {
             self.script.commit(Commit { turn: self.turn(rank), ..commit });
         }
         for server in [1, 2] {
-            if self.script.open().trainable.contains_key(&server) {
+            if self.script.open().plan.trainable.contains_key(&server) {
                 let reduced = self.script.gradients(server);
                 self.log.push((server, Entry::Ready(reduced.clone())));
                 self.script.said(server, ServerEvent::Ready { job: job(), attempt, reduced });
@@ -184,13 +188,13 @@ impl Play {
     /// The server after each number of commands that it may have received.
     fn shards(&self, server: u64) -> Vec<Shard> {
         let open = self.script.open();
-        let found = &self.script.cluster.jobs["job"];
-        let mut shard = Shard(Held {
+        let found = &self.script.cluster.jobs()["job"];
+        let mut shard = Shard(JobReport {
             id: JOB,
             term: 7,
             spec: found.spec.clone(),
-            plan: Plan::of(&found.spec, open.placement.as_ref().clone()),
-            succession: None,
+            plan: Plan::of(&found.spec, open.plan.placement.as_ref().clone()),
+            fork: None,
             restore: None,
             empty: BTreeSet::new(),
             copies: 0,
@@ -218,7 +222,7 @@ impl Play {
     }
 }
 
-fn returns(script: &mut Script, id: u64, held: Vec<Held>, is_new: bool) {
+fn returns(script: &mut Script, id: u64, reports: Vec<JobReport>, is_new: bool) {
     let server = Server { id, incarnation: 1, address: format!("host:{id}") };
     let stream = script.next();
     script.links.insert(id, Link { server: id, stream });
@@ -227,7 +231,7 @@ fn returns(script: &mut Script, id: u64, held: Vec<Held>, is_new: bool) {
         stream,
         server,
         about: About { failed, ..About::default() },
-        held,
+        reports,
         is_new,
     });
 }
@@ -258,12 +262,12 @@ fn a_server_that_reconnects_receives_what_it_has_missed() {
             let mut play = Play::start(steps).unwrap();
             // The story may draw other leases, but draws the same ones every time.
             play.script.lose_link(play.script.links[&2]);
-            assert!(play.script.open().away.contains_key(&2));
+            assert!(play.script.open().disconnects.contains(2));
             returns(&mut play.script, 2, vec![shard.0.clone()], false);
             tell(&play.script, 2, &mut shard, usize::MAX);
             assert_eq!(shard.state(), complete.state(), "after {steps} steps");
             assert_eq!(play.attempt(), shard.0.attempt);
-            assert!(play.script.open().away.is_empty());
+            assert!(play.script.open().disconnects.is_empty());
             tries += 1;
         }
         steps += 1;
@@ -306,7 +310,7 @@ fn a_step_is_decided_and_reported_when_the_server_is_back() {
     let epoch = script.epoch();
     let link = script.links[&2];
     script.ready(1, 0, |_| {});
-    let plan = Plan::of(&spec(2), Arc::unwrap_or_clone(script.open().placement.clone()));
+    let plan = Plan::of(&spec(2), Arc::unwrap_or_clone(script.open().plan.placement.clone()));
     let reduced = script.gradients(2);
     let attempt = script.first_attempt(0);
     script.lose_link(link);
@@ -318,12 +322,12 @@ fn a_step_is_decided_and_reported_when_the_server_is_back() {
     assert!(callers.iter().all(|&caller| script.answer(caller).is_none()));
     assert_eq!(script.answer(callers[0]), None);
     let ranks = Ranks { leases: (0..).zip(leases).collect(), ..Ranks::default() };
-    let held = Held {
+    let report = JobReport {
         id: JOB,
         term: 7,
         spec: Arc::new(spec(2)),
         plan,
-        succession: None,
+        fork: None,
         restore: None,
         empty: BTreeSet::new(),
         copies: 0,
@@ -337,7 +341,7 @@ fn a_step_is_decided_and_reported_when_the_server_is_back() {
         restored: None,
         decided: None,
     };
-    returns(&mut script, 2, vec![held], false);
+    returns(&mut script, 2, vec![report], false);
     assert_eq!(script.report(callers[0]), script.report(callers[1]));
     // No epoch has begun, and no rank was told anything.
     assert_eq!((script.epoch(), script.version(), script.ended.len()), (epoch, Some(1), 0));
@@ -375,10 +379,10 @@ fn a_server_that_does_not_come_back_fails_the_job() {
 fn a_job_that_was_deleted_while_its_server_was_away_is_closed_there() {
     let (mut script, _) = Script::training(1, 1);
     let play = Play::start(0).unwrap();
-    let held = play.shards(1).remove(0).0;
+    let report = play.shards(1).remove(0).0;
     script.lose_link(script.links[&1]);
     let deleting = script.delete(JOB);
     assert_eq!(script.answer(deleting), Some(&Ok(Reply::Deleted)));
-    returns(&mut script, 1, vec![held], false);
+    returns(&mut script, 1, vec![report], false);
     assert_eq!(script.closed(), [1]);
 }

@@ -24,7 +24,7 @@ fn a_call_about_an_earlier_job_of_the_name_is_refused() {
         assert_eq!(script.error(caller), &replaced);
     }
     assert_eq!(script.describe("job").unwrap().job_id, 8);
-    assert_eq!(script.cluster.jobs["job"].id, 8);
+    assert_eq!(script.cluster.jobs()["job"].id, 8);
     let caller = script.delete(8);
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Deleted)));
 }

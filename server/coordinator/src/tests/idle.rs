@@ -12,7 +12,7 @@ fn disposable(world: u32) -> JobSpec {
 }
 
 fn exists(script: &Script) -> bool {
-    script.cluster.jobs.contains_key("job")
+    script.cluster.jobs().contains_key("job")
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn a_job_without_an_idle_timeout_is_kept() {
 #[test]
 fn a_job_without_an_idle_timeout_of_its_own_has_that_of_the_coordinator() {
     let (mut script, leases) = Script::training(1, 1);
-    script.cluster.common.job_timeout = Some(IDLE);
+    script.cluster.common.limits.timeout = Some(IDLE);
     script.leave(leases[0], true);
     assert!(exists(&script), "every rank has left it, and it is kept for the next run");
     assert_eq!(script.cluster.next_deadline(), Some(IDLE));

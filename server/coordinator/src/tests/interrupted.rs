@@ -1,7 +1,7 @@
 //! Jobs that return to a checkpoint: the servers that they wait for, tries that fail, and what ends
 //! meanwhile.
 
-use zeroshard_model::{Departure, JobVersion, Succession};
+use zeroshard_model::{Departure, Fork, JobVersion};
 
 use super::{
     recovery::Before,
@@ -9,10 +9,10 @@ use super::{
     *,
 };
 use crate::{
-    held::Held,
-    interrupted::{RESTORE_LIMIT, SERVERS_LIMIT},
+    cluster::startup::RECOVERY,
     job::restore::RETRY,
-    learning::RECOVERY,
+    state::interrupted::{RESTORE_LIMIT, SERVERS_LIMIT},
+    vocabulary::job_report::JobReport,
 };
 
 /// A job with this policy after two steps, which are saved, on servers 1, 2, ...
@@ -150,44 +150,44 @@ fn a_job_is_not_restored_while_a_later_checkpoint_is_being_completed() {
 }
 
 /// A job of one rank with this specification, which was created from another one.
-fn successor_of(spec: JobSpec, servers: u64) -> (Script, Lease, Succession) {
+fn successor_of(spec: JobSpec, servers: u64) -> (Script, Lease, Fork) {
     let mut script = Script::with_servers(servers);
     script.create_as(8, JobSpec { name: "before".into(), ..super::spec(1) });
     let before = JobRef { name: "before".into(), id: 8 };
     let servers: Vec<u64> = script.opens().iter().map(|(server, _)| *server).collect();
     servers.iter().for_each(|&server| script.said(server, script.opened(before.clone())));
-    let epoch = script.cluster.jobs["before"].epoch;
+    let epoch = script.cluster.jobs()["before"].epoch;
     for &server in &servers {
         script.said(server, ServerEvent::Initialised { job: before.clone(), epoch });
     }
     script.commands.clear();
     let from = JobVersion { job: "before".into(), job_id: 8, version: 0 };
-    let succession = Succession { from, fresh_state: false };
-    script.create_from(JOB, spec, Some(succession.clone()));
+    let fork = Fork { from, fresh_state: false };
+    script.create_from(JOB, spec, Some(fork.clone()));
     script.open_all();
     let lease = script.join(0).unwrap();
     script.initialise_all();
-    (script, lease, succession)
+    (script, lease, fork)
 }
 
 #[test]
 fn a_new_backup_knows_the_predecessor_of_its_job() {
     let spec = JobSpec { replicas: 2, min_servers: 2, ..super::spec(1) };
-    let (mut script, _, succession) = successor_of(spec, 2);
+    let (mut script, _, fork) = successor_of(spec, 2);
     script.commands.clear();
     script.lose_server(1);
     script.server(3);
     let opens = script.commands.iter().filter_map(|(server, command)| match command {
-        Command::Open(open) => Some((*server, open.source.clone(), open.succession.clone())),
+        Command::Open(open) => Some((*server, open.source.clone(), open.fork.clone())),
         _ => None,
     });
     // Otherwise its description differs from that of the primary.
-    assert_eq!(opens.collect::<Vec<_>>(), [(3, None, Some(succession.into()))]);
+    assert_eq!(opens.collect::<Vec<_>>(), [(3, None, Some(fork.into()))]);
 }
 
 #[test]
 fn a_job_is_restored_without_its_predecessor() {
-    let (mut script, lease, succession) = successor_of(policy(1, 1), 2);
+    let (mut script, lease, fork) = successor_of(policy(1, 1), 2);
     script.step_all(&[lease], 0);
     script.found = found(1);
     script.commands.clear();
@@ -197,10 +197,10 @@ fn a_job_is_restored_without_its_predecessor() {
     script.event(Event::Delete { caller, job: before, wait: WAIT });
     script.after(SERVERS_LIMIT);
     let Some(Command::Open(open)) = script.told_to(2).pop() else { panic!("server 2 opens it") };
-    assert_eq!((open.source, open.succession.as_deref()), (None, Some(&succession)));
+    assert_eq!((open.source, open.fork.as_deref()), (None, Some(&fork)));
     script.open_all();
     script.step_all(&[lease], 1);
-    let again = script.create_from(JOB, policy(1, 1), Some(succession));
+    let again = script.create_from(JOB, policy(1, 1), Some(fork));
     assert!(matches!(script.answer(again), Some(Ok(Reply::Created { .. }))));
 }
 
@@ -212,7 +212,10 @@ fn a_rank_that_ends_while_its_job_is_restored_counts_once() {
     script.leave(leases[1], true);
     script.server(2);
     script.open_all();
-    assert!(script.open().done.is_empty(), "the checkpoint is of a step in which it took part");
+    assert!(
+        script.open().departed.done().len() == 0,
+        "the checkpoint is of a step in which it took part"
+    );
     let lease = script.join(1).expect("it is free");
     script.step_all(&[leases[0], lease], 2);
 
@@ -237,7 +240,7 @@ fn a_rank_that_had_data_at_the_version_of_the_checkpoint_is_not_done_any_more() 
     script.server(2);
     script.open_all();
     assert_eq!(script.version(), Some(2));
-    assert!(script.open().done.is_empty());
+    assert!(script.open().departed.done().len() == 0);
     let lease = script.join(1).expect("a worker makes step 2 again");
     script.step_all(&[leases[0], lease], 2);
     script.leave(lease, true);
@@ -257,11 +260,11 @@ fn a_restoration_begins_in_an_epoch_that_no_worker_knows() {
     let before = Before { spec: JobSpec { min_servers: 2, ..policy(2, 2) }.into(), ..before };
     let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
     script.found = found(2);
-    script.returns(1, 1, vec![before.held()]);
+    script.returns(1, 1, vec![before.report()]);
     script.event(Event::Refused(before.plan.placement.servers()[1].clone()));
     // A server that knows a later epoch comes when the job is about to be restored.
-    let attempt = Attempt { epoch: 2000, ..before.held().attempt };
-    script.returns(3, 1, vec![Held { attempt, ..before.held() }]);
+    let attempt = Attempt { epoch: 2000, ..before.report().attempt };
+    script.returns(3, 1, vec![JobReport { attempt, ..before.report() }]);
     script.after(RECOVERY);
     script.open_all();
     assert_eq!(script.version(), Some(2));

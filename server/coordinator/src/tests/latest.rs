@@ -8,8 +8,10 @@ use super::{
     saves::{found, policy},
     *,
 };
-use crate::held::Held;
-use crate::learning::{LEARNING, RECOVERY};
+use crate::{
+    cluster::startup::{LEARNING, RECOVERY},
+    vocabulary::job_report::JobReport,
+};
 
 fn server(id: u64) -> Server {
     Server { id, incarnation: 1, address: format!("host:{id}") }
@@ -19,18 +21,18 @@ fn server(id: u64) -> Server {
 struct Moved {
     before: Before,
     /// What server 1 describes, which was replaced.
-    earlier: Held,
+    earlier: JobReport,
     /// What server 3 describes.
-    latest: Held,
+    latest: JobReport,
 }
 
 fn moved_job(spec: JobSpec) -> Moved {
     let spec = Arc::new(JobSpec { replicas: 2, min_servers: 2, ..spec });
     let plan = |ids: [u64; 2]| Plan::new(&spec, &ids.map(server), &Zones::new()).unwrap();
     let before = Before { spec: spec.clone(), plan: plan([1, 2]), ..Before::new() };
-    let earlier = before.held();
+    let earlier = before.report();
     let attempt = Attempt { epoch: 5, step: 9, number: 0 };
-    let latest = Held { plan: plan([2, 3]), attempt, ..before.held() };
+    let latest = JobReport { plan: plan([2, 3]), attempt, ..before.report() };
     Moved { before, earlier, latest }
 }
 
@@ -50,7 +52,7 @@ fn a_server_with_an_earlier_placement_does_not_continue_without_the_servers_of_t
     script.returns(3, 1, vec![moved.latest.clone()]);
     script.after(LEARNING);
     assert_eq!((script.version(), script.failure()), (Some(9), None));
-    assert_eq!(script.open().placement.slices_of(3).count(), 3);
+    assert_eq!(script.open().plan.placement.slices_of(3).count(), 3);
     assert!(script.closed().contains(&1) && !script.closed().contains(&3));
 }
 
@@ -128,6 +130,6 @@ fn a_server_that_was_replaced_cannot_fail_the_job() {
     // It reports another error before it is told to close the job.
     script.failed_in(2, epoch, "another command has failed", false);
     assert_eq!(script.failure(), None);
-    assert!(script.open().placement.servers().iter().all(|server| server.id != 2));
+    assert!(script.open().plan.placement.servers().iter().all(|server| server.id != 2));
     assert_eq!(script.open().members.rank_of(leases[0]), Some(0));
 }

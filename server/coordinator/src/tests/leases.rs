@@ -1,4 +1,6 @@
 //! Workers that take ranks, wait for them, leave, and are lost.
+//!
+//! promise: exactly-once
 
 use zeroshard_model::Departure;
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use zeroshard_model::Placement;
 
 use super::*;
-use crate::calls::LinkReport;
+use crate::vocabulary::calls::LinkReport;
 
 const PATIENCE: Duration = Duration::from_secs(4);
 
@@ -34,13 +34,13 @@ impl Script {
     }
 
     fn wait(&self) -> String {
-        let job = &self.cluster.jobs["job"];
+        let job = &self.cluster.jobs()["job"];
         job.wait(&self.cluster.common).map(|wait| wait.reason).unwrap_or_default()
     }
 
     /// Returns whether the server has slices of the job.
     fn has_slices(&self, server: u64) -> bool {
-        self.open().placement.servers().iter().any(|of| of.id == server)
+        self.open().plan.placement.servers().iter().any(|of| of.id == server)
     }
 }
 
@@ -51,7 +51,7 @@ fn primary(placement: &Placement) -> u64 {
 #[test]
 fn a_job_continues_without_a_server_that_its_ranks_cannot_reach_until_it_is_uncordoned() {
     let (mut script, leases) = training(1, 2);
-    let server = primary(&script.open().placement);
+    let server = primary(&script.open().plan.placement);
     script.report_link(0, leases[0], server);
     let wait = script.wait();
     assert!(wait.contains(&format!("host:{server}")) && wait.contains("no answer"), "{wait}");
@@ -64,7 +64,7 @@ fn a_job_continues_without_a_server_that_its_ranks_cannot_reach_until_it_is_unco
     assert!(!script.wait().contains("reached"), "{}", script.wait());
     assert!(script.cluster.common.servers.is_connected(server), "other jobs keep it");
     // Another server is lost. Its slices need a second replica.
-    let other = script.open().placement.servers()[0].id;
+    let other = script.open().plan.placement.servers()[0].id;
     script.lose_server(other);
     assert!(!script.has_slices(server), "it is still out of reach");
     let caller = script.caller();
@@ -76,7 +76,7 @@ fn a_job_continues_without_a_server_that_its_ranks_cannot_reach_until_it_is_unco
 #[test]
 fn a_report_that_is_not_repeated_has_no_effect() {
     let (mut script, leases) = training(1, 2);
-    let server = primary(&script.open().placement);
+    let server = primary(&script.open().plan.placement);
     script.report_link(0, leases[0], server);
     script.now += Duration::from_secs(60);
     script.event(Event::Tick);
@@ -86,7 +86,7 @@ fn a_report_that_is_not_repeated_has_no_effect() {
 #[test]
 fn the_reports_of_an_earlier_worker_of_the_rank_do_not_count() {
     let (mut script, leases) = training(1, 2);
-    let server = primary(&script.open().placement);
+    let server = primary(&script.open().plan.placement);
     script.report_for(2, &[(0, leases[0])], server);
     script.lose(0, leases[0]);
     let lease = script.join(0).unwrap();
@@ -98,11 +98,11 @@ fn the_reports_of_an_earlier_worker_of_the_rank_do_not_count() {
 fn a_bad_rank_cannot_take_one_server_after_another() {
     let (mut script, leases) = training(1, 2);
     script.server(4);
-    let first = primary(&script.open().placement);
+    let first = primary(&script.open().plan.placement);
     script.report_for(6, &[(0, leases[0])], first);
     script.open_all();
     assert!(!script.has_slices(first));
-    let second = primary(&script.open().placement);
+    let second = primary(&script.open().plan.placement);
     script.report_for(10, &[(0, leases[0])], second);
     assert!(script.has_slices(second), "within a minute of the first");
 }
@@ -110,7 +110,7 @@ fn a_bad_rank_cannot_take_one_server_after_another() {
 #[test]
 fn a_rank_that_alone_cannot_reach_a_server_counts_as_lost() {
     let (mut script, leases) = training(3, 2);
-    let server = primary(&script.open().placement);
+    let server = primary(&script.open().plan.placement);
     let epoch = script.epoch();
     for (rank, &lease) in (0..2).zip(&leases) {
         script.commit(commit(lease, epoch, rank, 0));
@@ -128,7 +128,7 @@ fn a_rank_that_alone_cannot_reach_a_server_counts_as_lost() {
 #[test]
 fn half_of_the_ranks_decide_against_a_server() {
     let (mut script, leases) = training(3, 2);
-    let server = primary(&script.open().placement);
+    let server = primary(&script.open().plan.placement);
     script.report_for(6, &[(0, leases[0]), (2, leases[2])], server);
     assert!(!script.has_slices(server));
     assert_eq!(script.open().members.len(), 3);
@@ -137,7 +137,7 @@ fn half_of_the_ranks_decide_against_a_server() {
 #[test]
 fn a_job_without_replicas_shows_the_link_and_keeps_its_server() {
     let (mut script, leases) = training(1, 1);
-    let server = primary(&script.open().placement);
+    let server = primary(&script.open().plan.placement);
     script.report_for(20, &[(0, leases[0])], server);
     assert!(script.has_slices(server) && script.failure().is_none());
     assert!(script.wait().contains(&format!("host:{server}")), "{}", script.wait());

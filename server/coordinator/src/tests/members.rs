@@ -28,7 +28,7 @@ fn a_job_without_enough_servers_reports_the_missing_number() {
     let Error::Timeout { waiting_for, waited_ms } = script.error(caller) else { panic!("timeout") };
     assert!(waiting_for.contains("1 of 3"), "{waiting_for}");
     assert_eq!(*waited_ms, 60_000);
-    assert!(script.cluster.jobs.is_empty());
+    assert!(script.cluster.jobs().is_empty());
 }
 
 #[test]

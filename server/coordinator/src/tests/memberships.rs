@@ -1,7 +1,9 @@
 //! Memberships: the messages to each member, and their cost.
+//!
+//! promise: isolation
 
 use super::*;
-use crate::memberships::Peer;
+use crate::state::memberships::Peer;
 
 fn join(script: &mut Script, rank: u32) -> Lease {
     script.join_as(rank, Some(format!("worker-{rank}:7"))).unwrap()

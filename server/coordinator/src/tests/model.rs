@@ -1,4 +1,6 @@
 //! Tests the invariants of leases with random histories of a job's workers.
+//!
+//! promise: exactly-once
 
 use std::collections::HashMap;
 

@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::{
-    calls::{Drained, Stays},
-    learning::LEARNING,
+    cluster::startup::LEARNING,
+    vocabulary::calls::{Drained, Stays},
 };
 
 /// Creates a job with two replicas on this number of servers, and publishes version 0. No worker
@@ -44,12 +44,12 @@ fn cordon(script: &mut Script, server: &str, cordoned: bool) -> Result<Reply> {
 }
 
 fn placed_on(script: &Script) -> Vec<u64> {
-    script.open().placement.servers().iter().map(|server| server.id).collect()
+    script.open().plan.placement.servers().iter().map(|server| server.id).collect()
 }
 
 /// The reason of the wait, and whether workers or servers are missing.
 fn wait(script: &Script) -> Option<(String, bool, bool)> {
-    let wait = script.cluster.jobs["job"].wait(&script.cluster.common)?;
+    let wait = script.cluster.jobs()["job"].wait(&script.cluster.common)?;
     Some((wait.reason, wait.lacks_workers, wait.lacks_servers))
 }
 
@@ -66,7 +66,7 @@ fn a_new_job_is_placed_on_servers_that_are_not_cordoned() {
     cordon(&mut script, "host:2", false).unwrap();
     script.open_all();
     assert!(placed_on(&script).contains(&2));
-    assert!(matches!(cordon(&mut script, "host:9", true), Err(Error::Invalid { .. })));
+    assert!(matches!(cordon(&mut script, "host:9", true), Err(Error::Refused { .. })));
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn a_command_about_a_server_is_repeated_while_a_new_coordinator_may_not_know_it_
     assert!(matches!(refused, Error::Unavailable { .. }), "{refused:?}");
     script.after(LEARNING);
     let refused = cordon(&mut script, "host:2", true).unwrap_err();
-    assert!(matches!(refused, Error::Invalid { .. }), "{refused:?}");
+    assert!(matches!(refused, Error::Refused { .. }), "{refused:?}");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn a_server_is_drained_only_when_all_slices_have_their_replicas() {
     // The new backups do not finish their copies.
     script.silent = true;
     script.lose_server(1);
-    assert!(script.open().degraded_slices(&script.cluster.jobs["job"].spec) > 0);
+    assert!(script.open().degraded_slices(&script.cluster.jobs()["job"].spec) > 0);
     let (placement, Drained { stays, degraded, .. }) =
         (placed_on(&script), drain(&mut script, 2, false));
     assert!(matches!(&stays[..], [Stays { job, .. }] if job == "job"), "{stays:?}");
@@ -114,7 +114,7 @@ fn the_loss_of_another_server_while_slices_are_copied_loses_nothing() {
     script.open_all();
     script.lose_server(2);
     assert_eq!(script.failure(), None);
-    let slices = script.open().placement.slices();
+    let slices = script.open().plan.placement.slices();
     assert!((0..slices).all(|slice| script.open().holders(slice).count() > 0));
 }
 
@@ -185,12 +185,12 @@ fn an_evicted_rank_loses_its_lease_in_a_new_epoch() {
     let lost = Error::LeaseLost { job: "job".into(), rank: 1 };
     assert!(script.ended.contains(&(leases[1], Some(lost))));
     assert!(matches!(script.error(waiting), Error::StepAborted { .. }));
-    let trouble = script.cluster.jobs["job"].progress.trouble().unwrap();
+    let trouble = script.cluster.jobs()["job"].progress.trouble().unwrap();
     assert!(trouble.0.to_string().contains("rank 1 was evicted"), "{trouble:?}");
     script.join(1).unwrap();
     let again = script.caller();
     script.event(Event::Evict { caller: again, job: "job".into(), rank: 7 });
-    assert!(matches!(script.error(again), Error::Invalid { .. }));
+    assert!(matches!(script.error(again), Error::Refused { .. }));
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn a_wait_names_its_cause_and_is_measured_from_the_last_step() {
         script.commit(commit(leases[rank as usize], script.epoch(), rank, 0));
     }
     script.ready_all(0);
-    assert_eq!(script.cluster.jobs["job"].progress.since(), script.now);
+    assert_eq!(script.cluster.jobs()["job"].progress.since(), script.now);
     script.lose(1, leases[1]);
     let (reason, lacks_workers, _) = wait(&script).unwrap();
     assert!(reason.contains("ranks without a worker (rank 1)") && lacks_workers, "{reason}");

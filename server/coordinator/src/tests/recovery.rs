@@ -4,11 +4,13 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use super::*;
 use crate::{
-    calls::{Attach, Rested},
-    commands::{Begins, FailedThere},
-    decision::Figures,
-    held::{Held, Ranks},
-    learning::RECOVERY,
+    cluster::startup::RECOVERY,
+    vocabulary::{
+        calls::{Attach, Rested},
+        commands::{Begins, FailedThere},
+        decision::Figures,
+        job_report::{JobReport, Ranks},
+    },
 };
 
 /// A job of two servers and two ranks in epoch 3.
@@ -27,13 +29,13 @@ impl Before {
     }
 
     /// A server's description, in which every gradient of step 4 is missing.
-    pub(super) fn held(&self) -> Held {
-        Held {
+    pub(super) fn report(&self) -> JobReport {
+        JobReport {
             id: JOB,
             term: 7,
             spec: self.spec.clone(),
             plan: self.plan.clone(),
-            succession: None,
+            fork: None,
             restore: None,
             empty: BTreeSet::new(),
             copies: 0,
@@ -56,13 +58,13 @@ impl Before {
     }
 
     /// A server that has all gradients of step 4.
-    fn ready(&self, server: u64) -> Held {
-        Held { ready: Some(self.reduced(server)), ..self.held() }
+    fn ready(&self, server: u64) -> JobReport {
+        JobReport { ready: Some(self.reduced(server)), ..self.report() }
     }
 
     /// A server that has the decision about step 4.
-    pub(super) fn decided(&self, server: u64) -> Held {
-        let held = self.held();
+    pub(super) fn decided(&self, server: u64) -> JobReport {
+        let report = self.report();
         let figures = Figures {
             scale: 2.0,
             clip_coefficient: 0.5,
@@ -70,28 +72,29 @@ impl Before {
             resting: vec![],
             user_data: vec![],
         };
-        let decision = Decision { attempt: held.attempt, update: None, figures, replicated: None };
-        Held {
+        let decision =
+            Decision { attempt: report.attempt, update: None, figures, replicated: None };
+        JobReport {
             attempt: Attempt { epoch: 3, step: 5, number: 0 },
             decided: Some((decision, self.reduced(server))),
-            ..held
+            ..report
         }
     }
 
     /// A new coordinator, with which the servers register one after the other.
-    pub(super) fn recover(&self, held: [Held; 2]) -> Script {
+    pub(super) fn recover(&self, reports: [JobReport; 2]) -> Script {
         let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-        for (id, held) in (1..).zip(held) {
+        for (id, report) in (1..).zip(reports) {
             assert!(script.describe("job").is_err(), "not before all servers are there");
-            script.returns(id, 1, vec![held]);
+            script.returns(id, 1, vec![report]);
         }
         script
     }
 }
 
 impl Script {
-    pub(super) fn returns(&mut self, id: u64, incarnation: u64, held: Vec<Held>) {
-        self.returns_after(id, incarnation, held, &[]);
+    pub(super) fn returns(&mut self, id: u64, incarnation: u64, reports: Vec<JobReport>) {
+        self.returns_after(id, incarnation, reports, &[]);
     }
 
     /// A server returns, on which jobs have failed.
@@ -99,7 +102,7 @@ impl Script {
         &mut self,
         id: u64,
         incarnation: u64,
-        held: Vec<Held>,
+        reports: Vec<JobReport>,
         failed: &[(u64, &str)],
     ) {
         let server = Server { id, incarnation, address: format!("host:{id}") };
@@ -111,7 +114,7 @@ impl Script {
             stream,
             server,
             about: About { failed, ..About::default() },
-            held,
+            reports,
             is_new: true,
         });
     }
@@ -151,7 +154,7 @@ impl Script {
 #[test]
 fn an_attempt_continues_with_the_gradients_that_have_arrived() {
     let before = Before::new();
-    let mut script = before.recover([before.ready(1), before.held()]);
+    let mut script = before.recover([before.ready(1), before.report()]);
     assert_eq!((script.epoch(), script.version()), (3, Some(4)));
     assert!(script.told_to(1).is_empty() && script.told_to(2).is_empty());
     for (rank, lease) in (0..).zip(before.leases) {
@@ -187,9 +190,9 @@ fn a_decision_that_one_server_has_stands_and_is_reported_to_ranks_that_ask_again
 #[test]
 fn a_server_that_lacks_the_decision_and_its_gradients_is_an_error() {
     let before = Before::new();
-    let mut script = before.recover([before.decided(1), before.held()]);
+    let mut script = before.recover([before.decided(1), before.report()]);
     assert_eq!(script.failure(), None, "the description may be old");
-    script.returns(2, 1, vec![before.held()]);
+    script.returns(2, 1, vec![before.report()]);
     let reason = script.failure().unwrap();
     assert!(reason.contains("lacks gradients of step 4 that was decided"), "{reason}");
     assert_eq!(script.closed(), [1, 2]);
@@ -198,7 +201,7 @@ fn a_server_that_lacks_the_decision_and_its_gradients_is_an_error() {
 #[test]
 fn a_lease_that_only_some_servers_know_ends_because_no_worker_knows_it() {
     let before = Before::new();
-    let mut other = before.held();
+    let mut other = before.report();
     other.ranks.leases.insert(1, Lease(99));
     let mut script = before.recover([before.ready(1), other]);
     let ends = Command::NewEpoch { job: job(), epoch: 3, rank: 1, left: false };
@@ -210,13 +213,13 @@ fn a_lease_that_only_some_servers_know_ends_because_no_worker_knows_it() {
     }
     assert!(script.join(1).is_ok());
     // No gradient was pushed with it, so the others count.
-    assert_eq!((script.epoch(), script.open().round.reports.len()), (3, 1));
+    assert_eq!((script.epoch(), script.open().round.reports().len()), (3, 1));
 }
 
 #[test]
 fn an_epoch_that_only_some_servers_know_is_announced_to_the_others() {
     let before = Before::new();
-    let mut newer = before.held();
+    let mut newer = before.report();
     newer.attempt.epoch = 9;
     newer.ranks.leases.remove(&1);
     let script = before.recover([before.ready(1), newer.clone()]);
@@ -225,21 +228,24 @@ fn an_epoch_that_only_some_servers_know_is_announced_to_the_others() {
     assert_eq!((script.told_to(1), script.told_to(2)), (vec![next, ends], vec![]));
     // The gradients of the old epoch do not count.
     assert_eq!((script.epoch(), script.open().members.len()), (9, 1));
-    assert!(script.open().round.reports.is_empty());
+    assert!(script.open().round.reports().is_empty());
 }
 
 #[test]
 fn a_rank_that_one_server_knows_as_done_or_left_is_not_lost() {
     let before = Before::new();
-    let mut done = before.held();
+    let mut done = before.report();
     done.ranks.leases.remove(&1);
     done.ranks.done.insert(1);
     let script = before.recover([before.ready(1), done]);
     assert_eq!(script.told_to(1), [Command::RankDone { job: job(), rank: 1 }]);
-    assert_eq!((script.epoch(), script.open().done.len(), script.told_to(2)), (3, 1, vec![]));
-    assert_eq!(script.open().round.reports.len(), 1);
+    assert_eq!(
+        (script.epoch(), script.open().departed.done().len(), script.told_to(2)),
+        (3, 1, vec![])
+    );
+    assert_eq!(script.open().round.reports().len(), 1);
 
-    let mut left = before.held();
+    let mut left = before.report();
     left.attempt.epoch = 4;
     left.ranks.leases.remove(&1);
     left.ranks.left.insert(1);
@@ -254,9 +260,9 @@ fn a_rank_that_one_server_knows_as_done_or_left_is_not_lost() {
 fn a_rest_that_begins_or_ends_with_the_coordinator_is_answered() {
     let before = Before::new();
     let resting = |ranks: &[u32]| {
-        let mut held = before.held();
-        held.ranks.resting = ranks.iter().map(|&rank| (rank, (4, false))).collect();
-        held
+        let mut report = before.report();
+        report.ranks.resting = ranks.iter().map(|&rank| (rank, (4, false))).collect();
+        report
     };
     // It begins: one server was told.
     let mut script = before.recover([resting(&[1]), resting(&[])]);
@@ -274,13 +280,13 @@ fn a_rest_that_begins_or_ends_with_the_coordinator_is_answered() {
     let mut ended = resting(&[]);
     (ended.attempt, ended.rested) = (rested.attempt, Some(1));
     let both = resting(&[0, 1]);
-    for held in [[ended.clone(), both.clone()], [resting(&[]), both], [ended.clone(), ended]] {
-        let mut script = before.recover(held);
+    for report in [[ended.clone(), both.clone()], [resting(&[]), both], [ended.clone(), ended]] {
+        let mut script = before.recover(report);
         for rank in [0, 1] {
             let caller = script.rest(turn(before.leases[rank as usize], 3, rank, 4), false);
             assert_eq!(script.answer(caller), Some(&Ok(Reply::Rested(rested))));
         }
-        assert_eq!((script.epoch(), script.open().resting.len()), (3, 0));
+        assert_eq!((script.epoch(), script.open().uneven_inputs.len()), (3, 0));
     }
 }
 
@@ -297,7 +303,7 @@ fn a_worker_that_knows_a_later_attempt_than_the_servers_moves_to_a_new_epoch_at_
         let aborted = matches!(script.answer(waiting), Some(Err(Error::StepAborted { .. })));
         assert_eq!(aborted, epoch > 3);
     }
-    let mut script = before.recover([before.held(), before.held()]);
+    let mut script = before.recover([before.report(), before.report()]);
     let absurd = script.attach_at(1, before.leases[1], at(u64::MAX, 4, 0)).unwrap_err();
     assert!(matches!(absurd, Error::Invalid { .. }), "{absurd}");
 }
@@ -306,32 +312,33 @@ fn a_worker_that_knows_a_later_attempt_than_the_servers_moves_to_a_new_epoch_at_
 #[test]
 fn a_worker_that_knows_a_later_attempt_waits_for_a_server_that_is_not_connected() {
     let before = Before::new();
-    let mut script = before.recover([before.held(), before.held()]);
-    script.lose_link(script.links[&2]);
-    let later = Attempt { epoch: 8, step: 6, number: 0 };
-    let refused = script.attach_at(1, before.leases[1], later).unwrap_err();
-    assert!(matches!(refused, Error::Unavailable { .. }), "{refused}");
-    script.attach_at(0, before.leases[0], Attempt::first(3, 4)).unwrap();
-    script.returns(2, 1, vec![before.held()]);
-    script.attach_at(1, before.leases[1], later).unwrap();
-    assert_eq!(script.epoch(), 9);
+    for (later, epoch) in [(Attempt::first(8, 6), 9), (Attempt::first(3, 5), 3)] {
+        let mut script = before.recover([before.report(), before.report()]);
+        script.lose_link(script.links[&2]);
+        let refused = script.attach_at(1, before.leases[1], later).unwrap_err();
+        assert!(matches!(refused, Error::Unavailable { .. }), "{refused}");
+        script.attach_at(0, before.leases[0], Attempt::first(3, 4)).unwrap();
+        script.returns(2, 1, vec![before.report()]);
+        script.attach_at(1, before.leases[1], later).unwrap();
+        assert_eq!(script.epoch(), epoch);
+    }
 }
 
 #[test]
 fn an_attempt_and_a_version_that_only_some_servers_know_are_announced_to_the_others() {
     let before = Before::new();
-    let mut later = before.held();
+    let mut later = before.report();
     later.attempt.number = 2;
     let script = before.recover([before.ready(1), later.clone()]);
     let attempt = later.attempt;
     assert_eq!(script.told_to(1), [Command::NewAttempt { job: job(), attempt, rested: None }]);
-    assert!(script.told_to(2).is_empty() && script.open().round.reports.is_empty());
+    assert!(script.told_to(2).is_empty() && script.open().round.reports().is_empty());
 
-    let at_upload = |published, initialised| Held {
+    let at_upload = |published, initialised| JobReport {
         attempt: Attempt { epoch: 3, step: 0, number: 0 },
         published,
         initialised,
-        ..before.held()
+        ..before.report()
     };
     let publish = Command::Publish { job: job(), epoch: 3 };
     let script = before.recover([at_upload(true, false), at_upload(false, true)]);
@@ -340,18 +347,21 @@ fn an_attempt_and_a_version_that_only_some_servers_know_are_announced_to_the_oth
     assert_eq!(script.told_to(1), [publish]);
     assert_eq!(script.version(), Some(0));
     let script = before.recover([at_upload(false, true), at_upload(false, false)]);
-    assert_eq!((script.version(), &script.open().uninitialised), (None, &BTreeSet::from([2])));
+    assert_eq!(
+        (script.version(), script.open().version.uninitialised()),
+        (None, &BTreeSet::from([2]))
+    );
 }
 
 #[test]
 fn ranks_that_have_left_are_done_or_rest_are_known() {
     let before = Before::new();
-    let held = |change: &dyn Fn(&mut Ranks)| {
-        let mut held = before.held();
-        change(&mut held.ranks);
-        held
+    let report = |change: &dyn Fn(&mut Ranks)| {
+        let mut report = before.report();
+        change(&mut report.ranks);
+        report
     };
-    let left = held(&|ranks| {
+    let left = report(&|ranks| {
         ranks.leases.remove(&1);
         ranks.left.insert(1);
     });
@@ -359,7 +369,7 @@ fn ranks_that_have_left_are_done_or_rest_are_known() {
     let caller = script.commit(commit(before.leases[0], 3, 0, 4));
     assert_eq!(script.error(caller), &Error::RankLeft { job: "job".into(), rank: 1, step: 4 });
 
-    let rests = held(&|ranks| ranks.resting = [(1, (2, true))].into());
+    let rests = report(&|ranks| ranks.resting = [(1, (2, true))].into());
     let mut script = before.recover([rests.clone(), rests.clone()]);
     assert!(script.new_epochs().is_empty());
     // Its call, which it repeats, is from the step in which it began to rest.
@@ -373,7 +383,7 @@ fn ranks_that_have_left_are_done_or_rest_are_known() {
 #[test]
 fn ranks_that_do_not_attach_in_time_are_lost() {
     let before = Before::new();
-    let mut script = before.recover([before.held(), before.held()]);
+    let mut script = before.recover([before.report(), before.report()]);
     script.attach(0, before.leases[0]).unwrap();
     script.after(RECOVERY);
     assert_eq!((script.epoch(), script.open().members.len()), (4, 1));
@@ -388,26 +398,26 @@ fn ranks_that_do_not_attach_in_time_are_lost() {
 fn what_a_server_says_while_others_are_missing_counts() {
     let before = Before::new();
     let starting = || Script { cluster: Cluster::starting(), ..Script::default() };
-    let attempt = before.held().attempt;
+    let attempt = before.report().attempt;
     let mut script = starting();
-    script.returns(1, 1, vec![before.held()]);
+    script.returns(1, 1, vec![before.report()]);
     script.said(1, ServerEvent::Ready { job: job(), attempt, reduced: before.reduced(1) });
     script.returns(2, 1, vec![before.ready(2)]);
     assert!(script.open().is_reduced());
 
-    let upload = Held {
+    let upload = JobReport {
         attempt: Attempt { epoch: 3, step: 0, number: 0 },
         published: false,
-        ..before.held()
+        ..before.report()
     };
     let mut script = starting();
     script.returns(1, 1, vec![upload.clone()]);
     script.said(1, ServerEvent::Initialised { job: job(), epoch: 3 });
-    script.returns(2, 1, vec![Held { initialised: true, ..upload }]);
+    script.returns(2, 1, vec![JobReport { initialised: true, ..upload }]);
     assert_eq!(script.version(), Some(0));
 
     let mut script = starting();
-    script.returns(1, 1, vec![before.held()]);
+    script.returns(1, 1, vec![before.report()]);
     script.failed(1, "out of memory");
     assert_eq!(script.failure(), Some("shard server host:1: out of memory"));
 }
@@ -422,7 +432,7 @@ fn a_server_without_trained_slices_catches_up() {
     let mut decided = before.decided(1);
     decided.decided.as_mut().unwrap().0.attempt.number = 2;
     let decision = decided.decided.as_ref().unwrap().0.clone();
-    let script = before.recover([decided, before.held()]);
+    let script = before.recover([decided, before.report()]);
     let attempt = decision.attempt;
     let next = Command::NewAttempt { job: job(), attempt, rested: None };
     let expected = [next, Command::Decide { job: job(), decision }];
@@ -441,8 +451,8 @@ fn a_member_waits_when_another_worker_has_created_its_job_again_before_the_serve
     assert!(matches!(script.error(early), Error::Unavailable { .. }), "{:?}", script.error(early));
     let attached = script.attach_at(1, before.leases[1], Attempt::first(3, 4));
     assert!(matches!(attached, Err(Error::Unavailable { .. })), "{attached:?}");
-    for (server, held) in (1..).zip([before.held(), before.held()]) {
-        script.returns(server, 1, vec![held]);
+    for (server, report) in (1..).zip([before.report(), before.report()]) {
+        script.returns(server, 1, vec![report]);
     }
     assert!(matches!(script.error(creator), Error::Unavailable { .. }));
     script.attach_at(1, before.leases[1], Attempt::first(3, 4)).unwrap();

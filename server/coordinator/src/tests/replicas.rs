@@ -1,10 +1,14 @@
 //! Jobs with replicas: backups, and servers that are lost.
+//!
+//! promise: durability
 
 use zeroshard_model::{Placement, Restore, RestoreVersion};
 
 use super::*;
-use crate::held::{Held, Ranks};
-use crate::learning::{LEARNING, RECOVERY};
+use crate::{
+    cluster::startup::{LEARNING, RECOVERY},
+    vocabulary::job_report::{JobReport, Ranks},
+};
 
 const REPLICAS: u32 = 2;
 
@@ -66,7 +70,7 @@ fn step(script: &mut Script, lease: Lease, step: u64) -> Caller {
 #[test]
 fn a_step_waits_for_the_servers_that_are_only_backups() {
     let (mut script, lease) = training();
-    let placement = script.open().placement.clone();
+    let placement = script.open().plan.placement.clone();
     let backups: Vec<u64> =
         script.servers().into_iter().filter(|&server| script.open().awaits(server)).collect();
     assert!(backups.len() > placement.servers().len() - 2, "{placement:?}");
@@ -97,11 +101,11 @@ fn a_version_is_served_when_all_servers_have_stored_its_decision() {
 fn backups_of_a_lost_server_become_primaries_and_its_slices_are_copied() {
     let (mut script, lease) = training();
     step(&mut script, lease, 0);
-    let before = script.open().placement.clone();
+    let before = script.open().plan.placement.clone();
     let waiting = script.commit(commit(lease, 1, 0, 1));
     script.lose_server(1);
     assert!(matches!(script.error(waiting), Error::StepAborted { step: 1, epoch: 2, .. }));
-    let after = script.open().placement.clone();
+    let after = script.open().plan.placement.clone();
     assert!(after.servers().iter().all(|server| server.id != 1));
     let ids = |placement: &zeroshard_model::Placement, slice: usize| -> Vec<u64> {
         let owners = placement.owners(slice).iter();
@@ -117,7 +121,7 @@ fn backups_of_a_lost_server_become_primaries_and_its_slices_are_copied() {
     assert_eq!(copied, lacking);
     assert!(copies(&script).iter().all(|&(_, version, _)| version == 1));
     step(&mut script, lease, 1);
-    assert_eq!(script.open().degraded_slices(&script.cluster.jobs["job"].spec), 0);
+    assert_eq!(script.open().degraded_slices(&script.cluster.jobs()["job"].spec), 0);
 }
 
 #[test]
@@ -178,15 +182,15 @@ fn a_server_that_connects_becomes_a_backup_if_there_were_too_few() {
     let (mut script, lease) = training();
     script.lose_server(1);
     script.lose_server(2);
-    let spec = script.cluster.jobs["job"].spec.clone();
-    assert_eq!(script.open().placement.replicas(), 1);
+    let spec = script.cluster.jobs()["job"].spec.clone();
+    assert_eq!(script.open().plan.placement.replicas(), 1);
     assert_eq!(script.open().degraded_slices(&spec), 3);
     step(&mut script, lease, 0);
     script.server(4);
     assert_eq!(script.opens().last().map(|open| open.0), Some(4));
     script.said(4, script.opened(job()));
     step(&mut script, lease, 1);
-    assert_eq!(script.open().placement.replicas(), 2);
+    assert_eq!(script.open().plan.placement.replicas(), 2);
     assert_eq!(script.open().degraded_slices(&spec), 0);
     // Now the first server can be lost.
     script.lose_server(3);
@@ -210,7 +214,7 @@ fn a_server_that_cannot_be_a_backup_is_left_out() {
 #[test]
 fn a_server_without_memory_for_more_slices_keeps_those_that_it_has() {
     let (mut script, lease) = training();
-    let spec = script.cluster.jobs["job"].spec.clone();
+    let spec = script.cluster.jobs()["job"].spec.clone();
     step(&mut script, lease, 0);
     script.full = [2, 3].into();
     script.lose_server(1);
@@ -226,7 +230,7 @@ fn a_server_without_memory_for_more_slices_keeps_those_that_it_has() {
     script.server(4);
     script.said(4, script.opened(job()));
     assert_eq!(script.open().degraded_slices(&spec), 0);
-    assert_eq!(script.open().placement.slices_of(4).count(), lacking);
+    assert_eq!(script.open().plan.placement.slices_of(4).count(), lacking);
     step(&mut script, lease, 3);
 }
 
@@ -241,7 +245,7 @@ fn slices_for_which_a_server_has_no_memory_are_copied_to_another() {
         step(&mut script, lease, 0);
         script.full = [full].into();
         script.lose_server(1);
-        let spec = script.cluster.jobs["job"].spec.clone();
+        let spec = script.cluster.jobs()["job"].spec.clone();
         assert_eq!(script.open().degraded_slices(&spec), 0, "without memory on {full}");
         step(&mut script, lease, 1);
     }
@@ -257,7 +261,7 @@ fn servers_are_asked_again_for_memory_when_another_one_is_lost() {
         script.initialise_all();
         script.full = [2, 3, 4].into();
         script.lose_server(1);
-        let spec = script.cluster.jobs["job"].spec.clone();
+        let spec = script.cluster.jobs()["job"].spec.clone();
         assert!(script.open().degraded_slices(&spec) > 0);
         script.full.clear();
         script.lose_server(lost);
@@ -282,14 +286,14 @@ fn a_silent_server_is_replaced_after_ten_seconds() {
 }
 
 /// A job as a server of its placement describes it to a new coordinator.
-fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
-    let (job, open) = (&script.cluster.jobs["job"], script.open());
-    Held {
+fn report(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> JobReport {
+    let (job, open) = (&script.cluster.jobs()["job"], script.open());
+    JobReport {
         id: JOB,
         term: 7,
         spec: job.spec.clone(),
-        plan: Plan::of(&job.spec, open.placement.as_ref().clone()),
-        succession: None,
+        plan: Plan::of(&job.spec, open.plan.placement.as_ref().clone()),
+        fork: None,
         restore: None,
         attempt,
         published: true,
@@ -306,8 +310,8 @@ fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
 }
 
 /// A server describes its job to a new coordinator.
-fn returns(script: &mut Script, id: u64, held: &Held) {
-    script.returns(id, 1, vec![held.clone()]);
+fn returns(script: &mut Script, id: u64, report: &JobReport) {
+    script.returns(id, 1, vec![report.clone()]);
 }
 
 /// A process of a server does not exist any more.
@@ -321,12 +325,12 @@ fn refused(script: &mut Script, id: u64) {
 fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was_given_up() {
     let (mut before, old_lease) = training();
     step(&mut before, old_lease, 0);
-    let stale = held(&before, 1, old_lease, Attempt::first(1, 1));
+    let stale = report(&before, 1, old_lease, Attempt::first(1, 1));
     before.lose_server(1);
     before.lose(0, old_lease);
     let lease = before.join(0).unwrap();
     let epoch = before.epoch();
-    let others = [2, 3].map(|id| held(&before, id, lease, Attempt::first(epoch, 1)));
+    let others = [2, 3].map(|id| report(&before, id, lease, Attempt::first(epoch, 1)));
     let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
     // It has described a job of an earlier placement, with a lease that has ended.
     returns(&mut script, 1, &stale);
@@ -336,15 +340,15 @@ fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was
     assert_eq!(script.open().members.rank_of(lease), Some(0));
     assert!(script.closed().contains(&1), "{:?}", script.closed());
     assert!(script.epoch() > epoch);
-    assert!(script.open().placement.primary_slices(2).count() == 3);
+    assert!(script.open().plan.placement.primary_slices(2).count() == 3);
 }
 
 #[test]
 fn a_server_whose_description_is_out_of_date_describes_its_jobs_again() {
     let (mut before, lease) = training();
-    let stale = held(&before, 1, lease, Attempt::first(1, 0));
+    let stale = report(&before, 1, lease, Attempt::first(1, 0));
     (0..2).for_each(|number| _ = step(&mut before, lease, number));
-    let fresh = [1, 2, 3].map(|id| held(&before, id, lease, Attempt::first(1, 2)));
+    let fresh = [1, 2, 3].map(|id| report(&before, id, lease, Attempt::first(1, 2)));
     let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
     returns(&mut script, 1, &stale);
     returns(&mut script, 2, &fresh[1]);
@@ -359,12 +363,12 @@ fn a_server_whose_description_is_out_of_date_describes_its_jobs_again() {
 fn the_replicas_on_a_server_that_may_have_died_do_not_count() {
     let (mut script, lease) = training();
     let degraded =
-        |script: &Script| script.open().degraded_slices(&script.cluster.jobs["job"].spec);
-    let held = held(&script, 1, lease, Attempt::first(1, 0));
+        |script: &Script| script.open().degraded_slices(&script.cluster.jobs()["job"].spec);
+    let report = report(&script, 1, lease, Attempt::first(1, 0));
     assert_eq!(degraded(&script), 0);
     script.lose_link(script.links[&1]);
-    assert_eq!(degraded(&script), script.open().placement.slices_of(1).count());
-    returns(&mut script, 1, &held);
+    assert_eq!(degraded(&script), script.open().plan.placement.slices_of(1).count());
+    returns(&mut script, 1, &report);
     assert_eq!(degraded(&script), 0);
 }
 
@@ -374,7 +378,7 @@ fn a_server_that_never_received_its_slices_is_told_again_by_a_new_coordinator() 
     step(&mut before, lease, 0);
     let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
     for id in [1, 2] {
-        returns(&mut script, id, &held(&before, id, lease, Attempt::first(1, 1)));
+        returns(&mut script, id, &report(&before, id, lease, Attempt::first(1, 1)));
     }
     // The placement lists it, but the last coordinator died before it had the job.
     script.server(3);
@@ -382,7 +386,7 @@ fn a_server_that_never_received_its_slices_is_told_again_by_a_new_coordinator() 
     assert_eq!(script.opens().iter().map(|open| open.0).collect::<Vec<_>>(), [3]);
     assert_eq!(copies(&script), [], "it has not opened the job");
     script.open_all();
-    let slices = script.open().placement.slices_of(3).count();
+    let slices = script.open().plan.placement.slices_of(3).count();
     let copied: usize = copies(&script).iter().map(|(_, _, slices)| slices.len()).sum();
     assert!(copies(&script).iter().all(|copy| copy.0 == 3), "{:?}", copies(&script));
     assert_eq!(copied, slices, "it has no content yet");
@@ -402,7 +406,7 @@ fn initial_parameters_that_all_other_servers_have_are_not_uploaded_again() {
     assert_eq!(script.version(), None);
     script.lose_server(3);
     assert_eq!(script.version(), Some(0));
-    assert_eq!(script.open().degraded_slices(&script.cluster.jobs["job"].spec), 0);
+    assert_eq!(script.open().degraded_slices(&script.cluster.jobs()["job"].spec), 0);
     assert!(!copies(&script).is_empty());
 }
 
@@ -412,12 +416,12 @@ fn a_version_0_of_which_ranks_were_told_survives_the_coordinator_and_a_server() 
     let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
     for id in [1, 2] {
         // The command to publish it has not arrived.
-        let held = held(&before, id, lease, Attempt::first(1, 0));
-        returns(&mut script, id, &Held { published: false, initialised: true, ..held });
+        let report = report(&before, id, lease, Attempt::first(1, 0));
+        returns(&mut script, id, &JobReport { published: false, initialised: true, ..report });
     }
     refused(&mut script, 3);
     assert_eq!(script.version(), Some(0), "{:?}", script.failure());
-    assert_eq!(script.open().placement.slices_of(3).count(), 0);
+    assert_eq!(script.open().plan.placement.slices_of(3).count(), 0);
 }
 
 #[test]
@@ -427,7 +431,7 @@ fn a_server_that_describes_an_earlier_placement_closes_the_job_before_it_opens_i
     script.open_all();
     script.initialise_all();
     let lease = script.join(0).unwrap();
-    let earlier = held(&script, 2, lease, script.first_attempt(0));
+    let earlier = report(&script, 2, lease, script.first_attempt(0));
     script.lose_server(2);
     script.commands.clear();
     returns(&mut script, 2, &earlier);
@@ -465,11 +469,11 @@ fn a_new_coordinator_goes_on_without_a_server_that_stays_silent() {
     step(&mut before, lease, 0);
     let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
     for id in [1, 2] {
-        returns(&mut script, id, &held(&before, id, lease, Attempt::first(1, 1)));
+        returns(&mut script, id, &report(&before, id, lease, Attempt::first(1, 1)));
     }
     script.after(RECOVERY);
     assert!(script.failure().is_none(), "{:?}", script.failure());
-    assert_eq!(script.open().placement.slices_of(3).count(), 0);
+    assert_eq!(script.open().plan.placement.slices_of(3).count(), 0);
     assert_eq!(copies(&script).len(), 2, "the others copy its slices");
 }
 
@@ -478,7 +482,7 @@ fn a_new_coordinator_without_any_copy_of_a_slice_fails_the_job() {
     let (mut before, lease) = training();
     step(&mut before, lease, 0);
     let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
-    returns(&mut script, 1, &held(&before, 1, lease, Attempt::first(1, 1)));
+    returns(&mut script, 1, &report(&before, 1, lease, Attempt::first(1, 1)));
     script.after(RECOVERY);
     let reason = script.failure().expect("two of three servers are silent");
     assert!(reason.contains("host:2") || reason.contains("host:3"), "{reason}");
@@ -488,16 +492,16 @@ fn a_new_coordinator_without_any_copy_of_a_slice_fails_the_job() {
 fn a_server_that_missed_the_latest_placement_does_not_fail_the_job() {
     let (mut before, lease) = training();
     step(&mut before, lease, 0);
-    let stale = held(&before, 3, lease, Attempt::first(1, 1));
+    let stale = report(&before, 3, lease, Attempt::first(1, 1));
     // Server 1 was started again and has copied its slices; server 3 has not been told.
-    let placement = &before.open().placement;
+    let placement = &before.open().plan.placement;
     let again = |of: &Server| Server { incarnation: if of.id == 1 { 2 } else { 1 }, ..of.clone() };
     let servers = placement.servers().iter().map(again).collect();
     let owners = (0..placement.slices()).flat_map(|slice| placement.owners(slice)).copied();
     let placement = Placement::new(servers, REPLICAS as usize, owners.collect()).unwrap();
-    let latest = Held {
+    let latest = JobReport {
         plan: Plan::of(&stale.spec, placement),
-        ..held(&before, 1, lease, Attempt::first(2, 1))
+        ..report(&before, 1, lease, Attempt::first(2, 1))
     };
     // Now server 2 dies together with the coordinator.
     for is_back in [true, false] {
@@ -510,7 +514,7 @@ fn a_server_that_missed_the_latest_placement_does_not_fail_the_job() {
             script.returns(1, 2, vec![latest.clone()]);
             script.after(LEARNING);
             assert_eq!((script.version(), script.failure()), (Some(1), None));
-            assert_eq!(script.open().placement.slices_of(2).count(), 0);
+            assert_eq!(script.open().plan.placement.slices_of(2).count(), 0);
         } else {
             script.after(LEARNING);
             assert!(script.failure().expect("no server has all slices").contains("host:2"));
@@ -549,8 +553,8 @@ fn servers_with_different_content_of_a_slice_fail_the_job() {
     // Its latest checkpoint may be wrong as well.
     let version = RestoreVersion::LatestIfAny;
     let restore = Some(Restore { url: "file:///c".into(), job: "job".into(), version });
-    let spec = script.cluster.jobs["job"].spec.as_ref().clone();
-    let create = Box::new(Create { spec, succession: None, restore, quota: None });
+    let spec = script.cluster.jobs()["job"].spec.as_ref().clone();
+    let create = Box::new(Create { spec, fork: None, restore, quota: None });
     let caller = script.caller();
     script.event(Event::Create { caller, job_id: JOB + 1, create, wait: WAIT });
     assert!(matches!(script.error(caller), Error::JobFailed { .. }));

@@ -9,7 +9,10 @@ use super::{
     saves::{URL, found, policy},
     *,
 };
-use crate::{held::Held, interrupted::SERVERS_LIMIT, learning::RECOVERY};
+use crate::{
+    cluster::startup::RECOVERY, state::interrupted::SERVERS_LIMIT,
+    vocabulary::job_report::JobReport,
+};
 
 #[test]
 fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {
@@ -19,7 +22,7 @@ fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {
         Restore { url: URL.into(), job: "job".into(), version: RestoreVersion::LatestIfAny };
     let create = |script: &mut Script, restore: Option<Restore>| {
         let caller = script.caller();
-        let create = Box::new(Create { spec: spec(1), succession: None, restore, quota: None });
+        let create = Box::new(Create { spec: spec(1), fork: None, restore, quota: None });
         script.event(Event::Create { caller, job_id: JOB, create, wait: WAIT });
         caller
     };
@@ -182,10 +185,10 @@ fn before() -> Before {
 }
 
 /// A new coordinator, with which only server 1 has registered.
-fn half_recovered(held: Held) -> Script {
+fn half_recovered(report: JobReport) -> Script {
     let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
     script.found = found(2);
-    script.returns(1, 1, vec![held]);
+    script.returns(1, 1, vec![report]);
     script
 }
 
@@ -201,14 +204,14 @@ fn a_job_returns_to_its_last_checkpoint_when_the_coordinator_and_a_server_are_lo
         |script| script.after(RECOVERY),
     ];
     for end in ends {
-        let mut script = half_recovered(before.held());
+        let mut script = half_recovered(before.report());
         end(&mut script);
         script.after(RECOVERY); // until no other server is expected
         script.after(SERVERS_LIMIT);
         assert!(script.attach(0, before.leases[0]).is_err(), "it is being restored");
         script.open_all();
         assert_eq!(script.version(), Some(2));
-        assert!(script.epoch() > before.held().attempt.epoch);
+        assert!(script.epoch() > before.report().attempt.epoch);
         for (rank, lease) in (0..).zip(before.leases) {
             script.attach(rank, lease).unwrap();
         }
@@ -221,7 +224,7 @@ fn a_job_returns_to_its_last_checkpoint_when_the_coordinator_and_a_server_are_lo
 #[test]
 fn a_rank_that_does_not_return_to_a_restored_job_is_lost() {
     let before = before();
-    let mut script = half_recovered(before.held());
+    let mut script = half_recovered(before.report());
     script.after(RECOVERY);
     script.after(SERVERS_LIMIT);
     script.open_all();
@@ -234,7 +237,7 @@ fn a_rank_that_does_not_return_to_a_restored_job_is_lost() {
 #[test]
 fn a_job_without_initial_parameters_is_not_restored() {
     let before = before();
-    let mut script = half_recovered(Held { published: false, ..before.held() });
+    let mut script = half_recovered(JobReport { published: false, ..before.report() });
     script.after(RECOVERY);
     assert!(script.failure().is_some());
 }
@@ -242,12 +245,12 @@ fn a_job_without_initial_parameters_is_not_restored() {
 #[test]
 fn a_new_coordinator_remembers_what_a_server_has_described_before_its_stream_broke() {
     let before = before();
-    let mut script = half_recovered(before.held());
+    let mut script = half_recovered(before.report());
     script.lose_link(script.links[&1]);
     // The process of the other server has ended.
     let ended = script.probed.iter().find(|of| of.id == 2).unwrap().clone();
     script.event(Event::Refused(ended));
-    script.returns(1, 1, vec![before.held()]);
+    script.returns(1, 1, vec![before.report()]);
     script.after(RECOVERY);
     script.after(SERVERS_LIMIT);
     script.open_all();
@@ -260,12 +263,12 @@ fn a_new_coordinator_remembers_what_a_server_has_described_before_its_stream_bro
 fn a_job_that_only_some_servers_have_restored_is_restored_again() {
     let before = before();
     let attempt = |epoch, step| Attempt { epoch, step, number: 0 };
-    let restored = || Held { attempt: attempt(5, 2), ..before.held() };
+    let restored = || JobReport { attempt: attempt(5, 2), ..before.report() };
     let server = |id| Server { id, incarnation: 1, address: format!("host:{id}") };
     let plan = Plan::new(&before.spec, &[1, 2, 3].map(server), &Zones::new()).unwrap();
     // On three servers, of which one was lost.
-    let elsewhere = Held { plan, attempt: attempt(3, 2), ..before.held() };
-    for earlier in [before.held(), elsewhere] {
+    let elsewhere = JobReport { plan, attempt: attempt(3, 2), ..before.report() };
+    for earlier in [before.report(), elsewhere] {
         let mut script = half_recovered(restored());
         script.returns(2, 1, vec![earlier]);
         script.after(RECOVERY);
@@ -276,7 +279,7 @@ fn a_job_that_only_some_servers_have_restored_is_restored_again() {
         script.step_all(&before.leases, 2);
     }
     // A server that was reading the checkpoint, or has not been told to.
-    let restoring = Held { restoring: true, ..restored() };
+    let restoring = JobReport { restoring: true, ..restored() };
     for [one, other] in [[vec![restoring], vec![restored()]], [vec![restored()], Vec::new()]] {
         let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
         script.found = found(2);
@@ -287,7 +290,7 @@ fn a_job_that_only_some_servers_have_restored_is_restored_again() {
         assert_eq!(script.version(), Some(2));
         assert!(script.epoch() > 5);
     }
-    let restored = || Held { restored: Some((5, 2)), ..restored() };
+    let restored = || JobReport { restored: Some((5, 2)), ..restored() };
     let mut script = half_recovered(restored());
     script.returns(2, 1, vec![restored()]);
     assert_eq!((script.version(), script.epoch()), (Some(2), 5));

@@ -1,9 +1,11 @@
 //! Saves.
+//!
+//! promise: durability
 
 use zeroshard_model::{CheckpointPolicy, OnLoss, OnMemoryShortage};
 
 use super::*;
-use crate::job::save::SAVE_LIMIT;
+use crate::state::saves::SAVE_LIMIT;
 
 pub(super) const URL: &str = "file:///checkpoints";
 const SECOND: Duration = Duration::from_secs(1);
@@ -187,7 +189,7 @@ fn a_job_is_saved_after_the_time_of_its_policy() {
 fn a_save_during_another_save_begins_when_that_has_ended() {
     let (mut script, leases) = Script::training(1, 1);
     let caller = script.save(None);
-    assert!(matches!(script.error(caller), Error::Invalid { .. }));
+    assert!(matches!(script.error(caller), Error::Refused { .. }));
     script.save(Some(URL));
     let same = script.save(Some(URL));
     assert_eq!(script.answer(same), None, "it waits for the same save");
@@ -277,16 +279,16 @@ fn an_unused_job_is_saved_before_it_is_deleted() {
     script.step_all(&leases, 0);
     script.leave(leases[0], true);
     assert_eq!(script.writes().len(), 1);
-    assert!(script.cluster.jobs.contains_key("job"));
+    assert!(script.cluster.jobs().contains_key("job"));
     script.write_all();
     let save = completion_save(&script);
     let full = Error::Storage { action: "write".into(), url: URL.into(), cause: "full".into() };
     script.completed(save, Err(full));
-    assert!(script.cluster.jobs.contains_key("job"), "it is not saved");
+    assert!(script.cluster.jobs().contains_key("job"), "it is not saved");
     assert_eq!(script.writes().len(), 1, "a failed save is not repeated at once");
     script.after(60 * SECOND);
     assert_eq!(script.writes().len(), 2);
     script.write_all();
     script.completed(completion_save(&script), Ok(1));
-    assert!(!script.cluster.jobs.contains_key("job"));
+    assert!(!script.cluster.jobs().contains_key("job"));
 }

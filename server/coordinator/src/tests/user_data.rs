@@ -9,7 +9,11 @@ use super::{
     saves::{URL, completion_save, found, policy},
     *,
 };
-use crate::{calls::RankData, held::Held, interrupted::SERVERS_LIMIT, learning::RECOVERY};
+use crate::{
+    cluster::startup::RECOVERY,
+    state::interrupted::SERVERS_LIMIT,
+    vocabulary::{calls::RankData, job_report::JobReport},
+};
 
 /// What two ranks send for a version.
 fn data(version: u64) -> BTreeMap<u32, Bytes> {
@@ -177,7 +181,7 @@ fn an_unused_job_that_some_ranks_have_not_left_is_deleted_without_a_save_of_lost
     script.lose(0, leases[0]);
     script.after(WAIT);
     assert_eq!(script.writes(), []);
-    assert!(!script.cluster.jobs.contains_key("job"));
+    assert!(!script.cluster.jobs().contains_key("job"));
 }
 
 #[test]
@@ -189,16 +193,16 @@ fn a_job_that_all_ranks_have_left_is_not_saved_without_data_that_was_never_sent(
     script.step_and_promise(&leases, 0);
     script.leave(leases[0], true);
     assert_eq!(script.writes(), []);
-    assert!(!script.cluster.jobs.contains_key("job"));
+    assert!(!script.cluster.jobs().contains_key("job"));
 }
 
 #[test]
 fn the_last_steps_are_saved_although_the_coordinator_dies_during_the_last_save() {
-    let left = |held: &mut Held| {
-        held.ranks.left = held.ranks.leases.keys().copied().collect();
-        held.ranks.leases.clear();
-        let spec = JobSpec { idle_timeout: Some(WAIT), ..held.spec.as_ref().clone() };
-        held.spec = Arc::new(spec);
+    let left = |report: &mut JobReport| {
+        report.ranks.left = report.ranks.leases.keys().copied().collect();
+        report.ranks.leases.clear();
+        let spec = JobSpec { idle_timeout: Some(WAIT), ..report.spec.as_ref().clone() };
+        report.spec = Arc::new(spec);
     };
     let (mut script, _) = recovered_as(left);
     assert_eq!(script.version(), Some(5), "its last checkpoint is of version 2");
@@ -206,12 +210,13 @@ fn the_last_steps_are_saved_although_the_coordinator_dies_during_the_last_save()
     let completion = script.completions.last().expect("the last save");
     assert_eq!((completion.plan.version, &completion.lost_ranks[..]), (5, &[0, 1][..]));
     script.completed(completion_save(&script), Ok(1));
-    assert!(!script.cluster.jobs.contains_key("job"));
+    assert!(!script.cluster.jobs().contains_key("job"));
 }
 
 #[test]
 fn a_restored_version_is_not_saved_without_the_data_that_the_last_coordinator_had_read() {
-    let restored = |held: &mut Held| (held.decided, held.restored) = (None, Some((3, 5)));
+    let restored =
+        |report: &mut JobReport| (report.decided, report.restored) = (None, Some((3, 5)));
     let (mut script, leases) = recovered_as(restored);
     (0..2).for_each(|rank| script.attach(rank, leases[rank as usize]).unwrap());
     let caller = script.save(Some("file:///elsewhere"));
@@ -258,23 +263,23 @@ fn data_is_accepted_only_from_the_holder_of_the_rank() {
 /// A coordinator that was restarted after step 4, for which both ranks had data. The first ranks
 /// have leases.
 fn recovered(ranks: u32) -> (Script, [Lease; 2]) {
-    recovered_as(|held| held.ranks.leases.retain(|&rank, _| rank < ranks))
+    recovered_as(|report| report.ranks.leases.retain(|&rank, _| rank < ranks))
 }
 
 /// The same, with other descriptions by the servers.
-fn recovered_as(change: impl Fn(&mut Held)) -> (Script, [Lease; 2]) {
+fn recovered_as(change: impl Fn(&mut JobReport)) -> (Script, [Lease; 2]) {
     let mut before = Before::new();
     before.spec = Arc::new(JobSpec { min_servers: 2, ..policy(2, 100) });
-    let held = |server| {
-        let mut held = before.decided(server);
-        let decided = held.decided.as_mut();
+    let report = |server| {
+        let mut report = before.decided(server);
+        let decided = report.decided.as_mut();
         decided.expect("a decision").0.figures.user_data = vec![0, 1];
-        change(&mut held);
-        held
+        change(&mut report);
+        report
     };
     let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
     script.found = found(2);
-    (1..3).for_each(|server| script.returns(server, 1, vec![held(server)]));
+    (1..3).for_each(|server| script.returns(server, 1, vec![report(server)]));
     (script, before.leases)
 }
 

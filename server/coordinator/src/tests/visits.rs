@@ -1,7 +1,7 @@
 //! How many jobs an event visits, and what is known of jobs without visiting them.
 
 use super::*;
-use crate::index::Entry;
+use crate::cluster::index::Entry;
 
 /// The number of other jobs.
 const OTHERS: u64 = 50;
@@ -32,7 +32,7 @@ impl Script {
     pub(super) fn check_index(&self) {
         let common = &self.cluster.common;
         let mut assigned = BTreeMap::<u64, u64>::new();
-        for (name, job) in &self.cluster.jobs {
+        for (name, job) in self.cluster.jobs() {
             let known = common.index.entry(name).expect("an entry");
             let Entry { placement, holders, deadline, predecessor, interests } = job.entry(common);
             assert_eq!(known.placement, placement, "{name}");

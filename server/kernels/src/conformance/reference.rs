@@ -1,14 +1,18 @@
 //! The contract as scalar code: one element at a time, each operation rounded to f32 separately.
+//! For an optimizer without such code here, the loop of the CPU is the reference, without vector
+//! instructions and, unless it needs the whole tensor, for one element at a time.
 
 use zeroshard_model::{
+    dtype::DType,
     geometry::blocks::BLOCK,
     optimizer::{
         Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Asgd, Lamb, Lion, NAdam, Optimizer,
-        RAdam, RmsProp, Sgd,
+        RAdam, RmsProp, Sgd, StateDType,
     },
 };
 
-use crate::Update;
+use super::buffer_of;
+use crate::{Backend, Cpu, Update, loops::Level};
 
 /// Element `i` of a block is added to lane `i % 128`, the lanes are added as a tree, and the blocks
 /// in order.
@@ -27,24 +31,39 @@ pub(super) fn sum_of_squares(values: &[f32]) -> f64 {
     values.chunks(BLOCK).fold(0.0, |sum, block| sum + block_sum(block))
 }
 
-/// One step on a whole tensor.
-pub(super) fn apply(update: &Update<'_>, w: &mut [f32], state: &mut [Vec<f32>], gradient: &[f32]) {
+/// One step on a whole tensor. `state_dtype` decides the formula of Adam.
+pub(super) fn apply(
+    update: &Update<'_>,
+    state_dtype: StateDType,
+    w: &mut [f32],
+    state: &mut Vec<Vec<f32>>,
+    gradient: &[f32],
+) {
     if let Optimizer::Lamb(lamb) = update.optimizer {
         return lamb_step(lamb, update, w, state, gradient);
     }
     if let Optimizer::Adafactor(adafactor) = update.optimizer {
         return adafactor_step(adafactor, update, w, state, gradient);
     }
+    if update.optimizer.needs_whole_tensors() {
+        return on_the_cpu(update, w, state, gradient);
+    }
     for i in 0..w.len() {
         let mut element: Vec<f32> = state.iter().map(|tensor| tensor[i]).collect();
-        w[i] = element_step(update, w[i], &mut element, gradient[i]);
+        w[i] = element_step(update, state_dtype, w[i], &mut element, gradient[i]);
         for (tensor, value) in state.iter_mut().zip(element) {
             tensor[i] = value;
         }
     }
 }
 
-fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -> f32 {
+fn element_step(
+    update: &Update<'_>,
+    state_dtype: StateDType,
+    w: f32,
+    state: &mut [f32],
+    gradient: f32,
+) -> f32 {
     let step = update.step;
     match *update.optimizer {
         Optimizer::Sgd(h) => sgd(h, step, w, state, scaled(update, gradient, h.maximize)),
@@ -54,13 +73,13 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
         }
         Optimizer::Adam(h) => {
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
-            adam(h, step, w, state, g)
+            adam(h, (step, state_dtype), w, state, g)
         }
         Optimizer::AdamW(h) => {
             let AdamW { lr, beta1, beta2, eps, weight_decay, amsgrad, maximize } = h;
             let plain = Adam { lr, beta1, beta2, eps, weight_decay: 0.0, amsgrad, maximize };
             let w = w * (1.0 - lr * weight_decay) as f32;
-            adam(plain, step, w, state, scaled(update, gradient, maximize))
+            adam(plain, (step, state_dtype), w, state, scaled(update, gradient, maximize))
         }
         Optimizer::Adamax(h) => {
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
@@ -81,11 +100,25 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
             rmsprop(h, w, state, g)
         }
         Optimizer::Lion(h) => lion(h, w, state, scaled(update, gradient, h.maximize)),
-        Optimizer::Lamb(_) | Optimizer::Adafactor(_) => {
-            unreachable!("LAMB and Adafactor work on whole tensors")
+        _ => {
+            let (mut w, mut state_of_one) = ([w], state.iter().map(|&of| vec![of]).collect());
+            on_the_cpu(update, &mut w, &mut state_of_one, &[gradient]);
+            state.iter_mut().zip(state_of_one).for_each(|(of, one)| *of = one[0]);
+            w[0]
         }
-        Optimizer::Average(_) => gradient * update.coefficient,
     }
+}
+
+fn on_the_cpu(update: &Update<'_>, w: &mut [f32], state: &mut Vec<Vec<f32>>, gradient: &[f32]) {
+    let baseline = Level::all().pop().expect("every machine has a baseline");
+    let cpu = Cpu::at(baseline);
+    let of = |values: &[f32]| buffer_of(&cpu, values, DType::F32);
+    let (mut master, gradient) = (of(w), of(gradient));
+    let mut buffers: Vec<_> = state.iter().map(|values| of(values)).collect();
+    let states = buffers.iter_mut().map(Into::into).collect();
+    cpu.apply(update, (&mut master).into(), states, Some(&gradient), None).unwrap();
+    w.copy_from_slice(master.values());
+    *state = buffers.iter().map(|buffer| buffer.values().to_vec()).collect();
 }
 
 fn scaled(update: &Update<'_>, gradient: f32, maximize: bool) -> f32 {
@@ -128,7 +161,7 @@ fn asgd(h: Asgd, [eta, mu]: [f32; 2], w: f32, state: &mut [f32], g: f32) -> f32 
     w
 }
 
-fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
+fn adam(h: Adam, (step, state_dtype): (u64, StateDType), w: f32, state: &mut [f32], g: f32) -> f32 {
     state[0] = lerp(state[0], g, 1.0 - h.beta1);
     state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
     let mut v = state[1];
@@ -136,7 +169,12 @@ fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
         state[2] = state[2].max(v);
         v = state[2];
     }
-    let denominator = v.sqrt() / correction(h.beta2, step).sqrt() as f32 + h.eps as f32;
+    let root = correction(h.beta2, step).sqrt();
+    if state_dtype == StateDType::Int8 {
+        let step_size = (h.lr * root / correction(h.beta1, step)) as f32;
+        return w - step_size * state[0] / (v.sqrt() + (h.eps * root) as f32);
+    }
+    let denominator = v.sqrt() / root as f32 + h.eps as f32;
     let step_size = (h.lr / correction(h.beta1, step)) as f32;
     w - step_size * state[0] / denominator
 }

@@ -1,25 +1,20 @@
-//! One optimizer step over one slice: selects the kernel and the state tensors, and works tile by
-//! tile.
+//! The arrays of an optimizer step over one slice, and the loop over their tiles.
 
 use std::ops::Range;
 
-use zeroshard_model::{
-    geometry::blocks::BLOCK,
-    optimizer::{Optimizer, RmsProp, Sgd},
-};
+use zeroshard_model::optimizer::StateShape;
 
-use super::{Buffer, Cpu};
+use super::{Buffer, Cpu, coded::Coded};
 use crate::loops::prefetch::prefetch;
 use crate::loops::sum::{self, Lanes};
-use crate::loops::{
-    adadelta, adafactor, adagrad, adam, adamax, asgd, average, lamb, lion, nadam, radam, rmsprop,
-    sgd,
+use crate::{
+    Output,
+    kernel::{self, Update},
 };
-use crate::{Output, Update};
 
-/// The number of elements in a tile, after which a step casts the results and prefetches. It is
-/// small, so that the prefetched lines do not delay the step's own loads.
-const TILE: usize = 128;
+// A step goes over one tile after the other: it decodes the state, casts the results, and
+// prefetches. A tile is small, so that the prefetched lines do not delay the step's own loads.
+pub(crate) use zeroshard_model::geometry::blocks::{BLOCK, TILE};
 
 /// The prefetch distance in elements: a small page, beyond which the hardware's own prefetcher does
 /// not look.
@@ -33,68 +28,20 @@ pub(super) fn apply(
     update: &Update<'_>,
     mut master: Output<'_, Buffer>,
     mut state: Vec<Output<'_, Buffer>>,
-    gradient: &Buffer,
+    gradient: Option<&Buffer>,
     published: Option<&mut Buffer>,
 ) {
-    let state = state.iter_mut().map(Array::of).collect();
-    let gradient = gradient.values();
-    let arrays = Arrays { master: Array::of(&mut master), state, gradient, published };
-    arrays.check(update.optimizer);
-    let &Update { step, coefficient, scalar_state, .. } = update;
-    let level = cpu.level;
-    match update.optimizer {
-        Optimizer::Sgd(h) => cpu.sgd(h, &sgd::Scalars::new(h, step, coefficient), arrays),
-        Optimizer::Asgd(h) => {
-            let s = asgd::Scalars::new(h, scalar_state, coefficient);
-            cpu.tiles(arrays, |p, [ax], g| asgd::step(level, &s, p, ax, g));
-        }
-        Optimizer::Adam(h) => {
-            cpu.adam(&adam::Scalars::adam(h, step, coefficient), h.amsgrad, arrays);
-        }
-        Optimizer::AdamW(h) => {
-            cpu.adam(&adam::Scalars::adamw(h, step, coefficient), h.amsgrad, arrays);
-        }
-        Optimizer::Adamax(h) => {
-            let s = adamax::Scalars::new(h, step, coefficient);
-            cpu.tiles(arrays, |p, [m, norm], g| adamax::step(level, &s, p, m, norm, g));
-        }
-        Optimizer::NAdam(h) => {
-            let s = nadam::Scalars::new(h, step, scalar_state[0], coefficient);
-            cpu.tiles(arrays, |p, [m, v], g| nadam::step(level, &s, p, m, v, g));
-        }
-        Optimizer::RAdam(h) => {
-            let s = radam::Scalars::new(h, step, coefficient);
-            cpu.tiles(arrays, |p, [m, v], g| radam::step(level, &s, p, m, v, g));
-        }
-        Optimizer::Adagrad(h) => {
-            let s = adagrad::Scalars::new(h, step, coefficient);
-            cpu.tiles(arrays, |p, [sum], g| adagrad::step(level, &s, p, sum, g));
-        }
-        Optimizer::Adadelta(h) => {
-            let s = adadelta::Scalars::new(h, coefficient);
-            cpu.tiles(arrays, |p, [square, delta], g| {
-                adadelta::step(level, &s, p, square, delta, g)
-            });
-        }
-        Optimizer::Adafactor(h) => {
-            cpu.adafactor(&adafactor::Scalars::new(h, step, coefficient), arrays);
-        }
-        Optimizer::RmsProp(h) => cpu.rmsprop(h, &rmsprop::Scalars::new(h, coefficient), arrays),
-        Optimizer::Lion(h) => {
-            let s = lion::Scalars::new(h, coefficient);
-            cpu.tiles(arrays, |p, [m], g| lion::step(level, &s, p, m, g));
-        }
-        Optimizer::Lamb(h) => cpu.lamb(&lamb::Scalars::new(h, step, coefficient), arrays),
-        Optimizer::Average(_) => {
-            cpu.tiles(arrays, |p, [], g| average::step(level, coefficient, p, g));
-        }
-    }
+    let gradient = gradient.map(Buffer::values);
+    let (master, state) = (Array::of(&mut master), State::of(&mut state));
+    let arrays = Arrays { master, state, gradient, published };
+    arrays.check(update);
+    kernel::of(update.optimizer).step(cpu, update, arrays);
 }
 
 /// An array that a step reads and writes.
 #[derive(Default)]
-struct Array<'a> {
-    values: &'a mut [f32],
+pub(crate) struct Array<'a> {
+    pub(crate) values: &'a mut [f32],
     /// The earlier values, if they have not been copied into `values` yet.
     earlier: Option<&'a [f32]>,
 }
@@ -108,6 +55,7 @@ impl<'a> Array<'a> {
     }
 
     /// A part, with the earlier values. They are copied while the step has them in cache.
+    #[inline]
     fn tile(&mut self, range: Range<usize>) -> &mut [f32] {
         let values = &mut self.values[range.clone()];
         if let Some(earlier) = self.earlier {
@@ -117,18 +65,11 @@ impl<'a> Array<'a> {
     }
 
     /// All of it, with the earlier values.
-    fn all(self) -> &'a mut [f32] {
+    pub(crate) fn all(self) -> &'a mut [f32] {
         if let Some(earlier) = self.earlier {
             self.values.copy_from_slice(earlier);
         }
         self.values
-    }
-
-    fn prefetch(&self, range: Range<usize>) {
-        if let Some(earlier) = self.earlier {
-            prefetch(&earlier[range.clone()]);
-        }
-        prefetch(&self.values[range]);
     }
 
     /// The same array for a pass after which all earlier values have been copied.
@@ -137,33 +78,122 @@ impl<'a> Array<'a> {
     }
 }
 
-/// The arrays of a step.
-struct Arrays<'a> {
-    master: Array<'a>,
-    state: Vec<Array<'a>>,
-    gradient: &'a [f32],
-    published: Option<&'a mut Buffer>,
+impl Array<'_> {
+    #[inline]
+    fn prefetch_earlier(&self, range: Range<usize>) {
+        if let Some(earlier) = self.earlier {
+            prefetch(&earlier[range]);
+        }
+    }
 }
 
-impl Arrays<'_> {
-    fn check(&self, optimizer: &Optimizer) {
-        let numel = self.master.values.len();
-        assert_eq!(self.state.len(), optimizer.state().len(), "{optimizer}'s state tensors");
-        let is_factored = matches!(optimizer, Optimizer::Adafactor(_));
+impl Prefetch for Array<'_> {
+    const STEP_PREFETCHES: bool = false;
+
+    fn prefetch(&self, range: Range<usize>) {
+        self.prefetch_earlier(range.clone());
+        prefetch(&self.values[range]);
+    }
+}
+
+/// An array that a step reads and writes tile by tile.
+pub(super) trait Prefetch {
+    /// `true` if the step prefetches what it reads and writes by itself, except earlier values.
+    const STEP_PREFETCHES: bool;
+
+    fn prefetch(&self, range: Range<usize>);
+}
+
+/// The state tensors of a step.
+pub(crate) enum State<'a> {
+    Values(Vec<Array<'a>>),
+    Coded(Vec<Coded<'a>>),
+}
+
+impl<'a> State<'a> {
+    fn of(outputs: &'a mut [Output<'_, Buffer>]) -> Self {
+        match outputs.iter().any(|output| output.buffer.layout.code().is_some()) {
+            false => Self::Values(outputs.iter_mut().map(Array::of).collect()),
+            true => Self::Coded(outputs.iter_mut().map(Coded::of).collect()),
+        }
+    }
+
+    /// The numbers of elements.
+    fn lengths(&self) -> Vec<usize> {
+        match self {
+            Self::Values(arrays) => arrays.iter().map(|array| array.values.len()).collect(),
+            Self::Coded(arrays) => arrays.iter().map(Coded::len).collect(),
+        }
+    }
+
+    /// The state tensors of a step over 8-bit state.
+    pub(super) fn take_coded(&mut self) -> Vec<Coded<'a>> {
+        match self {
+            Self::Values(_) => unreachable!("the caller has asked `are_coded`"),
+            Self::Coded(arrays) => std::mem::take(arrays),
+        }
+    }
+
+    /// The state tensors of a step that needs their values: it has no codes.
+    pub(crate) fn values(&mut self) -> &mut Vec<Array<'a>> {
+        match self {
+            Self::Values(arrays) => arrays,
+            Self::Coded(_) => unreachable!("`check` compared the codes with the optimizer's"),
+        }
+    }
+}
+
+/// The arrays of a step.
+pub(crate) struct Arrays<'a> {
+    pub(crate) master: Array<'a>,
+    pub(crate) state: State<'a>,
+    /// `None`: it is in `master.values`.
+    gradient: Option<&'a [f32]>,
+    pub(crate) published: Option<&'a mut Buffer>,
+}
+
+impl<'a> Arrays<'a> {
+    /// The gradient, for a step that reads it more than once.
+    pub(crate) fn gradient(&self) -> &'a [f32] {
+        self.gradient.expect("a gradient that is read more than once is not overwritten")
+    }
+
+    /// Returns whether the state tensors are 8-bit state.
+    pub(crate) fn are_coded(&self) -> bool {
+        matches!(self.state, State::Coded(_))
+    }
+
+    fn check(&self, update: &Update<'_>) {
+        let (optimizer, numel) = (update.optimizer, self.master.values.len());
+        let lengths = self.state.lengths();
+        assert_eq!(lengths.len(), optimizer.state().len(), "{optimizer}'s state tensors");
+        let is_factored =
+            optimizer.state_shapes(&[1, 1]).iter().any(|of| *of != StateShape::Elements);
         assert!(
-            is_factored || self.state.iter().all(|state| state.values.len() == numel),
+            is_factored || lengths.iter().all(|&length| length == numel),
             "state is of the master's size"
         );
-        assert_eq!(self.gradient.len(), numel, "the gradient is of the master's size");
+        if let State::Coded(arrays) = &self.state {
+            let codes: Vec<_> = arrays.iter().map(Coded::code).collect();
+            assert_eq!(Some(&codes[..]), optimizer.state_codes(), "{optimizer}'s codes");
+            assert!(update.at.element.is_multiple_of(TILE as u64), "the arrays begin with a tile");
+        }
+        match self.gradient {
+            Some(gradient) => assert_eq!(gradient.len(), numel, "of the master's size"),
+            None => {
+                let is_possible = kernel::reads_gradient_once(optimizer);
+                assert!(is_possible && self.master.earlier.is_some(), "both are needed");
+            }
+        }
         let published = self.published.as_ref().map_or(numel, |published| published.numel);
         assert_eq!(published, numel, "what is published is of the master's size");
     }
 
     /// The same arrays for a first pass, whose parameters must not be published yet.
-    fn first_pass(&mut self) -> Arrays<'_> {
+    pub(crate) fn first_pass(&mut self) -> Arrays<'_> {
         Arrays {
             master: self.master.first_pass(),
-            state: self.state.iter_mut().map(Array::first_pass).collect(),
+            state: State::Values(self.state.values().iter_mut().map(Array::first_pass).collect()),
             gradient: self.gradient,
             published: None,
         }
@@ -173,161 +203,53 @@ impl Arrays<'_> {
 impl Cpu {
     /// Runs `step` on each tile of the parameter, `N` state tensors and the gradient, and publishes
     /// the results.
-    fn tiles<const N: usize>(
+    pub(crate) fn tiles<const N: usize>(
         &self,
-        arrays: Arrays<'_>,
+        mut arrays: Arrays<'_>,
         mut step: impl FnMut(&mut [f32], [&mut [f32]; N], &[f32]),
     ) {
-        let Arrays { mut master, state, gradient, mut published } = arrays;
-        let state: Result<[Array<'_>; N], _> = state.try_into();
+        let state = std::mem::take(arrays.state.values());
+        self.each_tile(arrays, state, |tile, parameter, state: &mut [Array<'_>; N], gradient| {
+            let state = state.each_mut().map(|state| state.tile(tile.clone()));
+            step(parameter, state, gradient);
+        });
+    }
+
+    /// Runs `step` on the range of each tile, the parameter, the state tensors and the gradient.
+    pub(super) fn each_tile<A: Prefetch, const N: usize>(
+        &self,
+        arrays: Arrays<'_>,
+        state: Vec<A>,
+        mut step: impl FnMut(Range<usize>, &mut [f32], &mut [A; N], &[f32]),
+    ) {
+        let Arrays { mut master, gradient, mut published, .. } = arrays;
+        let state: Result<[A; N], _> = state.try_into();
         let mut state = state.ok().expect("`check` counted the state tensors");
         let numel = master.values.len();
+        let mut replaced = [0.0; TILE];
         for start in (0..numel).step_by(TILE) {
             let tile = start..(start + TILE).min(numel);
             let ahead = (tile.start + AHEAD).min(numel)..(tile.end + AHEAD).min(numel);
-            master.prefetch(ahead.clone());
             state.iter().for_each(|state| state.prefetch(ahead.clone()));
-            prefetch(&gradient[ahead]);
-            let states = state.each_mut().map(|state| state.tile(tile.clone()));
-            let parameter = master.tile(tile.clone());
-            step(parameter, states, &gradient[tile.clone()]);
-            if let Some(published) = &mut published {
-                let dtype = published.dtype;
-                self.encode(parameter, published.bytes_mut(tile), dtype);
+            if A::STEP_PREFETCHES {
+                master.prefetch_earlier(ahead);
+            } else {
+                master.prefetch(ahead.clone());
+                gradient.iter().for_each(|gradient| prefetch(&gradient[ahead.clone()]));
             }
-        }
-    }
-
-    fn sgd(&self, h: &Sgd, s: &sgd::Scalars, arrays: Arrays<'_>) {
-        if h.momentum == 0.0 {
-            self.tiles(arrays, |p, [], g| sgd::plain(self.level, s, p, g));
-        } else {
-            self.tiles(arrays, |p, [b], g| sgd::with_momentum(self.level, s, p, b, g));
-        }
-    }
-
-    fn adam(&self, s: &adam::Scalars, amsgrad: bool, arrays: Arrays<'_>) {
-        if amsgrad {
-            self.tiles(arrays, |p, [m, v, max], g| adam::amsgrad(self.level, s, p, m, v, max, g));
-        } else {
-            self.tiles(arrays, |p, [m, v], g| adam::plain(self.level, s, p, m, v, g));
-        }
-    }
-
-    fn rmsprop(&self, h: &RmsProp, s: &rmsprop::Scalars, arrays: Arrays<'_>) {
-        let level = self.level;
-        match (h.momentum != 0.0, h.centered) {
-            (false, false) => self.tiles(arrays, |p, [v], g| rmsprop::plain(level, s, p, v, g)),
-            (true, false) => self.tiles(arrays, |p, [v, b], g| {
-                rmsprop::with_momentum(level, s, p, v, b, g);
-            }),
-            (false, true) => self.tiles(arrays, |p, [v, mean], g| {
-                rmsprop::centered(level, s, p, v, mean, g);
-            }),
-            (true, true) => self.tiles(arrays, |p, [v, b, mean], g| {
-                rmsprop::centered_with_momentum(level, s, p, v, b, mean, g);
-            }),
-        }
-    }
-
-    /// Two passes: first the moments and norms, then the update with the trust ratio, computed
-    /// again.
-    fn lamb(&self, s: &lamb::Scalars, mut arrays: Arrays<'_>) {
-        let level = self.level;
-        let mut scratch = [0.0; TILE];
-        let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
-        self.tiles(arrays.first_pass(), |p, [m, v], g| {
-            let update = &mut scratch[..p.len()];
-            lamb::moments(level, s, m, v, g);
-            lamb::update(level, s, p, m, v, update);
-            parameters.add(self, p);
-            updates.add(self, update);
-        });
-        let minus_lr = s.minus_lr(parameters.total(), updates.total());
-        self.tiles(arrays, |p, [m, v], _| {
-            let update = &mut scratch[..p.len()];
-            lamb::update(level, s, p, m, v, update);
-            lamb::descend(level, p, update, minus_lr);
-        });
-    }
-
-    fn adafactor(&self, s: &adafactor::Scalars, mut arrays: Arrays<'_>) {
-        let level = self.level;
-        let [rows, columns, variance] = &mut arrays.state[..] else {
-            unreachable!("`check` counted the state tensors")
-        };
-        if variance.values.is_empty() {
-            let rows = std::mem::take(rows).all();
-            let columns = std::mem::take(columns).all();
-            return self.adafactor_matrices(s, arrays, rows, columns);
-        }
-        arrays.state.drain(..2);
-        let mut scratch = [0.0; TILE];
-        let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
-        let numel = arrays.master.values.len();
-        self.tiles(arrays.first_pass(), |p, [v], g| {
-            let update = &mut scratch[..p.len()];
-            adafactor::vector_update(level, s, v, g, update);
-            parameters.add(self, p);
-            updates.add(self, update);
-        });
-        let minus_lr = s.minus_lr(parameters.total(), updates.total(), numel);
-        self.tiles(arrays, |p, [v], g| adafactor::vector_descend(level, s, p, v, g, minus_lr));
-    }
-
-    /// Three passes over all matrices; the first two over one matrix after the other, because a
-    /// small matrix is still in cache.
-    fn adafactor_matrices(
-        &self,
-        s: &adafactor::Scalars,
-        arrays: Arrays<'_>,
-        rows: &mut [f32],
-        columns: &mut [f32],
-    ) {
-        let Arrays { master, gradient, mut published, .. } = arrays;
-        let master = master.all();
-        let numel = master.len();
-        if numel == 0 {
-            return;
-        }
-        // The state tensors have a value for each row and for each column of all matrices.
-        let (width, height) = (numel / rows.len(), numel / columns.len());
-        assert!(
-            width * rows.len() == numel && height * columns.len() == numel,
-            "the state tensors are of the matrices' size"
-        );
-        let mut row_sums = vec![0.0; height];
-        let mut column_sums = vec![0.0; width];
-        let mut update_squares = 0.0;
-        let matrices = gradient.chunks(width * height);
-        let moments = rows.chunks_mut(height).zip(columns.chunks_mut(width));
-        for (gradient, (rows, columns)) in matrices.zip(moments) {
-            column_sums.fill(0.0);
-            for (gradient, sum) in gradient.chunks(width).zip(&mut row_sums) {
-                *sum = adafactor::squares(self.level, s, gradient, &mut column_sums);
-            }
-            s.move_moments(rows, &row_sums, width);
-            s.move_moments(columns, &column_sums, height);
-            let mean = s.mean(rows);
-            for (gradient, &row) in gradient.chunks(width).zip(&*rows) {
-                let moments = adafactor::Row { row, columns, mean };
-                update_squares += adafactor::update_squares(self.level, s, gradient, moments);
-            }
-        }
-        let parameter_squares = sum::of_squares(self.level, master);
-        let minus_lr = s.minus_lr(parameter_squares, update_squares, numel);
-        let mut starts = (0..numel).step_by(width);
-        for (rows, columns) in rows.chunks(height).zip(columns.chunks(width)) {
-            let mean = s.mean(rows);
-            for (&row, start) in rows.iter().zip(&mut starts) {
-                let at = start..start + width;
-                let (parameter, gradient) = (&mut master[at.clone()], &gradient[at.clone()]);
-                let moments = adafactor::Row { row, columns, mean };
-                adafactor::descend(self.level, s, parameter, gradient, moments, minus_lr);
-                if let Some(published) = &mut published {
-                    let dtype = published.dtype;
-                    self.encode(parameter, published.bytes_mut(at), dtype);
+            let gradient = match gradient {
+                Some(gradient) => &gradient[tile.clone()],
+                None => {
+                    let replaced = &mut replaced[..tile.len()];
+                    replaced.copy_from_slice(&master.values[tile.clone()]);
+                    replaced
                 }
+            };
+            let parameter = master.tile(tile.clone());
+            step(tile.clone(), parameter, &mut state, gradient);
+            if let Some(published) = &mut published {
+                let dtype = published.dtype();
+                self.encode(parameter, published.bytes_mut(tile), dtype);
             }
         }
     }
@@ -335,7 +257,7 @@ impl Cpu {
 
 /// A sum of squares that is computed tile by tile, equal to [`sum::of_squares`] over all elements.
 #[derive(Default)]
-struct BlockSums {
+pub(crate) struct BlockSums {
     sum: f64,
     lanes: Lanes,
     /// The number of elements of the current block so far.
@@ -343,7 +265,7 @@ struct BlockSums {
 }
 
 impl BlockSums {
-    fn add(&mut self, cpu: &Cpu, tile: &[f32]) {
+    pub(crate) fn add(&mut self, cpu: &Cpu, tile: &[f32]) {
         sum::add_squares(cpu.level, &mut self.lanes, tile);
         self.filled += tile.len();
         if self.filled == BLOCK {
@@ -352,7 +274,7 @@ impl BlockSums {
         }
     }
 
-    fn total(self) -> f64 {
+    pub(crate) fn total(self) -> f64 {
         if self.filled == 0 { self.sum } else { self.sum + self.lanes.total() }
     }
 }

@@ -4,6 +4,7 @@
 use zeroshard_model::optimizer::Adadelta;
 
 use super::{decayed, signed, vectorised};
+use crate::kernel::{Update, elementwise};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -18,10 +19,10 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of any step.
-    pub fn new(adadelta: &Adadelta, coefficient: f32) -> Scalars {
+    /// The scalars of a step.
+    pub fn new(adadelta: &Adadelta, update: &Update<'_>) -> Scalars {
         Scalars {
-            gradient: signed(coefficient, adadelta.maximize),
+            gradient: signed(update.coefficient, adadelta.maximize),
             weight_decay: adadelta.weight_decay as f32,
             rho: adadelta.rho as f32,
             one_minus_rho: (1.0 - adadelta.rho) as f32,
@@ -30,6 +31,8 @@ impl Scalars {
         }
     }
 }
+
+elementwise!(Adadelta, "adadelta", [square, delta]);
 
 vectorised! {
     /// A step.

@@ -11,7 +11,12 @@
 
 use zeroshard_model::optimizer::Adafactor;
 
-use super::{Lerp, real_power, signed, vectorised};
+use super::{Lerp, real_power, signed, sum, vectorised};
+use crate::{
+    cpu::step::{BlockSums, TILE},
+    cuda::launch::{Address, Array},
+    kernel::{Arrays, Cpu, Kernel, Launch, Scratch, Step, Update},
+};
 
 /// The number of partial sums of a row: few, because a row may have three elements.
 const LANES: usize = 16;
@@ -32,11 +37,11 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of applied step `step` (from 1).
-    pub fn new(h: &Adafactor, step: u64, coefficient: f32) -> Scalars {
-        let t = step as f64;
+    /// The scalars of a step.
+    pub fn new(h: &Adafactor, update: &Update<'_>) -> Scalars {
+        let t = update.step as f64;
         Scalars {
-            gradient: signed(coefficient, h.maximize),
+            gradient: signed(update.coefficient, h.maximize),
             second_moment: Lerp::by(real_power(t, h.beta2_decay)),
             eps1: h.eps1 as f32,
             eps1_squared: (h.eps1 * h.eps1) as f32,
@@ -74,6 +79,203 @@ impl Scalars {
     fn update(&self, gradient: f32, moment: f32) -> f32 {
         gradient * self.gradient / at_least(moment, self.eps1_squared).sqrt()
     }
+}
+
+impl Kernel for Adafactor {
+    fn step(&self, cpu: &Cpu, update: &Update<'_>, mut arrays: Arrays<'_>) {
+        let (level, s) = (cpu.level, &Scalars::new(self, update));
+        let state = arrays.state.values();
+        let [rows, columns, variance] = &mut state[..] else {
+            unreachable!("`check` counted the state tensors")
+        };
+        if variance.values.is_empty() {
+            let rows = std::mem::take(rows).all();
+            let columns = std::mem::take(columns).all();
+            return step_matrices(cpu, s, arrays, rows, columns);
+        }
+        state.drain(..2);
+        let mut scratch = [0.0; TILE];
+        let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
+        let numel = arrays.master.values.len();
+        cpu.tiles(arrays.first_pass(), |p, [v], g| {
+            let update = &mut scratch[..p.len()];
+            vector_update(level, s, v, g, update);
+            parameters.add(cpu, p);
+            updates.add(cpu, update);
+        });
+        let minus_lr = s.minus_lr(parameters.total(), updates.total(), numel);
+        cpu.tiles(arrays, |p, [v], g| vector_descend(level, s, p, v, g, minus_lr));
+    }
+
+    fn reads_gradient_once(&self) -> bool {
+        false
+    }
+
+    fn launches(&self, update: &Update<'_>, step: &Step, scratch: Scratch) -> Vec<Launch> {
+        let s = Scalars::new(self, update);
+        let [rows, columns, variance] = step.state[..] else {
+            unreachable!("Adafactor has three state tensors")
+        };
+        match variance {
+            (_, 0) => launch_matrices(step, s, rows, columns, scratch),
+            (variance, _) => launch_vector(step, s, variance, scratch),
+        }
+    }
+}
+
+/// Three passes over all matrices; the first two over one matrix after the other, because a
+/// small matrix is still in cache.
+fn step_matrices(
+    cpu: &Cpu,
+    s: &Scalars,
+    arrays: Arrays<'_>,
+    rows: &mut [f32],
+    columns: &mut [f32],
+) {
+    let gradient = arrays.gradient();
+    let Arrays { master, mut published, .. } = arrays;
+    let master = master.all();
+    let numel = master.len();
+    if numel == 0 {
+        return;
+    }
+    // The state tensors have a value for each row and for each column of all matrices.
+    let (width, height) = (numel / rows.len(), numel / columns.len());
+    assert!(
+        width * rows.len() == numel && height * columns.len() == numel,
+        "the state tensors are of the matrices' size"
+    );
+    let mut row_sums = vec![0.0; height];
+    let mut column_sums = vec![0.0; width];
+    let mut update_squares = 0.0;
+    let matrices = gradient.chunks(width * height);
+    let moments = rows.chunks_mut(height).zip(columns.chunks_mut(width));
+    for (gradient, (rows, columns)) in matrices.zip(moments) {
+        column_sums.fill(0.0);
+        for (gradient, sum) in gradient.chunks(width).zip(&mut row_sums) {
+            *sum = squares(cpu.level, s, gradient, &mut column_sums);
+        }
+        s.move_moments(rows, &row_sums, width);
+        s.move_moments(columns, &column_sums, height);
+        let mean = s.mean(rows);
+        for (gradient, &row) in gradient.chunks(width).zip(&*rows) {
+            let moments = Row { row, columns, mean };
+            update_squares += self::update_squares(cpu.level, s, gradient, moments);
+        }
+    }
+    let parameter_squares = sum::of_squares(cpu.level, master);
+    let minus_lr = s.minus_lr(parameter_squares, update_squares, numel);
+    let mut starts = (0..numel).step_by(width);
+    for (rows, columns) in rows.chunks(height).zip(columns.chunks(width)) {
+        let mean = s.mean(rows);
+        for (&row, start) in rows.iter().zip(&mut starts) {
+            let at = start..start + width;
+            let (parameter, gradient) = (&mut master[at.clone()], &gradient[at.clone()]);
+            let moments = Row { row, columns, mean };
+            descend(cpu.level, s, parameter, gradient, moments, minus_lr);
+            if let Some(published) = &mut published {
+                let dtype = published.dtype();
+                cpu.encode(parameter, published.bytes_mut(at), dtype);
+            }
+        }
+    }
+}
+
+/// The matrices of a slice.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Matrices {
+    height: u64,
+    width: u64,
+    count: u64,
+}
+
+fn launch_vector(step: &Step, s: Scalars, variance: Array, mut scratch: Scratch) -> Vec<Launch> {
+    let sums = step.sum_blocks();
+    let [parameters, updates, rate] = [8 * sums, 8 * sums, 4].map(|bytes| scratch.take(bytes));
+    vec![
+        Launch::over_sums("adafactor_vector", step.numel)
+            .with(s)
+            .with(step.numel)
+            .with(step.gradient)
+            .with(step.master.from)
+            .with(variance)
+            .with(parameters)
+            .with(updates),
+        launch_rate(step, s, (parameters, sums), (updates, sums), rate),
+        Launch::over_elements("adafactor_vector_descend", step.numel)
+            .with(s)
+            .with(step.numel)
+            .with(step.gradient)
+            .with(variance.to)
+            .with(rate)
+            .with(step.published)
+            .with(step.master),
+    ]
+}
+
+fn launch_matrices(
+    step: &Step,
+    s: Scalars,
+    (rows, height): (Array, usize),
+    (columns, width): (Array, usize),
+    mut scratch: Scratch,
+) -> Vec<Launch> {
+    // The state tensors have a value for each row and for each column of all matrices.
+    let of = Matrices {
+        height: (step.numel / width) as u64,
+        width: (step.numel / height) as u64,
+        count: (height * width / step.numel) as u64,
+    };
+    let sums = step.sum_blocks();
+    let parameters = scratch.take(8 * sums);
+    let updates = scratch.take(8 * height);
+    let means = scratch.take(4 * of.count as usize);
+    let rate = scratch.take(4);
+    let with = |launch: Launch| launch.with(s).with(of).with(step.gradient);
+    vec![
+        Launch::over_sums("squares", step.numel)
+            .with(step.master.from)
+            .with(step.numel)
+            .with(parameters),
+        with(Launch::over_rows("adafactor_rows", height)).with(rows),
+        with(Launch::over_elements("adafactor_columns", width)).with(columns),
+        Launch::over_elements("adafactor_means", of.count as usize)
+            .with(s)
+            .with(of)
+            .with(rows.to)
+            .with(means),
+        with(Launch::over_rows("adafactor_update_squares", height))
+            .with(rows.to)
+            .with(columns.to)
+            .with(means)
+            .with(updates),
+        launch_rate(step, s, (parameters, sums), (updates, height), rate),
+        with(Launch::over_elements("adafactor_descend", step.numel))
+            .with(rows.to)
+            .with(columns.to)
+            .with(means)
+            .with(rate)
+            .with(step.published)
+            .with(step.master),
+    ]
+}
+
+fn launch_rate(
+    step: &Step,
+    s: Scalars,
+    (parameters, parameter_sums): (Address, usize),
+    (updates, update_sums): (Address, usize),
+    rate: Address,
+) -> Launch {
+    Launch::over_elements("adafactor_rate", 1)
+        .with(s)
+        .with(step.numel)
+        .with(parameters)
+        .with(parameter_sums)
+        .with(updates)
+        .with(update_sums)
+        .with(rate)
 }
 
 /// The maximum; NaN if `value` is NaN, as `torch.clamp`.

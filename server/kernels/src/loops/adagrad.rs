@@ -4,6 +4,7 @@
 use zeroshard_model::optimizer::Adagrad;
 
 use super::{decayed, signed, vectorised};
+use crate::kernel::{Update, elementwise};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -16,17 +17,19 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of applied step `step` (from 1).
-    pub fn new(adagrad: &Adagrad, step: u64, coefficient: f32) -> Scalars {
-        let lr = adagrad.lr / (1.0 + (step - 1) as f64 * adagrad.lr_decay);
+    /// The scalars of a step.
+    pub fn new(adagrad: &Adagrad, update: &Update<'_>) -> Scalars {
+        let lr = adagrad.lr / (1.0 + (update.step - 1) as f64 * adagrad.lr_decay);
         Scalars {
-            gradient: signed(coefficient, adagrad.maximize),
+            gradient: signed(update.coefficient, adagrad.maximize),
             weight_decay: adagrad.weight_decay as f32,
             eps: adagrad.eps as f32,
             minus_lr: -lr as f32,
         }
     }
 }
+
+elementwise!(Adagrad, "adagrad", [sum]);
 
 vectorised! {
     /// A step.

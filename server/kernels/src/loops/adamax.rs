@@ -5,6 +5,7 @@
 use zeroshard_model::optimizer::Adamax;
 
 use super::{Lerp, decayed, power, signed, vectorised};
+use crate::kernel::{Update, elementwise};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -22,19 +23,21 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of applied step `step` (from 1).
-    pub fn new(adamax: &Adamax, step: u64, coefficient: f32) -> Scalars {
+    /// The scalars of a step.
+    pub fn new(adamax: &Adamax, update: &Update<'_>) -> Scalars {
         Scalars {
-            gradient: signed(coefficient, adamax.maximize),
+            gradient: signed(update.coefficient, adamax.maximize),
             weight_decay: adamax.weight_decay as f32,
             first_moment: Lerp::keeping(adamax.beta1),
             beta2: adamax.beta2 as f32,
             eps: if adamax.paddle { 0.0 } else { adamax.eps as f32 },
             norm_eps: if adamax.paddle { adamax.eps as f32 } else { 0.0 },
-            minus_step_size: -(adamax.lr / (1.0 - power(adamax.beta1, step))) as f32,
+            minus_step_size: -(adamax.lr / (1.0 - power(adamax.beta1, update.step))) as f32,
         }
     }
 }
+
+elementwise!(Adamax, "adamax", [m, norm]);
 
 vectorised! {
     /// A step.

@@ -4,6 +4,7 @@
 use zeroshard_model::optimizer::Asgd;
 
 use super::{decayed, real_power, signed, vectorised};
+use crate::kernel::{Arrays, Cpu, Kernel, Launch, Scratch, Step, Update};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -18,10 +19,11 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of a step. `eta` and `mu` are those that the step before it has set.
-    pub fn new(asgd: &Asgd, [eta, mu]: [f32; 2], coefficient: f32) -> Scalars {
+    /// The scalars of a step. The step before it has set `eta` and `mu`.
+    pub fn new(asgd: &Asgd, update: &Update<'_>) -> Scalars {
+        let [eta, mu] = update.scalar_state;
         Scalars {
-            gradient: signed(coefficient, asgd.maximize),
+            gradient: signed(update.coefficient, asgd.maximize),
             weight_decay: asgd.weight_decay as f32,
             kept: (1.0 - asgd.lambd * f64::from(eta)) as f32,
             minus_eta: -eta,
@@ -30,12 +32,26 @@ impl Scalars {
     }
 }
 
-/// The learning rate and the weight of the average that step `step` sets for the next step.
-pub fn eta_and_mu_after(asgd: &Asgd, step: u64) -> [f32; 2] {
-    let step = step as f64;
-    let eta = asgd.lr / real_power(1.0 + asgd.lambd * asgd.lr * step, asgd.alpha);
-    let mu = 1.0 / (step - asgd.t0).max(1.0);
-    [eta as f32, mu as f32]
+impl Kernel for Asgd {
+    fn step(&self, cpu: &Cpu, update: &Update<'_>, arrays: Arrays<'_>) {
+        let s = Scalars::new(self, update);
+        cpu.tiles(arrays, |p, [ax], g| step(cpu.level, &s, p, ax, g));
+    }
+
+    fn launches(&self, update: &Update<'_>, step: &Step, _: Scratch) -> Vec<Launch> {
+        step.one("asgd", Scalars::new(self, update))
+    }
+
+    fn scalars_before(&self) -> [f32; 2] {
+        [self.lr as f32, 1.0]
+    }
+
+    fn scalars_after(&self, update: &Update<'_>) -> [f32; 2] {
+        let step = update.step as f64;
+        let eta = self.lr / real_power(1.0 + self.lambd * self.lr * step, self.alpha);
+        let mu = 1.0 / (step - self.t0).max(1.0);
+        [eta as f32, mu as f32]
+    }
 }
 
 vectorised! {

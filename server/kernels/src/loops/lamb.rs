@@ -8,6 +8,10 @@
 use zeroshard_model::optimizer::Lamb;
 
 use super::{Lerp, power, signed, vectorised};
+use crate::{
+    cpu::step::{BlockSums, TILE},
+    kernel::{Arrays, Cpu, Kernel, Launch, Scratch, Step, Update},
+};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -27,15 +31,15 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of applied step `step` (from 1).
-    pub fn new(lamb: &Lamb, step: u64, coefficient: f32) -> Scalars {
+    /// The scalars of a step.
+    pub fn new(lamb: &Lamb, update: &Update<'_>) -> Scalars {
         Scalars {
-            gradient: signed(coefficient, lamb.maximize),
+            gradient: signed(update.coefficient, lamb.maximize),
             first_moment: Lerp::keeping(lamb.beta1),
             beta2: lamb.beta2 as f32,
             one_minus_beta2: (1.0 - lamb.beta2) as f32,
-            inverse_correction1: (1.0 / (1.0 - power(lamb.beta1, step))) as f32,
-            inverse_correction2_sqrt: (1.0 / (1.0 - power(lamb.beta2, step)).sqrt()) as f32,
+            inverse_correction1: (1.0 / (1.0 - power(lamb.beta1, update.step))) as f32,
+            inverse_correction2_sqrt: (1.0 / (1.0 - power(lamb.beta2, update.step)).sqrt()) as f32,
             eps: lamb.eps as f32,
             weight_decay: lamb.weight_decay as f32,
             lr: lamb.lr,
@@ -50,6 +54,65 @@ impl Scalars {
             1.0
         };
         -(self.lr * trust) as f32
+    }
+}
+
+impl Kernel for Lamb {
+    /// Two passes: first the moments and norms, then the update with the trust ratio, computed
+    /// again.
+    fn step(&self, cpu: &Cpu, update: &Update<'_>, mut arrays: Arrays<'_>) {
+        let (level, s) = (cpu.level, &Scalars::new(self, update));
+        let mut scratch = [0.0; TILE];
+        let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
+        cpu.tiles(arrays.first_pass(), |p, [m, v], g| {
+            let update = &mut scratch[..p.len()];
+            moments(level, s, m, v, g);
+            self::update(level, s, p, m, v, update);
+            parameters.add(cpu, p);
+            updates.add(cpu, update);
+        });
+        let minus_lr = s.minus_lr(parameters.total(), updates.total());
+        cpu.tiles(arrays, |p, [m, v], _| {
+            let update = &mut scratch[..p.len()];
+            self::update(level, s, p, m, v, update);
+            descend(level, p, update, minus_lr);
+        });
+    }
+
+    fn reads_gradient_once(&self) -> bool {
+        false
+    }
+
+    fn launches(&self, update: &Update<'_>, step: &Step, mut scratch: Scratch) -> Vec<Launch> {
+        let s = Scalars::new(self, update);
+        let [(m, _), (v, _)] = step.state[..] else { unreachable!("LAMB has two moments") };
+        let sums = step.sum_blocks();
+        let [parameters, updates, rate] = [8 * sums, 8 * sums, 4].map(|bytes| scratch.take(bytes));
+        vec![
+            Launch::over_sums("lamb_moments", step.numel)
+                .with(s)
+                .with(step.numel)
+                .with(step.gradient)
+                .with(step.master.from)
+                .with(m)
+                .with(v)
+                .with(parameters)
+                .with(updates),
+            Launch::over_elements("lamb_rate", 1)
+                .with(s)
+                .with(sums)
+                .with(parameters)
+                .with(updates)
+                .with(rate),
+            Launch::over_elements("lamb_descend", step.numel)
+                .with(s)
+                .with(step.numel)
+                .with(m.to)
+                .with(v.to)
+                .with(rate)
+                .with(step.published)
+                .with(step.master),
+        ]
     }
 }
 

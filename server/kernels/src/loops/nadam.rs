@@ -4,6 +4,7 @@
 use zeroshard_model::optimizer::NAdam;
 
 use super::{Lerp, decayed, power, real_power, signed, vectorised};
+use crate::kernel::{Arrays, Cpu, Kernel, Launch, Scratch, Step, Update};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -25,23 +26,22 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of applied step `step` (from 1). `mu_product` is the product of all momenta
-    /// before this step.
-    pub fn new(nadam: &NAdam, step: u64, mu_product: f32, coefficient: f32) -> Scalars {
+    /// The scalars of a step.
+    pub fn new(nadam: &NAdam, update: &Update<'_>) -> Scalars {
         let decay = |decoupled| match nadam.decoupled_weight_decay == decoupled {
             true => nadam.weight_decay,
             false => 0.0,
         };
-        let (now, next) = momenta(nadam, step);
-        let product = f64::from(mu_product_after(nadam, step, mu_product));
+        let (now, next) = momenta(nadam, update.step);
+        let product = f64::from(mu_product_after(nadam, update));
         Scalars {
-            gradient: signed(coefficient, nadam.maximize),
+            gradient: signed(update.coefficient, nadam.maximize),
             weight_decay: decay(false) as f32,
             kept: (1.0 - nadam.lr * decay(true)) as f32,
             first_moment: Lerp::keeping(nadam.beta1),
             beta2: nadam.beta2 as f32,
             one_minus_beta2: (1.0 - nadam.beta2) as f32,
-            correction2: (1.0 - power(nadam.beta2, step)) as f32,
+            correction2: (1.0 - power(nadam.beta2, update.step)) as f32,
             eps: nadam.eps as f32,
             gradient_step: (-nadam.lr * (1.0 - now) / (1.0 - product)) as f32,
             moment_step: ((-nadam.lr * next) / (1.0 - product * next)) as f32,
@@ -49,9 +49,28 @@ impl Scalars {
     }
 }
 
-/// The product of all momenta after step `step`, from the product before it. torch keeps it in f32.
-pub fn mu_product_after(nadam: &NAdam, step: u64, mu_product: f32) -> f32 {
-    mu_product * momenta(nadam, step).0 as f32
+impl Kernel for NAdam {
+    fn step(&self, cpu: &Cpu, update: &Update<'_>, arrays: Arrays<'_>) {
+        let s = Scalars::new(self, update);
+        cpu.tiles(arrays, |p, [m, v], g| step(cpu.level, &s, p, m, v, g));
+    }
+
+    fn launches(&self, update: &Update<'_>, step: &Step, _: Scratch) -> Vec<Launch> {
+        step.one("nadam", Scalars::new(self, update))
+    }
+
+    fn scalars_before(&self) -> [f32; 2] {
+        [1.0, 0.0]
+    }
+
+    fn scalars_after(&self, update: &Update<'_>) -> [f32; 2] {
+        [mu_product_after(self, update), 0.0]
+    }
+}
+
+/// The product of all momenta after this step. torch keeps it in f32.
+fn mu_product_after(nadam: &NAdam, update: &Update<'_>) -> f32 {
+    update.scalar_state[0] * momenta(nadam, update.step).0 as f32
 }
 
 /// The momenta of step `step` and of the step after it.

@@ -4,6 +4,7 @@
 use zeroshard_model::optimizer::RAdam;
 
 use super::{Lerp, decayed, power, signed, vectorised};
+use crate::kernel::{Update, elementwise};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -28,26 +29,26 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of applied step `step` (from 1).
-    pub fn new(radam: &RAdam, step: u64, coefficient: f32) -> Scalars {
+    /// The scalars of a step.
+    pub fn new(radam: &RAdam, update: &Update<'_>) -> Scalars {
         let decay = |decoupled| match radam.decoupled_weight_decay == decoupled {
             true => radam.weight_decay,
             false => 0.0,
         };
-        let remaining = power(radam.beta2, step);
+        let remaining = power(radam.beta2, update.step);
         let correction2 = 1.0 - remaining;
         let longest = 2.0 / (1.0 - radam.beta2) - 1.0;
-        let length = longest - 2.0 * step as f64 * remaining / correction2;
+        let length = longest - 2.0 * update.step as f64 * remaining / correction2;
         let rectification = (length - 4.0) * (length - 2.0) * longest
             / ((longest - 4.0) * (longest - 2.0) * length);
         Scalars {
-            gradient: signed(coefficient, radam.maximize),
+            gradient: signed(update.coefficient, radam.maximize),
             weight_decay: decay(false) as f32,
             kept: (1.0 - radam.lr * decay(true)) as f32,
             first_moment: Lerp::keeping(radam.beta1),
             beta2: radam.beta2 as f32,
             one_minus_beta2: (1.0 - radam.beta2) as f32,
-            correction1: (1.0 - power(radam.beta1, step)) as f32,
+            correction1: (1.0 - power(radam.beta1, update.step)) as f32,
             lr: radam.lr as f32,
             eps: radam.eps as f32,
             // The approximated simple moving average is longer than 5 steps.
@@ -57,6 +58,8 @@ impl Scalars {
         }
     }
 }
+
+elementwise!(RAdam, "radam", [m, v]);
 
 vectorised! {
     /// A step.

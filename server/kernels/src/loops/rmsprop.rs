@@ -6,6 +6,7 @@
 use zeroshard_model::optimizer::RmsProp;
 
 use super::{Lerp, decayed, signed, vectorised};
+use crate::kernel::{Arrays, Cpu, Kernel, Launch, Scratch, Step, Update};
 
 /// A step's scalars.
 #[derive(Clone, Copy, Debug)]
@@ -28,12 +29,12 @@ pub struct Scalars {
 }
 
 impl Scalars {
-    /// The scalars of any step.
-    pub fn new(rmsprop: &RmsProp, coefficient: f32) -> Scalars {
+    /// The scalars of a step.
+    pub fn new(rmsprop: &RmsProp, update: &Update<'_>) -> Scalars {
         let (eps, lr) = (rmsprop.eps as f32, rmsprop.lr as f32);
         let of = |paddle: f32, torch| if rmsprop.paddle { paddle } else { torch };
         Scalars {
-            gradient: signed(coefficient, rmsprop.maximize),
+            gradient: signed(update.coefficient, rmsprop.maximize),
             weight_decay: rmsprop.weight_decay as f32,
             alpha: rmsprop.alpha as f32,
             one_minus_alpha: (1.0 - rmsprop.alpha) as f32,
@@ -70,6 +71,30 @@ impl Scalars {
     #[inline(always)]
     fn deviation(&self, variance: f32) -> f32 {
         (variance + self.inner_eps).sqrt() + self.eps
+    }
+}
+
+impl Kernel for RmsProp {
+    fn step(&self, cpu: &Cpu, update: &Update<'_>, arrays: Arrays<'_>) {
+        let (level, s) = (cpu.level, &Scalars::new(self, update));
+        match (self.momentum != 0.0, self.centered) {
+            (false, false) => cpu.tiles(arrays, |p, [v], g| plain(level, s, p, v, g)),
+            (true, false) => cpu.tiles(arrays, |p, [v, b], g| with_momentum(level, s, p, v, b, g)),
+            (false, true) => cpu.tiles(arrays, |p, [v, mean], g| centered(level, s, p, v, mean, g)),
+            (true, true) => cpu.tiles(arrays, |p, [v, b, mean], g| {
+                centered_with_momentum(level, s, p, v, b, mean, g);
+            }),
+        }
+    }
+
+    fn launches(&self, update: &Update<'_>, step: &Step, _: Scratch) -> Vec<Launch> {
+        let kernel = match (self.momentum != 0.0, self.centered) {
+            (false, false) => "rmsprop",
+            (true, false) => "rmsprop_momentum",
+            (false, true) => "rmsprop_centered",
+            (true, true) => "rmsprop_centered_momentum",
+        };
+        step.one(kernel, Scalars::new(self, update))
     }
 }
 

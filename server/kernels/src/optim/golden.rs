@@ -1,23 +1,24 @@
-//! Tests of the optimizers with golden vectors, which `make.py` and `make_paddle.py` in
-//! `tests/golden` create.
+//! Tests of the optimizers with golden vectors, which `make.py`, `make_paddle.py` and
+//! `make_state_int8.py` in `tests/golden` create.
 //!
 //! SGD, ASGD and Adamax equal torch bit for bit. The other optimizers use square roots, which torch
 //! does not always round to nearest: they equal unmodified torch within a tolerance, and torch with
 //! correctly rounded square roots bit for bit. Paddle's arithmetic is met within a tolerance.
+//! With 8-bit state, every bit equals that of a model whose rounding is in float64.
 
 use std::sync::Arc;
 
 use serde_json::Value;
 use zeroshard_model::{
     dtype::DType,
-    optimizer::{AppliedSteps, Optimizer},
+    optimizer::{AppliedSteps, Optimizer, StateDType},
 };
 
 use super::initial_state;
-use crate::{Backend, Cpu, Update};
+use crate::{Backend, Cpu, Position, Update};
 
-/// The index and the vectors of torch's optimizers, and of Paddle's.
-const GOLDEN: [(&str, &[u8]); 2] = [
+/// The index and the vectors of torch's optimizers, of Paddle's, and of those with 8-bit state.
+const GOLDEN: [(&str, &[u8]); 3] = [
     (
         include_str!("../../../../tests/golden/cases.json"),
         include_bytes!("../../../../tests/golden/vectors.f32"),
@@ -26,32 +27,11 @@ const GOLDEN: [(&str, &[u8]); 2] = [
         include_str!("../../../../tests/golden/paddle.json"),
         include_bytes!("../../../../tests/golden/paddle.f32"),
     ),
+    (
+        include_str!("../../../../tests/golden/state_int8.json"),
+        include_bytes!("../../../../tests/golden/state_int8.f32"),
+    ),
 ];
-
-/// The tolerance of a parameter relative to its golden value or to 1, whichever is larger. 0
-/// requires equal bits.
-fn tolerance(optimizer: &Optimizer) -> f64 {
-    match optimizer {
-        // Paddle computes powers of beta in f32, from step to step.
-        Optimizer::Adamax(adamax) if adamax.paddle => 1e-7,
-        Optimizer::NAdam(nadam) if nadam.paddle => 1e-6,
-        Optimizer::Sgd(_) | Optimizer::Asgd(_) | Optimizer::Adamax(_) | Optimizer::Average(_) => {
-            0.0
-        }
-        Optimizer::NAdam(_) => 1e-7,
-        Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::RAdam(_) | Optimizer::Adadelta(_) => {
-            1e-7
-        }
-        Optimizer::Adagrad(_) => 2e-7,
-        // Small averages lead to large steps, which momentum accumulates.
-        Optimizer::RmsProp(_) => 1e-6,
-        // The reference is computed in float64, so the difference is the f32 rounding over 50
-        // steps.
-        Optimizer::Lion(_) | Optimizer::Lamb(_) => 2e-6,
-        // So is torch's here, and a step moves a parameter by a share of its norm.
-        Optimizer::Adafactor(_) => 1e-5,
-    }
-}
 
 /// The same hash as in inputs.py.
 fn hashed(tensor: u32, step: u32, element: u32) -> u32 {
@@ -94,7 +74,13 @@ fn run<B: Backend>(backend: &B, index: &Index, case: &Case, tensor: usize) -> Ve
         None => vec![size as u64],
         Some(shapes) => shapes[tensor].clone(),
     };
-    let mut state = initial_state(backend, &case.optimizer, &shape, size).unwrap();
+    let mut state = match index.state_dtype {
+        StateDType::F32 => initial_state(backend, &case.optimizer, &shape, size).unwrap(),
+        StateDType::Int8 => {
+            let codes = case.optimizer.state_codes().unwrap().iter();
+            codes.map(|&code| backend.allocate_coded(code, size).unwrap()).collect()
+        }
+    };
     let mut applied = AppliedSteps::default();
     let mut recorded = Vec::new();
     for step in 1..=index.steps {
@@ -102,14 +88,15 @@ fn run<B: Backend>(backend: &B, index: &Index, case: &Case, tensor: usize) -> Ve
         let factor = index.lr_factors[(step - 1) % index.lr_factors.len()];
         optimizer.set_lr(optimizer.lr().unwrap_or_default() * factor);
         let mut gradient = values(tensor as u32, step as u32, size);
-        if case.shapes.is_some() {
+        if case.shapes.is_some() || index.state_dtype == StateDType::Int8 {
             gradient.iter_mut().for_each(|value| *value = value.clamp(-1.0, 1.0));
         }
         let gradient = buffer(backend, &gradient);
-        let update = Update::after(applied, &optimizer, 1.0);
+        let at = Position { tensor: tensor as u64, element: 0 };
+        let update = Update { at, ..Update::after(applied, &optimizer, 1.0) };
         applied = update.applied();
         let states = state.iter_mut().map(Into::into).collect();
-        backend.apply(&update, (&mut master).into(), states, &gradient, None).unwrap();
+        backend.apply(&update, (&mut master).into(), states, Some(&gradient), None).unwrap();
         if index.recorded.contains(&step) {
             let shared = Arc::new(master);
             let bytes = backend.read(&shared, 0..size, DType::F32).unwrap();
@@ -131,6 +118,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 struct Index {
     /// The reference implementation and its version.
     reference: String,
+    state_dtype: StateDType,
     sizes: Vec<usize>,
     steps: usize,
     recorded: Vec<usize>,
@@ -138,13 +126,16 @@ struct Index {
     cases: Vec<Case>,
 }
 
-struct Case {
+pub(crate) struct Case {
     name: String,
-    optimizer: Optimizer,
+    pub(crate) optimizer: Optimizer,
+    /// The tolerance of a parameter relative to its golden value or to 1, whichever is larger. 0
+    /// requires equal bits.
+    tolerance: f64,
     /// The shapes of the tensors, whose gradients are then limited to -1..1; none: vectors.
     shapes: Option<Vec<Vec<u64>>>,
-    /// The checksum of the parameters of torch with correctly rounded square roots; none for LAMB,
-    /// Lion, Adafactor and Paddle.
+    /// The checksum of the parameters of torch with correctly rounded square roots; none where the
+    /// reference is in float64, or Paddle.
     checksum: Option<String>,
 }
 
@@ -154,13 +145,19 @@ impl Index {
         let case = |case: &Value| Case {
             name: case["case"].as_str().unwrap().to_owned(),
             optimizer: serde_json::from_value(case["optimizer"].clone()).unwrap(),
+            tolerance: json["tolerances"][case["optimizer"]["name"].as_str().unwrap()]
+                .as_f64()
+                .unwrap(),
             shapes: serde_json::from_value(case["shapes"].clone()).unwrap(),
             checksum: case["checksum"].as_str().map(str::to_owned),
         };
         let sizes =
             |key: &str| -> Vec<usize> { serde_json::from_value(json[key].clone()).unwrap() };
         Index {
-            reference: ["torch", "paddle"]
+            state_dtype: json["state_dtype"].as_str().map_or(StateDType::F32, |name| {
+                name.parse().expect("the script writes a dtype of optimizer state")
+            }),
+            reference: ["torch", "paddle", "numpy"]
                 .iter()
                 .find_map(|name| Some(format!("{name} {}", json[name].as_str()?)))
                 .unwrap(),
@@ -199,7 +196,7 @@ impl Comparison {
     /// Prints one line of the table, and returns whether the case passes.
     fn report(self, case: &Case) -> bool {
         let Comparison { values, other_bits, worst, checksum } = self;
-        let tolerance = tolerance(&case.optimizer);
+        let tolerance = case.tolerance;
         let rounded =
             case.checksum.as_ref().map(|expected| *expected == format!("{checksum:016x}"));
         let yes_or_no = |yes| if yes { "yes" } else { "no" };
@@ -214,9 +211,15 @@ impl Comparison {
     }
 }
 
+// promise: same-bits
 #[test]
 fn every_optimizer_equals_its_golden_vectors() {
     assert_equal(&Cpu::new());
+}
+
+/// The cases of all golden vectors.
+pub(crate) fn cases() -> impl Iterator<Item = Case> {
+    GOLDEN.into_iter().flat_map(|(json, _)| Index::read(json).cases)
 }
 
 /// Compares the steps of a backend with all golden vectors.
@@ -232,7 +235,7 @@ pub(crate) fn assert_equal<B: Backend>(backend: &B) {
 fn compare<B: Backend>(backend: &B, index: &Index, vectors: &[u8]) -> Vec<String> {
     let mut golden = floats(vectors).into_iter();
     let mut failed = Vec::new();
-    println!("against {} (LAMB and Lion: float64 formulas)", index.reference);
+    println!("against {} (without \"rounded sqrt\": in float64)", index.reference);
     println!(
         "{:<34}{:>8}{:>12}{:>10}{:>10}{:>15}",
         "case", "bitwise", "other bits", "worst", "allowed", "rounded sqrt"

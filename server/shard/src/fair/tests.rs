@@ -1,4 +1,6 @@
 //! Tests of the turns.
+//!
+//! promise: isolation
 
 use std::pin::pin;
 

@@ -1,15 +1,17 @@
 //! The memory for the slices of a job on this server.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
+use rustix::process::Resource;
 use tokio_util::sync::CancellationToken;
 use zeroshard_kernels::{Backend, has_headroom};
 use zeroshard_model::{Attempt, Error, JobSpec, Placement, Result, geometry::Contributions};
+use zeroshard_shm::Arena;
 
 use super::closed_error;
 use crate::{
     budget::Space,
-    device::{self, Device},
+    device::{self, Device, Home},
     fair::Share,
     slice::{Role, Slice},
 };
@@ -22,6 +24,8 @@ pub(super) struct Allocation<'a, B: Backend> {
     pub(super) devices: &'a [Device<B>],
     pub(super) spec: &'a JobSpec,
     pub(super) closed: &'a CancellationToken,
+    /// Where the published parameters are.
+    pub(super) arena: Option<&'a Arc<Arena>>,
     pub(super) slices: &'a [OnceLock<Slice<B>>],
     /// `true` if the memory is provided at once.
     pub(super) populates: bool,
@@ -64,6 +68,7 @@ impl<B: Backend> Allocation<'_, B> {
             let (_, contributions) =
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
             let role = if is_primary { Role::Primary } else { Role::Backup };
+            let home = Home { arena: self.arena, ..home };
             let slice = Slice::allocate(home, spec, index, contributions, attempt, role)?;
             unchecked += spec.arrays(index).required().bytes;
             if unchecked >= UNCHECKED {
@@ -90,6 +95,26 @@ impl<B: Backend> Allocation<'_, B> {
     }
 }
 
+/// The number of versions of a job's published parameters for which an arena has addresses: the
+/// current one, the gradient whose place the next one takes, and those that readers hold.
+const VERSIONS: usize = 5;
+
+/// An arena for the published parameters of a job; `None` if the system has none, or limits the
+/// addresses of this process.
+pub(super) fn arena_of(spec: &JobSpec) -> Option<Arc<Arena>> {
+    if rustix::process::getrlimit(Resource::As).current.is_some() {
+        return None;
+    }
+    let slices = spec.manifest.slices().iter().enumerate();
+    let bytes = slices.map(|(index, slice)| {
+        let bytes = slice.numel * spec.manifest.tensor_of(index).dtype.size();
+        bytes.next_multiple_of(zeroshard_shm::PAGE)
+    });
+    let len = bytes.fold(0_usize, usize::saturating_add).checked_mul(VERSIONS)?;
+    let arena = (len > 0).then(|| Arena::create("zeroshard parameters", len))?;
+    arena.ok()
+}
+
 /// Checks that the other jobs can still allocate what they need for their calls.
 ///
 /// # Errors
@@ -105,12 +130,14 @@ fn check_headroom(spec: &JobSpec, bytes: u64) -> Result<()> {
 }
 
 /// # Errors
-/// [`Error::Invalid`] for a placement of another number of slices.
+/// [`Error::Refused`] for a placement of another number of slices.
 pub(super) fn check_placement(spec: &JobSpec, placement: &Placement) -> Result<()> {
     let (found, expected) = (placement.slices(), spec.manifest.slices().len());
     if found != expected {
-        let what = format!("placement of job {:?}", spec.name);
-        return Err(Error::invalid(what, format!("{found} slices"), format!("{expected} slices")));
+        let name = &spec.name;
+        return Err(Error::refused(format!(
+            "the placement of job {name:?} has {found} slices instead of {expected}"
+        )));
     }
     Ok(())
 }

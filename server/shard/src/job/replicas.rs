@@ -86,7 +86,9 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         let memory = &self.shares.memory;
         let lacks_ledger = self.host.lacks(Safeguard::Ledger);
         let populates = true;
-        let new = Allocation { devices, spec, closed, slices, populates, memory, lacks_ledger };
+        let arena = self.arena();
+        let new =
+            Allocation { devices, spec, closed, arena, slices, populates, memory, lacks_ledger };
         let spaces = new.allocate(wanted, self.attempt(), is_empty)?;
         self.spaces.lock().expect("no holder of the lock panics").extend(spaces);
         Ok(())
@@ -110,8 +112,9 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         let wanted: HashSet<u32> = slices.iter().copied().collect();
         let new = self.unallocated().into_iter().filter(|index| wanted.contains(index));
         let new = new.map(|index| (index as usize, false)).collect();
-        match self.allocate(new, true) {
-            Ok(()) => {}
+        let room = self.check_early(slices).and_then(|()| self.allocate(new, true));
+        match room.and_then(|()| self.store_early(slices)) {
+            Ok(()) => self.set_full(false),
             Err(error @ Error::OutOfMemory { .. }) => {
                 self.refuse_copy(number, error.to_string());
                 return Ok(None);
@@ -124,6 +127,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
 
     /// The slices of a copy stay without content.
     pub fn refuse_copy(&self, number: u64, reason: String) {
+        self.set_full(true);
         self.note_copy(number, Vec::new());
         self.tell(JobEvent::CopyRefused { number, reason });
     }

@@ -1,4 +1,6 @@
 //! Absent ranks give the same bits as zeros, for any order of arrival.
+//!
+//! promise: same-bits
 
 use std::{ops::Range, sync::Arc};
 

@@ -1,4 +1,6 @@
 //! For any layout, order of arrival and absent ranks, each element has the bits of the definition.
+//!
+//! promise: exactly-once
 
 use proptest::prelude::*;
 use zeroshard_kernels::Cpu;

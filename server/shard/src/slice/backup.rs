@@ -46,7 +46,10 @@ impl<B: Backend> Slice<B> {
     }
 
     pub fn set_role(&self, role: Role) {
-        let _inner = self.lock();
+        let mut inner = self.lock();
+        if role == Role::Copying {
+            inner.forget_staged();
+        }
         self.role.store(role as u8, Ordering::Release);
     }
 
@@ -68,6 +71,7 @@ impl<B: Backend> Slice<B> {
         if self.role() != Role::Copying {
             return Ok(()); // a new placement has ended the copy
         }
+        inner.encode_all_staged(&self.backend)?;
         inner.cast(&self.backend)?;
         inner.settle(&self.backend)?;
         self.role.store(Role::Backup as u8, Ordering::Release);

@@ -9,7 +9,7 @@ use super::{
     tests::{PARAMETERS, Subject, bytes, chunk},
     *,
 };
-use crate::{part::Part, test_jobs::job};
+use crate::{state_selector::StateSelector, test_jobs::job};
 
 /// A matrix of two rows and four columns, on two by two ranks.
 fn spec(tensor: TensorSpec, placements: [DimPlacement; 2]) -> JobSpec {
@@ -40,7 +40,7 @@ fn parameters_and_state_are_complete_when_each_uploading_rank_has_sent_its_box()
     assert_eq!(subject.upload_chunk(state, &chunk(0, 0, &LEFT)).unwrap(), (4, false));
     assert_eq!(subject.upload_chunk(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap(), (4, true));
     assert_eq!((subject.slice.missing_upload(), subject.slice.version()), (None, Some(0)));
-    for part in [Part::Parameters, Part::State(1)] {
+    for part in [StateSelector::Parameters, StateSelector::State(1)] {
         assert_eq!(subject.read(part, 0), bytes(&ALL));
     }
     assert_eq!(subject.applied(0), 3);
@@ -53,7 +53,7 @@ fn ranks_with_different_numbers_of_applied_steps_are_refused() {
     subject.upload_chunk(upload, &chunk(0, 0, &LEFT)).unwrap();
     let other = subject
         .upload_chunk(Upload { applied: AppliedSteps::new(4), ..upload }, &chunk(1, 0, &RIGHT));
-    assert!(matches!(other, Err(Error::Invalid { .. })));
+    assert!(matches!(other, Err(Error::Refused { .. })));
     assert!(subject.upload_chunk(upload, &chunk(1, 0, &RIGHT)).unwrap().1);
     assert_eq!(subject.applied(0), 3);
 }
@@ -75,11 +75,14 @@ fn a_buffer_moves_when_all_of_its_boxes_have_arrived() {
     }
     assert_eq!(subject.replace_chunk(&chunk(1, 0, &LEFT)), 4);
     subject.step(0, 1.0, 1.0);
-    assert_eq!(subject.read(Part::Parameters, 1), bytes(&ALL), "half of it has come");
+    assert_eq!(subject.read(StateSelector::Parameters, 1), bytes(&ALL), "half of it has come");
     subject.replace_chunk(&chunk(1, 0, &[0.0; 4]));
     assert_eq!(subject.replace_chunk(&chunk(0, 0, &LEFT)), 4);
     subject.step(1, 1.0, 1.0);
-    assert_eq!(subject.read(Part::Parameters, 2), bytes(&[1.0, 2.0, 0.0, 0.0, 5.0, 6.0, 0.0, 0.0]));
+    assert_eq!(
+        subject.read(StateSelector::Parameters, 2),
+        bytes(&[1.0, 2.0, 0.0, 0.0, 5.0, 6.0, 0.0, 0.0])
+    );
 }
 
 #[test]
@@ -92,7 +95,7 @@ fn the_gradient_is_the_mean_along_averaged_dimensions() {
         }
         let last = pushes.iter().map(|(rank, values)| subject.push(*rank, values)).last().unwrap();
         subject.step(0, 1.0, 1.0);
-        (subject.read(Part::Parameters, 1), last.expect("complete").sum_of_squares)
+        (subject.read(StateSelector::Parameters, 1), last.expect("complete").sum_of_squares)
     };
     let pushes = [(3, [8.0; 4]), (1, [2.0; 4]), (0, [4.0; 4]), (2, [1.0; 4])];
     let mean = [2.5, 2.5, 5.0, 5.0, 2.5, 2.5, 5.0, 5.0];

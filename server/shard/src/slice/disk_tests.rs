@@ -1,17 +1,19 @@
 //! Slices of which arrays are on disk have the same bits as slices in memory.
+//!
+//! promise: same-bits
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use zeroshard_kernels::Cpu;
 use zeroshard_model::checkpoint::Part as SavedPart;
-use zeroshard_model::{Elements, Manifest, TensorSpec};
+use zeroshard_model::{Elements, Manifest, StateDType, TensorSpec};
 
 use super::{
     tests::{PARAMETERS, bytes},
     *,
 };
 use crate::{
-    part::Part,
+    state_selector::StateSelector,
     tier::{
         Places, Tier, Traffic,
         tests::{Fault, failing, tiers},
@@ -30,6 +32,11 @@ struct Subject {
     job: JobSpec,
     slice: Slice<Cpu>,
     traffic: Traffic,
+}
+
+/// The same job with 8-bit state.
+fn int8(dtype: DType, numel: usize) -> JobSpec {
+    JobSpec { state_dtype: StateDType::Int8, ..job(dtype, numel) }
 }
 
 fn job(dtype: DType, numel: usize) -> JobSpec {
@@ -66,7 +73,7 @@ impl Subject {
         traffic: Traffic,
     ) -> Self {
         let device = Device::new(backend.clone(), Some(tiers.clone()));
-        let home = Home { device: &device, places };
+        let home = Home { device: &device, places, arena: None };
         let first = Attempt::first(1, 0);
         let slice = Slice::allocate(home, &job, 0, &job.contributions(0), first, Role::Primary);
         Self { slice: slice.unwrap(), backend, job, traffic }
@@ -129,7 +136,7 @@ impl Subject {
         self.slice.digest("job", self.attempt().step).unwrap()
     }
 
-    fn held(&self, part: Part) -> Array<Cpu> {
+    fn held(&self, part: StateSelector) -> Array<Cpu> {
         self.slice.read(part, "job", self.attempt().step).unwrap().unwrap()
     }
 
@@ -140,10 +147,10 @@ impl Subject {
 
 #[test]
 fn every_version_has_the_same_bits_wherever_its_arrays_are() {
-    for (dtype, numel) in
-        [(DType::F32, NUMEL), (DType::Bf16, NUMEL), (DType::F32, 5), (DType::F32, 1)]
-    {
-        let subjects = cases().map(|places| Subject::new(job(dtype, numel), places));
+    let of: [fn(DType, usize) -> JobSpec; 2] = [job, int8];
+    let sizes = [(DType::F32, NUMEL), (DType::Bf16, NUMEL), (DType::F32, 5), (DType::F32, 1)];
+    for (of, (dtype, numel)) in of.into_iter().flat_map(|of| sizes.map(|size| (of, size))) {
+        let subjects = cases().map(|places| Subject::new(of(dtype, numel), places));
         let same = |of: &dyn Fn(&Subject) -> Vec<u8>| {
             let [expected, others @ ..] = subjects.each_ref().map(of);
             others.iter().for_each(|found| assert!(*found == expected, "{dtype} {numel}"));
@@ -155,7 +162,12 @@ fn every_version_has_the_same_bits_wherever_its_arrays_are() {
             assert!(reduced.iter().all(|other| *other == reduced[0]));
             same(&|subject| subject.digest().to_vec());
         }
-        for part in [Part::Parameters, Part::Master, Part::State(0), Part::State(1)] {
+        for part in [
+            StateSelector::Parameters,
+            StateSelector::Master,
+            StateSelector::State(0),
+            StateSelector::State(1),
+        ] {
             same(&|subject| subject.all(&subject.held(part)).to_vec());
             let half = |subject: &Subject| {
                 let held = subject.held(part);
@@ -181,26 +193,41 @@ fn a_step_moves_the_bytes_of_the_formula() {
         assert_eq!(moved, [(arrays + sum) * PAGED; 2], "{places:?}");
         // A reader reads what it needs.
         let before = subject.traffic.read.get();
-        subject.all(&subject.held(Part::Parameters));
+        subject.all(&subject.held(StateSelector::Parameters));
         let read = if places.tier(Kind::Master) == Tier::Disk { PAGED } else { 0 };
         assert_eq!(subject.traffic.read.get() - before, read);
     }
 }
 
 #[test]
+fn a_step_with_8_bit_state_on_disk_moves_a_quarter_of_its_bytes() {
+    let subject = Subject::new(int8(DType::F32, NUMEL), cases()[1]);
+    subject.initialise().unwrap();
+    subject.step().unwrap();
+    let moved = || [&subject.traffic.read, &subject.traffic.written].map(|bytes| bytes.get());
+    let before = moved();
+    subject.step().unwrap();
+    // Two pieces of 2^18 elements with 2^11 exponents, and the rest, each in whole pages.
+    let pages = [1 << 18, 1 << 18, 1_077].map(|of| StateDType::Int8.bytes(of).div_ceil(4_096));
+    let expected = 2 * 4_096 * pages.iter().sum::<usize>() as u64;
+    assert_eq!([0, 1].map(|direction| moved()[direction] - before[direction]), [expected; 2]);
+}
+
+#[test]
 fn readers_and_checkpoints_keep_their_version_beside_steps() {
-    for places in cases() {
+    let of: [fn(DType, usize) -> JobSpec; 2] = [job, int8];
+    for (job, places) in of.into_iter().flat_map(|of| cases().map(|places| (of, places))) {
         let subject = Subject::new(job(DType::F32, NUMEL), places);
         subject.initialise().unwrap();
         subject.step().unwrap();
-        let parts = [Part::Parameters, Part::State(0), Part::State(1)];
+        let parts = [StateSelector::Parameters, StateSelector::State(0), StateSelector::State(1)];
         let held = parts.map(|part| subject.held(part));
         let before = held.each_ref().map(|array| subject.all(array));
         let holds = Holds::new(Budget::new(u64::MAX), 1);
         let saved = subject.slice.hold("job", 1, (0, &holds)).unwrap();
         subject.push(0).unwrap();
         subject.push(1).unwrap().unwrap();
-        let sum = subject.held(Part::GradientSum);
+        let sum = subject.held(StateSelector::GradientSum);
         let sum_before = subject.all(&sum);
         subject.decide().unwrap();
         subject.step().unwrap();
@@ -219,7 +246,7 @@ fn readers_and_checkpoints_keep_their_version_beside_steps() {
 #[test]
 fn elements_of_a_box_are_read_like_those_in_memory() {
     let [memory, .., disk] = cases().map(|places| {
-        let subject = Subject::new(job(DType::F32, NUMEL), places);
+        let subject = Subject::new(int8(DType::F32, NUMEL), places);
         subject.initialise().unwrap();
         subject
     });
@@ -228,11 +255,13 @@ fn elements_of_a_box_are_read_like_those_in_memory() {
     let bounds = Arc::new(zeroshard_model::StridedBox::new(&shape, bounds));
     let whole: Elements = bounds.elements(&SliceSpec { tensor: 0, offset: 0, numel: NUMEL });
     for range in [0..whole.numel(), 1_000..1_077, 500..50_000] {
-        let read = |subject: &Subject| {
-            let held = subject.held(Part::Parameters);
-            held.read(&subject.backend, whole.select(range.clone()), DType::F32).unwrap()
-        };
-        assert!(read(&memory) == read(&disk));
+        for part in [StateSelector::Parameters, StateSelector::State(1)] {
+            let read = |subject: &Subject| {
+                let elements = whole.select(range.clone());
+                subject.held(part).read(&subject.backend, elements, DType::F32).unwrap()
+            };
+            assert!(read(&memory) == read(&disk), "{part:?}");
+        }
     }
 }
 
@@ -295,7 +324,7 @@ fn a_failing_disk_is_an_error_that_names_slice_and_file_and_the_slice_is_not_rea
             let (backend, left) = (Arc::new(Cpu::new()), Arc::new(AtomicU64::new(u64::MAX)));
             let (tiers, traffic) = failing(&backend, fault, &left, 1 << 30);
             let subject =
-                Subject::on(backend, job(DType::F32, 70_000), (&tiers, cases()[3]), traffic);
+                Subject::on(backend, int8(DType::F32, 70_000), (&tiers, cases()[3]), traffic);
             left.store(operation, Ordering::Relaxed);
             let all = subject.initialise().and_then(|()| {
                 subject.step()?;
@@ -317,7 +346,7 @@ fn a_failing_disk_is_an_error_that_names_slice_and_file_and_the_slice_is_not_rea
             if subject.slice.version().is_some()
                 && let Ok(digest) = subject.slice.digest("job", version)
             {
-                let expected = Subject::new(job(DType::F32, 70_000), Places::default());
+                let expected = Subject::new(int8(DType::F32, 70_000), Places::default());
                 expected.initialise().unwrap();
                 (0..version).for_each(|_| _ = expected.step().unwrap());
                 assert_eq!(digest, expected.digest(), "{fault:?} {operation}");

@@ -1,11 +1,13 @@
 //! Steps beside a checkpoint, with little room for second copies.
+//!
+//! promise: atomic-steps
 
 use bytes::Bytes;
 use zeroshard_model::Error;
 use zeroshard_model::checkpoint::Part as SavedPart;
 
 use super::{reserve_tests::Subject, tests::bytes, *};
-use crate::{instrumented::Instrumented, part::Part};
+use crate::{instrumented::Instrumented, state_selector::StateSelector};
 
 /// The bytes of a second copy: two f32 elements and their AdamW state.
 const COPY: u64 = 24;
@@ -96,7 +98,7 @@ fn a_step_after_the_saved_version_tells_the_save_that_it_waits_for_memory() {
     let held = saved.hold();
     assert!(saved.subject.push().unwrap().is_some());
     saved.subject.step();
-    let reader = saved.subject.read(Part::Parameters).unwrap();
+    let reader = saved.subject.read(StateSelector::Parameters).unwrap();
     saved.subject.backend.room.store(0, Ordering::Relaxed);
     assert_eq!(saved.subject.push(), Ok(None));
     assert!(saved.waits());
@@ -125,7 +127,7 @@ fn memory_that_was_reserved_is_released_if_the_slice_is_written_before_the_step(
     assert_eq!(saved.end(), Ok(None));
     assert_eq!(saved.budget.used(), 0);
     // The step writes in place: a reader that comes now needs memory again.
-    let reader = saved.subject.read(Part::Parameters).unwrap();
+    let reader = saved.subject.read(StateSelector::Parameters).unwrap();
     assert_eq!(before - saved.subject.backend.room.load(Ordering::Relaxed), 4);
     saved.subject.step();
     drop(reader);
@@ -138,7 +140,7 @@ fn a_save_that_begins_without_room_after_the_report_learns_that_the_step_waits()
     let held = saved.hold();
     assert!(saved.waits());
     // A reader needs memory of its own, as without a save.
-    let reader = saved.subject.read(Part::Parameters).unwrap().unwrap();
+    let reader = saved.subject.read(StateSelector::Parameters).unwrap().unwrap();
     drop(held);
     assert_eq!(saved.end(), Ok(None));
     saved.subject.step();

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use zeroshard_kernels::{Backend, Failure, fill};
-use zeroshard_model::{DType, Optimizer, Result, optimizer::StateShape};
+use zeroshard_model::{
+    DType, Error, Optimizer, Result,
+    optimizer::{Code, StateShape},
+};
 
 use super::versioned::Versioned;
 use crate::{
     device::Home,
-    tier::{Array, Kind, Tier, Tiers},
+    tier::{Array, Form, Kind, Tier, Tiers},
 };
 
 /// Where the arrays of one slice are allocated.
@@ -26,7 +29,7 @@ impl<B: Backend> Of<'_, B> {
 
     /// The tiers, if arrays of the slice are outside of memory.
     pub(super) fn tiers(&self) -> Option<Arc<Tiers<B>>> {
-        let Home { device, places } = self.home;
+        let Home { device, places, .. } = self.home;
         device.tiers.as_ref().filter(|_| !places.are_all_in_memory()).cloned()
     }
 
@@ -39,12 +42,54 @@ impl<B: Backend> Of<'_, B> {
         numel: usize,
         filled: Option<f32>,
     ) -> Result<Array<B>> {
-        let Home { device, places } = self.home;
-        match (&device.tiers, places.tier(kind)) {
-            (Some(tiers), tier) if dtype == DType::F32 && tier != Tier::Memory => {
-                tiers.paged(tier, self.slice, numel, filled)
+        match self.paged(kind, dtype, numel, filled) {
+            Some(paged) => paged,
+            None => self.in_memory(dtype, numel, filled),
+        }
+    }
+
+    /// Allocates an array that processes on this host can map if it is in memory: published
+    /// parameters, or a gradient whose place they take. `kind`: [`Kind::Master`] if the array also
+    /// holds the master weights.
+    pub(super) fn shared(
+        &self,
+        kind: Option<Kind>,
+        dtype: DType,
+        numel: usize,
+    ) -> Result<Array<B>> {
+        if let Some(paged) = kind.and_then(|kind| self.paged(kind, dtype, numel, None)) {
+            return paged;
+        }
+        let Some(arena) = self.home.arena else { return self.in_memory(dtype, numel, None) };
+        let buffer = self.home.device.backend.allocate_in(arena, dtype, numel);
+        Ok(Array::Memory(Arc::new(buffer.map_err(|failure| self.failed(failure))?)))
+    }
+
+    /// An array outside of memory, if this is where it belongs.
+    fn paged(
+        &self,
+        kind: Kind,
+        dtype: DType,
+        numel: usize,
+        filled: Option<f32>,
+    ) -> Option<Result<Array<B>>> {
+        let Home { device, places, .. } = self.home;
+        let (tiers, tier) = (device.tiers.as_ref()?, places.tier(kind));
+        let is_paged = dtype == DType::F32 && tier != Tier::Memory;
+        let form = Form { numel, code: None };
+        is_paged.then(|| tiers.paged(tier, self.slice, form, filled))
+    }
+
+    /// An array of 8-bit state, whose elements are 0.
+    fn coded(&self, position: usize, form: Form) -> Result<Array<B>> {
+        let Home { device, places, .. } = self.home;
+        let tier = places.tier(Kind::State(position));
+        match device.tiers.as_ref().filter(|_| tier != Tier::Memory) {
+            Some(tiers) => tiers.paged(tier, self.slice, form, Some(0.0)),
+            None => {
+                let buffer = form.allocate(&*device.backend);
+                Ok(Array::Memory(Arc::new(buffer.map_err(|failure| self.failed(failure))?)))
             }
-            _ => self.in_memory(dtype, numel, filled),
         }
     }
 
@@ -55,20 +100,24 @@ impl<B: Backend> Of<'_, B> {
         numel: usize,
         filled: Option<f32>,
     ) -> Result<Array<B>> {
-        let Self { home: Home { device, .. }, slice, tensor } = *self;
-        let backend = &*device.backend;
-        let of_slice = |failure: Failure| failure.of(format!("slice {slice} of tensor {tensor:?}"));
-        let mut buffer = backend.allocate(dtype, numel).map_err(of_slice)?;
+        let backend = &*self.home.device.backend;
+        let allocated = backend.allocate(dtype, numel);
+        let mut buffer = allocated.map_err(|failure| self.failed(failure))?;
         if let Some(value) = filled.filter(|&value| value != 0.0) {
             fill(backend, &mut buffer, value)?;
         }
         Ok(Array::Memory(Arc::new(buffer)))
     }
 
-    /// The state tensors before the first step.
+    fn failed(&self, failure: Failure) -> Error {
+        failure.of(format!("slice {} of tensor {:?}", self.slice, self.tensor))
+    }
+
+    /// The state tensors before the first step; `codes` are those of 8-bit state.
     pub(super) fn state(
         &self,
         optimizer: &Optimizer,
+        codes: &[Code],
         shape: &[u64],
         numel: usize,
     ) -> Result<Vec<Versioned<B>>> {
@@ -76,6 +125,9 @@ impl<B: Backend> Of<'_, B> {
         let state = state.map(|(position, shape): (usize, StateShape)| {
             let filled = Some(optimizer.initial_state());
             let numel = shape.numel(numel);
+            if let Some(&code) = codes.get(position) {
+                return self.coded(position, Form { numel, code: Some(code) }).map(Versioned::new);
+            }
             self.array(Kind::State(position), DType::F32, numel, filled).map(Versioned::new)
         });
         state.collect()

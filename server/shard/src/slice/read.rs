@@ -3,19 +3,16 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zeroshard_kernels::{
-    Backend,
-    loops::{Level, sum},
-};
+use zeroshard_kernels::Backend;
 use zeroshard_model::{
     AppliedSteps, Attempt, DType, Elements, Error, Result, geometry::blocks::BLOCK,
     optimizer::StateShape,
 };
 
 use super::{Inner, Slice, factors};
-use crate::{part::Part, tier::Array};
+use crate::{state_selector::StateSelector, tier::Array};
 
-/// The elements that are hashed or summed at once: whole blocks.
+/// The elements that are hashed at once: whole blocks.
 const PIECE: usize = 4 * BLOCK;
 
 impl<B: Backend> Slice<B> {
@@ -26,7 +23,7 @@ impl<B: Backend> Slice<B> {
     /// [`Error::VersionGone`] if a later version has replaced it; [`Error::OutOfMemory`] if the
     /// next step may be decided at any moment, and there is not enough memory for its result beside
     /// this version.
-    pub fn read(&self, part: Part, job: &str, version: u64) -> Result<Option<Array<B>>> {
+    pub fn read(&self, part: StateSelector, job: &str, version: u64) -> Result<Option<Array<B>>> {
         if self.version().is_none_or(|current| current < version) {
             return Ok(None);
         }
@@ -36,14 +33,14 @@ impl<B: Backend> Slice<B> {
         let is_reported = inner.is_reported();
         let inner = &mut *inner;
         let buffer = match part {
-            Part::Parameters => inner.published.as_mut().unwrap_or(&mut inner.master),
-            Part::Master => &mut inner.master,
-            Part::State(position) => &mut inner.state[position],
-            Part::GradientSum => return inner.gradient_sum(&self.backend),
+            StateSelector::Parameters => inner.published.as_mut().unwrap_or(&mut inner.master),
+            StateSelector::Master => &mut inner.master,
+            StateSelector::State(position) => &mut inner.state[position],
+            StateSelector::GradientSum => return inner.gradient_sum(&self.backend),
         };
         let held = buffer.current().clone();
         if is_reported {
-            buffer.reserve(&self.backend)?;
+            inner.reserve_versions(&self.backend)?;
         }
         Ok(Some(held))
     }
@@ -53,7 +50,7 @@ impl<B: Backend> Slice<B> {
     /// # Errors
     /// Those of [`Attempt::refusal`] if the attempt has ended; [`Error::OutOfMemory`].
     pub fn reduced_of(&self, job: &str, attempt: Attempt) -> Result<Option<Array<B>>> {
-        let inner = self.lock();
+        let mut inner = self.lock();
         match inner.attempt.cmp(&attempt) {
             std::cmp::Ordering::Less => Ok(None),
             std::cmp::Ordering::Equal => inner.gradient_sum(&self.backend),
@@ -68,7 +65,7 @@ impl<B: Backend> Slice<B> {
     /// Those of [`Array::read`].
     pub fn values(
         &self,
-        part: Part,
+        part: StateSelector,
         array: &Array<B>,
         elements: impl Into<Elements>,
         dtype: DType,
@@ -79,14 +76,28 @@ impl<B: Backend> Slice<B> {
         }
     }
 
+    /// The backend that holds the slice.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
     /// The shape of a part of the slice.
-    pub fn shape_of(&self, part: Part) -> StateShape {
+    pub fn shape_of(&self, part: StateSelector) -> StateShape {
         match part {
-            Part::State(position) => {
+            StateSelector::State(position) => {
                 self.state_shapes.get(position).copied().unwrap_or(StateShape::Absent)
             }
-            Part::Parameters | Part::Master | Part::GradientSum => StateShape::Elements,
+            StateSelector::Parameters | StateSelector::Master | StateSelector::GradientSum => {
+                StateShape::Elements
+            }
         }
+    }
+
+    /// The state tensors that the slice has, by name, as parts.
+    pub fn state_parts(&self) -> impl Iterator<Item = (&'static str, StateSelector)> {
+        let named = self.state_names.iter().enumerate();
+        let parts = named.map(|(position, name)| (*name, StateSelector::State(position)));
+        parts.filter(|(_, part)| self.shape_of(*part) != StateShape::Absent)
     }
 
     /// The applied steps at `version`.
@@ -108,11 +119,10 @@ impl<B: Backend> Slice<B> {
             let inner = &mut *inner;
             let is_reported = inner.is_reported();
             let mut buffers = Vec::with_capacity(1 + inner.state.len());
-            for buffer in [&mut inner.master].into_iter().chain(&mut inner.state) {
-                buffers.push(buffer.current().clone());
-                if is_reported {
-                    buffer.reserve(&self.backend)?;
-                }
+            let parts = [&inner.master].into_iter().chain(&inner.state);
+            buffers.extend(parts.map(|buffer| buffer.current().clone()));
+            if is_reported {
+                inner.reserve_versions(&self.backend)?;
             }
             (inner.applied, buffers)
         };
@@ -128,26 +138,6 @@ impl<B: Backend> Slice<B> {
             }
         }
         Ok(*hasher.finalize().as_bytes())
-    }
-
-    /// The sum of squares of the master weights at `version`: that of its blocks, added in order.
-    ///
-    /// # Errors
-    /// Those of [`Self::read`]; [`Error::VersionGone`] also for a version that does not exist yet.
-    pub fn sum_of_squares(&self, job: &str, version: u64) -> Result<f64> {
-        let array = self.read(Part::Master, job, version)?;
-        let array = array.ok_or_else(|| self.gone(job, version))?;
-        let (numel, mut sum) = (array.numel(&self.backend), 0.0);
-        for start in (0..numel).step_by(PIECE) {
-            let range = start..numel.min(start + PIECE);
-            let bytes = array.read(&self.backend, range, DType::F32)?;
-            let values = bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
-            let values: Vec<f32> = values.collect();
-            for block in values.chunks(BLOCK) {
-                sum += sum::of_block(Level::best(), block);
-            }
-        }
-        Ok(sum)
     }
 
     pub(super) fn check_version(&self, job: &str, version: u64) -> Result<()> {
@@ -179,13 +169,26 @@ impl<B: Backend> Inner<B> {
     }
 
     /// The reduced gradient, zeros if no rank has one; `None` until every rank has contributed.
-    fn gradient_sum(&self, backend: &B) -> Result<Option<Array<B>>> {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    fn gradient_sum(&mut self, backend: &B) -> Result<Option<Array<B>>> {
         let Some(open) = self.open.as_ref().filter(|open| open.round.is_complete()) else {
             return Ok(None);
         };
         let sum = open.sum.current();
         if !open.round.is_absent_everywhere() {
-            return Ok(Some(sum.clone()));
+            if self.master.current().is_read() && self.can_rotate(backend) {
+                // The next version takes the place of the gradient.
+                let mut copy = sum.another(backend)?;
+                copy.copy_from(backend, sum)?;
+                return Ok(Some(copy));
+            }
+            let held = sum.clone();
+            if open.is_reported {
+                self.reserve_versions(backend)?;
+            }
+            return Ok(Some(held));
         }
         let numel = sum.numel(backend);
         let zeros = backend.allocate(DType::F32, numel);

@@ -1,18 +1,24 @@
-//! Content that the uploading rank of each set of contributors sends: initial values, and the
-//! values that replace them.
+//! Content that one rank of each set of contributors sends: initial values, and the values that
+//! replace them.
 
 use zeroshard_kernels::Backend;
-use zeroshard_model::{Result, geometry::SliceContributors, optimizer::StateShape};
+use zeroshard_model::{
+    Result,
+    geometry::{Ranks, SliceContributors},
+    optimizer::StateShape,
+};
 
 use super::factors;
 use crate::{ranges::Ranges, round::Chunk};
 
 /// The elements that have arrived.
 #[derive(Debug)]
-pub(super) struct Received(
+pub(super) struct Received {
     /// INVARIANT: one for each set of contributors.
-    Vec<Part>,
-);
+    parts: Vec<Part>,
+    /// The rank that sends the content of each.
+    sender: fn(&Ranks) -> u32,
+}
 
 #[derive(Debug, Clone, Default)]
 struct Part {
@@ -22,16 +28,16 @@ struct Part {
 }
 
 impl Received {
-    pub(super) fn new(contributors: &[SliceContributors]) -> Self {
-        Self(vec![Part::default(); contributors.len()])
+    pub(super) fn new(contributors: &[SliceContributors], sender: fn(&Ranks) -> u32) -> Self {
+        Self { parts: vec![Part::default(); contributors.len()], sender }
     }
 
     pub(super) fn clear(&mut self) {
-        self.0.iter_mut().for_each(|part| part.received.clear());
+        self.parts.iter_mut().for_each(|part| part.received.clear());
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.0.iter().all(|part| part.received.is_empty())
+        self.parts.iter().all(|part| part.received.is_empty())
     }
 
     /// Returns whether all elements have arrived.
@@ -41,14 +47,14 @@ impl Received {
 
     /// The first rank that has not sent everything.
     pub(super) fn missing_rank(&self, contributors: &[SliceContributors]) -> Option<u32> {
-        let mut both = contributors.iter().zip(&self.0);
+        let mut both = contributors.iter().zip(&self.parts);
         let missing = both.find(|(of, part)| !part.received.is_all(of.elements.numel()));
-        missing.map(|(of, _)| of.ranks.uploader())
+        missing.map(|(of, _)| (self.sender)(&of.ranks))
     }
 
     /// Returns whether all elements of `chunk` have arrived before.
     pub(super) fn contains(&self, contributors: &[SliceContributors], chunk: &Chunk) -> bool {
-        self.0[uploaded_by(contributors, chunk.rank)].received.contains(&chunk.range())
+        self.parts[self.index(contributors, chunk.rank)].received.contains(&chunk.range())
     }
 
     /// Stores the new elements of `chunk` in `content`, which has this shape. Returns their number.
@@ -60,8 +66,8 @@ impl Received {
         shape: StateShape,
         chunk: &Chunk,
     ) -> Result<u64> {
-        let index = uploaded_by(contributors, chunk.rank);
-        let (elements, part) = (&contributors[index].elements, &mut self.0[index]);
+        let index = self.index(contributors, chunk.rank);
+        let (elements, part) = (&contributors[index].elements, &mut self.parts[index]);
         let mut new = 0;
         let ranges = part.received.split(chunk.range());
         for (range, _) in ranges.into_iter().filter(|(_, known)| !known) {
@@ -78,16 +84,17 @@ impl Received {
     /// Counts everything that `rank` uploads as received, because the content has it already. False
     /// if the rank has stored some of it, and not all of it in this attempt.
     pub(super) fn keep(&mut self, contributors: &[SliceContributors], rank: u32) -> bool {
-        let index = uploaded_by(contributors, rank);
-        let (numel, part) = (contributors[index].elements.numel(), &mut self.0[index]);
+        let index = self.index(contributors, rank);
+        let (numel, part) = (contributors[index].elements.numel(), &mut self.parts[index]);
         if !part.is_written {
             part.received.insert(0..numel);
         }
         part.received.is_all(numel)
     }
-}
 
-fn uploaded_by(contributors: &[SliceContributors], rank: u32) -> usize {
-    let index = contributors.iter().position(|of| of.ranks.uploader() == rank);
-    index.expect("the caller checked that the rank uploads")
+    /// The set of contributors for which `rank` sends the content.
+    fn index(&self, contributors: &[SliceContributors], rank: u32) -> usize {
+        let index = contributors.iter().position(|of| (self.sender)(&of.ranks) == rank);
+        index.expect("the caller checked that the rank sends it")
+    }
 }

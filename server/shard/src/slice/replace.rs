@@ -2,14 +2,18 @@
 //! decided.
 
 use zeroshard_kernels::Backend;
-use zeroshard_model::{Attempt, DType, Result, geometry::SliceContributors, optimizer::StateShape};
+use zeroshard_model::{
+    Attempt, DType, Result,
+    geometry::{Ranks, SliceContributors},
+    optimizer::StateShape,
+};
 
 use super::{Inner, Slice, received::Received, replacement::Replacement, versioned::Versioned};
 use crate::round::Chunk;
 
 impl<B: Backend> Slice<B> {
     /// Stores a chunk of the values that replace the slice's values when the open step is decided,
-    /// from a rank that uploads a part of them. Returns the number of new elements. `current` is
+    /// from a rank that replaces a part of them. Returns the number of new elements. `current` is
     /// the same as for [`Self::upload`].
     ///
     /// # Errors
@@ -31,7 +35,8 @@ impl<B: Backend> Slice<B> {
             Some(replacement) => replacement,
             none => {
                 let values = inner.master.current().another(&self.backend)?;
-                none.insert(Replacement { values, received: Received::new(&self.contributors) })
+                let received = Received::new(&self.contributors, Ranks::replacer);
+                none.insert(Replacement { values, received })
             }
         };
         let Replacement { values, received } = replacement;

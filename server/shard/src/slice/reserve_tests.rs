@@ -1,4 +1,6 @@
 //! A step whose gradient was reported cannot fail because of missing memory.
+//!
+//! promise: atomic-steps
 
 use std::sync::atomic::Ordering;
 
@@ -8,8 +10,8 @@ use zeroshard_model::{DType, Error, JobSpec, Manifest, TensorSpec};
 use super::*;
 use crate::{
     instrumented::Instrumented,
-    part::Part,
     slice::tests::{PARAMETERS, bytes, chunk},
+    state_selector::StateSelector,
     tier::Places,
 };
 
@@ -28,7 +30,7 @@ impl Subject {
         let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
         let backend = Arc::new(Instrumented::new());
         let device = Device::new(backend.clone(), None);
-        let home = Home { device: &device, places: Places::default() };
+        let home = Home { device: &device, places: Places::default(), arena: None };
         let of = job.contributions(0);
         let slice = Slice::allocate(home, &job, 0, &of, FIRST, Role::Primary).unwrap();
         slice.upload(FIRST, PARAMETERS, &chunk(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
@@ -50,7 +52,7 @@ impl Subject {
             .map(|(_, reduced)| reduced)
     }
 
-    pub(super) fn read(&self, part: Part) -> Result<Option<Array<Instrumented>>> {
+    pub(super) fn read(&self, part: StateSelector) -> Result<Option<Array<Instrumented>>> {
         self.slice.read(part, "job", self.attempt().step)
     }
 
@@ -78,7 +80,7 @@ impl Subject {
 #[test]
 fn a_gradient_is_not_complete_without_memory_for_the_step_beside_a_reader() {
     let subject = Subject::new(0);
-    let held = subject.read(Part::Parameters).unwrap();
+    let held = subject.read(StateSelector::Parameters).unwrap();
     assert!(matches!(subject.push(), Err(Error::OutOfMemory { .. })));
     // The reader releases the version: the same push again completes the gradient.
     drop(held);
@@ -92,9 +94,9 @@ fn a_gradient_is_not_complete_without_memory_for_the_step_beside_a_reader() {
 fn a_reader_after_the_gradient_is_complete_reserves_memory_or_is_refused() {
     let subject = Subject::new(1);
     assert!(subject.push().unwrap().is_some());
-    let held = subject.read(Part::Parameters).unwrap().unwrap();
-    assert!(matches!(subject.read(Part::State(0)), Err(Error::OutOfMemory { .. })));
-    let again = subject.read(Part::Parameters).unwrap().unwrap();
+    let held = subject.read(StateSelector::Parameters).unwrap().unwrap();
+    assert!(matches!(subject.read(StateSelector::State(0)), Err(Error::OutOfMemory { .. })));
+    let again = subject.read(StateSelector::Parameters).unwrap().unwrap();
     subject.step();
     for buffer in [held, again] {
         assert_eq!(subject.values(&buffer), bytes(&[1.0, 2.0]));
@@ -103,7 +105,7 @@ fn a_reader_after_the_gradient_is_complete_reserves_memory_or_is_refused() {
 
 #[test]
 fn a_step_beside_readers_of_every_part_needs_no_further_memory() {
-    let parts = [Part::Parameters, Part::State(0), Part::State(1)];
+    let parts = [StateSelector::Parameters, StateSelector::State(0), StateSelector::State(1)];
     let subject = Subject::new(parts.len());
     let held: Vec<_> = parts.iter().map(|&part| subject.read(part).unwrap().unwrap()).collect();
     assert!(subject.push().unwrap().is_some());

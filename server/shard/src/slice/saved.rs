@@ -87,12 +87,13 @@ impl<B: Backend> Slice<B> {
         if inner.saves == 1 || inner.hold.upgrade().is_some_and(is_of_save) {
             inner.hold = Weak::new();
         }
-        if inner.is_reported() {
-            inner.reserve(&self.backend)?;
-        }
         inner.saves -= 1;
-        let reduced =
-            inner.reduced(&self.backend, self.role()).inspect_err(|_| inner.saves += 1)?;
+        let reserved = match inner.is_reported() {
+            true => inner.reserve(&self.backend),
+            false => Ok(()),
+        };
+        let reduced = reserved.and_then(|()| inner.reduced(&self.backend, self.role()));
+        let reduced = reduced.inspect_err(|_| inner.saves += 1)?;
         if inner.saves == 0 {
             inner.last_save = None;
         }
@@ -108,6 +109,10 @@ impl<B: Backend> Slice<B> {
     /// readers, which is impossible before it is published.
     pub fn restore(&self, part: Part, at: usize, bytes: &[u8]) -> Result<()> {
         let mut inner = self.lock();
+        let coded = match part {
+            Part::Values => None,
+            Part::State(position) => Some(position).filter(|&position| inner.is_coded(position)),
+        };
         let (buffer, dtype) = match part {
             Part::Values => (Some(&mut inner.master), self.master_dtype()),
             Part::State(position) => (inner.state.get_mut(position), DType::F32),
@@ -121,6 +126,9 @@ impl<B: Backend> Slice<B> {
         if elements.end > buffer.current().numel(&self.backend) {
             return Err(damaged());
         }
+        if let Some(position) = coded {
+            return inner.stage(&self.backend, position, elements, bytes);
+        }
         let mut buffer = buffer.write(&self.backend)?;
         self.backend.populate(&mut buffer, elements.clone());
         self.backend.store(&mut buffer, elements, bytes, dtype)?;
@@ -133,7 +141,7 @@ impl<B: Backend> Inner<B> {
     /// holds this version, the memory counts in the budget for that.
     pub(super) fn reserve(&mut self, backend: &B) -> Result<()> {
         self.hold.upgrade().map_or(Ok(()), |hold| hold.reserve())?;
-        self.buffers().try_for_each(|buffer| buffer.reserve(backend))
+        self.reserve_versions(backend)
     }
 
     /// Returns whether the reduced gradient has been reported.

@@ -2,7 +2,7 @@
 
 use std::sync::Weak;
 
-use zeroshard_kernels::{Backend, Update};
+use zeroshard_kernels::{Backend, Position, Update};
 use zeroshard_model::{Attempt, Optimizer, Result};
 
 use super::{
@@ -62,7 +62,7 @@ impl<B: Backend> Slice<B> {
             Role::Empty => true,
         };
         let replaced = inner.take_replacement(&self.contributors);
-        if let Some((group, open)) = self.group.zip(inner.open.as_mut())
+        if let Some((group, open)) = self.group.zip(inner.open.as_ref())
             && let Some(apply) = step.apply
             && !is_absent(open)
         {
@@ -70,15 +70,20 @@ impl<B: Backend> Slice<B> {
             let factor = apply.gradient_factors.get(self.spec.tensor).copied().unwrap_or(1.0);
             let coefficient = (coefficient * factor / self.divisor) as f32;
             let optimizer = &apply.groups[group];
-            let update = Update::after(inner.applied, optimizer, coefficient);
+            let at = Position { tensor: self.spec.tensor as u64, element: self.spec.offset as u64 };
+            let update = Update { at, ..Update::after(inner.applied, optimizer, coefficient) };
             // If there is no memory, nothing has been written.
-            let buffers = inner.published.iter_mut().chain([&mut inner.master]);
-            buffers.chain(&mut inner.state).try_for_each(|buffer| buffer.reserve(&self.backend))?;
+            inner.reserve_versions(&self.backend)?;
+            let rotates = inner.master.current().is_read() && inner.can_rotate(&self.backend);
+            let open = inner.open.as_mut().expect("a slice that takes gradients has a sum");
             let buffers = [&inner.master, &open.sum].into_iter().chain(&inner.state);
             buffers.into_iter().try_for_each(|buffer| buffer.settle(&self.backend))?;
             let published = inner.published.as_mut().map(|p| p.next(&self.backend)).transpose()?;
             let published = published.map(|published| in_memory(published).buffer);
-            let master = inner.master.next(&self.backend)?;
+            let master = match rotates {
+                true => inner.master.rotate(&mut open.sum),
+                false => inner.master.next(&self.backend)?,
+            };
             // The step keeps the state tensors that it does not use.
             let is_used = |name: &&str| optimizer.state().contains(name);
             let state = inner.state.iter_mut().zip(self.state_names);
@@ -90,10 +95,12 @@ impl<B: Backend> Slice<B> {
                 None => {
                     let state = state.into_iter().map(in_memory).collect();
                     let sum = sum.memory().expect("all arrays are in memory");
+                    let sum = (!rotates).then_some(&**sum);
                     self.backend.apply(&update, in_memory(master), state, sum, published)?;
                 }
                 Some(steps) => {
-                    let arrays = Arrays { master, state, sum, published };
+                    let state_codes = &self.state_codes[..state.len().min(self.state_codes.len())];
+                    let arrays = Arrays { master, state, state_codes, sum, published };
                     steps.apply(&self.backend, &update, self.spec.numel, arrays)?;
                 }
             }

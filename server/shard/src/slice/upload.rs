@@ -3,8 +3,8 @@
 use zeroshard_kernels::{Backend, fill};
 use zeroshard_model::{AppliedSteps, Attempt, Error, Result};
 
-use super::{Inner, Role, Slice, received::Received};
-use crate::{part::Part, round::Chunk};
+use super::{Inner, Role, Slice, received::Received, staged::Staged};
+use crate::{round::Chunk, state_selector::StateSelector};
 
 /// The contents of an upload.
 #[derive(Debug, Clone, Copy)]
@@ -39,11 +39,10 @@ impl<B: Backend> Slice<B> {
             return Ok((0, false)); // it is copied from its primary
         }
         let inner = &mut *inner;
-        if upload.state.is_some() && inner.carried.is_some_and(|carried| carried.state) {
-            return Err(Error::invalid(
-                "optimizer state",
-                "uploaded to a slice that it was carried over to",
-                "left out; create the job with fresh_state to upload optimizer state",
+        if upload.state.is_some() && inner.forked.is_some_and(|forked| forked.state) {
+            return Err(Error::refused(
+                "the slice has the optimizer state of the job's predecessor; to upload other \
+                 state, create the job with fresh_state",
             ));
         }
         inner.reset_state(&self.backend, self.initial_state)?;
@@ -60,16 +59,28 @@ impl<B: Backend> Slice<B> {
             return Ok((0, false));
         }
         if is_complete {
-            return Err(Error::invalid(
-                "optimizer state",
-                "uploaded after the parameters of the slice were complete",
-                "uploaded before the parameters",
+            return Err(Error::refused(
+                "the parameters of the slice are complete; upload optimizer state before them",
             ));
         }
-        let shape = self.shape_of(upload.state.map_or(Part::Parameters, Part::State));
-        let new = {
-            let mut buffer = buffer.write(&self.backend)?;
-            uploaded.store(&*self.backend, &self.contributors, &mut buffer, shape, chunk)?
+        let shape =
+            self.shape_of(upload.state.map_or(StateSelector::Parameters, StateSelector::State));
+        let mut store = |buffer: &mut B::Buffer| {
+            uploaded.store(&*self.backend, &self.contributors, buffer, shape, chunk)
+        };
+        let new = match upload.state.filter(|&position| position < inner.staged.len()) {
+            None => {
+                let mut buffer = buffer.write(&self.backend)?;
+                store(&mut buffer)?
+            }
+            Some(position) => {
+                let staged = &mut inner.staged[position];
+                let new = store(Staged::values(staged, &self.backend, buffer)?)?;
+                if inner.uploaded_state[position].is_complete(&self.contributors) {
+                    inner.encode_staged(&self.backend, position)?;
+                }
+                new
+            }
         };
         Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.contributors)))
     }
@@ -86,22 +97,20 @@ impl<B: Backend> Inner<B> {
     pub(super) fn forget_upload(&mut self) {
         self.uploaded.clear();
         self.stale_state = !self.uploaded_state.iter().all(Received::is_empty);
-        self.applied = self.carried.map_or_else(AppliedSteps::default, |carried| carried.applied);
+        self.applied = self.forked.map_or_else(AppliedSteps::default, |forked| forked.applied);
     }
 
     /// Several ranks may upload to one slice; the last one must not decide alone.
     pub(super) fn count_applied(&mut self, applied: AppliedSteps, rank: u32) -> Result<()> {
         let known = self.applied;
-        let is_said = known.count > 0 || self.carried.is_some_and(|carried| carried.state);
+        let is_said = known.count > 0 || self.forked.is_some_and(|forked| forked.state);
         if applied.count == 0 || applied == known {
             return Ok(());
         }
         if is_said {
-            return Err(Error::invalid(
-                format!("applied steps that rank {rank} uploads"),
-                format!("{applied:?}"),
-                format!("{known:?}, as in an earlier upload to the slice"),
-            ));
+            return Err(Error::refused(format!(
+                "rank {rank} uploads {applied:?}, but an earlier upload to the slice had {known:?}"
+            )));
         }
         self.applied = applied;
         Ok(())
@@ -109,6 +118,7 @@ impl<B: Backend> Inner<B> {
 
     fn reset_state(&mut self, backend: &B, value: f32) -> Result<()> {
         if self.stale_state {
+            self.forget_staged();
             for (state, uploaded) in self.state.iter_mut().zip(&mut self.uploaded_state) {
                 let mut state = state.write(backend)?;
                 fill(backend, &mut state, value)?;

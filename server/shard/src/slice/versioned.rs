@@ -29,6 +29,11 @@ impl<B: Backend> Versioned<B> {
         &self.current
     }
 
+    /// Returns whether memory for another version is reserved.
+    pub(super) fn has_spare(&self) -> bool {
+        self.spare.is_some()
+    }
+
     /// Ensures that [`Self::write`] succeeds, as long as no reader is added without a reservation.
     ///
     /// # Errors
@@ -78,6 +83,13 @@ impl<B: Backend> Versioned<B> {
         }
         self.spare = None;
         Ok(Next { array: &mut self.current, earlier })
+    }
+
+    /// Write access to the next version, in the memory of `gradient`, which nobody else reads. It
+    /// has the gradient until the caller writes it. `gradient` gets the memory of this version.
+    pub(super) fn rotate(&mut self, gradient: &mut Self) -> Next<'_, B> {
+        std::mem::swap(&mut self.current, &mut gradient.current);
+        Next { earlier: Some(gradient.current.clone()), array: &mut self.current }
     }
 
     /// Provides the memory of the current version, if it has no readers. Lets waiting threads of

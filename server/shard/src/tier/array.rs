@@ -8,14 +8,17 @@ use std::{
 use bytes::Bytes;
 use zeroshard_kernels::{Backend, Failure};
 use zeroshard_model::direct::Pages;
-use zeroshard_model::{DType, Elements, Result};
+use zeroshard_model::{DType, Elements, Result, optimizer::Code};
 
-use super::paged::{Cell, Paged};
+use super::{
+    form::Form,
+    paged::{Cell, Paged},
+};
 
 /// A version of an array. Clones are references, which readers hold.
 pub enum Array<B: Backend> {
     Memory(Arc<B::Buffer>),
-    /// Outside of the memory of the backend. Of f32.
+    /// Outside of the memory of the backend. Of f32, or 8-bit state.
     Paged(Arc<Paged<B>>),
 }
 
@@ -32,7 +35,7 @@ impl<B: Backend> Array<B> {
     pub fn numel(&self, backend: &B) -> usize {
         match self {
             Self::Memory(buffer) => backend.numel(buffer),
-            Self::Paged(paged) => paged.numel(),
+            Self::Paged(paged) => paged.form().numel,
         }
     }
 
@@ -45,7 +48,10 @@ impl<B: Backend> Array<B> {
 
     /// The size in bytes.
     pub fn bytes(&self, backend: &B) -> u64 {
-        (self.numel(backend) * self.dtype(backend).size()) as u64
+        match self {
+            Self::Memory(buffer) => backend.bytes(buffer) as u64,
+            Self::Paged(paged) => paged.form().bytes(),
+        }
     }
 
     /// The buffer of an array in memory.
@@ -82,12 +88,11 @@ impl<B: Backend> Array<B> {
     pub fn another(&self, backend: &B) -> Result<Self> {
         match self {
             Self::Memory(buffer) => {
-                let (dtype, numel) = (backend.dtype(buffer), backend.numel(buffer));
                 let of_version = |failure: Failure| {
                     failure.of("a second version beside the one that is being read")
                 };
-                let mut another = backend.allocate(dtype, numel).map_err(of_version)?;
-                backend.populate(&mut another, 0..numel);
+                let mut another = backend.another(buffer).map_err(of_version)?;
+                backend.populate(&mut another, 0..backend.numel(buffer));
                 Ok(Self::Memory(Arc::new(another)))
             }
             Self::Paged(paged) => Ok(Self::Paged(Arc::new(paged.another()?))),
@@ -154,39 +159,39 @@ impl<B: Backend> Array<B> {
         }
     }
 
-    /// Reads f32 elements into the beginning of `piece`. Changes to a paged array have been written
-    /// back.
+    /// Reads elements into the beginning of `piece`, which has the same code. Changes to a paged
+    /// array have been written back.
     pub(super) fn read_piece(
         &self,
         backend: &B,
-        range: &Range<usize>,
+        (range, code): (&Range<usize>, Option<Code>),
         piece: &mut B::Buffer,
         pages: &mut Pages,
     ) -> Result<()> {
         match self {
             Self::Memory(buffer) => {
-                let bytes = backend.read(buffer, range.clone(), DType::F32)?;
-                backend.store(piece, 0..range.len(), &bytes, DType::F32)?;
-                Ok(())
+                let form = Form { numel: range.len(), code };
+                let bytes = form.read(backend, buffer, range.clone())?;
+                Ok(form.store(backend, piece, 0..range.len(), &bytes)?)
             }
             Self::Paged(paged) => paged.read_piece(backend, range, piece, pages),
         }
     }
 
-    /// Writes the beginning of `piece`, which is f32, to elements of an array that nobody else
-    /// holds.
+    /// Writes the beginning of `piece`, which has the same code, to elements of an array that
+    /// nobody else holds.
     pub(super) fn write_piece(
         &mut self,
         backend: &B,
-        range: &Range<usize>,
+        (range, code): (&Range<usize>, Option<Code>),
         piece: &Arc<B::Buffer>,
         pages: &mut Pages,
     ) -> Result<()> {
         match self {
             Self::Memory(buffer) => {
-                let bytes = backend.read(piece, 0..range.len(), DType::F32)?;
-                backend.store(exclusive(buffer), range.clone(), &bytes, DType::F32)?;
-                Ok(())
+                let form = Form { numel: range.len(), code };
+                let bytes = form.read(backend, piece, 0..range.len())?;
+                Ok(form.store(backend, exclusive(buffer), range.clone(), &bytes)?)
             }
             Self::Paged(paged) => paged.write_piece(backend, range, piece, pages),
         }

@@ -2,13 +2,15 @@
 //! a server with a GPU) or on disk.
 //!
 //! `plan` decides where each array is. `array` is an array in any tier; `paged` is one outside of
-//! memory, and `working` has the buffers in which it is changed by chunks. `steps` takes slices to
-//! the next version piece by piece. `scratch` is the room outside of memory: a file, or host memory
-//! (`host`); `free` has its free parts, and `traffic` the counters of its bytes.
+//! memory, where its bytes have a `form`, and `working` has the buffers in which it is changed by
+//! chunks. `steps` takes slices to the next version piece by piece. `scratch` is the room outside
+//! of memory: a file, or host memory (`host`); `free` has its free parts, and `traffic` the
+//! counters of its bytes.
 //!
 //! Slices know only that they have arrays, and that access to an array can fail.
 
 mod array;
+mod form;
 mod free;
 mod host;
 mod paged;
@@ -27,6 +29,7 @@ use zeroshard_model::{Error, JobSpec, Result, memory::Capacity};
 
 use crate::budget::{Budget, Space};
 pub use array::{Array, Writing};
+pub use form::Form;
 use paged::{Paged, Shared};
 pub use plan::{Kind, Places, Sizes, Tier};
 use plan::{Shortage, plan};
@@ -151,8 +154,8 @@ impl<B: Backend> Tiers<B> {
         devices.iter().map(of_device).collect()
     }
 
-    /// An array of `numel` elements of slice number `slice` in a tier outside of memory; `filled`:
-    /// the value of the elements.
+    /// An array of slice number `slice` in a tier outside of memory; `filled`: the value of the
+    /// elements, 0 for 8-bit state.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Storage`].
@@ -160,7 +163,7 @@ impl<B: Backend> Tiers<B> {
         &self,
         tier: Tier,
         slice: u32,
-        numel: usize,
+        form: Form,
         filled: Option<f32>,
     ) -> Result<Array<B>> {
         let outside = self.outside.as_ref();
@@ -170,7 +173,7 @@ impl<B: Backend> Tiers<B> {
             Tier::Disk => outside.disk.as_ref(),
         });
         let scratch = scratch.expect("the plan uses only tiers that have a budget");
-        Ok(Array::Paged(Arc::new(Paged::new(&self.working, scratch, slice, numel, filled)?)))
+        Ok(Array::Paged(Arc::new(Paged::new(&self.working, scratch, slice, form, filled)?)))
     }
 
     /// The threads for slices with arrays outside of memory.

@@ -1,4 +1,4 @@
-//! An array of f32 outside of the memory of the backend: on disk, or in host memory.
+//! An array outside of the memory of the backend: on disk, or in host memory.
 //!
 //! Its content is changed in two ways. A step reads and writes it piece by piece
 //! ([`super::steps`]). Everything else (uploads, gradients, copies, checkpoints) arrives in chunks
@@ -17,6 +17,7 @@ use zeroshard_model::direct::{PAGE, Pages};
 use zeroshard_model::{DType, Elements, Error, Result};
 
 use super::{
+    form::{Form, PIECE},
     scratch::{Extent, Scratch, blocking},
     working::Working,
 };
@@ -42,7 +43,7 @@ pub(super) struct Shared<B: Backend> {
     extent: Extent,
     /// The slice, for errors.
     slice: u32,
-    numel: usize,
+    form: Form,
     cell: Mutex<Cell<B>>,
 }
 
@@ -71,7 +72,7 @@ struct Loaded<B: Backend> {
 }
 
 impl<B: Backend> Paged<B> {
-    /// An array of `numel` elements of slice number `slice`; `filled`: their value.
+    /// An array of slice number `slice`; `filled`: the value of its elements, 0 for 8-bit state.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the disk is full, or there is no memory; [`Error::Storage`].
@@ -79,10 +80,10 @@ impl<B: Backend> Paged<B> {
         working: &Arc<Working<B, Shared<B>>>,
         scratch: &Arc<Scratch>,
         slice: u32,
-        numel: usize,
+        form: Form,
         filled: Option<f32>,
     ) -> Result<Self> {
-        let bytes = (numel * SIZE) as u64;
+        let bytes = form.bytes();
         let extent = scratch.take(bytes).map_err(|error| match error.kind() {
             io::ErrorKind::StorageFull => Error::OutOfMemory {
                 what: format!("slice {slice} in {}: the disk is full", scratch.name()),
@@ -100,7 +101,7 @@ impl<B: Backend> Paged<B> {
         let content = filled.map_or(Content::Undefined, Content::Filled);
         let cell = Cell { content, loaded: None, is_listed: false };
         let cell = Mutex::new(cell);
-        let shared = Shared { working: working.clone(), extent, slice, numel, cell };
+        let shared = Shared { working: working.clone(), extent, slice, form, cell };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -109,12 +110,12 @@ impl<B: Backend> Paged<B> {
     /// # Errors
     /// Those of [`Self::new`].
     pub(super) fn another(&self) -> Result<Self> {
-        let Shared { working, extent, slice, numel, .. } = &*self.shared;
-        Self::new(working, extent.scratch(), *slice, *numel, None)
+        let Shared { working, extent, slice, form, .. } = &*self.shared;
+        Self::new(working, extent.scratch(), *slice, *form, None)
     }
 
-    pub(super) fn numel(&self) -> usize {
-        self.shared.numel
+    pub(super) fn form(&self) -> Form {
+        self.shared.form
     }
 
     /// Forgets the content: elements are written before they are read again.
@@ -122,7 +123,7 @@ impl<B: Backend> Paged<B> {
         let cell = &mut *self.shared.cell();
         cell.content = Content::Undefined;
         if let Some(loaded) = cell.loaded.take() {
-            self.shared.working.give(loaded.buffer, self.shared.numel);
+            self.shared.working.give(loaded.buffer, self.shared.form);
         }
     }
 
@@ -135,7 +136,7 @@ impl<B: Backend> Paged<B> {
         if cell.loaded.is_none() {
             let working = &self.shared.working;
             let settle = |array: &Shared<B>| array.try_settle(backend);
-            let mut buffer = working.take(backend, self.shared.numel, settle)?;
+            let mut buffer = working.take(backend, self.shared.form, settle)?;
             let target = Arc::get_mut(&mut buffer).expect("nobody holds a free buffer");
             let filled = match cell.content {
                 Content::Undefined => Ok(()),
@@ -143,7 +144,7 @@ impl<B: Backend> Paged<B> {
                 Content::Written => self.shared.read_into(backend, target),
             };
             if let Err(error) = filled {
-                working.give(buffer, self.shared.numel);
+                working.give(buffer, self.shared.form);
                 return Err(error);
             }
             cell.loaded = Some(Loaded { buffer, is_dirty: false });
@@ -197,7 +198,10 @@ impl<B: Backend> Paged<B> {
             Content::Written => {
                 // The array does not change while a reader holds it.
                 drop(cell);
-                self.shared.read_runs(from)
+                match self.shared.form.code {
+                    None => self.shared.read_runs(from),
+                    Some(_) => self.shared.decode_runs(backend, from),
+                }
             }
         }
     }
@@ -213,20 +217,22 @@ impl<B: Backend> Paged<B> {
         piece: &mut B::Buffer,
         pages: &mut Pages,
     ) -> Result<()> {
-        let content = self.shared.cell().content;
-        let bytes = pages.bytes(0..range.len() * SIZE);
+        let (content, form) = (self.shared.cell().content, self.shared.form);
+        let length = form.bytes_of(range.len());
         match content {
-            Content::Undefined => bytes.fill(0),
+            // 0 for 8-bit state, too.
+            Content::Undefined => pages.bytes(0..length).fill(0),
+            Content::Filled(_) if form.code.is_some() => pages.bytes(0..length).fill(0),
             Content::Filled(value) => {
-                let value = value.to_le_bytes();
-                bytes.as_chunks_mut().0.iter_mut().for_each(|element| *element = value);
+                let elements = pages.bytes(0..length).as_chunks_mut().0;
+                elements.iter_mut().for_each(|element| *element = value.to_le_bytes());
             }
             Content::Written => {
-                let whole = pages.bytes(0..(range.len() * SIZE).next_multiple_of(PAGE));
-                self.shared.read(whole, range.start * SIZE)?;
+                let whole = pages.bytes(0..length.next_multiple_of(PAGE));
+                self.shared.read(whole, form.position(range.start))?;
             }
         }
-        backend.store(piece, 0..range.len(), pages.bytes(0..range.len() * SIZE), DType::F32)?;
+        form.store(backend, piece, 0..range.len(), pages.bytes(0..length))?;
         Ok(())
     }
 
@@ -242,8 +248,9 @@ impl<B: Backend> Paged<B> {
         piece: &Arc<B::Buffer>,
         pages: &mut Pages,
     ) -> Result<()> {
-        let bytes = backend.read(piece, 0..range.len(), DType::F32)?;
-        self.shared.write(&bytes, range.start * SIZE, pages)
+        let form = self.shared.form;
+        let bytes = form.read(backend, piece, 0..range.len())?;
+        self.shared.write(&bytes, form.position(range.start), pages)
     }
 
     /// All elements have been written piece by piece.
@@ -283,34 +290,72 @@ impl<B: Backend> Shared<B> {
         let Some(loaded) = &mut cell.loaded else { return Ok(()) };
         if loaded.is_dirty {
             let mut pages = Pages::new(REQUEST);
-            for start in (0..self.numel).step_by(REQUEST / SIZE) {
-                let end = self.numel.min(start + REQUEST / SIZE);
-                let bytes = backend.read(&loaded.buffer, start..end, DType::F32)?;
-                self.write(&bytes, start * SIZE, &mut pages)?;
+            for piece in self.form.pieces() {
+                let at = self.form.position(piece.start);
+                self.write(&self.form.read(backend, &loaded.buffer, piece)?, at, &mut pages)?;
             }
             loaded.is_dirty = false;
             cell.content = Content::Written;
         }
         if let Some(loaded) = cell.loaded.take() {
-            self.working.give(loaded.buffer, self.numel);
+            self.working.give(loaded.buffer, self.form);
         }
         Ok(())
     }
 
     fn read_into(&self, backend: &B, target: &mut B::Buffer) -> Result<()> {
         let mut pages = Pages::new(REQUEST);
-        for start in (0..self.numel).step_by(REQUEST / SIZE) {
-            let end = self.numel.min(start + REQUEST / SIZE);
-            let bytes = (end - start) * SIZE;
-            self.read(pages.bytes(0..bytes.next_multiple_of(PAGE)), start * SIZE)?;
-            backend.store(target, start..end, pages.bytes(0..bytes), DType::F32)?;
+        for piece in self.form.pieces() {
+            let bytes = self.form.bytes_of(piece.len());
+            let at = self.form.position(piece.start);
+            self.read(pages.bytes(0..bytes.next_multiple_of(PAGE)), at)?;
+            self.form.store(backend, target, piece, pages.bytes(0..bytes))?;
         }
         Ok(())
     }
 
-    /// The bytes of elements that are in scratch space.
+    /// The values of 8-bit state that is in scratch space, as f32.
+    fn decode_runs(&self, backend: &B, from: &Elements) -> Result<Bytes> {
+        let mut bytes = Vec::with_capacity(from.numel() * SIZE);
+        let (mut pages, mut loaded) = (Pages::new(REQUEST), None);
+        for mut run in from.runs() {
+            while !run.is_empty() {
+                let start = run.start - run.start % PIECE;
+                let piece = start..self.form.numel.min(start + PIECE);
+                let (_, buffer) = match loaded.take() {
+                    Some(found @ (number, _)) if number == start => found,
+                    _ => (start, self.load_piece(backend, &piece, &mut pages)?),
+                };
+                let part = run.start..run.end.min(piece.end);
+                let inside = part.start - start..part.end - start;
+                bytes.extend_from_slice(&backend.read(&buffer, inside, DType::F32)?);
+                loaded = Some((start, buffer));
+                run.start = part.end;
+            }
+        }
+        Ok(bytes.into())
+    }
+
+    /// A piece that is in scratch space, in memory of its own.
+    fn load_piece(
+        &self,
+        backend: &B,
+        piece: &Range<usize>,
+        pages: &mut Pages,
+    ) -> Result<Arc<B::Buffer>> {
+        let form = Form { numel: piece.len(), ..self.form };
+        let of_piece = |failure: Failure| failure.of("a piece of an array that is read");
+        let mut buffer = form.allocate(backend).map_err(of_piece)?;
+        let length = form.bytes_of(piece.len());
+        let at = self.form.position(piece.start);
+        self.read(pages.bytes(0..length.next_multiple_of(PAGE)), at)?;
+        form.store(backend, &mut buffer, 0..piece.len(), pages.bytes(0..length))?;
+        Ok(Arc::new(buffer))
+    }
+
+    /// The bytes of f32 elements that are in scratch space.
     fn read_runs(&self, from: &Elements) -> Result<Bytes> {
-        let end = (self.numel * SIZE).next_multiple_of(PAGE);
+        let end = (self.form.numel * SIZE).next_multiple_of(PAGE);
         let mut bytes = Vec::with_capacity(from.numel() * SIZE);
         let (mut pages, mut window) = (Pages::new(REQUEST), 0..0);
         for run in from.runs() {
@@ -364,7 +409,7 @@ impl<B: Backend> Drop for Shared<B> {
     fn drop(&mut self) {
         let cell = self.cell.get_mut().expect("no holder of the lock panics");
         if let Some(loaded) = cell.loaded.take() {
-            self.working.give(loaded.buffer, self.numel);
+            self.working.give(loaded.buffer, self.form);
         }
     }
 }

@@ -5,13 +5,14 @@
 //! the wrong ones. So the same arrays stay in memory for the life of the job, as many as fit, and
 //! the others are read and written in each step.
 
-use zeroshard_model::JobSpec;
-use zeroshard_model::direct::PAGE;
+use zeroshard_model::{JobSpec, StateDType, direct::PAGE};
+
+use super::form::PIECE;
 
 /// The largest number of state tensors of an optimizer.
 pub(super) const MAX_STATE: usize = 3;
 
-/// An array of f32 that a slice has, by its content.
+/// An array that a slice has, by its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// The master weights; for a slice that is not trained, its parameters.
@@ -82,11 +83,13 @@ impl FromIterator<(Kind, Tier)> for Places {
 /// The sizes of the arrays of one slice, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Sizes {
-    /// The bytes that are always in memory: arrays whose dtype is not f32, and all arrays of
+    /// The bytes that are always in memory: parameters whose dtype is not f32, and all arrays of
     /// optimizers whose steps need whole tensors.
     pub fixed: u64,
-    /// The arrays of f32.
+    /// The other arrays.
     pub arrays: Vec<(Kind, u64)>,
+    /// The dtype of the state tensors.
+    pub state_dtype: StateDType,
 }
 
 impl Sizes {
@@ -100,13 +103,29 @@ impl Sizes {
         let all = job.arrays(index);
         let fixed = all.required().fixed;
         if all.is_whole {
-            return Self { fixed, arrays: Vec::new() };
+            return Self { fixed, ..Self::default() };
         }
         let state = all.state.into_iter().enumerate();
         let state = state.map(|(position, bytes)| (Kind::State(position), bytes));
         let both = [(Kind::Master, all.master), (Kind::Sum, all.sum)];
         let both = both.into_iter().filter(|&(_, bytes)| bytes > 0);
-        Self { fixed, arrays: both.chain(state).collect() }
+        let arrays = both.chain(state).collect();
+        Self { fixed, arrays, state_dtype: job.state_dtype }
+    }
+
+    /// The bytes that an array takes in a tier. Outside of memory, it begins with a page, and each
+    /// of its pieces as well.
+    fn room(&self, tier: Tier, (kind, bytes): (Kind, u64)) -> u64 {
+        let page = PAGE as u64;
+        match (tier, kind, self.state_dtype) {
+            (Tier::Memory, ..) => bytes,
+            (_, Kind::State(_), StateDType::Int8) => {
+                let piece = StateDType::Int8.bytes(PIECE) as u64;
+                bytes / piece * piece.next_multiple_of(page)
+                    + (bytes % piece).next_multiple_of(page)
+            }
+            _ => bytes.next_multiple_of(page),
+        }
     }
 }
 
@@ -160,27 +179,19 @@ pub(crate) fn plan(
             tier = tier.max(fastest_of_state);
         }
         for (slice, places) in slices.iter().zip(&mut plan.places) {
-            for &(array, bytes) in slice.arrays.iter().filter(|(array, _)| *array == kind) {
+            for &sized in slice.arrays.iter().filter(|(array, _)| *array == kind) {
                 let fits = |&tier: &Tier| {
-                    plan.bytes[tier as usize].saturating_add(room(tier, bytes))
+                    plan.bytes[tier as usize].saturating_add(slice.room(tier, sized))
                         <= free[tier as usize]
                 };
                 let tiers = Tier::ALL.into_iter().filter(|other| *other >= tier);
                 tier = tiers.into_iter().find(fits).ok_or(shortage)?;
-                places.set(array, tier);
-                plan.bytes[tier as usize] += room(tier, bytes);
+                places.set(kind, tier);
+                plan.bytes[tier as usize] += slice.room(tier, sized);
             }
         }
     }
     Ok(plan)
-}
-
-/// The bytes that an array takes in a tier.
-fn room(tier: Tier, bytes: u64) -> u64 {
-    match tier {
-        Tier::Memory => bytes,
-        Tier::Host | Tier::Disk => bytes.next_multiple_of(PAGE as u64),
-    }
 }
 
 #[cfg(test)]
@@ -203,7 +214,8 @@ mod tests {
         let slice = (0u64..20, array(Kind::Master), array(Kind::Sum), state);
         let slice = slice.prop_map(|(fixed, master, sum, state)| {
             let state = state.into_iter().enumerate().map(|(i, bytes)| (Kind::State(i), bytes));
-            Sizes { fixed, arrays: [master, sum].into_iter().chain(state).collect() }
+            let arrays = [master, sum].into_iter().chain(state).collect();
+            Sizes { fixed, arrays, ..Sizes::default() }
         });
         prop::collection::vec(slice, 0..12)
     }
@@ -235,7 +247,7 @@ mod tests {
                     prop_assert!(plan.bytes.iter().zip(free).all(|(&used, free)| used <= free));
                     let mut found = [fixed, 0, 0];
                     for (array, bytes, tier) in tiers(&slices, &plan) {
-                        found[tier as usize] += room(tier, bytes);
+                        found[tier as usize] += Sizes::default().room(tier, (array, bytes));
                         prop_assert!(!matches!(array, Kind::State(_)) || tier >= fastest);
                     }
                     prop_assert_eq!(found, plan.bytes);
@@ -245,7 +257,8 @@ mod tests {
                     // largest one. It begins with a page outside of memory. State leaves memory
                     // unused.
                     let arrays = || slices.iter().flat_map(|slice| &slice.arrays);
-                    let largest = arrays().map(|(_, bytes)| room(Tier::Disk, *bytes)).max();
+                    let room = |&sized| Sizes::default().room(Tier::Disk, sized);
+                    let largest = arrays().map(room).max();
                     let pages = (arrays().count() * PAGE) as u64;
                     let lost = pages + Tier::ALL.len() as u64 * largest.unwrap_or_default();
                     let memory = if state_in_memory { free[0] } else { 0 };

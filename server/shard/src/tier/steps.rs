@@ -13,20 +13,25 @@ use std::{
     },
 };
 
-use zeroshard_kernels::{Backend, Update};
+use zeroshard_kernels::{Backend, Position, Update};
 use zeroshard_model::direct::{PAGE, Pages};
-use zeroshard_model::{DType, Error, Result};
+use zeroshard_model::{DType, Error, Result, geometry::blocks::TILE, optimizer::Code};
 
-use super::{array::Array, paged::REQUEST, plan::MAX_STATE};
+use super::{
+    array::Array,
+    form::{Form, PIECE},
+    paged::REQUEST,
+    plan::MAX_STATE,
+};
 
 /// The threads, and therefore the number of requests in flight.
 pub(super) const THREADS: usize = 8;
 
 /// The elements of a piece, and of a piece of a small slice: a step is over whole pieces.
-const PIECES: [usize; 2] = [PAGE / DType::F32.size(), REQUEST / DType::F32.size()];
+const PIECES: [usize; 2] = [PAGE / DType::F32.size(), PIECE];
 
-/// The arrays of a piece: master weights, state, gradient.
-const ARRAYS: usize = 1 + MAX_STATE + 1;
+/// The codes of 8-bit state, in the order in which optimizers have them.
+const CODES: [Code; 2] = [Code::Signed, Code::Positive];
 
 /// The threads and buffers of a server.
 pub struct Steps<B: Backend> {
@@ -38,14 +43,25 @@ pub struct Steps<B: Backend> {
 /// The buffers of one thread.
 struct Workspace<B: Backend> {
     /// Of each size in [`PIECES`].
-    arrays: [Vec<Arc<B::Buffer>>; PIECES.len()],
+    pieces: [Pieces<B>; PIECES.len()],
     pages: Pages,
+}
+
+/// A piece of each array.
+struct Pieces<B: Backend> {
+    master: Arc<B::Buffer>,
+    gradient: Arc<B::Buffer>,
+    state: [Arc<B::Buffer>; MAX_STATE],
+    /// Of the codes in [`CODES`].
+    coded: [Arc<B::Buffer>; CODES.len()],
 }
 
 /// The arrays of a slice in a step.
 pub struct Arrays<'a, B: Backend> {
     pub master: Next<'a, B>,
     pub state: Vec<Next<'a, B>>,
+    /// The codes of 8-bit state; none: it is f32.
+    pub state_codes: &'static [Code],
     pub sum: &'a Array<B>,
     /// In memory.
     pub published: Option<&'a mut B::Buffer>,
@@ -156,18 +172,28 @@ impl<B: Backend> Steps<B> {
     }
 }
 
+impl<B: Backend> Pieces<B> {
+    fn new(backend: &B, numel: usize) -> zeroshard_kernels::Result<Self> {
+        let piece = |code| {
+            let mut buffer = Form { numel, code }.allocate(backend)?;
+            backend.populate(&mut buffer, 0..numel);
+            Ok(Arc::new(buffer))
+        };
+        let [signed, positive] = CODES.map(Some);
+        Ok(Self {
+            master: piece(None)?,
+            gradient: piece(None)?,
+            state: [piece(None)?, piece(None)?, piece(None)?],
+            coded: [piece(signed)?, piece(positive)?],
+        })
+    }
+}
+
 impl<B: Backend> Workspace<B> {
     fn new(backend: &B) -> zeroshard_kernels::Result<Self> {
-        let arrays = |numel| {
-            let array = || {
-                let mut buffer = backend.allocate(DType::F32, numel)?;
-                backend.populate(&mut buffer, 0..numel);
-                Ok(Arc::new(buffer))
-            };
-            (0..ARRAYS).map(|_| array()).collect::<zeroshard_kernels::Result<Vec<_>>>()
-        };
         let [small, large] = PIECES;
-        Ok(Self { arrays: [arrays(small)?, arrays(large)?], pages: Pages::new(REQUEST) })
+        let pieces = [Pieces::new(backend, small)?, Pieces::new(backend, large)?];
+        Ok(Self { pieces, pages: Pages::new(REQUEST) })
     }
 
     fn apply(
@@ -180,7 +206,7 @@ impl<B: Backend> Workspace<B> {
         let size = usize::from(numel > PIECES[0]);
         for start in (0..numel).step_by(PIECES[size]) {
             let range = start..numel.min(start + PIECES[size]);
-            let pieces = &mut self.arrays[size];
+            let pieces = &mut self.pieces[size];
             apply_piece(backend, update, &range, arrays, pieces, &mut self.pages)?;
         }
         for next in [&mut arrays.master].into_iter().chain(&mut arrays.state) {
@@ -193,33 +219,45 @@ impl<B: Backend> Workspace<B> {
 }
 
 /// Applies a step to a piece of a slice. Behind its end, the buffers have elements of earlier
-/// pieces: each element is computed alone, and they are not written.
+/// pieces, which are not written. Each element is computed alone, except in a tile of 8-bit state:
+/// the rest of the last one is zeros, which a step leaves as they are.
 fn apply_piece<B: Backend>(
     backend: &B,
     update: &Update<'_>,
     range: &Range<usize>,
     arrays: &mut Arrays<'_, B>,
-    pieces: &mut [Arc<B::Buffer>],
+    pieces: &mut Pieces<B>,
     pages: &mut Pages,
 ) -> Result<()> {
-    let changed = 1 + arrays.state.len();
-    let (outputs, rest) = pieces.split_at_mut(changed);
-    let gradient = &mut rest[0];
-    let targets = || [&arrays.master].into_iter().chain(&arrays.state);
-    for (next, piece) in targets().zip(&mut *outputs) {
-        next.earlier().read_piece(backend, range, exclusive(piece), pages)?;
+    let Pieces { master, gradient, state, coded } = pieces;
+    let codes = arrays.state_codes;
+    debug_assert!(CODES.starts_with(codes), "the pieces have the codes in this order");
+    let state = if codes.is_empty() { &mut state[..] } else { &mut coded[..] };
+    let state = &mut state[..arrays.state.len()];
+    let part = |position: usize| (range, codes.get(position).copied());
+    let tiles = range.len().next_multiple_of(TILE);
+    if !codes.is_empty() && tiles > range.len() {
+        let zeros = [0; TILE * DType::F32.size()];
+        for piece in [&mut *master, &mut *gradient].into_iter().chain(&mut *state) {
+            backend.store(exclusive(piece), tiles - TILE..tiles, &zeros, DType::F32)?;
+        }
     }
-    arrays.sum.read_piece(backend, range, exclusive(gradient), pages)?;
-    let mut buffers = outputs.iter_mut().map(|piece| exclusive(piece).into());
-    let master = buffers.next().expect("there are master weights");
-    backend.apply(update, master, buffers.collect(), gradient, None)?;
+    arrays.master.earlier().read_piece(backend, (range, None), exclusive(master), pages)?;
+    for (position, (next, piece)) in arrays.state.iter().zip(&mut *state).enumerate() {
+        next.earlier().read_piece(backend, part(position), exclusive(piece), pages)?;
+    }
+    arrays.sum.read_piece(backend, (range, None), exclusive(gradient), pages)?;
+    let element = update.at.element + range.start as u64;
+    let update = Update { at: Position { element, ..update.at }, ..*update };
+    let buffers = state.iter_mut().map(|piece| exclusive(piece).into()).collect();
+    backend.apply(&update, exclusive(master).into(), buffers, Some(gradient), None)?;
     if let Some(published) = &mut arrays.published {
-        let values = backend.read(&outputs[0], 0..range.len(), DType::F32)?;
+        let values = backend.read(master, 0..range.len(), DType::F32)?;
         backend.store(published, range.clone(), &values, DType::F32)?;
     }
-    let targets = [&mut arrays.master].into_iter().chain(&mut arrays.state);
-    for (next, piece) in targets.zip(&*outputs) {
-        next.array.write_piece(backend, range, piece, pages)?;
+    arrays.master.array.write_piece(backend, (range, None), master, pages)?;
+    for (position, (next, piece)) in arrays.state.iter_mut().zip(&*state).enumerate() {
+        next.array.write_piece(backend, part(position), piece, pages)?;
     }
     Ok(())
 }

@@ -14,6 +14,8 @@ use std::{
 use zeroshard_kernels::Backend;
 use zeroshard_model::{DType, Result};
 
+use super::form::Form;
+
 /// The working buffers of a server, for arrays of type `A`.
 pub(super) struct Working<B: Backend, A> {
     limit: usize,
@@ -21,11 +23,11 @@ pub(super) struct Working<B: Backend, A> {
 }
 
 struct State<B: Backend, A> {
-    /// The elements of all buffers, free or in use.
+    /// The elements of all buffers, free or in use, as if all were f32.
     elements: usize,
-    /// Free buffers, with their size: memory that is mapped anew for each use would be slower than
+    /// Free buffers, with their form: memory that is mapped anew for each use would be slower than
     /// a disk.
-    free: Vec<(usize, Arc<B::Buffer>)>,
+    free: Vec<(Form, Arc<B::Buffer>)>,
     /// Arrays that may have a buffer, in the order in which they got one.
     loaded: VecDeque<Weak<A>>,
 }
@@ -37,7 +39,7 @@ impl<B: Backend, A> Working<B, A> {
         Self { limit: bytes / DType::F32.size(), state: Mutex::new(state) }
     }
 
-    /// A buffer of `numel` elements, of any content, that nobody else holds. `settle` writes
+    /// A buffer of this form, of any content, that nobody else holds. `settle` writes
     /// an array to its tier and gives its buffer back, and returns `false` if the array keeps it.
     ///
     /// # Errors
@@ -45,22 +47,22 @@ impl<B: Backend, A> Working<B, A> {
     pub(super) fn take(
         &self,
         backend: &B,
-        numel: usize,
+        form: Form,
         settle: impl Fn(&A) -> bool,
     ) -> Result<Arc<B::Buffer>> {
         let mut tries = self.state().loaded.len();
         loop {
             let mut state = self.state();
-            if let Some(at) = state.free.iter().position(|(size, _)| *size == numel) {
+            if let Some(at) = state.free.iter().position(|(other, _)| *other == form) {
                 return Ok(state.free.swap_remove(at).1);
             }
-            if state.elements + numel <= self.limit || tries == 0 {
-                state.elements += numel;
+            if state.elements + form.numel <= self.limit || tries == 0 {
+                state.elements += form.numel;
                 drop(state);
-                return self.allocate(backend, numel);
+                return self.allocate(backend, form);
             }
-            if let Some((size, buffer)) = state.free.pop() {
-                state.elements -= size;
+            if let Some((other, buffer)) = state.free.pop() {
+                state.elements -= other.numel;
                 drop(state);
                 drop(buffer);
                 continue;
@@ -79,25 +81,25 @@ impl<B: Backend, A> Working<B, A> {
         }
     }
 
-    fn allocate(&self, backend: &B, numel: usize) -> Result<Arc<B::Buffer>> {
-        let allocated = backend.allocate(DType::F32, numel).map_err(|failure| {
-            self.state().elements -= numel;
+    fn allocate(&self, backend: &B, form: Form) -> Result<Arc<B::Buffer>> {
+        let allocated = form.allocate(backend).map_err(|failure| {
+            self.state().elements -= form.numel;
             failure.of("a buffer for an array outside of memory")
         });
         let mut buffer = allocated?;
-        backend.populate(&mut buffer, 0..numel);
+        backend.populate(&mut buffer, 0..form.numel);
         Ok(Arc::new(buffer))
     }
 
     /// Returns a buffer.
-    pub(super) fn give(&self, buffer: Arc<B::Buffer>, numel: usize) {
+    pub(super) fn give(&self, buffer: Arc<B::Buffer>, form: Form) {
         let mut state = self.state();
         if state.elements > self.limit {
-            state.elements -= numel;
+            state.elements -= form.numel;
             drop(state);
             drop(buffer);
         } else {
-            state.free.push((numel, buffer));
+            state.free.push((form, buffer));
         }
     }
 

@@ -7,19 +7,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use zeroshard_coordinator::{
-    calls::{Create, Join, Reply},
     cluster::Cluster,
-    commands::{About, Command, OpenJob, ServerEvent},
-    decision::{Decision, Figures, Report, Update},
-    events::{Action, Event},
-    gradient::{Absent, Norm, Overflow},
-    ids::{Caller, JobRef, Lease, Link, Now},
-    memberships::{Change, Peer},
-    placement::Zones,
-    plan::Plan,
-    succession::Source,
+    placement::{Zones, fork::Source, plan::Plan},
+    state::memberships::{Change, Peer},
+    vocabulary::{
+        calls::{Create, Join, Reply},
+        commands::{About, Command, OpenJob, ServerEvent},
+        decision::{Decision, Figures, Report, Update},
+        events::{Action, Event},
+        gradient::{Absent, Norm, Overflow},
+        ids::{Caller, JobRef, Lease, Link, Now},
+    },
 };
-use zeroshard_model::{Attempt, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec};
+use zeroshard_model::{Attempt, Error, Fork, JobSpec, Manifest, Result, Server, TensorSpec};
 
 /// The id of the job.
 const JOB: u64 = 0x7007;
@@ -34,7 +34,7 @@ fn spec(world: u32) -> JobSpec {
 }
 
 fn creation(spec: JobSpec) -> Box<Create> {
-    Box::new(Create { spec, succession: None, restore: None, quota: None })
+    Box::new(Create { spec, fork: None, restore: None, quota: None })
 }
 
 /// The job, as its members and servers name it.

@@ -7,7 +7,7 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Status, Streaming, transport::Channel};
-use zeroshard_coordinator::cluster::JobLimits;
+use zeroshard_coordinator::cluster::context::JobLimits;
 use zeroshard_model::{name::server_id, version::VERSION};
 use zeroshard_proto::{
     pb::{
@@ -348,6 +348,7 @@ async fn a_coordinator_whose_leadership_has_ended_decides_nothing_and_ends_every
     fixture.stop().await;
 }
 
+// promise: no-silent-hang
 #[tokio::test]
 async fn the_clock_ends_a_wait() {
     let fixture = Fixture::start().await;
@@ -420,8 +421,8 @@ async fn the_end_of_an_earlier_stream_of_a_lease_does_not_end_the_lease() {
 async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     let driver = driver();
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
-    let (about, held) = (About::default(), Vec::new());
-    let registration = Registration { server, about, term: 0, held };
+    let (about, reports) = (About::default(), Vec::new());
+    let registration = Registration { server, about, term: 0, reports };
     let mut control = driver.add_server(registration).unwrap();
     let said = |said| driver.tell(Event::FromServer { from: control.link, event: said });
     let create =
@@ -454,14 +455,15 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
     let mut client = fixture.client().await;
     let field = |error| match error {
         Error::Invalid { what, .. } => what,
+        Error::Refused { sentence } => sentence,
         other => panic!("{other:?}"),
     };
     let absent = pb::CreateJobRequest::default();
-    assert_eq!(field(error(client.create_job(absent).await)), "spec");
+    assert_eq!(field(error(client.create_job(absent).await)), "the request has no `spec`");
     assert_eq!(field(error(client.create_job(create(0)).await)), "world");
     assert_eq!(
         field(error(client.commit(pb::CommitRequest::default()).await)),
-        "turn of the call of a rank"
+        "the request has no `turn`"
     );
     let commit = || pb::CommitRequest { turn: Some(pb::Turn::default()), ..Default::default() };
     for bad in [f64::NAN, -1.0, f64::INFINITY] {
@@ -485,9 +487,9 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
         let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
         assert_eq!(field(from_status(&refused, "")), "name of shard server host:1");
     }
-    let hello = pb::Hello { held_jobs: u32::MAX, ..hello("host:1") };
+    let hello = pb::Hello { job_reports: u32::MAX, ..hello("host:1") };
     let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
-    assert_eq!(field(from_status(&refused, "")), "held_jobs of shard server host:1");
+    assert_eq!(field(from_status(&refused, "")), "job_reports of shard server host:1");
     for address in ["", "nowhere", "host:0"] {
         let refused = FakeShard::connect(&mut client, address).await.err().expect("refused");
         assert_eq!(field(from_status(&refused, "")), "address of the server");

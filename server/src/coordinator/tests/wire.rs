@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use prost::Message as _;
-use zeroshard_coordinator::{commands::Begins, decision::Replicated};
+use zeroshard_coordinator::vocabulary::{commands::Begins, decision::Replicated};
 use zeroshard_model::{JobVersion, Optimizer, Placement};
 use zeroshard_proto::pb::{self, serve_response::Command as Wire};
 
 use super::*;
 use crate::coordinator::{
-    control::{held_job, server_event, wire},
+    control::{job_report, server_event, wire},
     responses::{self, Message as _},
 };
 
@@ -184,12 +184,9 @@ fn a_server_is_told_what_to_copy_from_which_server() {
     let predecessor = Arc::new(spec(1));
     let placed = Plan::new(&predecessor, &servers, &Zones::new()).unwrap();
     let from = JobVersion { job: "job".into(), job_id: JOB, version: 0 };
-    let succession = Arc::new(Succession { from: from.clone(), fresh_state: false });
-    let source = Source {
-        succession: succession.clone(),
-        spec: predecessor,
-        placement: placed.placement.clone(),
-    };
+    let fork = Arc::new(Fork { from: from.clone(), fresh_state: false });
+    let source =
+        Source { fork: fork.clone(), spec: predecessor, placement: placed.placement.clone() };
     let next = Arc::new(JobSpec { name: "next".into(), ..spec(1) });
     let mut slices = Vec::new();
     for server in [1, 2] {
@@ -199,7 +196,7 @@ fn a_server_is_told_what_to_copy_from_which_server() {
             job_id: 8,
             epoch: 1,
             server,
-            succession: Some(succession.clone()),
+            fork: Some(fork.clone()),
             source: Some(source.clone()),
             checkpoint: None,
             requested: None,
@@ -210,7 +207,7 @@ fn a_server_is_told_what_to_copy_from_which_server() {
             decision: None,
         };
         let Wire::Open(open) = wire(Command::Open(open)) else { panic!("OpenJob") };
-        let pb::Succession { from: source, servers, copies, .. } = open.succession.unwrap();
+        let pb::Fork { from: source, servers, copies, .. } = open.fork.unwrap();
         assert_eq!(source, Some((&from).into()));
         assert_eq!(servers.iter().map(|server| server.id).collect::<Vec<_>>(), [1, 2]);
         for copy in copies {
@@ -245,13 +242,13 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
     let spec = spec(2);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let placement = Plan::new(&spec, &[server], &Zones::new()).unwrap().placement;
-    let held = || pb::HeldJob {
+    let report = || pb::JobReport {
         spec: Some((&spec).into()),
         placement: Some(placement.as_ref().into()),
         job_id: 3,
         ..Default::default()
     };
-    assert!(held_job(held()).is_ok());
+    assert!(job_report(report()).is_ok());
     let ready = |slice| {
         let slices = vec![pb::ReducedSlice { slice, sum_of_squares: 1.0 }];
         Some(pb::StepReady { slices, ..Default::default() })
@@ -260,20 +257,23 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
     let done_and_resting = pb::RankRests { rank: 1, ..Default::default() };
     let decision = |step, resting| Some(pb::Decision { step, resting, ..Default::default() });
     let refused = [
-        (pb::HeldJob { leases: vec![pb::HeldLease { rank: 2, lease: 1 }], ..held() }, "rank"),
-        (pb::HeldJob { done: vec![7], ..held() }, "rank"),
-        (pb::HeldJob { left: vec![7], ..held() }, "rank"),
-        (pb::HeldJob { resting: vec![rests], ..held() }, "rank"),
-        (pb::HeldJob { decision: decision(1, vec![9]), ..held() }, "rank"),
-        (pb::HeldJob { done: vec![1], resting: vec![done_and_resting], ..held() }, "rests and is"),
-        (pb::HeldJob { ready: ready(3), ..held() }, "slice"),
-        (pb::HeldJob { decided: ready(u32::MAX), ..held() }, "slice"),
-        (pb::HeldJob { step: u64::MAX, ..held() }, "step"),
-        (pb::HeldJob { epoch: u64::MAX, ..held() }, "epoch"),
-        (pb::HeldJob { decision: decision(u64::MAX, vec![]), ..held() }, "step"),
+        (pb::JobReport { leases: vec![pb::RankLease { rank: 2, lease: 1 }], ..report() }, "rank"),
+        (pb::JobReport { done: vec![7], ..report() }, "rank"),
+        (pb::JobReport { left: vec![7], ..report() }, "rank"),
+        (pb::JobReport { resting: vec![rests], ..report() }, "rank"),
+        (pb::JobReport { decision: decision(1, vec![9]), ..report() }, "rank"),
+        (
+            pb::JobReport { done: vec![1], resting: vec![done_and_resting], ..report() },
+            "rests and is done",
+        ),
+        (pb::JobReport { ready: ready(3), ..report() }, "slice"),
+        (pb::JobReport { decided: ready(u32::MAX), ..report() }, "slice"),
+        (pb::JobReport { step: u64::MAX, ..report() }, "step"),
+        (pb::JobReport { epoch: u64::MAX, ..report() }, "epoch"),
+        (pb::JobReport { decision: decision(u64::MAX, vec![]), ..report() }, "step"),
     ];
-    for (held, what) in refused {
-        let error = held_job(held).unwrap_err().to_string();
+    for (report, what) in refused {
+        let error = job_report(report).unwrap_err().to_string();
         assert!(error.contains(what) && error.contains("description of job"), "{error}");
     }
 }
@@ -284,8 +284,8 @@ fn a_status_shows_each_server_with_its_own_data_while_another_one_departs() {
     for id in [1, 2] {
         let server = Server { id, incarnation: 1, address: format!("host:{id}") };
         let about = About { version: format!("version {id}"), ..About::default() };
-        let (held, is_new) = (Vec::new(), true);
-        let joined = Event::ServerJoined { stream: id, server, about, held, is_new };
+        let (reports, is_new) = (Vec::new(), true);
+        let joined = Event::ServerJoined { stream: id, server, about, reports, is_new };
         cluster.handle(joined, Now::ZERO);
     }
     let from = Link { server: 1, stream: 1 };

@@ -1,7 +1,7 @@
 //! What a worker sends to and receives from the servers: parameters and gradients.
 
 use bytes::Bytes;
-use zeroshard_coordinator::ids::Lease;
+use zeroshard_coordinator::vocabulary::ids::Lease;
 use zeroshard_model::{DType, Error, Server};
 use zeroshard_shard::round::Chunk;
 
@@ -15,6 +15,12 @@ fn gradient(rank: u32, step: u64, slice: u32, element: usize, is_doomed: bool) -
     let mixed =
         (u64::from(rank) * 31 + step * 17 + u64::from(slice) * 7 + element as u64 * 3) % 101;
     if is_doomed { 1000.0 + mixed as f32 } else { mixed as f32 / 64.0 - 0.75 }
+}
+
+/// The new value of an element that does not train, and what a doomed process sends.
+fn new_value(step: u64, slice: u32, element: usize, is_doomed: bool) -> f32 {
+    let value = step as f32 + slice as f32 / 8.0 + element as f32 / 64.0;
+    if is_doomed { 1000.0 + value } else { value }
 }
 
 fn bytes(values: impl Iterator<Item = f32>) -> Bytes {
@@ -107,6 +113,39 @@ impl World {
         is_complete
     }
 
+    /// Sends new values of the slices that do not train to all of their servers, in every second
+    /// step. Returns whether all have been sent.
+    pub(super) fn replace(&mut self, rank: u32) -> bool {
+        let (step, is_doomed) = {
+            let worker = &self.workers[rank as usize];
+            (worker.step, worker.is_doomed)
+        };
+        if rank != 0 || step % 2 == 0 {
+            return true;
+        }
+        let mut is_complete = true;
+        for (slice, numel, trains) in self.slices() {
+            for owner in self.owners(rank, slice) {
+                // Two parts, in any order.
+                for range in [0..numel / 2, numel / 2..numel] {
+                    let (worker, offset) = (&self.workers[rank as usize], range.start);
+                    let part = (slice, offset, owner.id);
+                    if trains || range.is_empty() || worker.replaced.contains(&part) {
+                        continue;
+                    }
+                    is_complete = false;
+                    let values = range.map(|at| new_value(step, slice, at, is_doomed));
+                    let chunk = Chunk { rank, offset, dtype: DType::F32, bytes: bytes(values) };
+                    let (job, attempt, server) = (worker.job, worker.attempt(), owner.id);
+                    let Lease(lease) = worker.lease.expect("it has joined");
+                    let request = Request::Replace { job, server, lease, attempt, slice, chunk };
+                    self.ask(rank, (3, slice, offset as u64 * 100 + server), &owner, request);
+                }
+            }
+        }
+        is_complete
+    }
+
     pub(in crate::simulation) fn worker_answered(
         &mut self,
         rank: u32,
@@ -136,6 +175,11 @@ impl World {
             (Request::Push { attempt, slice, chunk, .. }, Ok(_)) if attempt == worker.attempt() => {
                 worker.pushed.insert((slice, chunk.offset));
             }
+            (Request::Replace { attempt, slice, chunk, server, .. }, Ok(_))
+                if attempt == worker.attempt() =>
+            {
+                worker.replaced.insert((slice, chunk.offset, server));
+            }
             (request, Err(error)) => self.refused_request(rank, &request, *error),
             _ => {}
         }
@@ -145,7 +189,12 @@ impl World {
     /// An error of a server. The request is repeated after a while, unless the error is final.
     fn refused_request(&mut self, rank: u32, request: &Request, error: Error) {
         let worker = &mut self.workers[rank as usize];
+        let is_early = matches!(request, Request::Replace { .. });
         match error {
+            // A server keeps new values of a slice that it is to copy.
+            error @ Error::NotHere { .. } if is_early => {
+                self.fail(format!("{request:?} of rank {rank}: {error}"));
+            }
             Error::Unavailable { .. }
             | Error::UnknownJob { .. }
             | Error::NotHere { .. }

@@ -9,12 +9,14 @@ use std::{
 
 use rustix::time::{ClockId, clock_gettime};
 use zeroshard_coordinator::{
-    cluster::{Cluster, JobLimits},
-    commands::{About, Command, ServerEvent},
-    events::{Action, Event, Placed, Placing},
-    ids::{Caller, JobRef, Lease, Link, Now, ServerId},
+    cluster::{Cluster, context::JobLimits},
     job::Job,
-    plan::Plan,
+    placement::plan::Plan,
+    vocabulary::{
+        commands::{About, Command, ServerEvent},
+        events::{Action, Event, Placed, Placing},
+        ids::{Caller, JobRef, Lease, Link, Now, ServerId},
+    },
 };
 use zeroshard_model::Server;
 
@@ -222,7 +224,7 @@ impl Driver {
         }
         let start = Instant::now();
         for name in self.cluster.take_changed() {
-            black_box(self.cluster.jobs().get(&*name).map(Job::figures));
+            black_box(self.cluster.jobs().get(&*name).map(Job::metrics));
         }
         if is_tick || due < self.armed {
             self.armed = self.cluster.next_deadline().unwrap_or(Now::MAX);
@@ -254,8 +256,8 @@ impl Driver {
                     said.map(|said| Event::FromServer { from: self.links[&server], event: said })
                 );
             }
-            Action::Place(Placing { job, spec, live, zones, rooms, .. }) => {
-                let plan = Plan::within(&spec, &live, &zones, &rooms)?;
+            Action::Place(Placing { job, spec, live, zones, free_memory, .. }) => {
+                let plan = Plan::within(&spec, &live, &zones, &free_memory)?;
                 let placed = Placed { plan, checkpoint: None, user_data: Default::default() };
                 return Ok(Some(Event::Placed { job, placed: Ok(placed) }));
             }
@@ -302,5 +304,5 @@ pub(super) fn server(id: ServerId) -> Server {
 
 /// The event of a server that registers.
 pub(super) fn joined(stream: u64, server: Server, about: About) -> Event {
-    Event::ServerJoined { stream, server, about, held: Vec::new(), is_new: true }
+    Event::ServerJoined { stream, server, about, reports: Vec::new(), is_new: true }
 }

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_coordinator::{
+use zeroshard_coordinator::vocabulary::{
     calls::{Commit, Create, Join, Turn},
     commands::ServerEvent,
     events::Event,
@@ -67,7 +67,7 @@ impl Job {
     /// Creates a job, has all ranks join, and uploads the initial parameters.
     pub(super) fn start(driver: &mut Driver, id: u64, spec: JobSpec) -> Result<Self, Error> {
         let (job, world) = (JobRef { name: spec.name.clone(), id }, spec.world);
-        let create = Box::new(Create { spec, succession: None, restore: None, quota: None });
+        let create = Box::new(Create { spec, fork: None, restore: None, quota: None });
         let caller = driver.caller();
         driver.send(Event::Create { caller, job_id: id, create, wait: WAIT })?;
         let placement = driver.cluster.job(&job.name)?.describe()?.placement;

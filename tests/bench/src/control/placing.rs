@@ -4,14 +4,14 @@ use std::{hint::black_box, time::Instant};
 
 use serde_json::json;
 use zeroshard_coordinator::{
-    calls::Create,
     cluster::Cluster,
-    commands::About,
-    events::{Action, Event, Placing},
-    ids::{Caller, Now},
-    placement::Zones,
-    plan::Plan,
-    rooms::Rooms,
+    placement::{Zones, free_memory::FreeMemory, plan::Plan},
+    vocabulary::{
+        calls::Create,
+        commands::About,
+        events::{Action, Event, Placing},
+        ids::{Caller, Now},
+    },
 };
 use zeroshard_model::{JobSpec, Server, memory::Capacity};
 
@@ -32,7 +32,7 @@ struct Case {
     name: &'static str,
     replicas: u32,
     zones: Zones,
-    rooms: Rooms,
+    free_memory: FreeMemory,
 }
 
 /// Prints the time of each kind of placement.
@@ -54,7 +54,7 @@ pub(super) fn run(options: &Options, json: bool) -> Result<(), Error> {
             // A new specification: the slices are cut when they are first used.
             let spec = spec(options, case.replicas)?;
             let start = Instant::now();
-            let plan = Plan::within(&spec, &live, &case.zones, &case.rooms)?;
+            let plan = Plan::within(&spec, &live, &case.zones, &case.free_memory)?;
             seconds.push(start.elapsed().as_secs_f64());
             black_box(plan);
         }
@@ -74,21 +74,21 @@ fn spec(options: &Options, replicas: u32) -> Result<JobSpec, Error> {
 }
 
 fn cases(options: &Options, live: &[Server]) -> Result<Vec<Case>, Error> {
-    let none = (Zones::new(), Rooms::default());
+    let none = (Zones::new(), FreeMemory::default());
     let zone = |server: &Server| (server.id, format!("zone-{}", server.id % ZONES));
     let zones: Zones = live.iter().map(zone).collect();
-    let rooms = rooms(spec(options, 1)?, live)?;
-    let case = |name, replicas, (zones, rooms)| Case { name, replicas, zones, rooms };
+    let free_memory = free_memory(spec(options, 1)?, live)?;
+    let case = |name, replicas, (zones, free_memory)| Case { name, replicas, zones, free_memory };
     Ok(vec![
         case("balanced", 1, none.clone()),
         case("replicas-in-zones", 2, (zones, none.1)),
-        case("within-memory", 1, (none.0, rooms)),
+        case("within-memory", 1, (none.0, free_memory)),
     ])
 }
 
 /// The memory of servers on which `spec` cannot be balanced: the first one has half of a fair
 /// share, and the others have two.
-fn rooms(spec: JobSpec, live: &[Server]) -> Result<Rooms, Error> {
+fn free_memory(spec: JobSpec, live: &[Server]) -> Result<FreeMemory, Error> {
     let share = spec.required_with_replicas().bytes / live.len() as u64;
     let mut cluster = Cluster::default();
     for server in live {
@@ -97,10 +97,10 @@ fn rooms(spec: JobSpec, live: &[Server]) -> Result<Rooms, Error> {
         let about = About { capacity, ..About::default() };
         cluster.handle(joined(server.id, server.clone(), about), Now::ZERO);
     }
-    let create = Box::new(Create { spec, succession: None, restore: None, quota: None });
+    let create = Box::new(Create { spec, fork: None, restore: None, quota: None });
     let event = Event::Create { caller: Caller(1), job_id: 1, create, wait: Now::MAX };
     let placing = cluster.handle(event, Now::ZERO).into_iter().find_map(|action| match action {
-        Action::Place(Placing { rooms, .. }) => Some(rooms),
+        Action::Place(Placing { free_memory, .. }) => Some(free_memory),
         _ => None,
     });
     placing.ok_or_else(|| "the job was not placed".into())

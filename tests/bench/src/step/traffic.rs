@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use zeroshard_coordinator::placement::{Zones, place};
 use zeroshard_model::{JobSpec, Placement, Server};
 
-use super::{Error, Level, SERVER_BYTES_PER_PARAMETER};
+use super::{Error, Level};
 use crate::table::Table;
 
 /// Bytes of a gradient or a parameter: f32 in all systems, so that they can be compared.
@@ -43,9 +43,7 @@ pub(super) fn run(spec: &JobSpec, servers: u32, level: Level, json: bool) -> Res
 fn placement(spec: &JobSpec, servers: u32) -> Result<Placement, Error> {
     let server = |id| Server { id, incarnation: 1, address: String::new() };
     let live: Vec<_> = (0..u64::from(servers)).map(server).collect();
-    let slices = spec.manifest.slices().iter();
-    let weights: Vec<_> =
-        slices.map(|slice| slice.numel as u64 * SERVER_BYTES_PER_PARAMETER).collect();
+    let weights: Vec<_> = spec.required_by_slice().iter().map(|slice| slice.bytes).collect();
     Ok(place(None, &live, &Zones::new(), &weights, 1)?)
 }
 

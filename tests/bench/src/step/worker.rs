@@ -1,12 +1,14 @@
 //! One rank of the step benchmark.
 
-use std::{ops::Range, time::Instant};
+use std::{fmt::Display, ops::Range, time::Instant};
 
 use clap::Args;
 use futures_util::{StreamExt, TryStreamExt, future, stream};
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
-use zeroshard_model::{JobSpec, Manifest, Result, TensorSpec};
+use zeroshard_client::{
+    Array, Cluster, Commit, Job, Options, Target, TensorData, TensorId, Traffic, Values, Wire,
+};
+use zeroshard_model::{DType, JobSpec, Manifest, Result, StateDType, TensorSpec};
 use zeroshard_tests::synthetic;
 
 use super::{Error, Level};
@@ -41,12 +43,40 @@ pub(crate) struct WorkerOptions {
     pub(crate) level: Level,
     #[arg(long)]
     pub(crate) steps: usize,
+    #[arg(long)]
+    pub(crate) dtype: DType,
+    #[arg(long)]
+    pub(crate) state_dtype: StateDType,
+    #[arg(long)]
+    pub(crate) wire: Wire,
+    #[arg(long)]
+    pub(crate) parameter_wire: Option<Wire>,
 }
 
 impl WorkerOptions {
     /// The options of all ranks of the job.
     pub(crate) fn all(&self) -> Vec<Self> {
         (0..self.workers).map(|rank| Self { rank, ..self.clone() }).collect()
+    }
+
+    /// The command line that states these options.
+    pub(super) fn to_arguments(&self) -> Vec<String> {
+        let flags: [(&str, &dyn Display); 12] = [
+            ("address", &self.address),
+            ("rank", &self.rank),
+            ("workers", &self.workers),
+            ("servers", &self.servers),
+            ("replicas", &self.replicas),
+            ("tensors", &self.tensors),
+            ("numel", &self.numel),
+            ("level", &self.level),
+            ("steps", &self.steps),
+            ("dtype", &self.dtype),
+            ("state-dtype", &self.state_dtype),
+            ("wire", &self.wire),
+        ];
+        let wire = self.parameter_wire.iter().map(|wire| format!("--parameter-wire={wire}"));
+        flags.iter().map(|(flag, value)| format!("--{flag}={value}")).chain(wire).collect()
     }
 }
 
@@ -55,33 +85,55 @@ pub(crate) struct Worker {
     level: Level,
     job: Job,
     gradient: Values,
-    parameters: Vec<Vec<f32>>,
+    parameters: Vec<Array>,
     buckets: Vec<Range<usize>>,
 }
 
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 pub(crate) fn run(options: &WorkerOptions) -> Result<(), Error> {
     let runtime = tokio::runtime::Runtime::new()?;
-    let [seconds, push, decide, pull] = runtime.block_on(async {
-        let mut worker = Worker::start(options).await?;
+    let options = options.clone();
+    // In a task, because the thread of `block_on` is not one of those that serve connections.
+    let steps = runtime.spawn(async move {
+        let mut worker = Worker::start(&options).await?;
         let mut phases: [Vec<f64>; 4] = Default::default();
+        let mut before = worker.job.traffic();
         for step in 0..WARM_UP + options.steps {
+            if step == WARM_UP {
+                before = worker.job.traffic();
+            }
             let times = worker.step(step as u64).await?;
             if step >= WARM_UP {
                 phases.iter_mut().zip(times).for_each(|(samples, time)| samples.push(time));
             }
         }
+        let after = worker.job.traffic();
         worker.job.leave().await?;
-        Ok::<_, Error>(phases)
-    })?;
-    println!("{}", json!({"seconds": seconds, "push": push, "decide": decide, "pull": pull}));
+        let steps = options.steps.max(1) as u64;
+        let of_step = Traffic {
+            pulled_bytes: (after.pulled_bytes - before.pulled_bytes) / steps,
+            pushed_bytes: (after.pushed_bytes - before.pushed_bytes) / steps,
+        };
+        Ok::<_, zeroshard_model::Error>((phases, of_step))
+    });
+    let ([seconds, push, decide, pull], Traffic { pulled_bytes, pushed_bytes }) =
+        runtime.block_on(steps)??;
+    println!(
+        "{}",
+        json!({
+            "seconds": seconds, "push": push, "decide": decide, "pull": pull,
+            "pulled_bytes": pulled_bytes, "pushed_bytes": pushed_bytes,
+        })
+    );
     Ok(())
 }
 
 impl Worker {
     /// Joins the job, which the first rank creates, and pulls its parameters.
     pub(crate) async fn start(options: &WorkerOptions) -> Result<Self> {
-        let cluster = Cluster::connect(&options.address, Default::default()).await?;
+        let connection =
+            Options::default().wire(options.wire).parameter_wire(options.parameter_wire);
+        let cluster = Cluster::connect(&options.address, connection).await?;
         cluster.create_job(&spec(options)?).await?;
         let job = cluster.join(JOB, options.rank).await?;
         let gradient = Values::from(synthetic::values(0, options.numel));
@@ -94,7 +146,7 @@ impl Worker {
             )
             .await?;
         }
-        let parameters = vec![vec![0.0; options.numel]; options.tensors];
+        let parameters = all.clone().map(|_| Array::zeros(options.numel, options.dtype)).collect();
         let per_bucket = (BUCKET / options.numel).max(1);
         let buckets =
             all.clone().step_by(per_bucket).map(|first| first..all.end.min(first + per_bucket));
@@ -141,7 +193,11 @@ impl Worker {
             let gradient = |tensor| TensorData::new(TensorId::new(tensor), self.gradient.clone());
             attempt.push(bucket.clone().map(gradient).collect())
         });
-        stream::iter(pushes).buffer_unordered(AHEAD).try_for_each(|()| future::ok(())).await
+        // Collected, because an iterator over closures is not known to be `Send`.
+        stream::iter(pushes.collect::<Vec<_>>())
+            .buffer_unordered(AHEAD)
+            .try_for_each(|()| future::ok(()))
+            .await
     }
 
     async fn pull(&mut self, version: u64) -> Result<()> {
@@ -154,24 +210,31 @@ impl Worker {
         let size = self.buckets[0].len();
         let buckets = self.parameters.chunks_mut(size).enumerate();
         let pulls = buckets.map(|(i, arrays)| pull_into(&self.job, version, i * size, arrays));
-        stream::iter(pulls).buffered(ahead).try_for_each(|()| future::ok(())).await
+        stream::iter(pulls.collect::<Vec<_>>())
+            .buffered(ahead)
+            .try_for_each(|()| future::ok(()))
+            .await
     }
 }
 
 /// The job of the ranks with these options.
 pub(crate) fn spec(options: &WorkerOptions) -> Result<JobSpec> {
-    let tensor = |i| TensorSpec::new(format!("tensor.{i}"), [options.numel as u64]);
+    let tensor = |i| TensorSpec {
+        dtype: options.dtype,
+        ..TensorSpec::new(format!("tensor.{i}"), [options.numel as u64])
+    };
     let manifest = Manifest::new((0..options.tensors).map(tensor).collect())?;
     let adamw = "adamw".parse().expect("a known optimizer");
     Ok(JobSpec {
         world: options.workers,
         min_servers: options.servers,
         replicas: options.replicas,
+        state_dtype: options.state_dtype,
         ..JobSpec::new(JOB, manifest, vec![adamw])
     })
 }
 
-async fn pull_into(job: &Job, version: u64, first: usize, arrays: &mut [Vec<f32>]) -> Result<()> {
+async fn pull_into(job: &Job, version: u64, first: usize, arrays: &mut [Array]) -> Result<()> {
     let targets = arrays.iter_mut().enumerate();
     job.pull(
         version,

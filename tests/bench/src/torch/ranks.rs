@@ -15,8 +15,6 @@ use super::Error;
 
 /// The script of the ranks.
 const SCRIPT: &str = include_str!("../../torch/step.py");
-/// The number of ranks.
-pub(super) const WORLD: usize = 2;
 /// The time limit of one measurement, from the start of Python.
 const TIMEOUT: Duration = Duration::from_secs(600);
 /// The interval at which the processes are checked.
@@ -28,12 +26,16 @@ const LOG_LINES: usize = 15;
 #[derive(Debug, Clone)]
 pub(super) struct Sample {
     pub(super) params: u64,
+    /// The tokens of a rank in a step; 0 if the inputs have none.
+    pub(super) tokens: u64,
     /// The mean time of the measured steps in seconds.
     pub(super) seconds: f64,
     /// The loss of the last step, averaged over the ranks.
     pub(super) loss: f64,
     /// The peak of the resident memory of each rank during the measured steps.
-    pub(super) peak_bytes: [u64; WORLD],
+    pub(super) peak_bytes: Vec<u64>,
+    /// The peak of the GPU's memory of rank 0; 0 on the CPU.
+    pub(super) gpu_peak_bytes: u64,
     /// The sum of the peaks of the servers over their whole life; `None` without servers, or if
     /// they run inside rank 0.
     pub(super) server_peak_bytes: Option<u64>,
@@ -43,29 +45,31 @@ pub(super) struct Sample {
 #[derive(Debug, Deserialize)]
 struct Output {
     params: u64,
+    tokens: u64,
     seconds: f64,
     loss: f64,
     peak_bytes: u64,
+    gpu_peak_bytes: u64,
 }
 
 impl Sample {
     /// Parses the outputs of the ranks, rank by rank.
-    fn parse(texts: &[String; WORLD]) -> Result<Self, Error> {
+    fn parse(texts: &[String]) -> Result<Self, Error> {
         let parse = |text: &String| {
             serde_json::from_str::<Output>(text)
                 .map_err(|e| format!("invalid result of a rank, {text:?}: {e}"))
         };
-        let (first, second) = (parse(&texts[0])?, parse(&texts[1])?);
-        if !(first.seconds.is_finite() && first.seconds > 0.0) {
-            return Err(format!("a step took {} seconds", first.seconds).into());
+        let outputs = texts.iter().map(parse).collect::<Result<Vec<_>, _>>()?;
+        let Some(&Output { params, tokens, seconds, loss, gpu_peak_bytes, .. }) = outputs.first()
+        else {
+            return Err("no rank has a result".into());
+        };
+        if !(seconds.is_finite() && seconds > 0.0) {
+            return Err(format!("a step took {seconds} seconds").into());
         }
-        Ok(Self {
-            params: first.params,
-            seconds: first.seconds,
-            loss: first.loss,
-            peak_bytes: [first.peak_bytes, second.peak_bytes],
-            server_peak_bytes: None,
-        })
+        let peak_bytes = outputs.iter().map(|output| output.peak_bytes).collect();
+        let server_peak_bytes = None;
+        Ok(Self { params, tokens, seconds, loss, peak_bytes, gpu_peak_bytes, server_peak_bytes })
     }
 }
 
@@ -77,14 +81,21 @@ pub(super) struct Ranks {
 }
 
 impl Ranks {
-    /// Starts the ranks with these arguments of the script.
-    pub(super) fn start(python: &Path, arguments: &[(&str, String)]) -> Result<Self, Error> {
+    /// Starts `world` ranks with these arguments of the script and variables of the environment.
+    pub(super) fn start(
+        python: &Path,
+        arguments: &[(&str, String)],
+        env: &[(&str, &str)],
+        world: usize,
+    ) -> Result<Self, Error> {
         let folder = TempDir::with_prefix("zs-bench-")?;
         fs::write(folder.path().join("step.py"), SCRIPT)?;
         let mut ranks = Self { children: Vec::new(), folder };
-        for rank in 0..WORLD {
-            let child = start_rank(python, arguments, ranks.folder.path(), rank)?;
-            ranks.children.push(child);
+        for rank in 0..world {
+            let mut command = Command::new(python);
+            command.envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string())]);
+            command.env("WORLD_SIZE", world.to_string()).envs(env.iter().copied());
+            ranks.children.push(start_rank(command, arguments, ranks.folder.path(), rank)?);
         }
         Ok(ranks)
     }
@@ -117,7 +128,7 @@ impl Ranks {
             let text = fs::read_to_string(self.folder.path().join(output_name(rank)));
             text.map_err(|e| format!("rank {rank} wrote no result: {e}"))
         };
-        Sample::parse(&[read(0)?, read(1)?])
+        Sample::parse(&(0..self.children.len()).map(read).collect::<Result<Vec<_>, _>>()?)
     }
 }
 
@@ -132,22 +143,19 @@ impl Drop for Ranks {
 }
 
 fn start_rank(
-    python: &Path,
+    mut command: Command,
     arguments: &[(&str, String)],
     folder: &Path,
     rank: usize,
 ) -> Result<Child, Error> {
     let log = File::create(folder.join(log_name(rank)))?;
-    let mut command = Command::new(python);
     command.arg(folder.join("step.py"));
     command.arg("--store").arg(folder.join("store"));
     command.arg("--output").arg(folder.join(output_name(rank)));
     for (flag, value) in arguments {
         command.args([*flag, value]);
     }
-    let rank = rank.to_string();
-    command.envs([("RANK", &rank), ("LOCAL_RANK", &rank), ("WORLD_SIZE", &WORLD.to_string())]);
-    command.envs([("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")]);
+    command.env("GLOO_SOCKET_IFNAME", "lo");
     command.env_remove("ZEROSHARD_ADDRESS");
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     Ok(command.spawn()?)
@@ -173,7 +181,7 @@ fn log_tail(path: &Path) -> String {
 mod tests {
     use super::*;
 
-    const OUTPUT: &str = r#"{"params": 8, "seconds": 0.5, "loss": 1.5, "peak_bytes": 100}"#;
+    const OUTPUT: &str = r#"{"params": 8, "tokens": 4, "seconds": 0.5, "loss": 1.5, "peak_bytes": 100, "gpu_peak_bytes": 0}"#;
 
     #[test]
     fn seconds_are_those_of_rank_zero_and_memory_is_per_rank() {

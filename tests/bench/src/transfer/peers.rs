@@ -3,7 +3,9 @@
 use std::{path::Path, process::Command, time::Instant};
 
 use tokio::task::{JoinHandle, spawn, spawn_blocking};
-use zeroshard_client::{Cluster, Commit, Job, Options, Target, TensorData, TensorId, Values};
+use zeroshard_client::{
+    Cluster, Commit, Job, Options, Target, TensorData, TensorId, Transport, Values,
+};
 use zeroshard_model::{JobSpec, Manifest, Optimizer, TensorSpec, optimizer::Sgd};
 use zeroshard_net::transport::tls::{Tls, TlsFiles};
 use zeroshard_tests::{Process, binary};
@@ -29,9 +31,11 @@ impl Peers {
     pub(super) async fn ours(
         bytes: usize,
         number: usize,
+        transport: Transport,
         certificates: Option<&Path>,
     ) -> Result<Self, Error> {
         let (cluster, options) = servers(certificates)?;
+        let options = options.transport(Some(transport));
         let mut clients = Vec::with_capacity(number);
         for client in 0..number {
             let name = format!("transfer-{client}");

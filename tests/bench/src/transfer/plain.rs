@@ -33,7 +33,7 @@ impl data_service_server::DataService for Plain {
         let parameters = Bytes::from(vec![1u8; bytes.min(CHUNK)]);
         let messages = (0..bytes).step_by(CHUNK).map(move |offset| {
             let payload = parameters.slice(..CHUNK.min(bytes - offset));
-            Ok(pb::PullResponse { slice: 0, offset: offset as u64, dtype: 1, payload })
+            Ok(pb::PullResponse { offset: offset as u64, dtype: 1, payload, ..Default::default() })
         });
         Ok(Response::new(Box::pin(stream::iter(messages))))
     }
@@ -105,6 +105,7 @@ impl Client {
             offset: offset as u64,
             dtype: 1,
             payload: gradient.slice(offset..gradient.len().min(offset + CHUNK)),
+            ..Default::default()
         });
         self.client.push(stream::iter(messages)).await?;
         Ok(())

@@ -5,11 +5,14 @@ use std::{
     io::{Read, Result as IoResult, Write},
     net::{TcpListener, TcpStream},
     path::PathBuf,
+    process::Command,
+    time::Instant,
 };
 
 use clap::Args;
 use rustls::{ClientConnection, ServerConnection, StreamOwned, pki_types::ServerName};
 use zeroshard_net::transport::tls::{Tls, TlsFiles};
+use zeroshard_tests::{Process, binary};
 
 use super::peers::Transfer;
 use crate::Error;
@@ -112,4 +115,22 @@ impl Client {
             }
         }
     }
+}
+
+/// Measures one stream between this process and another one, with transfers of `bytes` bytes in
+/// both directions. Returns bytes per second.
+///
+/// # Errors
+/// Those of the system.
+pub(crate) fn rate(bytes: usize) -> Result<f64, Error> {
+    let mut command = Command::new(binary("zs-bench"));
+    command.arg("serve-raw");
+    let server = Process::start(command);
+    let mut client = Client::connect(server.address(), bytes, None)?;
+    let both = [Transfer::Pull, Transfer::Push];
+    // The first transfers access memory for the first time, and the windows of TCP grow.
+    both.into_iter().try_for_each(|transfer| client.run(transfer))?;
+    let began = Instant::now();
+    both.into_iter().try_for_each(|transfer| client.run(transfer))?;
+    Ok((both.len() * bytes) as f64 / began.elapsed().as_secs_f64())
 }

@@ -69,6 +69,7 @@ operations! {
 
     And(a, b, _c) a & b;
     Or(a, b, _c) a | b;
+    Xor(a, b, _c) a ^ b;
     Not32(a, _b, _c) u64::from(!word(a));
     Not64(a, _b, _c) !a;
     // Shifts by the width or more give zero.
@@ -116,6 +117,7 @@ operations! {
     LtF64(a, b, _c) u64::from(f64_of(a) < f64_of(b));
     GtF64(a, b, _c) u64::from(f64_of(a) > f64_of(b));
     // True as well if an operand is NaN.
+    GeOrNanF32(a, b, _c) u64::from(f32_of(a).partial_cmp(&f32_of(b)) != Some(std::cmp::Ordering::Less));
     LeOrNanF64(a, b, _c) u64::from(f64_of(a).partial_cmp(&f64_of(b)) != Some(std::cmp::Ordering::Greater));
 }
 
@@ -141,10 +143,11 @@ impl Alu {
             "div.u32" => Alu::DivU32,
             "div.u64" => Alu::DivU64,
             "neg.s64" => Alu::Neg64,
-            "min.u64" => Alu::MinU64,
-            "max.u64" => Alu::MaxU64,
-            "and.b32" | "and.b64" | "and.pred" => Alu::And,
-            "or.b32" | "or.b64" | "or.pred" => Alu::Or,
+            "min.u32" | "min.u64" => Alu::MinU64,
+            "max.u32" | "max.u64" => Alu::MaxU64,
+            "and.b16" | "and.b32" | "and.b64" | "and.pred" => Alu::And,
+            "or.b16" | "or.b32" | "or.b64" | "or.pred" => Alu::Or,
+            "xor.b32" | "xor.b64" => Alu::Xor,
             "not.b32" => Alu::Not32,
             "not.b64" => Alu::Not64,
             "shl.b32" => Alu::Shl32,
@@ -170,6 +173,7 @@ impl Alu {
             "setp.le.f32" => Alu::LeF32,
             "setp.gt.f32" => Alu::GtF32,
             "setp.ge.f32" => Alu::GeF32,
+            "setp.geu.f32" => Alu::GeOrNanF32,
             "setp.eq.f64" => Alu::EqF64,
             "setp.lt.f64" => Alu::LtF64,
             "setp.gt.f64" => Alu::GtF64,

@@ -86,9 +86,13 @@ fn integers_have_the_width_of_the_instruction() {
         ("div.u64 %r, %a0, %a1", [1 << 40, 1 << 38], 4),
         ("min.u64 %r, %a0, %a1", [7, 9], 7),
         ("max.u64 %r, %a0, %a1", [7, 9], 9),
+        ("min.u32 %r, %a0, %a1", [all, 9], 9),
+        ("max.u32 %r, %a0, %a1", [all, 9], all),
         ("neg.s64 %r, %a0", [1, 0], u64::MAX),
         ("and.b32 %r, %a0, %a1", [6, 3], 2),
         ("or.b64 %r, %a0, %a1", [6, 3], 7),
+        ("xor.b32 %r, %a0, %a1", [6, 3], 5),
+        ("xor.b64 %r, %a0, %a1", [1 << 40, 3], 1 << 40 | 3),
         ("not.b32 %r, %a0", [0, 0], all),
         ("not.b64 %r, %a0", [0, 0], u64::MAX),
         ("shl.b32 %r, %a0, %a1", [3, 31], 1 << 31),
@@ -145,6 +149,8 @@ fn predicates_compare_and_select() {
         ("eq.f32", [nan, nan], false),
         ("lt.f32", [bits(-1.0), bits(1.0)], true),
         ("gt.f32", [nan, bits(1.0)], false),
+        ("geu.f32", [nan, bits(1.0)], true),
+        ("geu.f32", [bits(0.5), bits(1.0)], false),
         ("gt.f64", [2f64.to_bits(), 1f64.to_bits()], true),
         ("leu.f64", [wide_nan, 1f64.to_bits()], true),
         ("leu.f64", [2f64.to_bits(), 1f64.to_bits()], false),
@@ -161,6 +167,11 @@ fn small_elements_are_loaded_with_zeros_and_stored_alone() {
     let mut subject = Subject::new(&[0x1111_2222_3333_4444, u64::MAX]);
     subject.run(body, 1, 1, 0).unwrap();
     assert_eq!(subject.words(), [0x3333_2222_3333_4444, 0x3333]);
+    let body = "ld.param.u64 %rd0, [p]; ld.global.u8 %rs0, [%rd0+3];
+        st.global.u8 [%rd0+1], %rs0; st.global.u64 [%rd0+8], %rs0;";
+    let mut subject = Subject::new(&[0x1111_2222_7733_4444, u64::MAX]);
+    subject.run(body, 1, 1, 0).unwrap();
+    assert_eq!(subject.words(), [0x1111_2222_7733_7744, 0x77]);
 }
 
 /// Each thread adds the odd numbers below its own by a loop, and writes the sum.
@@ -247,5 +258,5 @@ fn a_module_with_an_unknown_instruction_is_refused() {
 fn the_kernels_of_the_server_are_known() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../server/kernels/src/cuda/kernels.ptx");
     let module = Module::read(&std::fs::read_to_string(path).unwrap()).unwrap();
-    assert_eq!(module.kernels.len(), 31);
+    assert_eq!(module.kernels.len(), 37);
 }

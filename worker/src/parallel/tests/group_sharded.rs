@@ -281,10 +281,10 @@ fn training_from_a_loaded_state_repeats_the_same_steps() {
     }
 }
 
-/// The subject and the value of an [`Error::Invalid`].
-fn refused<T: std::fmt::Debug>(result: Result<T>) -> [String; 2] {
+/// The message of a refusal.
+fn refused<T: std::fmt::Debug>(result: Result<T>) -> String {
     match result {
-        Err(Error::Invalid(zeroshard_model::Error::Invalid { what, found, .. })) => [what, found],
+        Err(Error::Invalid(refused)) => refused.to_string(),
         other => panic!("{other:?}"),
     }
 }
@@ -300,23 +300,30 @@ fn a_state_of_a_different_module_is_refused_and_nothing_changes() {
             state
         };
         let states = [
-            (with(&|state| state[1].name = "other".to_owned()), "other", "unknown"),
-            (with(&|state| drop(state.pop())), "linear_1.bias", "missing"),
-            (with(&|state| state.push(state[0].clone())), "linear_0.weight", "given twice"),
+            (
+                with(&|state| state[1].name = "other".to_owned()),
+                "the job has no tensor \"other\", which the state has; it has [\"linear_0.weight\", ",
+            ),
+            (
+                with(&|state| drop(state.pop())),
+                "the state has no tensor \"linear_1.bias\", which the job has",
+            ),
+            (
+                with(&|state| state.push(state[0].clone())),
+                "the state has tensor \"linear_0.weight\" twice",
+            ),
             (
                 with(&|state| state[2].shape.reverse()),
-                "linear_1.weight",
-                "of shape [8, 16] with 128 values",
+                "tensor \"linear_1.weight\" of the state is of shape [8, 16] with 128 values; ",
             ),
             (
                 with(&|state| state[3].values.truncate(7)),
-                "linear_1.bias",
-                "of shape [8] with 7 values",
+                "tensor \"linear_1.bias\" of the state is of shape [8] with 7 values; ",
             ),
         ];
-        for (state, tensor, found) in states {
-            let expected = [format!("tensor {tensor:?} of the state"), found.to_owned()];
-            assert_eq!(refused(model.set_state_dict(state)), expected);
+        for (state, expected) in states {
+            let said = refused(model.set_state_dict(state));
+            assert!(said.starts_with(expected), "{said}");
         }
         assert_eq!(model.optimizer().job(), "demo");
         assert_eq!(model.state_dict().unwrap(), state);
@@ -368,10 +375,10 @@ fn a_loss_of_earlier_parameters_is_refused() {
             let old = model.forward(|net| loss(net, 0)).unwrap();
             step(&mut model, run, 0);
             model.summon_full_params(|_| Ok(())).unwrap();
-            let independent = "independent of the module's current parameters";
-            assert_eq!(refused(model.backward(old)), ["loss", independent]);
+            let independent = "the loss does not depend on the module's current parameters; ";
+            assert!(refused(model.backward(old)).starts_with(independent));
             let two = model.forward(|net| Ok(loss(net, 0)?.repeat(&[2]))).unwrap();
-            assert_eq!(refused(model.backward(two)), ["shape of a loss", "[2]"]);
+            assert_eq!(refused(model.backward(two)), "shape of a loss is [2]; it must be [1]");
             step(&mut model, run, 1);
             model.optimizer().leave().unwrap();
         });
@@ -382,10 +389,12 @@ fn a_loss_of_earlier_parameters_is_refused() {
 fn a_loss_scale_must_be_positive_and_cannot_change_within_a_step() {
     with_cluster(1, |world, settings, runtime| {
         let mut model = at(Level::Os, 2, &world, settings, runtime);
-        assert_eq!(refused(model.set_loss_scale(0.0)), ["loss scale", "0"]);
+        let positive = "loss scale is 0; it must be finite and more than 0";
+        assert_eq!(refused(model.set_loss_scale(0.0)), positive);
         let loss = model.forward(|net| loss(net, 0)).unwrap();
         model.backward(loss).unwrap();
-        assert_eq!(refused(model.set_loss_scale(2.0)), ["loss scale", "set within a step"]);
+        let within = "the loss scale cannot change within a step; ";
+        assert!(refused(model.set_loss_scale(2.0)).starts_with(within));
         model.step().unwrap();
         model.set_loss_scale(2.0).unwrap();
         model.optimizer().leave().unwrap();

@@ -174,11 +174,11 @@ fn every_function_refuses_a_mesh_of_two_dimensions() {
                 .map(|made| made.map(drop))
                 .chain(local.into_iter().map(|made| made.map(drop)));
             for error in errors {
-                let Err(Error::Invalid(zeroshard_model::Error::Invalid { what, .. })) = &error
+                let Err(Error::Invalid(zeroshard_model::Error::Refused { sentence })) = &error
                 else {
                     panic!("{error:?}")
                 };
-                assert!(what.contains("mesh"), "{error:?}");
+                assert!(sentence.contains("mesh"), "{error:?}");
             }
         }
     });

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from ..._agreement import agree
+from ..._core.arguments import check_class
 from ...errors import AlreadyParallelError, InvalidArgumentError, InvalidTypeError
 from .._mesh import check_1d, check_mesh, current_mesh, mesh_ranks, mesh_text, sub_mesh
 from .._ties import keeping_ties
@@ -79,10 +80,7 @@ _Steps = list[tuple[str, nn.Module, TorchStyle]]
 
 
 def _resolve(module: nn.Module, plan: object) -> _Steps:
-    if not isinstance(module, nn.Module):
-        raise InvalidArgumentError(
-            f"module is a {type(module).__name__}; it must be a torch.nn.Module"
-        )
+    check_class("module", module, nn.Module, "torch.nn.Module")
     if isinstance(plan, TorchStyle):
         return [("", module, plan)]
     if not isinstance(plan, Mapping):

@@ -18,6 +18,7 @@ from ...errors import (
     UnsupportedModuleError,
 )
 from .._mesh import check_placement, mesh_ranks
+from .._private import is_distributed
 from ._functions import redistributed, same_mesh
 
 #: Converts an input or output, given the mesh.
@@ -92,9 +93,7 @@ def unsupported(style: ParallelStyle, module: nn.Module, name: str) -> Unsupport
 def check_fresh(module: nn.Module, name: str) -> None:
     """Raises an error if the module is already parallelised."""
     for inner, child in module.named_modules(prefix=name):
-        if getattr(child, "_zeroshard_parallel", False) or getattr(
-            child, "_distribute_module_applied", False
-        ):
+        if getattr(child, "_zeroshard_parallel", False) or is_distributed(child):
             raise AlreadyParallelError(
                 f"module {inner!r} is already parallelised; give each module one style"
             )
@@ -121,9 +120,8 @@ def partition(
                 )
         for name, buffer in list(child.named_buffers(recurse=False)):
             if not isinstance(buffer, DTensor):
-                child._buffers[name] = distribute_tensor(
-                    buffer, mesh, (Replicate(),), src_data_rank=source
-                )
+                distributed = distribute_tensor(buffer, mesh, (Replicate(),), src_data_rank=source)
+                setattr(child, name, distributed)
     module.__dict__["_zeroshard_parallel"] = True
 
 

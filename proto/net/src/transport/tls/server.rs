@@ -64,12 +64,12 @@ impl Acceptor {
     /// the server can refuse their calls with a message.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `tls` has no certificate.
+    /// [`Error::Refused`] if `tls` has no certificate.
     pub fn new(tls: Option<Tls>) -> Result<Self> {
         if tls.as_ref().is_some_and(|tls| tls.server_config().is_none()) {
-            let expected =
-                "a file in PEM format, because a server with --tls-ca needs a certificate";
-            return Err(Error::invalid("certificate (--tls-cert)", "missing", expected));
+            return Err(Error::refused(
+                "a server with --tls-ca needs --tls-cert, the file of its certificate in PEM format",
+            ));
         }
         Ok(Self { tls, is_admin: false })
     }

@@ -1,4 +1,6 @@
 //! Connections between a client and a server, with certificates that the tests generate.
+//!
+//! promise: invalid-input
 
 use std::{io::Write as _, time::Duration};
 
@@ -257,20 +259,20 @@ fn wrong_revocation_lists_are_refused_with_the_name_of_the_file() {
         let name = crl.display().to_string();
         let opened = Tls::open(TlsFiles { crl: Some(crl), ..files(&directory, &ca, None) });
         match opened.map(drop) {
-            Err(error @ Error::Invalid { .. }) if error.to_string().contains(&name) => {
+            Err(error @ Error::Refused { .. }) if error.to_string().contains(&name) => {
                 error.to_string()
             }
             other => panic!("{other:?}"),
         }
     };
-    assert!(refused("").contains("without a revocation list"));
-    assert!(refused(&ca.pem()).contains("without a revocation list"));
+    assert!(refused("").contains("has no revocation list"));
+    assert!(refused(&ca.pem()).contains("has no revocation list"));
     let twice = [list(&ca, &[], 2100), list(&ca, &[3], 2100)].concat();
-    assert!(refused(&twice).contains("two of one authority"));
+    assert!(refused(&twice).contains("two revocation lists of one authority"));
     refused("-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n");
     // Every certificate of an authority without a list would be refused.
     let other = list(&named_authority("other"), &[], 2100);
-    assert!(refused(&other).contains("a list of each authority"));
+    assert!(refused(&other).contains("no revocation list of an authority"));
     let both = file(&directory, &(other + &list(&ca, &[], 2100)));
     assert!(Tls::open(TlsFiles { crl: Some(both), ..files(&directory, &ca, None) }).is_ok());
 }
@@ -289,7 +291,7 @@ fn incomplete_sets_of_files_are_refused() {
         (Some(path), None, Some(path), None),
         (None, None, None, Some(path)),
     ] {
-        assert!(matches!(TlsFiles::of(ca, certificate, key, crl), Err(Error::Invalid { .. })));
+        assert!(matches!(TlsFiles::of(ca, certificate, key, crl), Err(Error::Refused { .. })));
     }
 }
 
@@ -299,16 +301,17 @@ fn invalid_files_are_refused_by_name_without_showing_their_content() {
     let [certificate, key] = issue(&ca, &["a"], &[], unchanged);
     let [_, other_key] = issue(&ca, &["b"], &[], unchanged);
     let cases = [
-        ("s3cret", &*certificate, &*key),
-        (&ca.pem(), "s3cret", &key),
-        (&ca.pem(), &certificate, "s3cret"),
-        (&ca.pem(), &certificate, &other_key),
+        ("s3cret", &*certificate, &*key, "has no certificate"),
+        (&ca.pem(), "s3cret", &key, "has no certificate"),
+        (&ca.pem(), &certificate, "s3cret", "has no private key"),
+        (&ca.pem(), &certificate, &other_key, "it must be a valid ce"),
     ];
-    for (ca, certificate, key) in cases {
+    for (ca, certificate, key, why) in cases {
         let [ca, certificate, key] = [ca, certificate, key].map(|text| file(&directory, text));
         let opened = Tls::open(TlsFiles { ca, identity: Some((certificate, key)), crl: None });
         let error = opened.map(drop).unwrap_err();
-        assert!(matches!(error, Error::Invalid { .. }), "{error:?}");
+        assert!(matches!(error, Error::Invalid { .. } | Error::Refused { .. }), "{error:?}");
+        assert!(error.to_string().contains(why), "{error}");
         assert!(!error.to_string().contains("s3cret"), "{error}");
     }
 }

@@ -1,6 +1,6 @@
 // Adam and AdamW, with and without AMSGrad: ../../kernels/adam.rs.
 
-#include "common.cuh"
+#include "code.cuh"
 
 typedef struct {
     float gradient, weight_decay, kept;
@@ -52,5 +52,33 @@ KERNEL adam_amsgrad(
         p = adam_parameter(&s, p, next.m, max);
         parameter.to[i] = p;
         publish(published, i, p);
+    }
+}
+
+KERNEL adam_int8(
+    AdamScalars s, u64 n, const float *gradient, Published published, Array parameter,
+    Codes exp_avg, Codes exp_avg_sq, Rounding rounding
+) {
+    SHARED float m[THREADS];
+    SHARED float v[THREADS];
+    SHARED u32 magnitudes[THREADS];
+    EACH_TILE(tile, n) {
+        EACH_THREAD(t) {
+            u64 i = tile * TILE + t;
+            if (i < n) {
+                float p = parameter.from[i];
+                Moments next = adam_moments(
+                    &s, gradient[i], p, decoded_state(exp_avg, n, SIGNED, tile, i),
+                    decoded_state(exp_avg_sq, n, POSITIVE, tile, i)
+                );
+                p = p * s.kept + s.minus_step_size * next.m / (sqrtf(next.v) + s.eps);
+                parameter.to[i] = p;
+                publish(published, i, p);
+                m[t] = next.m;
+                v[t] = next.v;
+            }
+        }
+        encode_state(exp_avg, n, SIGNED, tile, m, magnitudes, rounding);
+        encode_state(exp_avg_sq, n, POSITIVE, tile, v, magnitudes, rounding);
     }
 }
