@@ -1,5 +1,6 @@
-"""Checks that the files, functions and tests that the documents name exist, and that links lead to
-files.
+"""Checks that the files, functions and tests that the documents name exist, that links lead to
+files, and that files are what they look like: no symbolic link, which an archive or another system
+may turn into a file with a path in it, and the same license wherever a package has its own.
 
     python3 tests/documents.py
 
@@ -70,14 +71,25 @@ def missing_functions(text: str) -> list[str]:
     return missing
 
 
+def other_than_they_look(files: list[str]) -> list[str]:
+    """Symbolic links, and licenses that are not that of the project."""
+    links = [f"{file} is a symbolic link" for file in files if (ROOT / file).is_symlink()]
+    license = (ROOT / "LICENSE").read_bytes()
+    licenses = [file for file in files if Path(file).name == "LICENSE"]
+    others = [file for file in licenses if (ROOT / file).read_bytes() != license]
+    return links + [f"{file} is not a copy of LICENSE" for file in others]
+
+
 def main() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     )
     files = listed.stdout.split()
+    wrong = other_than_they_look(files)
+    print(*wrong, sep="\n", end="\n" if wrong else "")
     documents = [file for file in files if file.endswith(".md") and file != EXCEPT]
     tests = "".join((ROOT / file).read_text() for file in files if "/test_" in file)
-    is_whole = True
+    is_whole = not wrong
     for document in documents:
         text = (ROOT / document).read_text()
         missing = missing_files(text, files) + missing_functions(text)

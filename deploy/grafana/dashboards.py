@@ -1,4 +1,4 @@
-"""The dashboards of ZeroShard. Writes `dashboards/*.json`:
+"""The dashboards of ZeroShard. Writes the files `dashboards/*.json` of the Helm chart:
 
 python3 deploy/grafana/dashboards.py
 
@@ -15,7 +15,8 @@ from job_dashboard import JOB
 from panels import Dashboard
 from server_dashboard import SERVER
 
-HERE = Path(__file__).resolve().parent
+# Helm reads files only below the directory of its chart.
+FILES = Path(__file__).resolve().parents[1] / "helm" / "zeroshard" / "files" / "dashboards"
 DASHBOARDS = (CLUSTER, JOB, SERVER)
 
 
@@ -26,7 +27,7 @@ def text(dashboard: Dashboard) -> str:
 
 def path(dashboard: Dashboard) -> Path:
     """The file of a dashboard."""
-    return HERE / "dashboards" / f"{dashboard.uid.removeprefix('zeroshard-')}.json"
+    return FILES / f"{dashboard.uid.removeprefix('zeroshard-')}.json"
 
 
 if __name__ == "__main__":

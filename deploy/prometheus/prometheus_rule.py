@@ -1,4 +1,4 @@
-"""Writes the alerts as a PrometheusRule, from `alerts.yml`:
+"""Writes the alerts as a PrometheusRule, from `alerts.yml` of the Helm chart:
 
 python3 deploy/prometheus/prometheus_rule.py
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-RULE = HERE.parent / "k8s" / "components" / "alerts" / "prometheus-rule.yaml"
+DEPLOY = Path(__file__).resolve().parents[1]
+ALERTS = DEPLOY / "helm" / "zeroshard" / "files" / "alerts.yml"
+RULE = DEPLOY / "k8s" / "components" / "alerts" / "prometheus-rule.yaml"
 
 HEAD = """\
-# Written by deploy/prometheus/prometheus_rule.py from deploy/prometheus/alerts.yml. Do not edit.
+# Written by deploy/prometheus/prometheus_rule.py from deploy/helm/zeroshard/files/alerts.yml. Do not edit.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -26,7 +27,7 @@ spec:
 
 def text() -> str:
     """The content of the file of the PrometheusRule."""
-    _, groups, rules = (HERE / "alerts.yml").read_text().partition("groups:\n")
+    _, groups, rules = ALERTS.read_text().partition("groups:\n")
     return HEAD + textwrap.indent(groups + rules, "  ")
 
 

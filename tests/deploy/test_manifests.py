@@ -155,7 +155,7 @@ def test_the_service_monitor_selects_the_services_and_their_port() -> None:
 def test_the_alerts_are_a_rule_of_the_prometheus_operator() -> None:
     (rule,) = of_kind("alerts", "PrometheusRule").values()
     assert rule["apiVersion"] == "monitoring.coreos.com/v1"
-    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "helm/zeroshard/files/alerts.yml").read_text())
     program = runpy.run_path(str(DEPLOY / "prometheus/prometheus_rule.py"))
     assert program["RULE"].read_text() == program["text"](), (
         "run: python3 deploy/prometheus/prometheus_rule.py"
@@ -164,7 +164,7 @@ def test_the_alerts_are_a_rule_of_the_prometheus_operator() -> None:
 
 def test_the_dashboards_are_those_of_compose_and_grafana_finds_them() -> None:
     (dashboards,) = of_kind("dashboards", "ConfigMap").values()
-    files = {path.name: path.read_text() for path in DEPLOY.glob("grafana/dashboards/*.json")}
+    files = {path.name: path.read_text() for path in DEPLOY.glob("helm/zeroshard/files/dashboards/*.json")}
     assert dashboards["data"] == files
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
     # `kubectl apply` stores a copy in an annotation.

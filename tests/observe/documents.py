@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+ALERTS = DEPLOY / "helm" / "zeroshard" / "files" / "alerts.yml"
 RUNBOOK = ROOT / "docs" / "operate" / "runbook.md"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
 

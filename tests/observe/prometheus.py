@@ -78,6 +78,7 @@ def _free_port() -> int:
 def configuration(directory: Path, token: str) -> Path:
     """Copies the configuration to a new directory, with a file that contains the token."""
     shutil.copytree(DEPLOY / "prometheus", directory)
+    shutil.copy(DEPLOY / "helm" / "zeroshard" / "files" / "alerts.yml", directory)
     (directory / "token").write_text(token)
     path = directory / "prometheus.yml"
     text = path.read_text()

@@ -22,7 +22,7 @@ def run(*command: str) -> None:
 
 class Files(unittest.TestCase):
     def test_dashboards_are_the_output_of_their_generator(self) -> None:
-        written = set((documents.DEPLOY / "grafana" / "dashboards").glob("*.json"))
+        written = set(documents.dashboards.FILES.glob("*.json"))
         expected = {documents.dashboards.path(of) for of in documents.dashboards.DASHBOARDS}
         self.assertEqual(written, expected)
         for dashboard in documents.dashboards.DASHBOARDS:
@@ -97,7 +97,7 @@ class Files(unittest.TestCase):
         with tempfile.TemporaryDirectory() as directory:
             path = prometheus.configuration(Path(directory) / "prometheus", "a-token")
             run("promtool", "check", "config", str(path))
-        run("promtool", "check", "rules", "alerts.yml")
+        run("promtool", "check", "rules", str(documents.ALERTS))
         run("promtool", "test", "rules", "alerts_test.yml")
         run("amtool", "check-config", "alertmanager.yml")
 
