@@ -15,7 +15,7 @@ ALERTS = DEPLOY / "helm" / "zeroshard" / "files" / "alerts.yml"
 RULE = DEPLOY / "k8s" / "components" / "alerts" / "prometheus-rule.yaml"
 
 HEAD = """\
-# Written by deploy/prometheus/prometheus_rule.py from deploy/helm/zeroshard/files/alerts.yml. Do not edit.
+# Written by deploy/prometheus/prometheus_rule.py from alerts.yml of the Helm chart. Do not edit.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:

@@ -164,7 +164,10 @@ def test_the_alerts_are_a_rule_of_the_prometheus_operator() -> None:
 
 def test_the_dashboards_are_those_of_compose_and_grafana_finds_them() -> None:
     (dashboards,) = of_kind("dashboards", "ConfigMap").values()
-    files = {path.name: path.read_text() for path in DEPLOY.glob("helm/zeroshard/files/dashboards/*.json")}
+    files = {
+        path.name: path.read_text()
+        for path in DEPLOY.glob("helm/zeroshard/files/dashboards/*.json")
+    }
     assert dashboards["data"] == files
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
     # `kubectl apply` stores a copy in an annotation.
