@@ -11,7 +11,7 @@ const FILES: [&str; 5] = [
 ];
 
 /// The messages that a `JobSpec` contains.
-const STORED: [&str; 8] = [
+const STORED: [&str; 9] = [
     "JobSpec",
     "Tensor",
     "Layout",
@@ -19,6 +19,7 @@ const STORED: [&str; 8] = [
     "Mesh",
     "MeshDim",
     "Optimizer",
+    "RunningAverage",
     "CheckpointPolicy",
 ];
 

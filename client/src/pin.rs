@@ -41,8 +41,10 @@ pub struct Pin {
     pub version: Option<u64>,
     /// The tensors, by name; `None`: all tensors of the job.
     pub tensors: Option<Vec<String>>,
-    /// Whether to keep the optimizer state as well.
+    /// Whether to keep the optimizer state as well, and all averages.
     pub optimizer_state: bool,
+    /// The averages to keep as well, by name.
+    pub averages: Vec<String>,
     /// The time limit, at most 10 minutes. The servers release the version afterwards.
     pub limit: Duration,
 }
@@ -50,7 +52,8 @@ pub struct Pin {
 impl Default for Pin {
     fn default() -> Self {
         let limit = Duration::from_secs(60);
-        Self { version: None, tensors: None, optimizer_state: false, limit }
+        let averages = Vec::new();
+        Self { version: None, tensors: None, optimizer_state: false, averages, limit }
     }
 }
 
@@ -162,9 +165,16 @@ impl Cluster {
         let calls = wanted.into_iter().map(|(server, slices)| {
             let limit_ms = u32::try_from(pin.limit.as_millis()).unwrap_or(u32::MAX).max(1);
             let (job, job_id) = (of.spec.name.clone(), of.id);
-            let optimizer_state = pin.optimizer_state;
-            let request =
-                pb::PinRequest { job, job_id, version, slices, limit_ms, optimizer_state };
+            let (optimizer_state, averages) = (pin.optimizer_state, pin.averages.clone());
+            let request = pb::PinRequest {
+                job,
+                job_id,
+                version,
+                slices,
+                limit_ms,
+                optimizer_state,
+                averages,
+            };
             self.pin_one(server, request, wait)
         });
         let (mut pins, mut steps) = (HashMap::new(), Vec::new());

@@ -134,9 +134,10 @@ pub(crate) fn add_steps(
     steps: &mut [AppliedSteps],
 ) -> Result<()> {
     // They are equal for all slices of a tensor.
-    for pb::SliceSteps { slice, applied, scalar_state } in slices {
+    for pb::SliceSteps { slice, applied, scalar_state, averaged } in slices {
         if let Some(slice) = of.spec.manifest.slices().get(slice as usize) {
-            steps[slice.tensor] = of.spec.applied_to(slice.tensor, applied, &scalar_state)?;
+            let applied = of.spec.applied_to(slice.tensor, applied, &scalar_state)?;
+            steps[slice.tensor] = AppliedSteps { averaged, ..applied };
         }
     }
     Ok(())

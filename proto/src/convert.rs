@@ -1,5 +1,6 @@
 //! Conversions between messages and the types of the model, whose values are always valid.
 
+mod average;
 mod checkpoint;
 pub(crate) mod encoded;
 mod fork;

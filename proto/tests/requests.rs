@@ -110,6 +110,23 @@ fn checkpoints() -> impl Strategy<Value = pb::CheckpointPolicy> {
     )
 }
 
+fn average() -> impl Strategy<Value = pb::RunningAverage> {
+    let number = || prop_oneof![0.0..1.5, any::<f64>()];
+    let steps = || prop_oneof![0u64..3, any::<u64>()];
+    let decay = prop::option::of(number());
+    (name(), decay, -1i32..5, (number(), number()), steps(), steps()).prop_map(
+        |(name, decay, warmup, (inv_gamma, power), start, every)| pb::RunningAverage {
+            name,
+            decay,
+            warmup,
+            inv_gamma,
+            power,
+            start,
+            every,
+        },
+    )
+}
+
 fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let tensors = prop::collection::vec(tensor(), 0..4);
     let groups = prop::collection::vec(optimizer(), 0..3);
@@ -119,8 +136,9 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let policy =
         (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>(), any::<bool>(), -1i32..4);
     let counts = (count(), count(), count(), count(), any::<u64>());
-    (name(), tensors, groups, (counts, policy), meshes).prop_map(
-        |(name, tensors, groups, (counts, policy), meshes)| pb::JobSpec {
+    let averages = (prop::collection::vec(average(), 0..3), any::<bool>());
+    (name(), tensors, groups, (counts, policy), meshes, averages).prop_map(
+        |(name, tensors, groups, (counts, policy), meshes, averages)| pb::JobSpec {
             name,
             tensors,
             groups,
@@ -136,6 +154,8 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             offload: policy.4,
             rounding_seed: counts.4,
             state_dtype: policy.5,
+            averages: averages.0,
+            averages_skip: averages.1,
         },
     )
 }

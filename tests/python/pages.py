@@ -20,6 +20,7 @@ PART = "part"
 KINDS = {
     "torch": (
         PART,
+        "averaged",
         "checkpoints",
         "ddp",
         "deepspeed",

@@ -11,6 +11,7 @@ use zeroshard_server::embedded;
 
 use crate::{
     array::TensorSpec,
+    average::{self, Average},
     checkpoint::CheckpointPolicy,
     error::raise,
     job::Job,
@@ -161,7 +162,7 @@ impl Cluster {
     #[pyo3(signature = (
         name, tensors, groups, world, meshes=None, *, idle_timeout=None, predecessor=None,
         fresh_state=false, checkpoints=None, resume=false, group_size=1, offload=false,
-        state_dtype="f32"
+        state_dtype="f32", averages=None, averages_skip=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create_job(
@@ -180,6 +181,8 @@ impl Cluster {
         group_size: u32,
         offload: bool,
         state_dtype: &str,
+        averages: Option<Vec<Average>>,
+        averages_skip: bool,
     ) -> PyResult<()> {
         let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
             .map_err(raise)?;
@@ -204,6 +207,8 @@ impl Cluster {
             offload,
             rounding_seed: self.rounding_seed,
             state_dtype,
+            averages: average::averages(averages.unwrap_or_default())?.into(),
+            averages_skip,
             ..spec
         };
         let mut create = client::CreateJob::new(spec);
@@ -226,7 +231,10 @@ impl Cluster {
         wait(py, async move { cluster.save_checkpoint(&name, None).await })
     }
 
-    #[pyo3(signature = (name, *, version=None, tensors=None, optimizer_state=false, seconds=60.0))]
+    #[pyo3(signature = (
+        name, *, version=None, tensors=None, optimizer_state=false, averages=None, seconds=60.0
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn pin(
         &self,
         py: Python<'_>,
@@ -234,10 +242,12 @@ impl Cluster {
         version: Option<u64>,
         tensors: Option<Vec<String>>,
         optimizer_state: bool,
+        averages: Option<Vec<String>>,
         seconds: f64,
     ) -> PyResult<Pinned> {
         let limit = self::seconds("seconds", seconds)?;
-        let pin = client::Pin { version, tensors, optimizer_state, limit };
+        let averages = averages.unwrap_or_default();
+        let pin = client::Pin { version, tensors, optimizer_state, averages, limit };
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.pin(&name, &pin).await }).map(Pinned::new)
     }

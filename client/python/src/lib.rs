@@ -3,6 +3,7 @@
 //! zeroshard-client. `zeroshard/_native.pyi` describes the interface.
 
 mod array;
+mod average;
 mod call;
 mod checkpoint;
 mod cluster;

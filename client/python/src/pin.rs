@@ -66,6 +66,12 @@ impl Pinned {
         })
     }
 
+    fn trains(&self, tensor: usize) -> PyResult<bool> {
+        let held = self.held()?;
+        let exists = tensor < held.spec().manifest.tensors().len();
+        Ok(exists && held.spec().optimizer_of(tensor).is_some())
+    }
+
     fn state_names(&self, tensor: usize) -> PyResult<Vec<&'static str>> {
         let held = self.held()?;
         let spec = held.spec();

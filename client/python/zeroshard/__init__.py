@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from ._averages import Average
 from ._checkpoints import Checkpoints
 from ._environment import Environment, check
 from ._native import __version__
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 # Without "shard", since `from zeroshard import *` would import torch.
 __all__ = [
     "AlreadyParallelError",
+    "Average",
     "CheckpointDamagedError",
     "Checkpoints",
     "DeviceError",

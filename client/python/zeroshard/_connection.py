@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ._activity import Activity
+from ._averages import Average
 from ._native import CheckpointPolicy, Cluster, Job, Mesh, TensorSpec, Transfer, own_panes
 from ._rendezvous import ProcessGroup, Rendezvous
 from ._shown import own
@@ -96,6 +97,7 @@ class Connection:
         group_size: int = 1,
         offload: bool = False,
         state_dtype: str = "f32",
+        averages: Mapping[str, Average] | None = None,
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
@@ -118,6 +120,11 @@ class Connection:
                 group_size=group_size,
                 offload=offload,
                 state_dtype=state_dtype,
+                averages=[
+                    (name, one.decay, one.warmup, one.start, one.every)
+                    for name, one in (averages or {}).items()
+                ],
+                averages_skip=any(one.on_skip == "keep" for one in (averages or {}).values()),
             )
             job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         except (JobExistsError, RankTakenError) as error:

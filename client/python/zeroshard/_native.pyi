@@ -40,6 +40,7 @@ __version__: str
 
 #: A parameter group: the name and the hyperparameters of its optimizer (see :class:`Optimizer`).
 type _Group = tuple[str, Mapping[str, float]]
+type _Average = tuple[str, float | None, str | tuple[float, float] | None, int, int]
 
 @final
 class Array:
@@ -303,6 +304,8 @@ class Cluster:
         group_size: int = 1,
         offload: bool = False,
         state_dtype: str = "f32",
+        averages: Sequence[_Average] | None = None,
+        averages_skip: bool = False,
     ) -> None:
         """Creates the job, unless a job with the same name and the same specification exists.
 
@@ -324,6 +327,9 @@ class Cluster:
 
         ``state_dtype``: ``"f32"``, or ``"int8"`` for optimizer state of 1 byte per element, for the
         optimizers that can have it; :meth:`Job.pull` still returns it as f32.
+
+        ``averages``: name, decay, warm-up, start and distance of updates of each running average,
+        as :class:`zeroshard.Average` has them. ``averages_skip``: skipped steps do not count.
         """
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def save_checkpoint(self, name: str) -> tuple[int, int]:
@@ -336,6 +342,7 @@ class Cluster:
         version: int | None = None,
         tensors: Sequence[str] | None = None,
         optimizer_state: bool = False,
+        averages: Sequence[str] | None = None,
         seconds: float = 60.0,
     ) -> Pinned:
         """Keeps a version of the parameters, and of the optimizer state if requested, on the
@@ -355,6 +362,8 @@ class Pinned:
     @property
     def tensors(self) -> list[tuple[str, list[int], str, bool]]:
         """Name, shape, dtype, and whether it is a buffer, of all tensors of the job."""
+    def trains(self, tensor: int) -> bool:
+        """Returns whether the servers update the tensor with this index."""
     def state_names(self, tensor: int) -> list[str]:
         """The names of the state tensors of the tensor with this index, if it trains."""
     def pull(self, arrays: Sequence[tuple[int, Array]], *, part: str | None = None) -> None:

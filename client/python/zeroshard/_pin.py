@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +13,8 @@ from . import _session
 from ._core.entry import Entry
 from ._core.framework import Framework
 from ._credentials import tls_files, token_of
-from ._native import Cluster
+from ._averages import part_of
+from ._native import Array, Cluster
 from ._native import Pinned as _Pinned
 from ._status import status_of
 from .errors import InvalidArgumentError, NotInitialisedError
@@ -24,9 +26,13 @@ class Pinned(Generic[T]):
     """One version of a job's parameters, which the shard servers keep while training goes on. They
     release it at the end of the ``with`` block, or at the time limit."""
 
-    def __init__(self, framework: Framework[T], pinned: _Pinned) -> None:
+    def __init__(
+        self, framework: Framework[T], pinned: _Pinned, average: str | None = None
+    ) -> None:
+        """``average``: the average that is read instead of the parameters."""
         self._framework = framework
         self._pinned = pinned
+        self._part = None if average is None else part_of(average)
         self._tensors = {
             name: (index, shape, dtype, buffer)
             for index, (name, shape, dtype, buffer) in enumerate(pinned.tensors)
@@ -53,8 +59,18 @@ class Pinned(Generic[T]):
         self._check_name(name)
         index, shape, _, _ = self._tensors[name]
         host = self._framework.host(shape)
-        self._pinned.pull([(index, self._framework.array(host))])
+        self._pull([(index, self._framework.array(host))])
         return host
+
+    def _pull(self, arrays: list[tuple[int, Array]]) -> None:
+        """Fills arrays with parameters, or with the average of those that train."""
+        part, trains = self._part, self._pinned.trains
+        averaged = [one for one in arrays if part is not None and trains(one[0])]
+        others = [one for one in arrays if part is None or not trains(one[0])]
+        if averaged:
+            self._pinned.pull(averaged, part=part)
+        if others:
+            self._pinned.pull(others)
 
     def optimizer_state(self, name: str) -> dict[str, T | int]:
         """The optimizer state of the tensor with this name: its state tensors as float32 on the
@@ -108,7 +124,7 @@ class Pinned(Generic[T]):
                     f"{shape} in the job; create the model with the sizes of the job's model"
                 )
             incoming.append((index, entry.incoming()))
-        self._pinned.pull([(index, memory.array) for index, memory in incoming])
+        self._pull([(index, memory.array) for index, memory in incoming])
         for _, memory in incoming:
             memory.finish()
 
@@ -134,26 +150,30 @@ class Pinned(Generic[T]):
         self.close()
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a pin keeps."""
+
+    version: int | None
+    tensors: Sequence[str] | None
+    optimizer_state: bool
+    average: str | None
+    seconds: float
+
+
 def pin(
-    framework: Framework[T],
-    job: str,
-    version: int | None,
-    tensors: Sequence[str] | None,
-    optimizer_state: bool,
-    seconds: float,
-    address: str | None,
-    token: str | None,
+    framework: Framework[T], job: str, kept: Kept, address: str | None, token: str | None
 ) -> Pinned[T]:
     cluster = _cluster(address, token)
-    names = None if tensors is None else list(tensors)
     pinned = cluster.pin(
         _name(cluster, job),
-        version=version,
-        tensors=names,
-        optimizer_state=optimizer_state,
-        seconds=seconds,
+        version=kept.version,
+        tensors=None if kept.tensors is None else list(kept.tensors),
+        optimizer_state=kept.optimizer_state,
+        averages=None if kept.average is None else [kept.average],
+        seconds=kept.seconds,
     )
-    return Pinned(framework, pinned)
+    return Pinned(framework, pinned, kept.average)
 
 
 def _cluster(address: str | None, token: str | None) -> Cluster:

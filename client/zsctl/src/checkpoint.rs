@@ -109,6 +109,9 @@ pub(crate) enum Command {
         /// Size in bytes at which a file ends
         #[arg(long, value_name = "BYTES", default_value_t = 5_000_000_000)]
         file_bytes: u64,
+        /// Write this running average of the job instead of its parameters
+        #[arg(long, value_name = "NAME")]
+        average: Option<String>,
         #[command(flatten)]
         place: Place,
     },
@@ -123,8 +126,9 @@ pub(crate) async fn offline(command: &Command, json: bool) -> Option<Result<()>>
         Command::Verify { job, version, place } => verify(job, *version, place, json).await,
         Command::Rm { job, version, place } => remove(job, *version, place, json).await,
         Command::Release { job, place } => release(job, place, json).await,
-        Command::Export { job, version, to, file_bytes, place } => {
-            let export = Export { directory: to, file_bytes: *file_bytes };
+        Command::Export { job, version, to, file_bytes, average, place } => {
+            let average = average.as_deref();
+            let export = Export { directory: to, file_bytes: *file_bytes, average };
             export_model(job, *version, &export, place, json).await
         }
     })

@@ -10,7 +10,7 @@ use std::{
 
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
-use zeroshard_model::{DType, Error, JobSpec, Result};
+use zeroshard_model::{DType, Error, JobSpec, Result, average};
 
 use crate::{
     Manifest, Storage,
@@ -31,6 +31,8 @@ pub struct Export<'a> {
     pub directory: &'a Path,
     /// The size at which a file ends, in bytes.
     pub file_bytes: u64,
+    /// The running average that is written instead of the parameters that train, if any.
+    pub average: Option<&'a str>,
 }
 
 impl Storage {
@@ -41,7 +43,8 @@ impl Storage {
     ///
     /// # Errors
     /// [`Error::Storage`] if the directory exists or cannot be written, and those of
-    /// [`Storage::read_slice`]. Nothing is left at the place of the directory.
+    /// [`Storage::read_slice`]; [`Error::Invalid`] for an average that the job does not have.
+    /// Nothing is left at the place of the directory.
     pub async fn export(
         &self,
         manifest: &Manifest,
@@ -53,16 +56,19 @@ impl Storage {
             url: export.directory.display().to_string(),
             cause: error.to_string(),
         };
+        let spec = manifest.spec();
+        export.average.map_or(Ok(()), |name| spec.average(name).map(drop))?;
         if export.directory.exists() {
             return Err(failed(io::ErrorKind::AlreadyExists.into()));
         }
         let partial = Partial::create(export.directory).map_err(failed)?;
-        let files = split(manifest.spec(), export.file_bytes);
+        let files = split(spec, export.file_bytes);
         for (number, tensors) in files.iter().enumerate() {
             let path = partial.0.join(name(number, files.len()));
-            self.write_file(manifest, tensors, &path, &mut progress).await?;
+            let written = self.write_file(manifest, tensors, &path, export.average, &mut progress);
+            written.await?;
         }
-        write_index(manifest.spec(), &files, &partial.0)?;
+        write_index(spec, &files, &partial.0)?;
         fs::rename(&partial.0, export.directory).map_err(failed)
     }
 
@@ -71,6 +77,7 @@ impl Storage {
         manifest: &Manifest,
         tensors: &[usize],
         path: &Path,
+        average: Option<&str>,
         progress: &mut impl FnMut(u64),
     ) -> Result<()> {
         let failed = |error: io::Error| Error::Storage {
@@ -84,11 +91,14 @@ impl Storage {
         let header = format::header_with(&[("format", "pt")], &entries);
         file.write_all(&header).map_err(failed)?;
         for &tensor in tensors {
+            let state = average.map(average::values_of);
+            let state = state.and_then(|name| spec.state_position(tensor, &name));
             for slice in spec.manifest.slices_of(tensor) {
                 let saved = self.read_slice(manifest, slice as u32).await?;
                 let dtype = spec.manifest.tensors()[tensor].dtype;
                 let trains = spec.manifest.trains(slice);
-                let bytes = if trains { cast(&saved.values, dtype) } else { saved.values.to_vec() };
+                let values = state.map_or(&saved.values, |position| &saved.state[position]);
+                let bytes = if trains { cast(values, dtype) } else { values.to_vec() };
                 file.write_all(&bytes).map_err(failed)?;
                 progress(bytes.len() as u64);
             }

@@ -36,15 +36,14 @@ pub(crate) fn parts(spec: &JobSpec, index: usize) -> Vec<(Part, Entry)> {
         shape: vec![numel as u64],
         bytes: numel * dtype.size(),
     };
-    let Some(optimizer) = spec.optimizer_of(slice.tensor) else {
+    if spec.optimizer_of(slice.tensor).is_none() {
         return vec![(Part::Values, entry("values", tensor.dtype, slice.numel))];
-    };
+    }
     let mut parts = vec![(Part::Values, entry("master", DType::F32, slice.numel))];
-    let shapes = optimizer.state_shapes(&tensor.shape).into_iter().zip(optimizer.state());
-    for (position, (shape, state)) in shapes.enumerate() {
+    for (position, (state, shape)) in spec.state_of(slice.tensor).into_iter().enumerate() {
         let numel = shape.numel(slice.numel);
         if numel > 0 {
-            parts.push((Part::State(position), entry(state, DType::F32, numel)));
+            parts.push((Part::State(position), entry(&state, DType::F32, numel)));
         }
     }
     parts

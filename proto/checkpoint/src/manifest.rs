@@ -90,6 +90,9 @@ pub(crate) struct SliceEntry {
     /// State that is one number for a whole tensor, as f64, whose text is exact.
     #[serde(default)]
     scalar_state: Vec<f64>,
+    /// The number of steps that have counted for the averages of the job.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    averaged: u64,
     /// BLAKE3 of each of its tensors, in hexadecimal digits.
     #[serde(with = "hash::hex_list")]
     pub(crate) hashes: Vec<Hash>,
@@ -271,8 +274,9 @@ impl Manifest {
     }
 
     /// The first reason for which a job with this specification cannot start from the checkpoint.
-    /// Tensors and the kind of their optimizers must be equal. Hyperparameters, parameter groups,
-    /// layouts, the number of ranks and of servers may differ.
+    /// Tensors and the kind of their optimizers must be equal. So must the names of the averages,
+    /// unless one of both has none: averages that the checkpoint does not have begin with the job.
+    /// Hyperparameters, parameter groups, layouts, the number of ranks and of servers may differ.
     pub fn difference(&self, spec: &JobSpec) -> Option<String> {
         let (ours, theirs) = (self.spec.manifest.tensors(), spec.manifest.tensors());
         if ours.len() != theirs.len() {
@@ -288,8 +292,18 @@ impl Manifest {
         let optimizers = |tensor| self.spec.optimizer_of(tensor).zip(spec.optimizer_of(tensor));
         let tensor = (0..ours.len()).find(|&tensor| {
             optimizers(tensor).is_some_and(|(own, other)| !own.same_state_layout(other))
-        })?;
-        Some(format!("optimizer of tensor {:?}", ours[tensor].name))
+        });
+        if let Some(tensor) = tensor {
+            return Some(format!("optimizer of tensor {:?}", ours[tensor].name));
+        }
+        let one_has_none = self.spec.averages.is_empty() || spec.averages.is_empty();
+        if one_has_none || self.spec.same_averages(spec) {
+            return None;
+        }
+        let [saved, wanted] = [&self.spec, spec].map(|of| {
+            of.averages.iter().map(|average| average.name.as_str()).collect::<Vec<_>>().join(", ")
+        });
+        Some(format!("set of averages ({saved} instead of {wanted})"))
     }
 }
 
@@ -320,6 +334,7 @@ impl File {
             slice: saved.slice,
             applied: saved.applied,
             scalar_state: saved.scalar_state.into_iter().map(f64::from).collect(),
+            averaged: saved.averaged,
             hashes: hashes.by_ref().take(number_of_parts(spec, saved.slice)).collect(),
         });
         let slices = slices.collect();
@@ -383,8 +398,13 @@ impl SliceEntry {
     pub(crate) fn applied(&self, spec: &JobSpec) -> Result<AppliedSteps> {
         let scalar_state: Vec<f32> = self.scalar_state.iter().map(|&value| value as f32).collect();
         let tensor = spec.manifest.slices()[self.slice as usize].tensor;
-        spec.applied_to(tensor, self.applied, &scalar_state)
+        let applied = spec.applied_to(tensor, self.applied, &scalar_state)?;
+        Ok(AppliedSteps { averaged: self.averaged, ..applied })
     }
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The number of parts of a slice; 0 for a slice that the job does not have.

@@ -19,8 +19,8 @@ pub struct SavedSlice {
     /// The f32 master weights; for a tensor that does not train, its content in its dtype. Little
     /// endian.
     pub values: Bytes,
-    /// The state tensors, in the order of the optimizer; empty for those that the tensor does not
-    /// have. f32, little endian.
+    /// The state tensors, in the order of the optimizer, and those of the averages; empty for those
+    /// that the tensor does not have. f32, little endian.
     pub state: Vec<Bytes>,
     /// The steps applied to the slice.
     pub applied: AppliedSteps,
@@ -60,8 +60,7 @@ impl Storage {
     pub async fn read_slice(&self, manifest: &Manifest, slice: u32) -> Result<SavedSlice> {
         let found = self.find(manifest, slice)?;
         let spec = manifest.spec();
-        let optimizer = spec.optimizer_of_slice(slice as usize);
-        let states = optimizer.map_or(0, |optimizer| optimizer.state().len());
+        let states = spec.state_of(spec.manifest.slices()[slice as usize].tensor).len();
         let mut saved = SavedSlice {
             values: Bytes::new(),
             state: vec![Bytes::new(); states],

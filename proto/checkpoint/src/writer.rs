@@ -143,7 +143,7 @@ async fn write_file(
 fn saved(spec: &JobSpec, slice: u32, applied: AppliedSteps) -> pb::SavedSlice {
     let tensor = spec.manifest.slices()[slice as usize].tensor;
     let scalar_state = spec.scalar_state_of(tensor, &applied);
-    pb::SavedSlice { slice, applied: applied.count, scalar_state }
+    pb::SavedSlice { slice, applied: applied.count, scalar_state, averaged: applied.averaged }
 }
 
 /// Reads and hashes a part on a thread that may block.

@@ -11,9 +11,9 @@ use std::{
 };
 
 use zeroshard_checkpoint::{Export, Manifest, Part, SavedSlice, exported_bytes};
-use zeroshard_model::{Error, Optimizer};
+use zeroshard_model::{Error, JobSpec, Optimizer, RunningAverage, average};
 
-use common::{JOB, JOB_ID, Saved, VERSION};
+use common::{JOB, JOB_ID, Saved, VERSION, spec};
 
 /// A slice as [`zeroshard_checkpoint::Storage::stream_slice`] passes it on.
 async fn streamed(saved: &Saved, manifest: &Manifest, slice: u32) -> Result<SavedSlice, Error> {
@@ -39,8 +39,11 @@ async fn streamed(saved: &Saved, manifest: &Manifest, slice: u32) -> Result<Save
 
 #[tokio::test]
 async fn slices_and_data_are_read_as_they_were_written() {
-    for optimizer in Optimizer::NAMES {
-        let saved = Saved::new(optimizer);
+    let averages = ["slow", "fast"].map(|name| RunningAverage::exponential(name, 0.9));
+    let averaged = JobSpec { averages: averages.into(), ..spec("adamw") };
+    for spec in Optimizer::NAMES.iter().map(|name| spec(name)).chain([averaged]) {
+        let optimizer = spec.groups[0].name();
+        let saved = Saved::of(spec);
         let manifest = saved.save(VERSION, 5).await;
         assert_eq!(manifest.spec(), &saved.content.spec);
         assert_eq!((manifest.version(), manifest.job_id(), manifest.save()), (VERSION, 9, 5));
@@ -272,7 +275,7 @@ async fn a_model_is_exported_in_its_own_dtypes() {
     fs::create_dir(out.path().join(format!(".one.{}-0.partial", std::process::id()))).unwrap();
     for (name, file_bytes, files) in [("one", 1 << 30, 1), ("several", 30, 3)] {
         let directory = out.path().join(name);
-        let export = Export { directory: &directory, file_bytes };
+        let export = Export { directory: &directory, file_bytes, average: None };
         let mut progress = 0;
         saved.storage.export(&manifest, &export, |bytes| progress += bytes).await.unwrap();
         assert_eq!(progress, exported_bytes(manifest.spec()));
@@ -286,6 +289,32 @@ async fn a_model_is_exported_in_its_own_dtypes() {
 }
 
 #[tokio::test]
+async fn an_average_is_exported_in_place_of_the_parameters_that_train() {
+    let averages = ["slow", "fast"].map(|name| RunningAverage::exponential(name, 0.9));
+    let saved = Saved::of(JobSpec { averages: averages.into(), ..spec("adamw") });
+    let manifest = saved.save(VERSION, 5).await;
+    let out = tempfile::tempdir().unwrap();
+    let exported = async |average: Option<&str>| {
+        let directory = out.path().join(average.unwrap_or("parameters"));
+        let export = Export { directory: &directory, file_bytes: 1 << 30, average };
+        saved.storage.export(&manifest, &export, |_| {}).await?;
+        Ok::<_, Error>(fs::read(directory.join("model.safetensors")).unwrap())
+    };
+    let [parameters, fast] = [exported(None).await.unwrap(), exported(Some("fast")).await.unwrap()];
+    let job = manifest.spec();
+    let position = job.state_position(0, &average::values_of("fast")).unwrap();
+    let [values, averaged] =
+        [Part::Values, Part::State(position)].map(|part| saved.content.bytes(0, part));
+    let has = |file: &[u8], part: &[u8]| file.windows(part.len()).any(|window| window == part);
+    assert!(has(&parameters, &values) && !has(&parameters, &averaged));
+    assert!(has(&fast, &averaged) && !has(&fast, &values));
+    let frozen = job.manifest.slices_of(job.manifest.find("frozen").unwrap().index()).start;
+    assert!(has(&fast, &saved.content.bytes(frozen as u32, Part::Values)));
+    let unknown = exported(Some("other")).await.unwrap_err().to_string();
+    assert!(unknown.contains("\"other\"") && unknown.contains("slow"), "{unknown}");
+}
+
+#[tokio::test]
 async fn an_export_that_fails_leaves_nothing() {
     let saved = Saved::new("adamw");
     let manifest = saved.save(VERSION, 5).await;
@@ -293,7 +322,7 @@ async fn an_export_that_fails_leaves_nothing() {
     fs::remove_file(file.unwrap()).unwrap();
     let out = tempfile::tempdir().unwrap();
     let directory = out.path().join("model");
-    let export = Export { directory: &directory, file_bytes: 1 << 30 };
+    let export = Export { directory: &directory, file_bytes: 1 << 30, average: None };
     let failed = saved.storage.export(&manifest, &export, |_| {}).await;
     assert!(matches!(failed, Err(Error::CheckpointDamaged { .. })), "{failed:?}");
     assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);

@@ -6,7 +6,8 @@ use serde_json::Value;
 
 use crate::{
     CheckpointPolicy, DimPlacement, Error, Layout, Manifest, OnLoss, Optimizer, Policy,
-    ProcessMesh, Reduction, Result, StateDType, TensorBox, TensorLayout, TensorSpec,
+    ProcessMesh, Reduction, Result, RunningAverage, StateDType, TensorBox, TensorLayout,
+    TensorSpec, average,
     geometry::Contributions,
     limits::{
         IDLE_TIMEOUTS, MAX_CONTRIBUTIONS, MAX_GROUP_SIZE, MAX_GROUPS, MAX_JOB_NAME, MAX_MESHES,
@@ -56,6 +57,11 @@ pub struct JobSpec {
     /// The dtype of the optimizer state. With [`StateDType::Int8`], results differ from those with
     /// f32, and are the same on every server, device and tier.
     pub state_dtype: StateDType,
+    /// The running averages of the master weights, which are always f32.
+    pub averages: Arc<[RunningAverage]>,
+    /// A skipped step does not count for the averages. Otherwise it does, as in a training loop
+    /// that updates them after each step.
+    pub averages_skip: bool,
 }
 
 /// The effect of a rank that has left in order on ranks that wait for it.
@@ -87,6 +93,8 @@ impl JobSpec {
             offload: false,
             rounding_seed: 0,
             state_dtype: StateDType::F32,
+            averages: Arc::default(),
+            averages_skip: false,
         }
     }
 
@@ -107,8 +115,9 @@ impl JobSpec {
     /// [`Error::Invalid`] if the spec has no parameter group, or a hyperparameter out of range; a
     /// tensor in no group, or one that is split although its optimizer needs it whole; a layout
     /// that does not fit its tensor or mesh; a world size, number of servers or idle timeout out of
-    /// range; or more of anything than its limit. [`Error::Refused`] for an optimizer that cannot
-    /// have its state in `state_dtype`, and for `average` together with other optimizers.
+    /// range; an average of unusable weights; or more of anything than its limit.
+    /// [`Error::Refused`] for an optimizer that cannot have its state in `state_dtype`, and for
+    /// `average` together with other optimizers.
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name, MAX_JOB_NAME)?;
         check_number("meshes", self.meshes.len(), MAX_MESHES)?;
@@ -149,6 +158,7 @@ impl JobSpec {
             return Err(Error::invalid("idle_timeout", format!("{timeout:?}"), expected));
         }
         self.checkpoints.as_ref().map_or(Ok(()), CheckpointPolicy::validate)?;
+        average::validate(&self.averages)?;
         self.check_contributions()
     }
 
@@ -389,6 +399,8 @@ impl JobSpec {
             ("offload", self.offload == other.offload),
             ("rounding_seed", self.rounding_seed == other.rounding_seed),
             ("state_dtype", self.state_dtype == other.state_dtype),
+            ("averages", self.averages == other.averages),
+            ("averages_skip", self.averages_skip == other.averages_skip),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }

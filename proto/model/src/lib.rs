@@ -2,6 +2,7 @@
 //! of its slices, the memory that they need, and errors. Without networking, tasks or a clock.
 
 pub mod attempt;
+pub mod average;
 pub mod checkpoint;
 pub mod direct;
 pub mod dtype;
@@ -24,6 +25,7 @@ pub mod splitmix;
 pub mod version;
 
 pub use attempt::Attempt;
+pub use average::{RunningAverage, Warmup, Weights};
 pub use checkpoint::{CheckpointPolicy, OnLoss, OnMemoryShortage, Restore, RestoreVersion};
 pub use dtype::DType;
 pub use error::Error;

@@ -35,6 +35,10 @@ pub const MAX_MESH_RANKS: usize = 1 << 22;
 pub const MAX_GROUPS: usize = 1024;
 /// The maximum number of hyperparameters of a parameter group.
 pub const MAX_HYPERPARAMETERS: usize = 64;
+/// The maximum number of running averages of a job.
+pub const MAX_AVERAGES: usize = 4;
+/// The maximum length of the name of a running average, in bytes.
+pub const MAX_AVERAGE_NAME: usize = 64;
 /// The maximum number of ranks that add their gradients. Each push lists them.
 pub const MAX_GROUP_SIZE: u32 = 256;
 /// The maximum number of servers that hold a slice.

@@ -7,6 +7,7 @@ use std::ops::{Add, AddAssign};
 
 use crate::{
     DType, JobSpec, Optimizer, StateDType, TensorSpec,
+    average::AVERAGE_PARTS,
     manifest::{number_of_slices, slice_numel},
     optimizer::Code,
 };
@@ -18,7 +19,7 @@ pub struct Arrays {
     pub master: u64,
     /// The f32 sum of the gradients.
     pub sum: u64,
-    /// The state tensors of the optimizer, in their order.
+    /// The state tensors of the optimizer, in their order, then those of the averages.
     pub state: Vec<u64>,
     /// The parameters in another dtype than f32: a copy of the master weights, or all that a
     /// server has of a tensor that is not trained.
@@ -28,14 +29,9 @@ pub struct Arrays {
 }
 
 impl Arrays {
-    /// The arrays of `numel` consecutive elements of a tensor, whose parameter group has this
-    /// optimizer, with state of `state_dtype`.
-    fn of(
-        tensor: &TensorSpec,
-        optimizer: Option<&Optimizer>,
-        state_dtype: StateDType,
-        numel: usize,
-    ) -> Self {
+    /// The arrays of `numel` consecutive elements of a tensor of a job, whose parameter group has
+    /// this optimizer.
+    fn of(tensor: &TensorSpec, optimizer: Option<&Optimizer>, job: &JobSpec, numel: usize) -> Self {
         let bytes = |dtype: DType| numel as u64 * dtype.size() as u64;
         let published = if tensor.dtype == DType::F32 { 0 } else { bytes(tensor.dtype) };
         let Some(optimizer) = optimizer.filter(|_| tensor.trains()) else {
@@ -43,11 +39,12 @@ impl Arrays {
             return Self { master, published, ..Self::default() };
         };
         let state = optimizer.state_shapes(&tensor.shape).into_iter();
-        let state = state.map(|shape| state_dtype.bytes(shape.numel(numel)) as u64);
+        let state = state.map(|shape| job.state_dtype.bytes(shape.numel(numel)) as u64);
+        let averages = std::iter::repeat_n(bytes(DType::F32), AVERAGE_PARTS * job.averages.len());
         Self {
             master: bytes(DType::F32),
             sum: bytes(DType::F32),
-            state: state.collect(),
+            state: state.chain(averages).collect(),
             published,
             is_whole: optimizer.needs_whole_tensors(),
         }
@@ -127,7 +124,7 @@ impl JobSpec {
     }
 
     fn arrays_of(&self, tensor: &TensorSpec, numel: usize) -> Arrays {
-        Arrays::of(tensor, self.groups.get(tensor.group as usize), self.state_dtype, numel)
+        Arrays::of(tensor, self.groups.get(tensor.group as usize), self, numel)
     }
 
     /// The memory of each slice on one server.
@@ -167,7 +164,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Manifest, Policy, geometry::blocks::SLICE};
+    use crate::{Manifest, Policy, RunningAverage, geometry::blocks::SLICE};
 
     fn job(optimizer: &str, tensors: Vec<TensorSpec>) -> JobSpec {
         let optimizer: Optimizer = optimizer.parse().unwrap();
@@ -213,6 +210,7 @@ mod tests {
             optimizer in prop::sample::select(Optimizer::NAMES),
             half: bool,
             eight_bits: bool,
+            averages in 0usize..3,
         ) {
             let mut tensors: Vec<_> = sizes.iter().enumerate().map(|(index, &(rows, columns))| {
                 let dtype = if half { DType::Bf16 } else { DType::F32 };
@@ -224,6 +222,8 @@ mod tests {
             if eight_bits && spec.groups[0].state_codes().is_some() {
                 spec.state_dtype = StateDType::Int8;
             }
+            spec.averages =
+                (0..averages).map(|i| RunningAverage::exponential(i.to_string(), 0.9)).collect();
             let by_slice = spec.required_by_slice();
             let slices = spec.manifest.slices().len();
             prop_assert_eq!(&by_slice, &(0..slices).map(|slice| spec.arrays(slice).required()).collect::<Vec<_>>());

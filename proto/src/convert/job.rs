@@ -4,9 +4,10 @@ use std::{sync::Arc, time::Duration};
 
 use prost::Message;
 use zeroshard_model::{
-    Departure, Error, JobSpec, Manifest, ProcessMesh, Result, StateDType, TensorSpec,
+    Departure, Error, JobSpec, Manifest, ProcessMesh, Result, RunningAverage, StateDType,
+    TensorSpec,
     job::check_number,
-    limits::{MAX_MESH_RANKS, MAX_MESHES},
+    limits::{MAX_AVERAGES, MAX_MESH_RANKS, MAX_MESHES},
     manifest::check_number_of_tensors,
 };
 
@@ -39,6 +40,8 @@ impl From<&JobSpec> for pb::JobSpec {
                 StateDType::Int8 => pb::StateDtype::Int8,
             }
             .into(),
+            averages: spec.averages.iter().map(Into::into).collect(),
+            averages_skip: spec.averages_skip,
         }
     }
 }
@@ -52,6 +55,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
         let replicas = message.replicas.max(1);
         let meshes =
             message.meshes.into_iter().map(|mesh| Ok(Arc::new(ProcessMesh::try_from(mesh)?)));
+        let averages = message.averages.into_iter().map(RunningAverage::try_from);
         let spec = Self {
             name: message.name,
             manifest: Manifest::new(tensors.collect::<Result<_>>()?)?,
@@ -80,6 +84,8 @@ impl TryFrom<pb::JobSpec> for JobSpec {
                     return Err(Error::invalid("state_dtype", message.state_dtype, "F32 or INT8"));
                 }
             },
+            averages: averages.collect::<Result<_>>()?,
+            averages_skip: message.averages_skip,
         };
         spec.validate()?;
         Ok(spec)
@@ -93,6 +99,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
 fn check_message(message: &pb::JobSpec) -> Result<()> {
     check_number_of_tensors(message.tensors.len())?;
     check_number("meshes", message.meshes.len(), MAX_MESHES)?;
+    check_number("averages", message.averages.len(), MAX_AVERAGES)?;
     let ranks = message.meshes.iter().map(|mesh| mesh.ranks.len()).sum();
     check_number("ranks in all meshes", ranks, MAX_MESH_RANKS)?;
     check_size(message.encoded_len())
@@ -142,7 +149,9 @@ mod tests {
             ..spec()
         };
         let int8 = JobSpec { state_dtype: StateDType::Int8, ..spec() };
-        for spec in [spec(), kept, int8] {
+        let averages = [RunningAverage::exponential("slow", 0.999)].into();
+        let averaged = JobSpec { averages, averages_skip: true, ..spec() };
+        for spec in [spec(), kept, int8, averaged] {
             assert_eq!(JobSpec::try_from(pb::JobSpec::from(&spec)), Ok(spec));
         }
     }

@@ -10,6 +10,7 @@ use super::cpu::Cpu;
 use super::loops::Level;
 use super::{Backend, Failure};
 
+mod averages;
 mod codes;
 mod conversions;
 mod reference;
@@ -23,6 +24,7 @@ pub(crate) fn run<B: Backend>(backend: &B) {
     codes::run(backend);
     sums::run(backend);
     steps::run(backend);
+    averages::run(backend);
 }
 
 #[test]

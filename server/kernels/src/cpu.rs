@@ -284,6 +284,16 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn average(
+        &self,
+        weight: f64,
+        values: &Buffer,
+        [high, low]: [Output<'_, Buffer>; 2],
+    ) -> Result<()> {
+        step::average(self, weight, values, high, low);
+        Ok(())
+    }
+
     fn copy(&self, src: &Buffer, dst: &mut Buffer) -> Result<()> {
         assert_eq!(src.numel, dst.numel, "a copy has as many elements");
         if src.layout == dst.layout {

@@ -156,6 +156,12 @@ impl<D: Device> Buffer<D> {
     }
 }
 
+/// The addresses of an array that a step reads and writes.
+fn array<D: Device>(of: &Output<'_, Buffer<D>>) -> Array {
+    let from = of.earlier.as_deref().unwrap_or(of.buffer);
+    Array { from: from.address(0), to: of.buffer.address(0) }
+}
+
 /// Splits consecutive elements, and those of a box, at every `stage` elements. Each part has its
 /// runs of elements.
 fn parts(elements: &Elements, stage: usize) -> Vec<Vec<Range<usize>>> {
@@ -409,10 +415,6 @@ impl<D: Device> Backend for Cuda<D> {
         gradient: Option<&Self::Buffer>,
         published: Option<&mut Self::Buffer>,
     ) -> Result<()> {
-        let array = |of: &Output<'_, Self::Buffer>| Array {
-            from: of.earlier.as_deref().unwrap_or(of.buffer).address(0),
-            to: of.buffer.address(0),
-        };
         assert_eq!(state.len(), update.optimizer.state().len(), "the state tensors");
         let is_coded = state.iter().any(|of| of.buffer.layout.code().is_some());
         let gradient = gradient.unwrap_or(master.buffer);
@@ -435,6 +437,23 @@ impl<D: Device> Backend for Cuda<D> {
             Some(published) => self.copy(master.buffer, published),
             None => Ok(()),
         }
+    }
+
+    fn average(
+        &self,
+        weight: f64,
+        values: &Self::Buffer,
+        average: [Output<'_, Self::Buffer>; 2],
+    ) -> Result<()> {
+        let numel = values.numel;
+        let of_size = |of: &Output<'_, Self::Buffer>| of.buffer.numel == numel;
+        assert!(average.iter().all(of_size), "an average is of its parameters' size");
+        if numel == 0 {
+            return Ok(());
+        }
+        let launch = Launch::over_elements("running_average", numel).with(weight).with(numel);
+        let [high, low] = average.each_ref().map(array);
+        self.device.launch(&[launch.with(values.address(0)).with(high).with(low)])
     }
 
     fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) -> Result<()> {

@@ -41,6 +41,7 @@ pub use cpu::Cpu;
 pub use cuda::driver::lane::Lane;
 pub use failure::{DeviceName, Failure, Result};
 pub use kernel::reads_gradient_once;
+pub use loops::running_average::weight_of;
 pub use memory::{Memory, has_headroom};
 pub use optim::{fill, initial_state};
 
@@ -203,6 +204,15 @@ pub trait Backend: Send + Sync + 'static {
         published: Option<&mut Self::Buffer>,
     ) -> Result<()>;
 
+    /// Moves a running average by the fraction `weight` towards `values`, which is f32 and of the
+    /// same size. The average is the sum of two f32 arrays: see [`loops::running_average`].
+    fn average(
+        &self,
+        weight: f64,
+        values: &Self::Buffer,
+        average: [Output<'_, Self::Buffer>; 2],
+    ) -> Result<()>;
+
     /// Copies `src` into `dst`, which has the same number of elements, and casts if the dtypes
     /// differ.
     fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) -> Result<()>;
@@ -272,9 +282,9 @@ impl<'a> Update<'a> {
         Self { optimizer, step: applied.count + 1, scalar_state, coefficient, at }
     }
 
-    /// The applied steps, including this one.
+    /// The applied steps, including this one, without those that count for averages.
     pub fn applied(&self) -> AppliedSteps {
         let scalar_state = kernel::of(self.optimizer).scalars_after(self);
-        AppliedSteps { count: self.step, scalar_state }
+        AppliedSteps { scalar_state, ..AppliedSteps::new(self.step) }
     }
 }

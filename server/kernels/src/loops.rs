@@ -8,6 +8,7 @@
 
 pub mod code;
 pub mod prefetch;
+pub mod running_average;
 pub mod stream;
 pub mod sum;
 

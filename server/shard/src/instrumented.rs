@@ -142,6 +142,15 @@ impl Backend for Instrumented {
         self.cpu.apply(update, master, state, gradient, published)
     }
 
+    fn average(
+        &self,
+        weight: f64,
+        values: &Buffer,
+        average: [Output<'_, Buffer>; 2],
+    ) -> Result<()> {
+        self.cpu.average(weight, values, average)
+    }
+
     fn copy(&self, src: &Buffer, dst: &mut Buffer) -> Result<()> {
         self.cpu.copy(src, dst)
     }

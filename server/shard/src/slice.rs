@@ -22,6 +22,7 @@ use super::{
     round::{Absent, Chunk, Round},
 };
 use crate::tier::{Array, Kind, Tiers};
+use average::Averages;
 use forked::Forked;
 use hold::Hold;
 use received::Received;
@@ -29,6 +30,7 @@ use replacement::Replacement;
 use staged::Staged;
 use versioned::{Versioned, in_memory};
 
+mod average;
 mod backup;
 mod factors;
 mod fork;
@@ -71,14 +73,16 @@ pub struct Slice<B: Backend> {
     no_clip: bool,
     /// The divisor of summed gradients.
     divisor: f64,
-    /// The names of the state tensors.
+    /// The names of the optimizer's state tensors.
     state_names: &'static [&'static str],
     /// The shapes of the state tensors.
     state_shapes: Vec<StateShape>,
-    /// The codes of 8-bit state; none: it is f32.
+    /// The codes of the optimizer's state, if it is 8-bit state; none: it is f32.
     state_codes: &'static [Code],
     /// The initial value of all elements of the optimizer state.
     initial_state: f32,
+    /// The running averages, whose state follows that of the optimizer.
+    averages: Averages,
     /// The dtype of the published parameters.
     dtype: DType,
     /// The device of all arrays.
@@ -205,6 +209,8 @@ impl<B: Backend> Slice<B> {
             && job.replicas == 1
             && home.tiers().is_none()
             && group.is_some_and(|group| reads_gradient_once(&groups[group]));
+        let state_names = group.map_or(&[][..], |group| groups[group].state());
+        let averages = Averages::of(job, group.is_some(), state_names.len());
         let inner = match group {
             None => Inner::new(
                 home.shared(Some(Kind::Master), tensor.dtype, spec.numel)?,
@@ -221,7 +227,11 @@ impl<B: Backend> Slice<B> {
                     DType::F32 => None,
                     dtype => Some(Versioned::new(home.shared(None, dtype, spec.numel)?)),
                 },
-                state: home.state(&groups[group], state_codes, &tensor.shape, spec.numel)?,
+                state: home.state(
+                    (&groups[group], state_codes),
+                    (&tensor.shape, spec.numel),
+                    averages.parts(),
+                )?,
                 staged: state_codes.iter().map(|_| None).collect(),
                 open: Some(Open {
                     sum: Versioned::new(match rotates {
@@ -248,11 +258,11 @@ impl<B: Backend> Slice<B> {
             group,
             no_clip: tensor.no_clip,
             divisor: job.divisor(spec.tensor) as f64,
-            state_names: group.map_or(&[], |group| groups[group].state()),
-            state_shapes: group
-                .map_or_else(Vec::new, |group| groups[group].state_shapes(&tensor.shape)),
+            state_names,
+            state_shapes: job.state_of(spec.tensor).into_iter().map(|(_, shape)| shape).collect(),
             state_codes,
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
+            averages,
             dtype: tensor.dtype,
             backend: home.backend(),
             tiers: home.tiers(),
@@ -440,6 +450,7 @@ impl<B: Backend> Slice<B> {
         let inner = &mut *inner;
         inner.encode_all_staged(&self.backend)?;
         inner.cast(&self.backend)?;
+        self.begin_averages(inner)?;
         inner.settle(&self.backend)?;
         inner.restart(&self.backend, Attempt { step: version, ..inner.attempt }, self.role())?;
         self.set_version(version);
@@ -560,6 +571,8 @@ impl<B: Backend> Inner<B> {
     }
 }
 
+#[cfg(test)]
+mod average_tests;
 #[cfg(test)]
 mod contributors_tests;
 #[cfg(test)]

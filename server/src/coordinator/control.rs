@@ -288,6 +288,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
             source_offset: copy.source_offset as u64,
             server: source.placement.primary(copy.source) as u32,
             state: copy.state,
+            averages: copy.averages,
         };
         let servers = source.placement.servers().iter().cloned().map(Into::into).collect();
         (servers, source.copies(spec, placement, *server).into_iter().map(copy).collect())

@@ -3,6 +3,7 @@
 //! server that holds slices of the predecessor.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, HashMap, VecDeque},
     ops::Range,
     sync::Arc,
@@ -13,7 +14,7 @@ use backon::{BackoffBuilder, ConstantBuilder};
 use futures_util::future::try_join_all;
 use rayon::prelude::*;
 use zeroshard_kernels::Backend;
-use zeroshard_model::{DType, Error, JobVersion, Result, error::Remedy};
+use zeroshard_model::{AppliedSteps, DType, Error, JobVersion, Result, error::Remedy};
 use zeroshard_net::transport::{Connection, Credentials, MAX_CONTROL_MESSAGE};
 use zeroshard_proto::{
     pb::{self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient},
@@ -85,6 +86,7 @@ pub(super) struct SliceCopy {
     /// INVARIANT: within `slice`, and not empty.
     length: usize,
     state: bool,
+    averages: bool,
 }
 
 impl SliceCopy {
@@ -92,14 +94,15 @@ impl SliceCopy {
     pub(super) fn whole<B: Backend>(job: &Job<B>, index: u32) -> Result<Self> {
         let slice = job.slice(index)?;
         let (length, state) = (slice.spec.numel, slice.group.is_some());
-        Ok(Self { slice: index, offset: 0, source: index, source_offset: 0, length, state })
+        let (slice, source) = (index, index);
+        Ok(Self { slice, offset: 0, source, source_offset: 0, length, state, averages: state })
     }
 
     fn new<B: Backend>(job: &Job<B>, copy: &pb::SliceCopy) -> Result<Self> {
         let slice = job.slice(copy.slice)?;
         let end = copy.offset.checked_add(copy.length);
         let is_inside = copy.length > 0 && end.is_some_and(|end| end <= slice.spec.numel as u64);
-        if !is_inside || copy.state && slice.group.is_none() {
+        if !is_inside || (copy.state || copy.averages) && slice.group.is_none() {
             return Err(malformed(copy));
         }
         let offset =
@@ -111,11 +114,18 @@ impl SliceCopy {
             source_offset: offset.ok_or_else(|| malformed(copy))?,
             length: copy.length as usize,
             state: copy.state,
+            averages: copy.averages,
         })
     }
 
     fn source_range(&self) -> Range<usize> {
         self.source_offset..self.source_offset + self.length
+    }
+
+    /// Of the steps of the source, those that count for what is copied.
+    fn applied(&self, source: AppliedSteps) -> AppliedSteps {
+        let applied = if self.state { source } else { AppliedSteps::default() };
+        AppliedSteps { averaged: if self.averages { source.averaged } else { 0 }, ..applied }
     }
 
     /// The copy without its first `elements`; `None` if no element is left.
@@ -134,10 +144,10 @@ fn malformed(copy: &pb::SliceCopy) -> Error {
 }
 
 /// A part of slices, as a predecessor and its successor name it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Named {
     Master,
-    State(&'static str),
+    State(Cow<'static, str>),
 }
 
 impl From<Named> for pb::StateSelector {
@@ -145,7 +155,7 @@ impl From<Named> for pb::StateSelector {
         use pb::state_selector::{MasterWeights, Part};
         let part = match named {
             Named::Master => Part::MasterWeights(MasterWeights {}),
-            Named::State(name) => Part::OptimizerState(name.to_owned()),
+            Named::State(name) => Part::OptimizerState(name.into_owned()),
         };
         Self { part: Some(part) }
     }
@@ -163,6 +173,7 @@ impl<B: Backend> Copier<B> {
     fn parts(&self, copy: &SliceCopy) -> Result<Vec<(Named, StateSelector)>> {
         let slice = self.job.slice(copy.slice)?;
         let state = slice.state_parts().filter(|_| copy.state);
+        let state = state.chain(slice.average_parts().filter(|_| copy.averages));
         let state = state.map(|(name, part)| (Named::State(name), part));
         Ok(std::iter::once((Named::Master, StateSelector::Master)).chain(state).collect())
     }
@@ -198,8 +209,9 @@ impl<B: Backend> Copier<B> {
             let bytes = from.values(part, &buffer, range.clone(), DType::F32)?;
             self.job.slice(copy.slice)?.fill(target, copy.offset, &bytes)?;
         }
-        if copy.state {
-            self.job.slice(copy.slice)?.set_applied(from.applied(name, *version)?);
+        if copy.state || copy.averages {
+            let applied = copy.applied(from.applied(name, *version)?);
+            self.job.slice(copy.slice)?.set_applied(applied);
         }
         Ok(())
     }
@@ -213,7 +225,8 @@ impl<B: Backend> Copier<B> {
     ) -> Result<()> {
         let peer = format!("shard server {}", holder.address);
         let connection = Connection::lazy(&holder.address, credentials)?;
-        let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
+        let counted = copies.iter().filter(|copy| copy.state || copy.averages);
+        let counted: Vec<SliceCopy> = counted.cloned().collect();
         let mut by_name: BTreeMap<Named, Vec<(SliceCopy, StateSelector)>> = BTreeMap::new();
         for copy in copies {
             for (named, target) in self.parts(copy)? {
@@ -224,16 +237,16 @@ impl<B: Backend> Copier<B> {
             for copies in wanted.chunks(PULLED_EXTENTS) {
                 let mut rest = VecDeque::from(copies.to_vec());
                 let mut pauses = pauses();
-                while let Err(error) = self.pull(&connection, &peer, named, &mut rest).await {
+                while let Err(error) = self.pull(&connection, &peer, &named, &mut rest).await {
                     tokio::time::sleep(next_pause(error, &mut pauses)?).await;
                 }
             }
         }
-        if with_state.is_empty() {
+        if counted.is_empty() {
             return Ok(());
         }
         let mut pauses = pauses();
-        while let Err(error) = self.pull_applied(&connection, &peer, &with_state).await {
+        while let Err(error) = self.pull_applied(&connection, &peer, &counted).await {
             tokio::time::sleep(next_pause(error, &mut pauses)?).await;
         }
         Ok(())
@@ -245,7 +258,7 @@ impl<B: Backend> Copier<B> {
         &self,
         connection: &Connection,
         peer: &str,
-        named: Named,
+        named: &Named,
         copies: &mut VecDeque<(SliceCopy, StateSelector)>,
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
@@ -260,7 +273,7 @@ impl<B: Backend> Copier<B> {
             version,
             dtype: pb::Dtype::from(DType::F32).into(),
             extents: extents.collect(),
-            part: Some(named.into()),
+            part: Some(named.clone().into()),
             ..Default::default()
         };
         let failed = |status: tonic::Status| from_status(&status, peer);
@@ -316,7 +329,10 @@ impl<B: Backend> Copier<B> {
             };
             let slice = self.job.slice(copy.slice)?;
             let tensor = slice.spec.tensor;
-            slice.set_applied(self.job.spec.applied_to(tensor, of.applied, &of.scalar_state)?);
+            let count = if copy.state { of.applied } else { 0 };
+            let scalars = if copy.state { &of.scalar_state[..] } else { &[] };
+            let applied = self.job.spec.applied_to(tensor, count, scalars)?;
+            slice.set_applied(copy.applied(AppliedSteps { averaged: of.averaged, ..applied }));
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 use futures_util::{Stream, StreamExt, stream};
 use tonic::Status;
 use zeroshard_kernels::Backend;
-use zeroshard_model::{Error, Result};
+use zeroshard_model::{Error, Result, average};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{pb, status::to_status};
 use zeroshard_shard::{budget::Budget, slice::Slice, state_selector::StateSelector};
@@ -57,7 +57,8 @@ impl<B: Backend> HeldPin<B> {
 ///
 /// # Errors
 /// [`Error::VersionGone`]; [`Error::NotHere`] for a slice of which another server is the primary;
-/// [`Error::OutOfMemory`] if the budget for pinned versions is exhausted; [`Error::Timeout`].
+/// [`Error::OutOfMemory`] if the budget for pinned versions is exhausted; [`Error::Timeout`];
+/// [`Error::Invalid`] for an average that the job does not have.
 pub(super) async fn hold<B: Backend>(
     budget: &Arc<Budget>,
     job: &Arc<Job<B>>,
@@ -65,6 +66,9 @@ pub(super) async fn hold<B: Backend>(
     deadline: Deadline,
 ) -> Result<HeldPin<B>> {
     let version = request.version;
+    for name in &request.averages {
+        job.spec.average(name)?;
+    }
     let mut missing: Vec<u32> = match request.slices.is_empty() {
         true => job.primary_slices().map(|(index, _)| index).collect(),
         false => request.slices.clone(),
@@ -78,7 +82,7 @@ pub(super) async fn hold<B: Backend>(
         for index in std::mem::take(&mut missing) {
             let slice = job.primary_slice(index)?;
             let mut parts = Vec::new();
-            for part in parts_of(slice, request.optimizer_state) {
+            for part in parts_of(slice, request) {
                 let content = Content { version, part, attempt: None };
                 let Some(buffer) = content.read(job, slice)? else {
                     parts.clear();
@@ -105,8 +109,8 @@ pub(super) async fn hold<B: Backend>(
     job.wait_for(deadline, all_held, waiting_for).await?;
     steps.sort_unstable_by_key(|of| of.slice);
     let number = identity::random()?;
-    let optimizer_state = request.optimizer_state;
-    job.pins.insert(number, Pin { version, slices, optimizer_state });
+    let state = request.optimizer_state || !request.averages.is_empty();
+    job.pins.insert(number, Pin { version, slices, state });
     let limit = match request.limit_ms {
         0 => LIMIT,
         limit => Duration::from_millis(limit.into()).min(MAX_WAIT),
@@ -115,8 +119,13 @@ pub(super) async fn hold<B: Backend>(
 }
 
 /// The parts of a slice that a pin keeps.
-fn parts_of<B: Backend>(slice: &Slice<B>, optimizer_state: bool) -> Vec<StateSelector> {
-    let states = slice.state_parts().filter(|_| optimizer_state).map(|(_, part)| part);
+fn parts_of<B: Backend>(slice: &Slice<B>, request: &pb::PinRequest) -> Vec<StateSelector> {
+    let all = request.optimizer_state;
+    let averages: Vec<String> =
+        request.averages.iter().map(|name| average::values_of(name)).collect();
+    let is_named = |name: &str| averages.iter().any(|wanted| wanted == name);
+    let averages = slice.average_parts().filter(|(name, _)| all || is_named(name));
+    let states = slice.state_parts().filter(|_| all).chain(averages).map(|(_, part)| part);
     std::iter::once(StateSelector::Parameters).chain(states).collect()
 }
 
@@ -135,6 +144,7 @@ pub(super) fn steps_of<B: Backend>(
         slice: index,
         applied: applied.count,
         scalar_state: job.spec.scalar_state_of(slice.spec.tensor, &applied),
+        averaged: applied.averaged,
     })
 }
 

@@ -13,8 +13,8 @@ pub(crate) struct Pin<B: Backend> {
     pub(super) version: u64,
     /// Parts of each slice, and their part of the budget for pinned versions.
     pub(super) slices: HashMap<(u32, StateSelector), (Array<B>, Space)>,
-    /// Whether the optimizer state is pinned as well.
-    pub(super) optimizer_state: bool,
+    /// Whether optimizer state or averages are pinned as well.
+    pub(super) state: bool,
 }
 
 impl<B: Backend> Pin<B> {
@@ -27,7 +27,7 @@ impl<B: Backend> Pin<B> {
     pub(super) fn keeps(&self, part: StateSelector) -> bool {
         match part {
             StateSelector::Parameters => true,
-            StateSelector::State(_) => self.optimizer_state,
+            StateSelector::State(_) => self.state,
             StateSelector::Master | StateSelector::GradientSum => false,
         }
     }

@@ -210,8 +210,8 @@ fn pinned<B: Backend>(job: &Job<B>, request: &pb::PullRequest) -> Result<Option<
 fn pinned_here<B: Backend>(pin: Option<&Pin<B>>, slice: u32, content: Content) -> Result<bool> {
     let Some(pin) = pin else { return Ok(false) };
     if !pin.keeps(content.part) || content.version != pin.version {
-        let kept = match pin.optimizer_state {
-            true => "the parameters and the optimizer state",
+        let kept = match pin.state {
+            true => "the parameters and state",
             false => "the parameters",
         };
         return Err(Error::refused(format!(

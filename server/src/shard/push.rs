@@ -495,10 +495,16 @@ fn check_part(message: &pb::Upload) -> Result<()> {
 /// number `tensor`.
 ///
 /// # Errors
-/// Those of [`state_selector::of`]; [`Error::Invalid`] for another scalar state than that of the
-/// tensor's optimizer.
+/// Those of [`state_selector::of`]; [`Error::Refused`] for an average; [`Error::Invalid`] for
+/// another scalar state than that of the tensor's optimizer.
 fn upload(message: &pb::Upload, spec: &JobSpec, tensor: usize) -> Result<Upload> {
+    let own = spec.optimizer_of(tensor).map_or(0, |optimizer| optimizer.state().len());
     let state = match state_selector::of(message.part.as_ref(), spec, tensor)? {
+        StateSelector::State(position) if position >= own => {
+            let sentence = "averages cannot be uploaded; they begin with the parameters, or come \
+                            from a checkpoint";
+            return Err(Error::refused(sentence));
+        }
         StateSelector::State(position) => Some(position),
         _ => None,
     };

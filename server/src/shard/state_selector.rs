@@ -27,10 +27,10 @@ pub(crate) fn of(
                     "tensor {of:?} is not trained and has no optimizer state; leave it out"
                 )));
             };
-            let state = optimizer.state();
-            let position = state.iter().position(|known| known == name);
-            position.map(StateSelector::State).ok_or_else(|| {
+            spec.state_position(tensor, name).map(StateSelector::State).ok_or_else(|| {
                 let what = format!("optimizer state of tensor {of:?}");
+                let state: Vec<_> =
+                    spec.state_of(tensor).into_iter().map(|(name, _)| name).collect();
                 let expected = format!("one of the state tensors of {optimizer}, {state:?}");
                 Error::invalid(what, format!("{name:?}"), expected)
             })

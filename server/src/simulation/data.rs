@@ -137,7 +137,7 @@ impl Request {
 
 /// The parts of a slice that a copy has.
 fn parts(slice: &Slice<Cpu>) -> Vec<StateSelector> {
-    let states = slice.state_parts().map(|(_, part)| part);
+    let states = slice.state_parts().chain(slice.average_parts()).map(|(_, part)| part);
     [StateSelector::Master].into_iter().chain(states).collect()
 }
 

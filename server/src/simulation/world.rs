@@ -12,7 +12,8 @@ use zeroshard_coordinator::vocabulary::{
     ids::{Lease, Now},
 };
 use zeroshard_model::{
-    CheckpointPolicy, JobSpec, Manifest, OnLoss, OnMemoryShortage, Server, TensorSpec,
+    CheckpointPolicy, JobSpec, Manifest, OnLoss, OnMemoryShortage, RunningAverage, Server,
+    TensorSpec,
 };
 use zeroshard_proto::pb::{serve_request, serve_response};
 
@@ -190,6 +191,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
             on_loss: OnLoss::Restore,
             on_memory_shortage: OnMemoryShortage::default(),
         }),
+        averages: [RunningAverage::exponential("slow", 0.9)].into(),
         ..JobSpec::new(JOB, manifest, vec![adamw])
     }
 }

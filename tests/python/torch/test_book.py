@@ -140,6 +140,15 @@ def test_parts_that_use_a_sharded_model_run(
     check_trains(names)
 
 
+@pytest.mark.parametrize("block", of_kinds("averaged"), ids=str)
+def test_parts_that_use_an_average_run(block: Block, cluster: zs.Session) -> None:
+    names = parts()
+    zs.shard(names["model"], names["optimizer"], ema={"slow": 0.9999})
+    check_trains(names)
+    block.run(names)
+    check_trains(names)
+
+
 @pytest.mark.parametrize("block", of_kinds("wrapped"), ids=str)
 def test_parts_that_use_a_wrapper_run(block: Block, cluster: zs.Session, folder: Path) -> None:
     names = parts()

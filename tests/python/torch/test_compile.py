@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zeroshard as zs
+from environment import IS_LONG
 from training import SEGMENT, assert_same
 from zeroshard.torch import group_sharded_parallel
 from zeroshard.torch._unshard import unshard
@@ -185,6 +186,9 @@ def has_compiler() -> bool:
     )
 
 
+@pytest.mark.skipif(
+    not IS_LONG, reason="inductor compiles in tests/run long, for more than a minute"
+)
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs g++ and the headers of Python")
 def test_inductor_gives_the_losses_of_plain_torch(cluster: zs.Session) -> None:
     plain = build()

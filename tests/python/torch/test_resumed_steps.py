@@ -19,6 +19,7 @@ import torch
 import models
 import ranks
 import zeroshard as zs
+from environment import IS_LONG
 from servers import BINARY, killable, server, servers, start
 from test_checkpoints import EVERY, STEPS, in_memory, network, wait_for
 from training import LEVELS, SEGMENT
@@ -134,7 +135,7 @@ def losses(directory: Path, rank: int) -> tuple[list[str], list[str]]:
     return sorted(set(lines)), lines
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2] if IS_LONG else [2])
 def test_a_run_with_checkpoints_continues_when_a_server_is_killed_and_when_a_rank_is(
     size: int,
 ) -> None:

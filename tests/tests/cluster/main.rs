@@ -8,6 +8,7 @@ mod admin;
 mod admission;
 mod attacks;
 mod attempts;
+mod averages;
 mod boxes;
 mod checkpoints;
 mod claims;

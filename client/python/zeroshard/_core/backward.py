@@ -111,6 +111,7 @@ class Backward(Generic[T]):
 
     @operation
     def _count(self, entry: Entry[T]) -> None:
+        self._job.check_has_parameters("backward computes a gradient")
         self.computed += 1
         if self.hold:
             return

@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic
 
+from .._averages import part_of
 from .._connection import Connection
 from .._native import Array, Job
 from .._rendezvous import ProcessGroup
-from ..errors import NotInitialisedError, RolledBackError
+from ..errors import InvalidArgumentError, NotInitialisedError, RolledBackError
 from .entry import Entry, mark
 from .framework import Framework
 from .optimizer_spec import OptimizerSpec
@@ -44,6 +45,9 @@ class ModelJob(Generic[T]):
         #: object.
         self._current: list[Job] = []
         self.version = 0
+        #: What this worker has instead of the parameters that train: the state tensor of an
+        #: average. None: the parameters.
+        self.average: str | None = None
         #: The version of the checkpoint from which the job was started or restored last; 0: none.
         self.started_at = 0
         #: :attr:`Job.restored`, as far as this rank has followed.
@@ -126,7 +130,28 @@ class ModelJob(Generic[T]):
         self.check_open()
         self.check_not_rolled_back()
         with self.connection.activity.waiting("pull"):
-            self.job.fetch(version, arrays, part=part, label=label)
+            for some, of in self.parts(arrays, part):
+                self.job.fetch(version, some, part=of, label=label)
+
+    def parts(
+        self, arrays: list[tuple[int, Array]], part: str | None
+    ) -> list[tuple[list[tuple[int, Array]], str | None]]:
+        """The arrays by the part of the state that each receives: where the parameters are
+        requested, and this worker has averages, those of the tensors that train."""
+        if self.average is None or part:
+            return [(arrays, part)]
+        trained = [one for one in arrays if self.entries[one[0]].trained]
+        others = [one for one in arrays if not self.entries[one[0]].trained]
+        return [both for both in ((trained, self.average), (others, part)) if both[0]]
+
+    def check_has_parameters(self, event: str) -> None:
+        """Raises an error if this worker has averages instead of the parameters."""
+        if self.average is not None:
+            name = self.average.removeprefix(part_of(""))
+            raise InvalidArgumentError(
+                f"{event} while the model has the values of its average {name!r}; do it outside of "
+                "the block of `averaged`, and evaluate under no_grad()"
+            )
 
     def receive(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from .._averages import Average
 from .._native import Job, Mesh
 from ..errors import InvalidArgumentError, JobExistsError, JobFailedError
 from .describing import describe
@@ -31,6 +32,8 @@ class JobSettings:
     offload: bool
     #: The dtype of the optimizer state on the servers.
     state_dtype: str
+    #: The running averages of the parameters, by name.
+    averages: Mapping[str, Average]
     #: None: the job has no checkpoints.
     saving: Saving | None
 
@@ -148,6 +151,7 @@ class Opening(Generic[T]):
             group_size=self._traffic.group_size,
             offload=settings.offload,
             state_dtype=settings.state_dtype,
+            averages=settings.averages,
         )
         job.end_others()
         self._traffic.begin_job(settings.bucket_numel)
@@ -207,6 +211,7 @@ class Opening(Generic[T]):
             "offload": str(settings.offload),
             **self._job.connection.wires,
             "state_dtype": settings.state_dtype,
+            "ema": str(dict(settings.averages)),
             "the URL of the checkpoints": str(settings.saving and settings.saving.url),
             **({} if optimizer.on_ranks is None else optimizer.on_ranks.alike()),
         }

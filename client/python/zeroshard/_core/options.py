@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._averages import Average
 from ..errors import InvalidArgumentError
 from .collectives import GroupSize
 from .modules import Modules
@@ -43,6 +44,7 @@ class Options:
     group_size: GroupSize
     offload: bool
     state_dtype: str
+    averages: Mapping[str, Average]
 
     def __post_init__(self) -> None:
         stage_of(self.level)

@@ -84,6 +84,7 @@ class ProgramChanges(Generic[T]):
     @operation
     def before(self, work: Callable[[], Any]) -> Any:
         """Follows the changes and calls ``work``, which sends something or looks at gradients."""
+        self._job.check_has_parameters("gradients are used")
         self.follow()
         return self._recovery.sending(work)
 
@@ -125,6 +126,7 @@ class ProgramChanges(Generic[T]):
     ) -> None:
         """Continues with a new job: see :meth:`Opening.reopen`."""
         self._check_may_reopen()
+        self._job.check_has_parameters("parameters or the optimizer are changed")
         self._step.reopens()
         if self._gatherer is not None:
             self._gatherer.free_shown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from .._log import is_shown
@@ -54,6 +55,21 @@ def find(parameters: Iterable[Any]) -> Sharding[Any] | None:
         other for other in _all if any(id(entry.tensor) in given for entry in other.job.entries)
     )
     return next(found, None)
+
+
+def averaged_of(parameters: Iterable[Any], name: str) -> AbstractContextManager[None]:
+    """A context in which the sharded model with these parameters has the values of an average.
+
+    Raises:
+        InvalidArgumentError: there is no such model.
+    """
+    sharding = find(parameters)
+    if sharding is None:
+        raise InvalidArgumentError(
+            "the model is not sharded, and has no averages; pass a model of zeroshard.shard or "
+            "group_sharded_parallel"
+        )
+    return sharding.averaged.showing(name)
 
 
 def clip(parameters: Iterable[T], max_norm: float, norm_type: float) -> float | None:

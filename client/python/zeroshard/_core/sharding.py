@@ -11,6 +11,7 @@ from .._connection import Connection
 from .._native import Report
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError
+from .averaged import Averaged
 from .backward import Backward
 from .buffers import SharedBuffers
 from .clipping import Clipping
@@ -83,6 +84,7 @@ class Sharding(Generic[T]):
             bucket_numel=options.bucket_numel(framework, model),
             offload=options.offload,
             state_dtype=options.state_dtype,
+            averages=options.averages,
             saving=None if checkpoints is None else checkpoints.saving,
         )
         self._opening = Opening(self.job, self.traffic, settings)
@@ -147,6 +149,7 @@ class Sharding(Generic[T]):
             self.buffers,
             ranks,
         )
+        self.averaged = Averaged(job, options.averages, self.reads, self.changes, gatherer)
         # The parameters refer to the gradients, and must not keep the other parts alive.
         before = of_model(self.changes.before)
 
@@ -156,6 +159,7 @@ class Sharding(Generic[T]):
     def before_forward(self) -> None:
         """Called when a forward of the whole model begins."""
         self.reads.trains_here()
+        self.job.check_has_parameters("a forward records gradients")
         if self._holding:
             self.backward.announce()
         self.backward.hold = self._holding
@@ -242,6 +246,7 @@ class Sharding(Generic[T]):
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
         self.job.check_open()
+        self.job.check_has_parameters("optimizer.step() is called")
         if self._holding and self.job.group.size > 1:
             raise InvalidArgumentError(
                 "optimizer.step() is called inside no_sync(), and the servers cannot make a step "

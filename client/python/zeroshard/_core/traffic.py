@@ -4,7 +4,7 @@ the ranks of its group."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Generic
+from typing import Generic, TypeAlias
 
 from .._native import Array, Transfer
 from ..errors import InvalidArgumentError
@@ -12,6 +12,27 @@ from .entry import Entry
 from .exchanges import Exchanges, Pull
 from .job import ModelJob
 from .tensors import T
+
+
+class Several:
+    """Some transfers, which are waited for together."""
+
+    def __init__(self, transfers: list[Transfer]) -> None:
+        self._transfers = transfers
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for transfer in self._transfers:
+            transfer.wait()
+
+    def cancel(self) -> None:
+        """Cancels those that are running."""
+        for transfer in self._transfers:
+            transfer.cancel()
+
+
+#: What fetches parameters.
+Fetch: TypeAlias = Transfer | Pull[T] | Several
 
 
 class Traffic(Generic[T]):
@@ -75,12 +96,16 @@ class Traffic(Generic[T]):
 
     # ---- parameters
 
-    def pull(self, arrays: list[tuple[int, Array]], *, together: bool) -> Transfer | Pull[T]:
+    def pull(self, arrays: list[tuple[int, Array]], *, together: bool) -> Fetch[T]:
         """Starts to fetch trained parameters at the current version. ``together``: all ranks of the
         group do this."""
+        job = self._job
+        if job.average is not None:
+            parts = job.parts(arrays, None)
+            return Several([job.job.pull(job.version, some, part=part) for some, part in parts])
         if self._exchanges is not None and together:
-            return self._exchanges.pull(self._job.version, arrays)
-        return self._job.job.pull(self._job.version, arrays)
+            return self._exchanges.pull(job.version, arrays)
+        return job.job.pull(job.version, arrays)
 
     def pull_decided(self, version: int, arrays: list[tuple[int, Array]]) -> None:
         """Fetches parameters of a version that was just made, together with the group."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Generic
 
-from .._native import Array, Transfer
-from .exchanges import Pull
+from .._native import Array
 from .holdings import Holdings
 from .interrupts import operation
 from .job import ModelJob
 from .tensors import Incoming, T
-from .traffic import Traffic
+from .traffic import Fetch, Traffic
 
 
 class Unit(Generic[T]):
@@ -37,7 +36,7 @@ class Unit(Generic[T]):
         #: The number of running forwards that use it.
         self.users = 0
         #: What fetches it, the memory that receives values, and the memory of each parameter.
-        self._fetch: Transfer | Pull[T] | None = None
+        self._fetch: Fetch[T] | None = None
         self._incoming: list[Incoming] = []
         self._values: list[tuple[T, T]] = []
         #: The node of the backward graph that it was fetched for.
@@ -79,7 +78,7 @@ class Unit(Generic[T]):
             arrays.append((job.entry(parameter).index, self._incoming[-1].array))
         return arrays
 
-    def fetch_by(self, transfer: Transfer | Pull[T]) -> None:
+    def fetch_by(self, transfer: Fetch[T]) -> None:
         """Lets ``transfer`` fetch it, which may also fetch other units."""
         self._fetch = transfer
         self._holdings.count(self.nbytes)

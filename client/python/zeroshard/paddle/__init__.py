@@ -17,6 +17,7 @@ import paddle.distributed as _distributed
 
 from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3
 from . import fleet, sharding
+from ._averaged import averaged
 from ._clip import clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
@@ -51,6 +52,7 @@ __all__ = [
     "Strategy",
     "clip_grad_norm_",
     "fleet",
+    "averaged",
     "fused_allreduce_gradients",
     "group_sharded_parallel",
     "load_group_sharded_model",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import paddle
 
+from .._averages import Average, averages_of
 from .._checkpoints import Checkpoints
 from .._core.arguments import (
     check_class,
@@ -48,6 +49,7 @@ def group_sharded_parallel(
     accumulation_steps: int | None = None,
     group_size: GroupSize = 1,
     state_dtype: str = "f32",
+    ema: Mapping[str, float | Average] | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
@@ -92,6 +94,10 @@ def group_sharded_parallel(
             ``Adam`` and ``AdamW`` without ``amsgrad``, ``SGD`` and ``Momentum``.
             New state is rounded stochastically, so results differ from those with ``"f32"``, but
             not between runs. Reading, saving and loading state work as before.
+        ema: running averages of the parameters, which the servers keep in f32 beside the optimizer
+            state, by name: the decay of an exponential moving average, or a
+            :class:`zeroshard.Average`. Workers send and receive nothing for them. See
+            :func:`averaged`, and ``average`` of :func:`pin`.
         checkpoints: when and where the servers save the model and the optimizer, and from which
             checkpoint they start. If there is one, all values come from it. Parameters, parameter
             groups and their state cannot be replaced later. None: no checkpoints.
@@ -114,6 +120,7 @@ def group_sharded_parallel(
         group_size=group_size,
         offload=offload,
         state_dtype=state_dtype,
+        averages=averages_of(ema),
     )
     if scaler is not None:
         check_class("scaler", scaler, paddle.amp.GradScaler, "paddle.amp.GradScaler")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
 from . import optim, parallel
+from ._averaged import averaged
 from ._clip import ClipGradByGlobalNorm, clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
@@ -40,6 +41,7 @@ __all__ = [
     "ShardingStage2",
     "ShardingStage3",
     "Strategy",
+    "averaged",
     "clip_grad_norm_",
     "fused_allreduce_gradients",
     "group_sharded_parallel",

@@ -68,13 +68,12 @@ def read_one_version(sharding: Sharding[Tensor], read: Callable[[OneVersion], R]
             return sharding.reads.read(read_unpinned)
         except VersionGoneError:
             raise error from None
+
+    def fetch(arrays: list[tuple[int, Array]], part: str | None) -> None:
+        for some, of in job.parts(arrays, part):
+            pinned.pull(some, part=of)
+
     try:
-        return read(
-            OneVersion(
-                pinned.version,
-                pinned.applied_steps(),
-                lambda arrays, part: pinned.pull(arrays, part=part),
-            )
-        )
+        return read(OneVersion(pinned.version, pinned.applied_steps(), fetch))
     finally:
         pinned.close()

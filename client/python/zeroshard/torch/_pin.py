@@ -17,6 +17,7 @@ def pin(
     version: int | None = None,
     tensors: Sequence[str] | None = None,
     optimizer_state: bool = False,
+    average: str | None = None,
     seconds: float = 60.0,
     address: str | None = None,
     token: str | None = None,
@@ -36,15 +37,18 @@ def pin(
         version: the version; by default the latest one.
         tensors: the names of the tensors to keep; by default all.
         optimizer_state: whether to keep the optimizer state of the same version as well.
+        average: a running average of the job, which is read instead of the parameters. Tensors that
+            do not train are read as they are.
         seconds: the time limit, at most 600.
         address: the coordinator's ``host:port``; by default the cluster of ``zeroshard.init``, or
             that of ``ZEROSHARD_ADDRESS``.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
 
     Raises:
-        InvalidArgumentError: no job, or more than one, has this name; an unknown tensor; the job
-            has no parameters yet.
+        InvalidArgumentError: no job, or more than one, has this name; an unknown tensor or average;
+            the job has no parameters yet.
         VersionGoneError: ``version`` has been replaced.
         OutOfMemoryError: a server has no room for the pin.
     """
-    return _pin.pin(TORCH, job, version, tensors, optimizer_state, seconds, address, token)
+    kept = _pin.Kept(version, tensors, optimizer_state, average, seconds)
+    return _pin.pin(TORCH, job, kept, address, token)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypedDict, Unpack
 
+from .._averages import Average
 from .._checkpoints import Checkpoints
 from .._core.collectives import GroupSize
 from .._core.options import LEVELS
@@ -41,6 +42,7 @@ class ShardOptions(TypedDict, total=False):
     accumulation_steps: int | None
     group_size: GroupSize
     state_dtype: str
+    ema: Mapping[str, float | Average] | None
     grad_clip: Any | None
     param_init_fn: Callable[[nn.Module], Any] | None
     checkpoint: str | os.PathLike[str] | None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._averages import Average, averages_of
 from .._checkpoints import Checkpoints
 from .._core.arguments import (
     check_class,
@@ -53,6 +54,7 @@ def group_sharded_parallel(
     accumulation_steps: int | None = None,
     group_size: GroupSize = 1,
     state_dtype: str = "f32",
+    ema: Mapping[str, float | Average] | None = None,
     grad_clip: Any | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -105,6 +107,10 @@ def group_sharded_parallel(
             ``Adam`` and ``AdamW`` without ``amsgrad``, ``Lion`` and ``SGD``.
             New state is rounded stochastically, so results differ from those with ``"f32"``, but
             not between runs. Reading, saving and loading state work as before.
+        ema: running averages of the parameters, which the servers keep in f32 beside the optimizer
+            state, by name: the decay of an exponential moving average, or a
+            :class:`zeroshard.Average`. Workers send and receive nothing for them. See
+            :func:`averaged`, and ``average`` of :func:`pin`.
         grad_clip: a :class:`ClipGradByGlobalNorm` that clips every step.
         param_init_fn: initialises the parameters and buffers of the module that it is called with,
             without those of its children. It is called for each module that has some on the meta
@@ -143,6 +149,7 @@ def group_sharded_parallel(
         accumulation_steps=accumulation_steps,
         group_size=group_size,
         state_dtype=state_dtype,
+        ema=ema,
         grad_clip=grad_clip,
         param_init_fn=param_init_fn,
         checkpoint=checkpoint,
@@ -172,6 +179,7 @@ def open_sharding(
     accumulation_steps: int | None,
     group_size: GroupSize,
     state_dtype: str,
+    ema: Mapping[str, float | Average] | None,
     grad_clip: Any | None,
     param_init_fn: Callable[[nn.Module], Any] | None,
     checkpoint: str | os.PathLike[str] | None,
@@ -197,6 +205,7 @@ def open_sharding(
         group_size=group_size,
         offload=offload,
         state_dtype=state_dtype,
+        averages=averages_of(ema),
     )
     check_no_views(model, optimizer, options.fetched(TORCH, model))
     ranks = process_group(group)

@@ -60,8 +60,7 @@ impl Content {
             Part::Values if tensor.trains() => (cut.numel, DType::F32, 0),
             Part::Values => (cut.numel, tensor.dtype, 0),
             Part::State(position) => {
-                let optimizer = self.spec.optimizer_of(cut.tensor).unwrap();
-                let shape = optimizer.state_shapes(&tensor.shape)[position];
+                let (_, shape) = self.spec.state_of(cut.tensor).remove(position);
                 (shape.numel(cut.numel), DType::F32, position + 1)
             }
         };
@@ -71,7 +70,8 @@ impl Content {
 
     pub(crate) fn slice(&self, slice: u32) -> SavedSlice {
         let optimizer = self.spec.optimizer_of_slice(slice as usize);
-        let states = optimizer.map_or(0, |optimizer| optimizer.state().len());
+        let tensor = self.spec.manifest.slices()[slice as usize].tensor;
+        let states = self.spec.state_of(tensor).len();
         let state = (0..states).map(|position| self.bytes(slice, Part::State(position)));
         SavedSlice {
             values: self.bytes(slice, Part::Values),
@@ -94,7 +94,9 @@ impl Source for Content {
         match self.spec.optimizer_of_slice(slice as usize) {
             Some(optimizer) => {
                 let scalar_state = optimizer.scalar_state().len();
-                AppliedSteps::of(optimizer, count, &values[..scalar_state]).unwrap()
+                let applied = AppliedSteps::of(optimizer, count, &values[..scalar_state]);
+                let averaged = if self.spec.averages.is_empty() { 0 } else { count + 5 };
+                AppliedSteps { averaged, ..applied.unwrap() }
             }
             None => AppliedSteps::new(count),
         }
@@ -113,9 +115,13 @@ pub(crate) struct Saved {
 
 impl Saved {
     pub(crate) fn new(optimizer: &str) -> Self {
+        Self::of(spec(optimizer))
+    }
+
+    pub(crate) fn of(spec: JobSpec) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let storage = Storage::open(&format!("file://{}", directory.path().display())).unwrap();
-        let content = Content::new(spec(optimizer));
+        let content = Content::new(spec);
         Self { directory, storage, content: Arc::new(content) }
     }
 

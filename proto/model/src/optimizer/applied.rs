@@ -12,12 +12,14 @@ pub struct AppliedSteps {
     /// The values of [`Optimizer::scalar_state`], in that order. The rest is 0, and before the
     /// first step all are 0.
     pub scalar_state: [f32; 2],
+    /// The number of steps that have counted for the running averages of the job.
+    pub averaged: u64,
 }
 
 impl AppliedSteps {
     /// Steps of an optimizer without scalar state.
     pub const fn new(count: u64) -> Self {
-        Self { count, scalar_state: [0.0; 2] }
+        Self { count, scalar_state: [0.0; 2], averaged: 0 }
     }
 
     /// Steps of `optimizer`, with its scalar state.

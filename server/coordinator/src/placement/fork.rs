@@ -34,6 +34,8 @@ pub struct SliceCopy {
     pub length: usize,
     /// `true` if the optimizer state and the number of applied steps are copied as well.
     pub state: bool,
+    /// `true` if the averages and the number of steps that have counted for them are copied.
+    pub averages: bool,
 }
 
 impl Source {
@@ -54,7 +56,11 @@ impl Source {
                 && self.spec.manifest.tensors()[before].shape == tensor.shape
             {
                 let state = self.carries_state(spec, slice, before);
-                self.add_copies(slice, &spec.manifest.slices()[slice], before, state, &mut copies);
+                let trains = self.spec.optimizer_of(before).is_some()
+                    && spec.optimizer_of_slice(slice).is_some();
+                let averages = trains && !self.fork.fresh_state && self.spec.same_averages(spec);
+                let cut = &spec.manifest.slices()[slice];
+                self.add_copies((slice, cut), before, (state, averages), &mut copies);
             }
         }
         copies
@@ -73,10 +79,9 @@ impl Source {
     /// tensor may begin at other elements.
     fn add_copies(
         &self,
-        slice: usize,
-        cut: &SliceSpec,
+        (slice, cut): (usize, &SliceSpec),
         before: usize,
-        state: bool,
+        (state, averages): (bool, bool),
         copies: &mut Vec<SliceCopy>,
     ) {
         let numbers = self.spec.manifest.slices_of(before);
@@ -96,6 +101,7 @@ impl Source {
                 source_offset: from - other.offset,
                 length: to - from,
                 state,
+                averages,
             });
         }
     }

@@ -1,7 +1,7 @@
 //! Jobs that take over from others.
 
 use proptest::prelude::*;
-use zeroshard_model::{JobVersion, Policy};
+use zeroshard_model::{JobVersion, Policy, RunningAverage};
 
 use super::*;
 use crate::{
@@ -253,6 +253,31 @@ fn state_is_carried_over_where_all_of_it_is_there() {
     assert!(
         !state((frozen(), ADAM), (tensor(), ADAM)) && !state((tensor(), ADAM), (frozen(), ADAM))
     );
+}
+
+#[test]
+fn averages_are_carried_over_where_both_jobs_have_the_same() {
+    let spec = |averages: &[&str]| {
+        let averages = averages.iter().map(|&name| RunningAverage::exponential(name, 0.9));
+        let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
+        let spec = JobSpec::new("job", manifest, vec![serde_json::from_str(ADAM).unwrap()]);
+        JobSpec { averages: averages.collect(), ..spec }
+    };
+    let live = [Server { id: 1, incarnation: 1, address: "host:1".into() }];
+    for (before, after, fresh_state, expected) in [
+        (&["slow", "fast"][..], &["slow", "fast"][..], false, true),
+        (&["slow"], &["slow"], true, false),
+        (&["slow"], &["fast"], false, false),
+        (&["slow"], &[], false, false),
+    ] {
+        let (before, after) = (spec(before), spec(after));
+        let placement = Plan::new(&after, &live, &Zones::new()).unwrap().placement;
+        let fork = Fork { fresh_state, ..from(0).unwrap() };
+        let source =
+            Source { fork: fork.into(), placement: placement.clone(), spec: before.into() };
+        let copy = source.copies(&after, &placement, 1)[0];
+        assert_eq!((copy.averages, copy.state), (expected, !fresh_state));
+    }
 }
 
 proptest! {

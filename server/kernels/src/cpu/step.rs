@@ -6,7 +6,10 @@ use zeroshard_model::optimizer::StateShape;
 
 use super::{Buffer, Cpu, coded::Coded};
 use crate::loops::prefetch::prefetch;
-use crate::loops::sum::{self, Lanes};
+use crate::loops::{
+    running_average,
+    sum::{self, Lanes},
+};
 use crate::{
     Output,
     kernel::{self, Update},
@@ -36,6 +39,24 @@ pub(super) fn apply(
     let arrays = Arrays { master, state, gradient, published };
     arrays.check(update);
     kernel::of(update.optimizer).step(cpu, update, arrays);
+}
+
+/// Moves a running average towards `values`.
+pub(super) fn average(
+    cpu: &Cpu,
+    weight: f64,
+    values: &Buffer,
+    mut high: Output<'_, Buffer>,
+    mut low: Output<'_, Buffer>,
+) {
+    let (values, mut high, mut low) = (values.values(), Array::of(&mut high), Array::of(&mut low));
+    let lengths = [high.values.len(), low.values.len()];
+    assert_eq!(lengths, [values.len(); 2], "an average is of its parameters' size");
+    for start in (0..values.len()).step_by(TILE) {
+        let tile = start..(start + TILE).min(values.len());
+        let (high, low) = (high.tile(tile.clone()), low.tile(tile.clone()));
+        running_average::step(cpu.level, weight, &values[tile], high, low);
+    }
 }
 
 /// An array that a step reads and writes.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use zeroshard_kernels::Cpu;
 use zeroshard_model::checkpoint::Part as SavedPart;
-use zeroshard_model::{Elements, Manifest, StateDType, TensorSpec};
+use zeroshard_model::{Elements, Manifest, RunningAverage, StateDType, TensorSpec};
 
 use super::{
     tests::{PARAMETERS, bytes},
@@ -45,9 +45,16 @@ fn job(dtype: DType, numel: usize) -> JobSpec {
     JobSpec { world: WORLD, ..JobSpec::new("job", Manifest::new(vec![tensor]).unwrap(), groups) }
 }
 
+/// The same job with averages, of which one is on disk together with the state.
+fn averaged(dtype: DType, numel: usize) -> JobSpec {
+    let averages = ["slow", "fast"].map(|name| RunningAverage::exponential(name, 0.9));
+    JobSpec { averages: averages.into(), ..job(dtype, numel) }
+}
+
 /// The arrays on disk: none, the state, the state and the sum, all.
 fn cases() -> [Places; 4] {
-    let state = [Kind::State(0), Kind::State(1)];
+    // Of averages, the values of the first one, and the rest of the second one.
+    let state = [0, 1, 2, 5].map(Kind::State);
     let with = |kinds: &[Kind]| {
         kinds.iter().chain(&state).map(|&kind| (kind, Tier::Disk)).collect::<Places>()
     };
@@ -147,7 +154,7 @@ impl Subject {
 
 #[test]
 fn every_version_has_the_same_bits_wherever_its_arrays_are() {
-    let of: [fn(DType, usize) -> JobSpec; 2] = [job, int8];
+    let of: [fn(DType, usize) -> JobSpec; 3] = [job, int8, averaged];
     let sizes = [(DType::F32, NUMEL), (DType::Bf16, NUMEL), (DType::F32, 5), (DType::F32, 1)];
     for (of, (dtype, numel)) in of.into_iter().flat_map(|of| sizes.map(|size| (of, size))) {
         let subjects = cases().map(|places| Subject::new(of(dtype, numel), places));
@@ -215,7 +222,7 @@ fn a_step_with_8_bit_state_on_disk_moves_a_quarter_of_its_bytes() {
 
 #[test]
 fn readers_and_checkpoints_keep_their_version_beside_steps() {
-    let of: [fn(DType, usize) -> JobSpec; 2] = [job, int8];
+    let of: [fn(DType, usize) -> JobSpec; 3] = [job, int8, averaged];
     for (job, places) in of.into_iter().flat_map(|of| cases().map(|places| (of, places))) {
         let subject = Subject::new(job(DType::F32, NUMEL), places);
         subject.initialise().unwrap();

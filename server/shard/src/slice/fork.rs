@@ -30,9 +30,10 @@ impl<B: Backend> Slice<B> {
         Ok(())
     }
 
-    /// Sets the steps applied to the slice.
+    /// Sets the steps applied to the slice, and those that have counted for its averages.
     pub fn set_applied(&self, applied: AppliedSteps) {
-        self.lock().applied = applied;
+        let averaged = if self.averages.parts() > 0 { applied.averaged } else { 0 };
+        self.lock().applied = AppliedSteps { averaged, ..applied };
     }
 
     /// Notes that the whole slice has been copied, and whether its optimizer state was.

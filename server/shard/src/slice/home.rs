@@ -1,6 +1,6 @@
 //! Where the arrays of a slice are: in memory, or in another tier.
 
-use std::sync::Arc;
+use std::{iter::repeat_n, sync::Arc};
 
 use zeroshard_kernels::{Backend, Failure, fill};
 use zeroshard_model::{
@@ -113,17 +113,18 @@ impl<B: Backend> Of<'_, B> {
         failure.of(format!("slice {} of tensor {:?}", self.slice, self.tensor))
     }
 
-    /// The state tensors before the first step; `codes` are those of 8-bit state.
+    /// The state tensors before the first step: those of an optimizer, whose `codes` are those of
+    /// 8-bit state, and those of averages.
     pub(super) fn state(
         &self,
-        optimizer: &Optimizer,
-        codes: &[Code],
-        shape: &[u64],
-        numel: usize,
+        (optimizer, codes): (&Optimizer, &[Code]),
+        (shape, numel): (&[u64], usize),
+        averages: usize,
     ) -> Result<Vec<Versioned<B>>> {
-        let state = optimizer.state_shapes(shape).into_iter().enumerate();
-        let state = state.map(|(position, shape): (usize, StateShape)| {
-            let filled = Some(optimizer.initial_state());
+        let own = optimizer.state_shapes(shape).into_iter();
+        let own = own.map(|shape| (shape, Some(optimizer.initial_state())));
+        let averages = repeat_n((StateShape::Elements, None), averages);
+        let state = own.chain(averages).enumerate().map(|(position, (shape, filled))| {
             let numel = shape.numel(numel);
             if let Some(&code) = codes.get(position) {
                 return self.coded(position, Form { numel, code: Some(code) }).map(Versioned::new);

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use std::borrow::Cow;
+
 use bytes::Bytes;
 use zeroshard_kernels::Backend;
 use zeroshard_model::{
@@ -93,10 +95,11 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// The state tensors that the slice has, by name, as parts.
-    pub fn state_parts(&self) -> impl Iterator<Item = (&'static str, StateSelector)> {
+    /// The state tensors of the optimizer that the slice has, by name, as parts.
+    pub fn state_parts(&self) -> impl Iterator<Item = (Cow<'static, str>, StateSelector)> {
         let named = self.state_names.iter().enumerate();
-        let parts = named.map(|(position, name)| (*name, StateSelector::State(position)));
+        let parts =
+            named.map(|(position, name)| (Cow::Borrowed(*name), StateSelector::State(position)));
         parts.filter(|(_, part)| self.shape_of(*part) != StateShape::Absent)
     }
 
@@ -110,7 +113,7 @@ impl<B: Backend> Slice<B> {
         Ok(inner.applied)
     }
 
-    /// BLAKE3 of size, applied steps, master weights and optimizer state at `version`.
+    /// BLAKE3 of size, applied steps, master weights, optimizer state and averages at `version`.
     pub fn digest(&self, job: &str, version: u64) -> Result<[u8; 32]> {
         let (applied, buffers) = {
             let mut inner = self.lock();
@@ -130,6 +133,9 @@ impl<B: Backend> Slice<B> {
         hasher.update(&(self.spec.numel as u64).to_le_bytes());
         hasher.update(&applied.count.to_le_bytes());
         applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
+        if self.average_parts().next().is_some() {
+            hasher.update(&applied.averaged.to_le_bytes());
+        }
         for array in &buffers {
             let (numel, dtype) = (array.numel(&self.backend), array.dtype(&self.backend));
             for start in (0..numel).step_by(PIECE) {

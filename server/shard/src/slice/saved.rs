@@ -102,12 +102,15 @@ impl<B: Backend> Slice<B> {
     }
 
     /// Stores bytes from a checkpoint: those of a part from byte `at` on. Provides the memory for
-    /// them.
+    /// them. Those of an average are dropped if the job has none.
     ///
     /// # Errors
     /// [`Error::CheckpointDamaged`] if the part is smaller; [`Error::OutOfMemory`] if the slice has
     /// readers, which is impossible before it is published.
     pub fn restore(&self, part: Part, at: usize, bytes: &[u8]) -> Result<()> {
+        if self.is_dropped_average(part) {
+            return Ok(());
+        }
         let mut inner = self.lock();
         let coded = match part {
             Part::Values => None,

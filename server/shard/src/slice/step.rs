@@ -3,7 +3,7 @@
 use std::sync::Weak;
 
 use zeroshard_kernels::{Backend, Position, Update};
-use zeroshard_model::{Attempt, Optimizer, Result};
+use zeroshard_model::{AppliedSteps, Attempt, Optimizer, Result};
 
 use super::{
     Inner, Open, Reduced, Role, Slice,
@@ -104,13 +104,15 @@ impl<B: Backend> Slice<B> {
                     steps.apply(&self.backend, &update, self.spec.numel, arrays)?;
                 }
             }
-            inner.applied = update.applied();
+            let averaged = inner.applied.averaged;
+            inner.applied = AppliedSteps { averaged, ..update.applied() };
             inner.hold = Weak::new();
         } else if replaced {
             inner.cast(&self.backend)?;
             inner.settle(&self.backend)?;
             inner.hold = Weak::new();
         }
+        self.average(inner, step.apply.is_some())?;
         inner.buffers().for_each(Versioned::release);
         if let Some(hold) = inner.hold.upgrade() {
             hold.free();

@@ -103,6 +103,7 @@ impl<B: Backend> Inner<B> {
     /// Several ranks may upload to one slice; the last one must not decide alone.
     pub(super) fn count_applied(&mut self, applied: AppliedSteps, rank: u32) -> Result<()> {
         let known = self.applied;
+        let applied = AppliedSteps { averaged: known.averaged, ..applied };
         let is_said = known.count > 0 || self.forked.is_some_and(|forked| forked.state);
         if applied.count == 0 || applied == known {
             return Ok(());

@@ -5,12 +5,16 @@
 //! the wrong ones. So the same arrays stay in memory for the life of the job, as many as fit, and
 //! the others are read and written in each step.
 
-use zeroshard_model::{JobSpec, StateDType, direct::PAGE};
+use zeroshard_model::{
+    JobSpec, StateDType, average::AVERAGE_PARTS, direct::PAGE, limits::MAX_AVERAGES,
+};
 
 use super::form::PIECE;
 
 /// The largest number of state tensors of an optimizer.
-pub(super) const MAX_STATE: usize = 3;
+pub(super) const OPTIMIZER_STATE: usize = 3;
+/// The largest number of state tensors, with those of averages.
+const MAX_STATE: usize = OPTIMIZER_STATE + AVERAGE_PARTS * MAX_AVERAGES;
 
 /// An array that a slice has, by its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,8 +92,8 @@ pub struct Sizes {
     pub fixed: u64,
     /// The other arrays.
     pub arrays: Vec<(Kind, u64)>,
-    /// The dtype of the state tensors.
-    pub state_dtype: StateDType,
+    /// The number of state tensors that are 8-bit state; they are the first ones.
+    pub coded: usize,
 }
 
 impl Sizes {
@@ -110,16 +114,17 @@ impl Sizes {
         let both = [(Kind::Master, all.master), (Kind::Sum, all.sum)];
         let both = both.into_iter().filter(|&(_, bytes)| bytes > 0);
         let arrays = both.chain(state).collect();
-        Self { fixed, arrays, state_dtype: job.state_dtype }
+        let coded = job.state_codes(job.manifest.tensor_of(index).group as usize).len();
+        Self { fixed, arrays, coded }
     }
 
     /// The bytes that an array takes in a tier. Outside of memory, it begins with a page, and each
     /// of its pieces as well.
     fn room(&self, tier: Tier, (kind, bytes): (Kind, u64)) -> u64 {
         let page = PAGE as u64;
-        match (tier, kind, self.state_dtype) {
-            (Tier::Memory, ..) => bytes,
-            (_, Kind::State(_), StateDType::Int8) => {
+        match (tier, kind) {
+            (Tier::Memory, _) => bytes,
+            (_, Kind::State(position)) if position < self.coded => {
                 let piece = StateDType::Int8.bytes(PIECE) as u64;
                 bytes / piece * piece.next_multiple_of(page)
                     + (bytes % piece).next_multiple_of(page)

@@ -21,7 +21,7 @@ use super::{
     array::Array,
     form::{Form, PIECE},
     paged::REQUEST,
-    plan::MAX_STATE,
+    plan::OPTIMIZER_STATE,
 };
 
 /// The threads, and therefore the number of requests in flight.
@@ -51,7 +51,7 @@ struct Workspace<B: Backend> {
 struct Pieces<B: Backend> {
     master: Arc<B::Buffer>,
     gradient: Arc<B::Buffer>,
-    state: [Arc<B::Buffer>; MAX_STATE],
+    state: [Arc<B::Buffer>; OPTIMIZER_STATE],
     /// Of the codes in [`CODES`].
     coded: [Arc<B::Buffer>; CODES.len()],
 }
@@ -160,6 +160,25 @@ impl<B: Backend> Steps<B> {
         applied
     }
 
+    /// Moves a running average of `numel` elements by the fraction `weight` towards master weights.
+    /// Changes to paged arrays have been written back.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], after which some elements have the new values and others have not.
+    pub fn average(
+        &self,
+        backend: &B,
+        weight: f64,
+        (numel, master): (usize, &Array<B>),
+        average: [Next<'_, B>; 2],
+    ) -> Result<()> {
+        let mut workspace = self.workspace();
+        let averaged = workspace.average(backend, weight, (numel, master), average);
+        self.free.lock().expect("no holder of the lock panics").push(workspace);
+        self.returned.notify_one();
+        averaged
+    }
+
     fn workspace(&self) -> Workspace<B> {
         let mut free = self.free.lock().expect("no holder of the lock panics");
         loop {
@@ -210,6 +229,36 @@ impl<B: Backend> Workspace<B> {
             apply_piece(backend, update, &range, arrays, pieces, &mut self.pages)?;
         }
         for next in [&mut arrays.master].into_iter().chain(&mut arrays.state) {
+            if let Array::Paged(paged) = &*next.array {
+                paged.is_written();
+            }
+        }
+        Ok(())
+    }
+
+    fn average(
+        &mut self,
+        backend: &B,
+        weight: f64,
+        (numel, master): (usize, &Array<B>),
+        mut average: [Next<'_, B>; 2],
+    ) -> Result<()> {
+        let size = usize::from(numel > PIECES[0]);
+        let Pieces { master: values, state: [high, low, ..], .. } = &mut self.pieces[size];
+        let pages = &mut self.pages;
+        for start in (0..numel).step_by(PIECES[size]) {
+            let range = start..numel.min(start + PIECES[size]);
+            master.read_piece(backend, (&range, None), exclusive(values), pages)?;
+            for (next, piece) in average.iter().zip([&mut *high, &mut *low]) {
+                next.earlier().read_piece(backend, (&range, None), exclusive(piece), pages)?;
+            }
+            let pieces = [exclusive(high).into(), exclusive(low).into()];
+            backend.average(weight, values, pieces)?;
+            for (next, piece) in average.iter_mut().zip([&*high, &*low]) {
+                next.array.write_piece(backend, (&range, None), piece, pages)?;
+            }
+        }
+        for next in &average {
             if let Array::Paged(paged) = &*next.array {
                 paged.is_written();
             }
