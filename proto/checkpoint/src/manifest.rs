@@ -10,8 +10,10 @@ use zeroshard_proto::pb;
 
 use crate::{format, hash};
 
-/// The version of the format that this program writes, and the latest that it reads.
-const FORMAT: u32 = 1;
+/// The latest version of the format that this program reads and writes.
+const FORMAT: u32 = 2;
+/// The format of a checkpoint without averages, which earlier programs read, too.
+const WITHOUT_AVERAGES: u32 = 1;
 
 /// The manifest of a checkpoint.
 #[derive(Debug, Clone)]
@@ -126,7 +128,7 @@ impl Manifest {
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
         let files = files.into_iter().map(|file| File::of_message(file, spec));
         let contents = Contents {
-            format: FORMAT,
+            format: if spec.averages.is_empty() { WITHOUT_AVERAGES } else { FORMAT },
             job: spec.name.clone(),
             job_id,
             version,

@@ -245,7 +245,7 @@ async fn a_later_format_and_hostile_manifests_are_refused() {
         assert!(inner.contains(from), "{from}");
         forge(&inner.replacen(from, to, 1));
     };
-    forge("\"format\": 1", "\"format\": 2");
+    forge("\"format\": 1", "\"format\": 3");
     assert!(refused().await.contains("install a later version"));
     let bytes = inner.split_once("\"bytes\": ").unwrap().1.split_once(',').unwrap().0;
     for huge in [u64::MAX.to_string(), "3".to_owned(), (1u64 << 60).to_string()] {
@@ -293,6 +293,9 @@ async fn an_average_is_exported_in_place_of_the_parameters_that_train() {
     let averages = ["slow", "fast"].map(|name| RunningAverage::exponential(name, 0.9));
     let saved = Saved::of(JobSpec { averages: averages.into(), ..spec("adamw") });
     let manifest = saved.save(VERSION, 5).await;
+    // A program that knows no averages says that it is too old.
+    let path = saved.paths().into_iter().find(|path| path.ends_with("manifest.json")).unwrap();
+    assert!(fs::read_to_string(path).unwrap().contains("\"format\": 2"));
     let out = tempfile::tempdir().unwrap();
     let exported = async |average: Option<&str>| {
         let directory = out.path().join(average.unwrap_or("parameters"));
