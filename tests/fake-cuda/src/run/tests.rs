@@ -258,5 +258,5 @@ fn a_module_with_an_unknown_instruction_is_refused() {
 fn the_kernels_of_the_server_are_known() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../server/kernels/src/cuda/kernels.ptx");
     let module = Module::read(&std::fs::read_to_string(path).unwrap()).unwrap();
-    assert_eq!(module.kernels.len(), 37);
+    assert_eq!(module.kernels.len(), 38);
 }
