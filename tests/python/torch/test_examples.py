@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import IS_LONG
 from pages import Block, of_kinds
 from processes import LOOPBACK, free_port
 
@@ -130,6 +131,7 @@ def test_scripts_in_the_documentation_run(block: Block, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.skipif(not IS_LONG, reason="tests/run long trains it, for more than a minute")
 def test_a_gpt_on_a_mesh_writes_the_same_text_in_plain_torch() -> None:
     script = EXAMPLES / "gpt_tensor_parallel.py"
     printed = run(script, "--steps", "20", *TEXTS, launcher=TWO_RANKS)

@@ -26,6 +26,7 @@ from torch import nn
 
 import ranks
 import zeroshard as zs
+from environment import IS_LONG
 from servers import BINARY, servers
 from zeroshard._native import Cluster
 from zeroshard.torch import group_sharded_parallel
@@ -248,6 +249,9 @@ def test_rank_0_keeps_the_cluster_until_the_others_have_left() -> None:
     assert closed >= others_began
 
 
+@pytest.mark.skipif(
+    not IS_LONG, reason="torchrun starts examples, too, and tests/run long this script"
+)
 def test_script_under_torchrun(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     printed = run_script(tmp_path, *launcher, "SCRIPT")
