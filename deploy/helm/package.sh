@@ -13,7 +13,6 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-# The dashboards and alerts are links to files outside of the chart.
-cp -R --dereference zeroshard "$copy"
+cp -R zeroshard "$copy"
 find "$copy/zeroshard" -exec touch --date "@${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}" {} +
 "${HELM:-helm}" package "$copy/zeroshard" --destination "$OUT" >/dev/null

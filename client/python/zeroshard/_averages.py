@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from ._native import Array
 from .errors import InvalidArgumentError
 
 _ON_SKIP = ("update", "keep")
@@ -98,9 +99,14 @@ def averages_of(ema: Any) -> dict[str, Average]:
     return found
 
 
-def part_of(name: str) -> str:
-    """The name of the state tensor with the values of an average."""
-    return f"average.{name}"
+def by_part(
+    arrays: list[tuple[int, Array]], trains: Callable[[int], bool], average: str, part: str | None
+) -> list[tuple[list[tuple[int, Array]], str | None]]:
+    """Arrays by the part of the state that each receives: an average, or ``part`` for the tensors
+    that do not train. ``trains``: whether the tensor with this index does."""
+    averaged = [one for one in arrays if trains(one[0])]
+    others = [one for one in arrays if not trains(one[0])]
+    return [both for both in ((averaged, f"average.{average}"), (others, part)) if both[0]]
 
 
 def _is_number(value: Any) -> bool:

@@ -105,6 +105,7 @@ class Connection:
         leaves the job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job
         when all ranks have left or are lost.
         """
+        averages = averages or {}
         try:
             self.cluster.create_job(
                 name,
@@ -122,9 +123,9 @@ class Connection:
                 state_dtype=state_dtype,
                 averages=[
                     (name, one.decay, one.warmup, one.start, one.every)
-                    for name, one in (averages or {}).items()
+                    for name, one in averages.items()
                 ],
-                averages_skip=any(one.on_skip == "keep" for one in (averages or {}).values()),
+                averages_skip=any(one.on_skip == "keep" for one in averages.values()),
             )
             job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         except (JobExistsError, RankTakenError) as error:

@@ -13,7 +13,7 @@ from . import _session
 from ._core.entry import Entry
 from ._core.framework import Framework
 from ._credentials import tls_files, token_of
-from ._averages import part_of
+from ._averages import by_part
 from ._native import Array, Cluster
 from ._native import Pinned as _Pinned
 from ._status import status_of
@@ -32,7 +32,7 @@ class Pinned(Generic[T]):
         """``average``: the average that is read instead of the parameters."""
         self._framework = framework
         self._pinned = pinned
-        self._part = None if average is None else part_of(average)
+        self._average = average
         self._tensors = {
             name: (index, shape, dtype, buffer)
             for index, (name, shape, dtype, buffer) in enumerate(pinned.tensors)
@@ -64,13 +64,11 @@ class Pinned(Generic[T]):
 
     def _pull(self, arrays: list[tuple[int, Array]]) -> None:
         """Fills arrays with parameters, or with the average of those that train."""
-        part, trains = self._part, self._pinned.trains
-        averaged = [one for one in arrays if part is not None and trains(one[0])]
-        others = [one for one in arrays if part is None or not trains(one[0])]
-        if averaged:
-            self._pinned.pull(averaged, part=part)
-        if others:
-            self._pinned.pull(others)
+        if self._average is None:
+            self._pinned.pull(arrays)
+            return
+        for some, part in by_part(arrays, self._pinned.trains, self._average, None):
+            self._pinned.pull(some, part=part)
 
     def optimizer_state(self, name: str) -> dict[str, T | int]:
         """The optimizer state of the tensor with this name: its state tensors as float32 on the

@@ -298,14 +298,11 @@ impl Manifest {
         if let Some(tensor) = tensor {
             return Some(format!("optimizer of tensor {:?}", ours[tensor].name));
         }
-        let one_has_none = self.spec.averages.is_empty() || spec.averages.is_empty();
-        if one_has_none || self.spec.same_averages(spec) {
+        let (saved, wanted) = (self.spec.average_names(), spec.average_names());
+        if saved.is_empty() || wanted.is_empty() || saved == wanted {
             return None;
         }
-        let [saved, wanted] = [&self.spec, spec].map(|of| {
-            of.averages.iter().map(|average| average.name.as_str()).collect::<Vec<_>>().join(", ")
-        });
-        Some(format!("set of averages ({saved} instead of {wanted})"))
+        Some(format!("set of averages ({} instead of {})", saved.join(", "), wanted.join(", ")))
     }
 }
 

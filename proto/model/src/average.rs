@@ -159,19 +159,17 @@ impl JobSpec {
     /// [`Error::Invalid`] if the job has none.
     pub fn average(&self, name: &str) -> Result<&RunningAverage> {
         self.averages.iter().find(|average| average.name == name).ok_or_else(|| {
-            let names: Vec<_> = self.averages.iter().map(|average| average.name.as_str()).collect();
-            let expected = match names.is_empty() {
-                true => "no average, because the job keeps none".to_owned(),
-                false => format!("one of {names:?}"),
+            let expected = match &self.average_names()[..] {
+                [] => "no average, because the job keeps none".to_owned(),
+                names => format!("one of {names:?}"),
             };
             Error::invalid(format!("average of job {:?}", self.name), format!("{name:?}"), expected)
         })
     }
 
-    /// Returns whether both jobs have averages of the same names, in the same order.
-    pub fn same_averages(&self, other: &Self) -> bool {
-        let names = |of: &Self| of.averages.iter().map(|one| one.name.clone()).collect::<Vec<_>>();
-        names(self) == names(other)
+    /// The names of the averages, in their order.
+    pub fn average_names(&self) -> Vec<&str> {
+        self.averages.iter().map(|average| average.name.as_str()).collect()
     }
 }
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Collection, Iterator
 from typing import Generic
 
-from .._averages import part_of
 from ..errors import InvalidArgumentError
 from .gather import Gatherer
 from .job import ModelJob
@@ -37,7 +36,7 @@ class Averaged(Generic[T]):
     def showing(self, name: str) -> Iterator[None]:
         """A context in which the parameters that train have the values of an average."""
         self._check(name)
-        self._job.average = part_of(name)
+        self._job.average = name
         try:
             self._receive()
             yield

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic
 
-from .._averages import part_of
+from .._averages import by_part
 from .._connection import Connection
 from .._native import Array, Job
 from .._rendezvous import ProcessGroup
@@ -45,8 +45,8 @@ class ModelJob(Generic[T]):
         #: object.
         self._current: list[Job] = []
         self.version = 0
-        #: What this worker has instead of the parameters that train: the state tensor of an
-        #: average. None: the parameters.
+        #: The average that this worker has instead of the parameters that train. None: it has the
+        #: parameters.
         self.average: str | None = None
         #: The version of the checkpoint from which the job was started or restored last; 0: none.
         self.started_at = 0
@@ -140,17 +140,14 @@ class ModelJob(Generic[T]):
         requested, and this worker has averages, those of the tensors that train."""
         if self.average is None or part:
             return [(arrays, part)]
-        trained = [one for one in arrays if self.entries[one[0]].trained]
-        others = [one for one in arrays if not self.entries[one[0]].trained]
-        return [both for both in ((trained, self.average), (others, part)) if both[0]]
+        return by_part(arrays, lambda index: self.entries[index].trained, self.average, part)
 
     def check_has_parameters(self, event: str) -> None:
         """Raises an error if this worker has averages instead of the parameters."""
         if self.average is not None:
-            name = self.average.removeprefix(part_of(""))
             raise InvalidArgumentError(
-                f"{event} while the model has the values of its average {name!r}; do it outside of "
-                "the block of `averaged`, and evaluate under no_grad()"
+                f"{event} while the model has the values of its average {self.average!r}; do it "
+                "outside of the block of `averaged`, and evaluate under no_grad()"
             )
 
     def receive(

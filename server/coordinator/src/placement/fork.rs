@@ -58,7 +58,9 @@ impl Source {
                 let state = self.carries_state(spec, slice, before);
                 let trains = self.spec.optimizer_of(before).is_some()
                     && spec.optimizer_of_slice(slice).is_some();
-                let averages = trains && !self.fork.fresh_state && self.spec.same_averages(spec);
+                let averages = trains
+                    && !self.fork.fresh_state
+                    && self.spec.average_names() == spec.average_names();
                 let cut = &spec.manifest.slices()[slice];
                 self.add_copies((slice, cut), before, (state, averages), &mut copies);
             }

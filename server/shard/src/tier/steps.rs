@@ -76,6 +76,13 @@ pub struct Next<'a, B: Backend> {
 }
 
 impl<B: Backend> Next<'_, B> {
+    /// All elements have been written piece by piece.
+    fn is_written(&self) {
+        if let Array::Paged(paged) = &*self.array {
+            paged.is_written();
+        }
+    }
+
     fn earlier(&self) -> &Array<B> {
         self.earlier.as_ref().unwrap_or(self.array)
     }
@@ -153,11 +160,7 @@ impl<B: Backend> Steps<B> {
         numel: usize,
         mut arrays: Arrays<'_, B>,
     ) -> Result<()> {
-        let mut workspace = self.workspace();
-        let applied = workspace.apply(backend, update, numel, &mut arrays);
-        self.free.lock().expect("no holder of the lock panics").push(workspace);
-        self.returned.notify_one();
-        applied
+        self.with_workspace(|workspace| workspace.apply(backend, update, numel, &mut arrays))
     }
 
     /// Moves a running average of `numel` elements by the fraction `weight` towards master weights.
@@ -172,11 +175,18 @@ impl<B: Backend> Steps<B> {
         (numel, master): (usize, &Array<B>),
         average: [Next<'_, B>; 2],
     ) -> Result<()> {
+        self.with_workspace(|workspace| {
+            workspace.average(backend, weight, (numel, master), average)
+        })
+    }
+
+    /// Calls `work` with buffers that nobody else uses meanwhile.
+    fn with_workspace(&self, work: impl FnOnce(&mut Workspace<B>) -> Result<()>) -> Result<()> {
         let mut workspace = self.workspace();
-        let averaged = workspace.average(backend, weight, (numel, master), average);
+        let done = work(&mut workspace);
         self.free.lock().expect("no holder of the lock panics").push(workspace);
         self.returned.notify_one();
-        averaged
+        done
     }
 
     fn workspace(&self) -> Workspace<B> {
@@ -228,11 +238,7 @@ impl<B: Backend> Workspace<B> {
             let pieces = &mut self.pieces[size];
             apply_piece(backend, update, &range, arrays, pieces, &mut self.pages)?;
         }
-        for next in [&mut arrays.master].into_iter().chain(&mut arrays.state) {
-            if let Array::Paged(paged) = &*next.array {
-                paged.is_written();
-            }
-        }
+        [&arrays.master].into_iter().chain(&arrays.state).for_each(Next::is_written);
         Ok(())
     }
 
@@ -258,11 +264,7 @@ impl<B: Backend> Workspace<B> {
                 next.array.write_piece(backend, (&range, None), piece, pages)?;
             }
         }
-        for next in &average {
-            if let Array::Paged(paged) = &*next.array {
-                paged.is_written();
-            }
-        }
+        average.iter().for_each(Next::is_written);
         Ok(())
     }
 }
