@@ -1,6 +1,7 @@
 //! A cluster, accessed through its coordinator.
 
 use std::{
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -48,6 +49,8 @@ pub struct Description {
     pub placement: Placement,
     /// The current version; `None` before the initial parameters are complete.
     pub version: Option<u64>,
+    /// The number of the line of this version ([`zeroshard_model::Line`]).
+    pub line: u64,
 }
 
 /// A job that is to be made.
@@ -181,7 +184,41 @@ impl Cluster {
             epoch: answer.epoch,
             placement: answer.placement.unwrap_or_default().try_into()?,
             version: answer.version,
+            line: answer.line,
         })
+    }
+
+    /// Returns a job to a checkpoint of an earlier version: `version` on its current line. Its ranks
+    /// keep their leases, and their calls end with [`Error::RolledBack`]. `url`: the place of the
+    /// checkpoint; `None`: that of the job's policy. `skips`: batches that the following steps leave
+    /// out ([`crate::Job::line`]). Returns the number of the new line, when the job continues.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`]; [`Error::NoCheckpoint`]; [`Error::Refused`] for a version that is not
+    /// earlier than the current one, and for batches with which its steps were made;
+    /// [`Error::Storage`]; [`Error::Timeout`], after which the job may still return.
+    pub async fn rewind(
+        &self,
+        job: &str,
+        version: u64,
+        url: Option<&str>,
+        skips: &[Range<u64>],
+    ) -> Result<u64> {
+        let of = self.describe_job(job).await?;
+        let skips = skips.iter().map(|range| pb::BatchRange { begin: range.start, end: range.end });
+        let request = pb::RewindJobRequest {
+            job: job.to_owned(),
+            job_id: of.id,
+            version,
+            url: url.unwrap_or_default().to_owned(),
+            skips: skips.collect(),
+            from_line: of.line,
+        };
+        let rewound = self.retry("the job to return to a checkpoint", |mut client| {
+            let request = request.clone();
+            async move { client.rewind_job(request).await }
+        });
+        Ok(rewound.await?.line)
     }
 
     /// The address of the coordinator, as the caller has named it.

@@ -9,7 +9,7 @@ use std::{
 use tokio::{sync::watch, task::JoinHandle};
 #[cfg(doc)]
 use zeroshard_model::Error;
-use zeroshard_model::{DType, JobSpec, JobVersion, Result, TensorId, local::LocalTensor};
+use zeroshard_model::{DType, JobSpec, JobVersion, Line, Result, TensorId, local::LocalTensor};
 use zeroshard_net::Deadline;
 use zeroshard_proto::Wire;
 
@@ -117,8 +117,15 @@ impl Job {
         self.0.membership.borrow().version
     }
 
-    /// The last time that the job was restored from a checkpoint because a server was lost: the
-    /// first epoch after it, and the version of the checkpoint. `None` if it never was.
+    /// The current line: how often the job has returned to a checkpoint, and which batches its steps
+    /// leave out.
+    pub fn line(&self) -> Arc<Line> {
+        self.0.membership.borrow().line.clone()
+    }
+
+    /// The last time that the job returned to a checkpoint, because a server was lost or because
+    /// somebody has requested it: the first epoch after it, and the version of the checkpoint. `None`
+    /// if it never has.
     pub fn restored(&self) -> Option<(u64, u64)> {
         let restored = self.0.membership.borrow().restored?;
         Some((restored.epoch, restored.version))

@@ -174,6 +174,7 @@ impl Cluster {
                 limit_ms,
                 optimizer_state,
                 averages,
+                line: Some(of.line),
             };
             self.pin_one(server, request, wait)
         });

@@ -78,7 +78,8 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     let job = &of.spec.name;
     let digests = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "digests", |mut client| async move {
-            client.digest(pb::DigestRequest { job: job.clone(), job_id: of.id, version }).await
+            let (job, line) = (job.clone(), Some(of.line));
+            client.digest(pb::DigestRequest { job, job_id: of.id, version, line }).await
         })
         .await
         .map(|answer| answer.slices)
@@ -113,7 +114,8 @@ pub(crate) async fn applied_steps(
     let job = &of.spec.name;
     let answers = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "applied steps", |mut client| async move {
-            client.steps(pb::StepsRequest { job: job.clone(), job_id: of.id, version }).await
+            let (job, line) = (job.clone(), Some(of.line));
+            client.steps(pb::StepsRequest { job, job_id: of.id, version, line }).await
         })
         .await
     });

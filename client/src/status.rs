@@ -145,6 +145,8 @@ pub struct JobStatus {
     pub name: String,
     /// The id, which distinguishes the job from earlier and later jobs of the same name.
     pub id: u64,
+    /// How often the job has returned to a checkpoint ([`zeroshard_model::Line`]).
+    pub line: u64,
     /// The membership generation; 0 before the slices are placed.
     pub epoch: u64,
     /// The number of ranks.
@@ -406,6 +408,7 @@ impl From<pb::JobStatus> for JobStatus {
             advice: message.advice.map(Into::into),
             name: message.name,
             id: message.job_id,
+            line: message.line,
             epoch: message.epoch,
             world: message.world,
             joined: message.joined,

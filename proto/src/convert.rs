@@ -6,6 +6,7 @@ pub(crate) mod encoded;
 mod fork;
 mod job;
 mod layout;
+mod line;
 mod manifest;
 mod mesh;
 mod optimizer;

@@ -59,7 +59,7 @@ impl CheckpointPolicy {
     /// The latest checkpoint of job `job`, if there is any.
     pub(crate) fn latest(&self, job: &str) -> Restore {
         let version = RestoreVersion::LatestIfAny;
-        Restore { url: self.0.url.clone(), job: job.to_owned(), version }
+        Restore { url: self.0.url.clone(), job: job.to_owned(), version, line: None }
     }
 }
 
@@ -74,7 +74,8 @@ pub(crate) fn user_data<'py>(
 ) -> PyResult<Option<Bound<'py, PyBytes>>> {
     let data = wait(py, async move {
         let storage = Storage::open(&url)?;
-        let manifest = storage.manifest(&job, version).await?;
+        let owner = storage.owner(&job).await?;
+        let manifest = storage.checkpoint(&job, (version, None), owner.as_ref()).await?;
         storage.user_data(&manifest, rank).await
     })?;
     Ok(data.map(|bytes| PyBytes::new(py, &bytes)))

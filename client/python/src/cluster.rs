@@ -231,6 +231,19 @@ impl Cluster {
         wait(py, async move { cluster.save_checkpoint(&name, None).await })
     }
 
+    fn rewind(
+        &self,
+        py: Python<'_>,
+        name: String,
+        version: u64,
+        url: Option<String>,
+        skips: Vec<(u64, u64)>,
+    ) -> PyResult<u64> {
+        let skips: Vec<_> = skips.into_iter().map(|(start, end)| start..end).collect();
+        let cluster = self.cluster.clone();
+        wait(py, async move { cluster.rewind(&name, version, url.as_deref(), &skips).await })
+    }
+
     #[pyo3(signature = (
         name, *, version=None, tensors=None, optimizer_state=false, averages=None, seconds=60.0
     ))]
@@ -294,6 +307,7 @@ fn job(status: &client::JobStatus) -> serde_json::Value {
     json!({
         "name": status.name,
         "version": status.version,
+        "line": status.line,
         "epoch": status.epoch,
         "world": status.world,
         "joined": status.joined,

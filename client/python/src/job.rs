@@ -248,6 +248,10 @@ impl Job {
         self.job.restored()
     }
 
+    fn batch(&self, step: u64) -> u64 {
+        self.job.line().batch(step)
+    }
+
     fn uploads(&self, tensor: usize) -> PyResult<bool> {
         self.job.uploads(TensorId::new(tensor)).map_err(raise)
     }

@@ -17,6 +17,7 @@ from ._environment import Environment, check
 from ._native import __version__
 from ._pin import Pinned
 from ._report import TrainingReport, report
+from ._rewind import rewind
 from ._session import Session, init, shutdown, status
 from ._status import JobStatus, ServerStatus, Status
 from ._steps import Step, steps
@@ -135,6 +136,7 @@ __all__ = [
     "errors",
     "init",
     "report",
+    "rewind",
     "shutdown",
     "status",
     "steps",

@@ -254,6 +254,11 @@ class Checkpoints:
         name: str = self._bound("job_name").job.job.name
         return name
 
+    def batch(self, step: int) -> int:
+        """The number of the batch with which a step is made."""
+        number: int = self._bound("batch").job.job.batch(step)
+        return number
+
     @property
     def optimizer(self) -> Optimizer[Any]:
         """The settings of the optimizer of the model."""

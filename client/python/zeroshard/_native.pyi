@@ -335,6 +335,10 @@ class Cluster:
     def save_checkpoint(self, name: str) -> tuple[int, int]:
         """Saves the current version of a job where its policy says. Returns the version and the
         size in bytes when the checkpoint is complete."""
+    def rewind(
+        self, name: str, version: int, url: str | None, skips: Sequence[tuple[int, int]]
+    ) -> int:
+        """Returns a job to its checkpoint of a version. Returns the number of the new line."""
     def pin(
         self,
         name: str,
@@ -439,8 +443,10 @@ class Job:
         complete."""
     @property
     def restored(self) -> tuple[int, int] | None:
-        """The last time that the job was restored from a checkpoint because a server was lost: the
-        first epoch after it, and the version of the checkpoint."""
+        """The last time that the job returned to a checkpoint: the first epoch after it, and the
+        version of the checkpoint."""
+    def batch(self, step: int) -> int:
+        """The batch with which a step is made: its number, and the batches that are skipped."""
     def uploads(self, tensor: int) -> bool:
         """Returns whether this rank uploads its box of the tensor. Only one of several replicas
         does."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from . import _session
+from ._averages import by_part
 from ._core.entry import Entry
 from ._core.framework import Framework
-from ._credentials import tls_files, token_of
-from ._averages import by_part
-from ._native import Array, Cluster
+from ._native import Array
 from ._native import Pinned as _Pinned
-from ._status import status_of
-from .errors import InvalidArgumentError, NotInitialisedError
+from ._readers import cluster_at, full_name
+from .errors import InvalidArgumentError
 
 T = TypeVar("T")
 
@@ -162,9 +158,9 @@ class Kept:
 def pin(
     framework: Framework[T], job: str, kept: Kept, address: str | None, token: str | None
 ) -> Pinned[T]:
-    cluster = _cluster(address, token)
+    cluster = cluster_at(address, token)
     pinned = cluster.pin(
-        _name(cluster, job),
+        full_name(cluster, job),
         version=kept.version,
         tensors=None if kept.tensors is None else list(kept.tensors),
         optimizer_state=kept.optimizer_state,
@@ -172,33 +168,3 @@ def pin(
         seconds=kept.seconds,
     )
     return Pinned(framework, pinned, kept.average)
-
-
-def _cluster(address: str | None, token: str | None) -> Cluster:
-    """The cluster at ``address``, or the one of the session, or that of ``ZEROSHARD_ADDRESS``."""
-    if address is None and _session._current is not None:
-        return _session._current._connection.cluster
-    address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
-    if address is None:
-        raise NotInitialisedError(
-            "the address of the cluster is missing; pass address=..., set ZEROSHARD_ADDRESS, or "
-            "call zeroshard.init() first"
-        )
-    return Cluster.connect(address, token=token_of(token), tls=tls_files())
-
-
-def _name(cluster: Cluster, job: str) -> str:
-    """The full name of a job whose name begins with that of a run: the names of jobs have a random
-    part."""
-    names = [status.name for status in status_of(cluster).jobs]
-    # See Connection.job_name.
-    of_run = re.compile(re.escape(job) + r"(-[0-9a-f]{8})?/")
-    found = [name for name in names if name == job] or [
-        name for name in names if of_run.match(name)
-    ]
-    if len(found) != 1:
-        raise InvalidArgumentError(
-            f"{len(found)} jobs have the name {job!r} or belong to a run of this name; the jobs of "
-            f"the cluster are {names}"
-        )
-    return found[0]

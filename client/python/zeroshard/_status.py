@@ -37,6 +37,8 @@ class JobStatus:
 
     name: str
     version: int | None
+    #: How often the job has returned to a checkpoint.
+    line: int
     epoch: int
     world: int
     joined: list[int]

@@ -30,17 +30,22 @@ class Step(Generic[B]):
     #: The number of the step in the loop, which begins with 0. It stays the same when the step is
     #: run again.
     number: int
+    #: The number of the batch: that of the step, and the batches before it that are skipped since
+    #: somebody has rewound the job.
+    batch_number: int
     #: The batch of the step; None if :func:`steps` was called with a number.
     batch: B
 
     def __init__(
         self,
         number: int,
+        batch_number: int,
         batch: B,
         caught: tuple[type[Exception], ...],
         checkpoints: Checkpoints | None,
     ) -> None:
         self.number = number
+        self.batch_number = batch_number
         self.batch = batch
         self._caught = caught
         self._checkpoints = checkpoints
@@ -92,11 +97,12 @@ class _Steps(Generic[B]):
 
     def __init__(
         self,
-        batch: Callable[[int], B],
+        batch: Callable[[int, int], B],
         checkpoints: Checkpoints | None,
         restore: Callable[[bytes | None], object] | None,
     ) -> None:
-        """``batch``: returns the batch of a step; raises StopIteration after the last one."""
+        """``batch``: returns the batch of a step, given their two numbers; raises StopIteration
+        after the last one."""
         self._batch = batch
         self._checkpoints = checkpoints
         self._restore = restore
@@ -123,7 +129,9 @@ class _Steps(Generic[B]):
         return self._step
 
     def _new(self, number: int) -> Step[B]:
-        return self._attempt(number, self._batch(number))
+        checkpoints = self._checkpoints
+        batch_number = number if checkpoints is None else checkpoints.batch(number)
+        return self._attempt(number, batch_number, self._batch(number, batch_number))
 
     def _again(self, last: Step[B], error: StepAbortedError) -> Step[B]:
         """Another attempt at an aborted step, from the same state."""
@@ -134,14 +142,14 @@ class _Steps(Generic[B]):
         except InvalidArgumentError as refused:
             raise refused from error
         last._random.restore()
-        return self._attempt(last.number, last.batch)
+        return self._attempt(last.number, last.batch_number, last.batch)
 
-    def _attempt(self, number: int, batch: B) -> Step[B]:
+    def _attempt(self, number: int, batch_number: int, batch: B) -> Step[B]:
         caught: tuple[type[Exception], ...] = (StepAbortedError, RolledBackError)
         if self._checkpoints is None:
             caught = (StepAbortedError,)
         caught = caught if self._failures + 1 < _MAX_FAILURES else ()
-        return Step(number, batch, caught, self._checkpoints)
+        return Step(number, batch_number, batch, caught, self._checkpoints)
 
     # ---- checkpoints
 
@@ -262,6 +270,9 @@ def steps(
     loop is that of the whole run, not of an epoch, and trains one model. The program saves other
     data with ``state`` of the checkpoints, which is passed to ``restore``.
 
+    :func:`~zeroshard.rewind` may ask that batches are skipped. The batch of a step is then
+    ``batches[step.batch_number]``.
+
     Args:
         batches: the number of steps, or the batches. With checkpoints, batches must be a sequence
             (``collections.abc.Sequence``): ``batches[number]`` is the batch of a step.
@@ -283,7 +294,8 @@ def steps(
         UserDataLostError: the data of the last step was lost, and the checkpoints have
             ``on_loss="fail"``.
         StepAbortedError: the step was aborted 100 times.
-        RolledBackError: a server was lost, and ``checkpoints`` is None; or this happened 100 times.
+        RolledBackError: the job has returned to a checkpoint, and ``checkpoints`` is None; or this
+            happened 100 times.
     """
     if (checkpoints is not None and checkpoints.has_state) != (restore is not None):
         raise InvalidArgumentError(
@@ -293,14 +305,15 @@ def steps(
     return _Steps(_batches(batches, checkpoints is not None), checkpoints, restore)
 
 
-def _batches(batches: int | Iterable[Any], from_any: bool) -> Callable[[int], Any]:
-    """Returns the batch of a step. ``from_any``: the steps may continue from any number."""
+def _batches(batches: int | Iterable[Any], from_any: bool) -> Callable[[int, int], Any]:
+    """Returns the batch of a step, given their two numbers. ``from_any``: the steps may continue
+    from any number."""
     if isinstance(batches, int):
         if batches < 0:
             raise InvalidArgumentError(f"the number of steps is {batches}; it must be 0 or more")
-        return _indexed(batches, lambda number: None)
+        return _counted(batches)
     if isinstance(batches, Sequence):
-        return _indexed(len(batches), batches.__getitem__)
+        return _indexed(batches)
     if not isinstance(batches, Iterable):
         raise InvalidTypeError(
             f"batches is a {type(batches).__name__}; it must be a number of steps, or iterable"
@@ -309,16 +322,24 @@ def _batches(batches: int | Iterable[Any], from_any: bool) -> Callable[[int], An
         raise InvalidArgumentError(
             f"batches is a {type(batches).__name__}, which cannot go back to the batch of a "
             "checkpoint; with checkpoints, pass a sequence, or a number of steps and make each "
-            "batch from step.number"
+            "batch from step.batch_number"
         )
     found = iter(batches)
-    return lambda number: next(found)
+    return lambda number, batch_number: next(found)
 
 
-def _indexed(total: int, get: Callable[[int], Any]) -> Callable[[int], Any]:
-    def batch(number: int) -> Any:
-        if number >= total:
+def _counted(steps: int) -> Callable[[int, int], None]:
+    def batch(number: int, batch_number: int) -> None:
+        if number >= steps:
             raise StopIteration
-        return get(number)
+
+    return batch
+
+
+def _indexed(batches: Sequence[Any]) -> Callable[[int, int], Any]:
+    def batch(number: int, batch_number: int) -> Any:
+        if batch_number >= len(batches):
+            raise StopIteration
+        return batches[batch_number]
 
     return batch

@@ -145,8 +145,8 @@ class StepAbortedError(Error):
 
 
 class RolledBackError(Error):
-    """A server, or the data of a rank for checkpoints, was lost, and the job was restored from its
-    last checkpoint. ``version`` is the version of the checkpoint; call
+    """The job has returned to a checkpoint, because a server or the data of a rank for checkpoints
+    was lost, or by :func:`zeroshard.rewind`. ``version`` is the version of the checkpoint; call
     :meth:`zeroshard.Checkpoints.resume` to continue from it, or use :func:`zeroshard.steps`, which
     does."""
 

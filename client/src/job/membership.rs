@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_model::{Error, Placement, Result};
+use zeroshard_model::{Error, Line, Placement, Result};
 use zeroshard_proto::pb;
 
 /// The coordinator announces the end of a job at most this long after the servers have reported it.
@@ -21,6 +21,8 @@ pub(super) struct Membership {
     pub(super) peers: BTreeMap<u32, String>,
     /// The last time that the job was restored from a checkpoint while its ranks were waiting.
     pub(super) restored: Option<pb::Restored>,
+    /// The current line.
+    pub(super) line: Arc<Line>,
     /// The reason for the end of the lease, if it has ended.
     pub(super) ended: Option<Error>,
 }
@@ -36,6 +38,7 @@ impl Membership {
             placement,
             peers: BTreeMap::new(),
             restored: None,
+            line: Arc::default(),
             ended: None,
         };
         membership.update(pb::JoinResponse { placement: None, ..message })?;
@@ -47,6 +50,9 @@ impl Membership {
     pub(super) fn update(&mut self, message: pb::JoinResponse) -> Result<()> {
         if let Some(placement) = message.placement {
             self.placement = Arc::new(placement.try_into()?);
+        }
+        if let Some(line) = message.line.filter(|line| line.number != self.line.number) {
+            self.line = Arc::new(line.try_into()?);
         }
         (self.lease, self.epoch) = (message.lease, message.epoch);
         self.restored = message.restored.or(self.restored);

@@ -7,7 +7,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use zeroshard_checkpoint::{Export, Manifest, Storage, exported_bytes};
 use zeroshard_client::{Cluster, CreateJob, Error, Result};
-use zeroshard_model::{JobSpec, Optimizer, Restore, RestoreVersion};
+use zeroshard_model::{
+    JobSpec, LineVersion, Optimizer, Restore, RestoreVersion, line::parse_version,
+};
 
 use crate::{
     print,
@@ -41,8 +43,9 @@ pub(crate) enum Command {
     Restore {
         /// Name of the saved job
         job: String,
-        /// Version [default: the latest]
-        version: Option<u64>,
+        /// Version: 120, or 120@1 on another line than the current one [default: the latest]
+        #[arg(value_parser = parse_version)]
+        version: Option<(u64, Option<u64>)>,
         /// Name of the new job [default: the same name]
         #[arg(long, value_name = "NAME")]
         name: Option<String>,
@@ -66,8 +69,9 @@ pub(crate) enum Command {
     Show {
         /// Name of the job
         job: String,
-        /// Version [default: the latest]
-        version: Option<u64>,
+        /// Version: 120, or 120@1 on another line than the current one [default: the latest]
+        #[arg(value_parser = parse_version)]
+        version: Option<(u64, Option<u64>)>,
         #[command(flatten)]
         place: Place,
     },
@@ -75,8 +79,9 @@ pub(crate) enum Command {
     Verify {
         /// Name of the job
         job: String,
-        /// Version [default: the latest]
-        version: Option<u64>,
+        /// Version: 120, or 120@1 on another line than the current one [default: the latest]
+        #[arg(value_parser = parse_version)]
+        version: Option<(u64, Option<u64>)>,
         #[command(flatten)]
         place: Place,
     },
@@ -84,8 +89,9 @@ pub(crate) enum Command {
     Rm {
         /// Name of the job
         job: String,
-        /// Version
-        version: u64,
+        /// Version: 120, or 120@1 on another line than the current one
+        #[arg(value_parser = parse_version)]
+        version: (u64, Option<u64>),
         #[command(flatten)]
         place: Place,
     },
@@ -101,8 +107,9 @@ pub(crate) enum Command {
     Export {
         /// Name of the job
         job: String,
-        /// Version [default: the latest]
-        version: Option<u64>,
+        /// Version: 120, or 120@1 on another line than the current one [default: the latest]
+        #[arg(value_parser = parse_version)]
+        version: Option<(u64, Option<u64>)>,
         /// The directory, which must not exist
         #[arg(long, value_name = "DIR")]
         to: PathBuf,
@@ -158,10 +165,12 @@ pub(crate) async fn online(command: &Command, cluster: &Cluster, json: bool) -> 
             create.restore = Some(Restore {
                 url: place.url.clone(),
                 job: job.clone(),
-                version: RestoreVersion::Exactly(version),
+                version: RestoreVersion::Exactly(version.version),
+                line: Some(version.line),
             });
             cluster.create_job(create).await?;
-            let event = json!({"event": "restored", "job": name, "version": version});
+            let LineVersion { version: number, line } = version;
+            let event = json!({"event": "restored", "job": name, "version": number, "line": line});
             print(json, &event, &format!("job {name:?} continues from version {version}"));
         }
         _ => {}
@@ -169,18 +178,21 @@ pub(crate) async fn online(command: &Command, cluster: &Cluster, json: bool) -> 
     Ok(())
 }
 
+/// The number of a version and its line, if it is not the current one.
+type Version = (u64, Option<u64>);
+
 /// Opens the checkpoint of a version, or the latest one.
-async fn open(job: &str, version: Option<u64>, place: &Place) -> Result<(Storage, Manifest)> {
+async fn open(job: &str, version: Option<Version>, place: &Place) -> Result<(Storage, Manifest)> {
     let storage = existing(&place.url)?;
-    let version = match version {
-        Some(version) => version,
-        None => storage.versions(job).await?.pop().ok_or_else(|| Error::NoCheckpoint {
+    let owner = storage.owner(job).await?;
+    let manifest = match version {
+        Some(version) => storage.checkpoint(job, version, owner.as_ref()).await?,
+        None => storage.latest(job, owner.as_ref()).await?.ok_or_else(|| Error::NoCheckpoint {
             url: place.url.clone(),
             job: job.to_owned(),
             version: "any version".to_owned(),
         })?,
     };
-    let manifest = storage.manifest(job, version).await?;
     Ok((storage, manifest))
 }
 
@@ -197,16 +209,19 @@ async fn list(job: Option<&str>, place: &Place, json: bool) -> Result<()> {
         Some(job) => vec![job.to_owned()],
         None => storage.jobs().await?,
     };
-    let mut rows = table(&["JOB", "VERSION", "SIZE", "FILES", "PARAMETERS", "RANKS WITH DATA"]);
+    let columns = ["JOB", "VERSION", "LINE", "SIZE", "FILES", "PARAMETERS", "RANKS WITH DATA"];
+    let mut rows = table(&columns);
     for job in jobs {
+        let owner = storage.owner(&job).await?;
         for version in storage.versions(&job).await? {
             let manifest = storage.manifest(&job, version).await?;
             let (files, ranks) = (manifest.files().count(), manifest.ranks().len());
             let parameters = manifest.spec().manifest.parameters();
+            let is_current = owner.as_ref().is_none_or(|owner| owner.admits(&manifest));
             if json {
                 let event = json!({
-                    "event": "checkpoint", "job": job, "version": version,
-                    "bytes": manifest.bytes(), "files": files, "parameters": parameters,
+                    "event": "checkpoint", "job": job, "version": version.version,
+                    "line": version.line, "current": is_current, "bytes": manifest.bytes(), "files": files, "parameters": parameters,
                     "ranks": ranks, "created": manifest.created(),
                 });
                 print(true, &event, "");
@@ -214,6 +229,7 @@ async fn list(job: Option<&str>, place: &Place, json: bool) -> Result<()> {
             rows.add_row([
                 job.clone(),
                 version.to_string(),
+                if is_current { "current" } else { "abandoned" }.to_owned(),
                 human(manifest.bytes()),
                 files.to_string(),
                 parameters.to_string(),
@@ -227,14 +243,14 @@ async fn list(job: Option<&str>, place: &Place, json: bool) -> Result<()> {
     Ok(())
 }
 
-async fn show(job: &str, version: Option<u64>, place: &Place, json: bool) -> Result<()> {
+async fn show(job: &str, version: Option<Version>, place: &Place, json: bool) -> Result<()> {
     let (_, manifest) = open(job, version, place).await?;
-    let spec = manifest.spec();
+    let (spec, version) = (manifest.spec(), manifest.version());
     if json {
         let files: Vec<_> =
             manifest.files().map(|(name, bytes)| json!({"name": name, "bytes": bytes})).collect();
         let event = json!({
-            "event": "checkpoint", "job": job, "version": manifest.version(),
+            "event": "checkpoint", "job": job, "version": version.version, "line": version.line,
             "bytes": manifest.bytes(), "files": files, "created": manifest.created(),
             "optimizer": optimizers(spec), "world": spec.world, "ranks": manifest.ranks(),
             "lost_ranks": manifest.lost_ranks(),
@@ -258,7 +274,7 @@ async fn show(job: &str, version: Option<u64>, place: &Place, json: bool) -> Res
     let text = format!(
         "version {} of job {job:?}: {}, {} parameters, {}, saved with {} ranks, data of ranks \
          {:?}{lost}\n\n{tensors}\n\n{files}",
-        manifest.version(),
+        version,
         human(manifest.bytes()),
         spec.manifest.parameters(),
         optimizers(spec),
@@ -283,26 +299,42 @@ fn bar(bytes: u64) -> ProgressBar {
     bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-async fn verify(job: &str, version: Option<u64>, place: &Place, json: bool) -> Result<()> {
+async fn verify(job: &str, version: Option<Version>, place: &Place, json: bool) -> Result<()> {
     let (storage, manifest) = open(job, version, place).await?;
     let bar = bar(manifest.bytes());
     let verified = storage.verify(&manifest, |bytes| bar.inc(bytes)).await;
     bar.finish_and_clear();
     verified?;
     let (version, bytes) = (manifest.version(), manifest.bytes());
-    let event = json!({"event": "verified", "job": job, "version": version, "bytes": bytes});
+    let event = json!({
+        "event": "verified", "job": job, "version": version.version, "line": version.line,
+        "bytes": bytes,
+    });
     let text = format!("version {version} of job {job:?} is intact: {}", human(bytes));
     print(json, &event, &text);
     Ok(())
 }
 
-async fn remove(job: &str, version: u64, place: &Place, json: bool) -> Result<()> {
+async fn remove(job: &str, version: Version, place: &Place, json: bool) -> Result<()> {
     let storage = existing(&place.url)?;
+    let owner = storage.owner(job).await?;
+    let version = match version {
+        (version, Some(line)) => LineVersion { version, line },
+        // What a save that was given up has left has no manifest.
+        (version, None) => match storage.checkpoint(job, (version, None), owner.as_ref()).await {
+            Ok(found) => found.version(),
+            Err(Error::NoCheckpoint { .. } | Error::CheckpointDamaged { .. }) => {
+                LineVersion { version, line: 0 }
+            }
+            Err(error) => return Err(error),
+        },
+    };
     storage.remove(job, version).await?;
     if storage.versions(job).await?.is_empty() {
         release_claim(&storage, job).await?;
     }
-    let event = json!({"event": "removed", "job": job, "version": version});
+    let LineVersion { version: number, line } = version;
+    let event = json!({"event": "removed", "job": job, "version": number, "line": line});
     print(json, &event, &format!("the checkpoint of version {version} of job {job:?} is removed"));
     Ok(())
 }
@@ -325,13 +357,13 @@ async fn release(job: &str, place: &Place, json: bool) -> Result<()> {
 /// Allows other jobs to claim the checkpoints of a name. Returns the owner's id, if there is one.
 async fn release_claim(storage: &Storage, job: &str) -> Result<Option<u64>> {
     let Some(owner) = storage.owner(job).await? else { return Ok(None) };
-    storage.release_claim(job, owner.job_id()).await?;
-    Ok(Some(owner.job_id()))
+    storage.release_claim(job, owner.of().job_id).await?;
+    Ok(Some(owner.of().job_id))
 }
 
 async fn export_model(
     job: &str,
-    version: Option<u64>,
+    version: Option<Version>,
     export: &Export<'_>,
     place: &Place,
     json: bool,
@@ -342,7 +374,10 @@ async fn export_model(
     bar.finish_and_clear();
     exported?;
     let (version, directory) = (manifest.version(), export.directory.display().to_string());
-    let event = json!({"event": "exported", "job": job, "version": version, "to": directory});
+    let LineVersion { version: number, line } = version;
+    let event = json!({
+        "event": "exported", "job": job, "version": number, "line": line, "to": directory,
+    });
     print(json, &event, &format!("version {version} of job {job:?} is exported to {directory}"));
     Ok(())
 }

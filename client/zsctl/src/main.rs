@@ -14,6 +14,7 @@ mod doctor;
 mod operate;
 mod path;
 mod plan;
+mod rewind;
 mod shapes;
 mod status;
 mod table;
@@ -99,6 +100,11 @@ enum Command {
     /// Save jobs, and inspect, verify, export and remove their checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Return a job to a checkpoint of an earlier version, while its workers keep running
+    ///
+    /// They repeat the steps since then. The versions that are left behind are never served or
+    /// restored again, although new versions have the same numbers
+    Rewind(rewind::Arguments),
     /// Compute the memory and the traffic of a job before it is created
     #[command(name = "plan")]
     Estimate(plan::Estimate),
@@ -158,7 +164,12 @@ fn write_line(line: fmt::Arguments<'_>) {
 }
 
 async fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let (is_json, timeout) = (arguments.json, Duration::from_secs(arguments.timeout.max(1)));
+    let is_json = arguments.json;
+    let seconds = match &arguments.command {
+        Command::Rewind(rewind) => rewind.within,
+        _ => arguments.timeout,
+    };
+    let timeout = Duration::from_secs(seconds.max(1));
     if let Command::Checkpoint(command) = &arguments.command
         && let Some(result) = checkpoint::offline(command, is_json).await
     {
@@ -194,6 +205,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
         // These commands do not need a cluster, and have been handled above.
         Command::Token(_) | Command::Estimate(_) | Command::Completion(_) | Command::Doctor(_) => {}
         Command::Checkpoint(command) => checkpoint::online(command, &cluster, is_json).await?,
+        Command::Rewind(rewind) => rewind::run(rewind, &cluster, is_json).await?,
         Command::Delete(delete) => delete::run(delete, &cluster, is_json).await?,
         Command::Cordon(server) => operate::cordon(server, true, &cluster, is_json).await?,
         Command::Uncordon(server) => operate::cordon(server, false, &cluster, is_json).await?,

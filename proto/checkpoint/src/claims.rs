@@ -7,8 +7,9 @@
 //!
 //! A name can be used again: by a job that continues from a checkpoint, or by a job of another
 //! cluster. Each job that writes creates the next claim, which no two jobs can do at once, and the
-//! job of the last claim is the owner. A claim lists the ancestors of its job, each with the
-//! version up to which its checkpoints are those of the new job as well.
+//! job of the last claim is the owner. A job that returns to a checkpoint creates another claim, for
+//! its new line. A claim lists the ancestors of its line, that is, earlier lines of this job and of
+//! others, each with the version up to which its checkpoints are those of the new line as well.
 //!
 //! The coordinator of a job writes another number to `.alive` every [`BEAT`], and `.ended` when the
 //! job is over. Another job may become the owner if the owner is over, if an operator has released
@@ -19,42 +20,42 @@
 //! is over, its coordinator may still come back. Then the job keeps them for [`GRACE`], and for
 //! ever if the ancestor shows a sign of life. Only file times of the same storage are compared.
 
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode, path::Path};
 use serde::{Deserialize, Serialize};
-use zeroshard_model::{Error, Result, checkpoint::Start};
+use zeroshard_model::{Error, JobLine, Line, LineVersion, Result, checkpoint::Start};
 use zeroshard_net::Deadline;
 
-use crate::{Manifest, Storage};
+use crate::{Manifest, Storage, manifest::is_zero};
 
 /// The directory of the claims.
 const CLAIMS: &str = "claims";
 /// The end of the name of the file in which the coordinator of a job states that the job is over.
-const ENDED: &str = ".ended";
+pub(crate) const ENDED: &str = ".ended";
 /// The end of the name of the file in which an operator allows other jobs to follow a job.
 const RELEASED: &str = ".released";
 /// The end of the name of the file that changes while a job lives.
-const ALIVE: &str = ".alive";
+pub(crate) const ALIVE: &str = ".alive";
 /// How often that file changes.
 pub const BEAT: Duration = Duration::from_secs(3);
 /// How long the owner has not changed it before another job becomes the owner.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long after its claim a job keeps the checkpoints of ancestors that may not be over.
-const GRACE: Duration = Duration::from_secs(600);
 /// The pause between two looks at it.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A job that writes checkpoints.
+/// A line of a job that writes checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claimant<'a> {
     /// The name of the job.
     pub job: &'a str,
     /// Its id.
     pub job_id: u64,
+    /// The line.
+    pub line: &'a Line,
     /// The coordinator that runs it, for messages: its host and port.
     pub by: &'a str,
-    /// The job's use of checkpoints of the name that exist already.
+    /// The line's use of checkpoints of the name that exist already.
     pub start: Start,
 }
 
@@ -63,23 +64,43 @@ pub struct Claimant<'a> {
 pub struct Claim {
     /// The id of the job.
     job_id: u64,
-    /// The jobs from whose checkpoints it has started, the nearest first.
-    ancestors: Vec<Ancestor>,
+    /// The number of the line. Line 0 is not stored.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    line: u64,
+    /// The batches that the steps of the line leave out: the first of each range, and the one after
+    /// the last.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    skips: Vec<(u64, u64)>,
+    /// The lines from whose checkpoints it has started, the nearest first.
+    pub(crate) ancestors: Vec<Ancestor>,
     /// The coordinator that runs the job, for messages: its host and port.
     by: String,
 }
 
-/// A job from whose checkpoint another job has started.
+/// A claim of a later line than 0. Programs that do not know lines find no claim in it, and refuse
+/// the checkpoints.
+#[derive(Debug, Serialize, Deserialize)]
+struct Later {
+    /// 2.
+    format: u32,
+    /// The claim.
+    claim: Claim,
+}
+
+/// A line from whose checkpoint another line has started.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Ancestor {
-    /// The id of the ancestor.
-    job_id: u64,
-    /// The last version that the new job shares.
-    until: u64,
-    /// Its last sign of life before the new job started; empty: none.
-    alive: String,
-    /// The number of the claim of the job that started from it.
-    successor: u64,
+pub(crate) struct Ancestor {
+    /// The id of its job.
+    pub(crate) job_id: u64,
+    /// Its number. Line 0 is not stored.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) line: u64,
+    /// The last version that the new line shares.
+    pub(crate) until: u64,
+    /// The last sign of life of its job before the new line started; empty: none.
+    pub(crate) alive: String,
+    /// The number of the claim of the line that started from it.
+    pub(crate) successor: u64,
 }
 
 /// All claims of a name.
@@ -91,61 +112,110 @@ struct Claims {
     free: Vec<u64>,
 }
 
+impl Claims {
+    /// The number of the next claim.
+    fn next(&self) -> u64 {
+        self.numbers.last().map_or(1, |last| last.saturating_add(1))
+    }
+}
+
 impl Claim {
-    /// The id of the job.
-    pub fn job_id(&self) -> u64 {
-        self.job_id
+    /// The line.
+    pub fn of(&self) -> JobLine {
+        JobLine { job_id: self.job_id, line: self.line }
     }
 
-    /// Returns whether a checkpoint is one of the job, or of an ancestor before the job started
+    /// The line with the batches that it leaves out.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the file was changed.
+    pub fn line(&self) -> Result<Line> {
+        Line::new(self.line, self.skips.iter().map(|&(start, end)| Range { start, end }))
+    }
+
+    /// Returns whether a checkpoint is one of the line, or of an ancestor before the line started
     /// from it.
     pub fn admits(&self, checkpoint: &Manifest) -> bool {
-        let (id, version) = (checkpoint.job_id(), checkpoint.version());
-        id == self.job_id || self.ancestors.iter().any(|of| of.job_id == id && version <= of.until)
+        let LineVersion { version, line } = checkpoint.version();
+        let of = JobLine { job_id: checkpoint.job_id(), line };
+        of == self.of() || self.ancestors.iter().any(|it| it.of() == of && version <= it.until)
     }
 
-    /// A claim that only admits the checkpoints of the job itself.
-    fn without_ancestors(job_id: u64) -> Self {
-        Self { job_id, ancestors: Vec::new(), by: String::new() }
+    /// A claim that only admits the checkpoints of the line itself.
+    fn without_ancestors(JobLine { job_id, line }: JobLine) -> Self {
+        Self { job_id, line, skips: Vec::new(), ancestors: Vec::new(), by: String::new() }
+    }
+}
+
+impl Ancestor {
+    fn of(&self) -> JobLine {
+        JobLine { job_id: self.job_id, line: self.line }
     }
 }
 
 impl Storage {
-    /// Makes the job the owner of the checkpoints of its name.
+    /// Makes the line the owner of the checkpoints of its job's name.
     ///
     /// # Errors
     /// [`Error::Storage`] that names the owner, if that is another job that is not over, or if
     /// another job becomes the owner at the same time.
     pub async fn claim(&self, claimant: &Claimant<'_>) -> Result<()> {
-        let &Claimant { job, job_id, by, start } = claimant;
+        let &Claimant { job, job_id, line, by, start } = claimant;
+        let of = JobLine { job_id, line: line.number };
+        if self.continue_claim(job, of).await? {
+            return Ok(());
+        }
         let claims = self.claims(job).await?;
-        let owner = match claims.numbers.last() {
-            Some(&number) => Some(self.read_claim(job, number).await?),
-            None => None,
-        };
-        if let Some(owner) = &owner {
-            if owner.job_id == job_id {
-                return Ok(());
-            }
-            let is_free = claims.free.contains(&owner.job_id);
+        if let Some(&last) = claims.numbers.last() {
+            let owner = self.read_claim(job, last).await?;
+            let is_free = owner.job_id == job_id || claims.free.contains(&owner.job_id);
             if !is_free && self.is_alive(job, owner.job_id).await? {
-                return Err(self.owned_by(job, owner));
+                return Err(self.owned_by(job, &owner));
             }
         }
-        let number = claims.numbers.last().map_or(1, |last| last.saturating_add(1));
+        let number = claims.next();
         let ancestors = match start {
             Start::From(id, version) => self.ancestry(job, id, version, number).await?,
             Start::Anew => Vec::new(),
         };
-        let claim = Claim { job_id, ancestors, by: by.to_owned() };
-        let text = serde_json::to_string(&claim)
-            .map_err(|error| Error::Internal { cause: error.to_string() })?;
+        let skips = line.skips().iter().map(|range| (range.start, range.end)).collect();
+        let claim = Claim { job_id, line: line.number, skips, ancestors, by: by.to_owned() };
+        self.write_claim(job, number, claim).await
+    }
+
+    /// Returns whether a line owns the checkpoints of its job's name, or does so again: a coordinator
+    /// that was lost may have claimed them for a line on which the job has not continued.
+    ///
+    /// # Errors
+    /// [`Error::Storage`] if another job becomes the owner at the same time.
+    pub async fn continue_claim(&self, job: &str, of: JobLine) -> Result<bool> {
+        let claims = self.claims(job).await?;
+        let Some(&last) = claims.numbers.last() else { return Ok(false) };
+        let owner = self.read_claim(job, last).await?;
+        if owner.of() == of || owner.job_id != of.job_id {
+            return Ok(owner.of() == of);
+        }
+        let Some(earlier) = self.find_claim(job, |claim| claim.of() == of).await? else {
+            return Ok(false);
+        };
+        self.write_claim(job, claims.next(), earlier).await?;
+        Ok(true)
+    }
+
+    /// Creates the claim with this number.
+    async fn write_claim(&self, job: &str, number: u64, claim: Claim) -> Result<()> {
+        let of = claim.of();
+        let text = match of.line {
+            0 => serde_json::to_string(&claim),
+            _ => serde_json::to_string(&Later { format: 2, claim }),
+        };
+        let text = text.map_err(|error| Error::Internal { cause: error.to_string() })?;
         let path = self.claim_path(job, number);
         match self.store().put_opts(&path, text.into(), PutMode::Create.into()).await {
             Ok(_) => Ok(()),
             Err(object_store::Error::AlreadyExists { .. }) => {
                 let owner = self.read_claim(job, number).await?;
-                if owner.job_id == job_id { Ok(()) } else { Err(self.owned_by(job, &owner)) }
+                if owner.of() == of { Ok(()) } else { Err(self.owned_by(job, &owner)) }
             }
             Err(error) => Err(self.failed("write", &path, &error)),
         }
@@ -162,6 +232,18 @@ impl Storage {
         }
     }
 
+    /// A line on which no job of the name has made versions yet.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn next_line(&self, job: &str) -> Result<u64> {
+        let mut next = 0;
+        for number in self.claims(job).await?.numbers {
+            next = next.max(self.read_claim(job, number).await?.line.saturating_add(1));
+        }
+        Ok(next)
+    }
+
     /// The claim of the job that owns the checkpoints of this name; `None` if no job does.
     ///
     /// # Errors
@@ -173,30 +255,34 @@ impl Storage {
         }
     }
 
-    /// The claim of a job that may have been followed by others. A job without a claim has none of
+    /// The claim of a line that may have been followed by others. A line without a claim has none of
     /// its ancestors' checkpoints.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
-    pub async fn claim_of(&self, job: &str, job_id: u64) -> Result<Claim> {
-        for number in self.claims(job).await?.numbers.into_iter().rev() {
-            let claim = self.read_claim(job, number).await?;
-            if claim.job_id == job_id {
-                return Ok(claim);
-            }
-        }
-        Ok(Claim::without_ancestors(job_id))
+    pub async fn claim_of(&self, job: &str, of: JobLine) -> Result<Claim> {
+        let claim = self.find_claim(job, |claim| claim.of() == of).await?;
+        Ok(claim.unwrap_or_else(|| Claim::without_ancestors(of)))
     }
 
-    /// The latest complete checkpoint that `claim` admits.
+    /// The claim of the last line of a job; `None` if the job has none.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
-    pub async fn latest(&self, job: &str, claim: &Claim) -> Result<Option<Manifest>> {
-        for version in self.versions(job).await?.into_iter().rev() {
-            let manifest = self.manifest(job, version).await?;
-            if claim.admits(&manifest) {
-                return Ok(Some(manifest));
+    pub async fn last_claim_of(&self, job: &str, job_id: u64) -> Result<Option<Claim>> {
+        self.find_claim(job, |claim| claim.job_id == job_id).await
+    }
+
+    /// The last claim that passes the test.
+    async fn find_claim(
+        &self,
+        job: &str,
+        test: impl Fn(&Claim) -> bool,
+    ) -> Result<Option<Claim>> {
+        for number in self.claims(job).await?.numbers.into_iter().rev() {
+            let claim = self.read_claim(job, number).await?;
+            if test(&claim) {
+                return Ok(Some(claim));
             }
         }
         Ok(None)
@@ -222,7 +308,7 @@ impl Storage {
     /// Writes a file about a job, if the job has a claim and the file does not exist.
     async fn free_claim(&self, job: &str, job_id: u64, suffix: &str) -> Result<()> {
         let path = self.path_of(job, job_id, suffix);
-        let is_claimed = !self.claim_of(job, job_id).await?.by.is_empty();
+        let is_claimed = self.last_claim_of(job, job_id).await?.is_some();
         if !is_claimed || self.described(&path).await?.is_some() {
             return Ok(());
         }
@@ -232,51 +318,8 @@ impl Storage {
         }
     }
 
-    /// The complete checkpoints that the job may remove if it keeps the latest `keep` of those
-    /// that it can return to: its own, and those of ancestors that are over.
-    pub(crate) async fn removable(&self, job: &str, job_id: u64, keep: usize) -> Result<Vec<u64>> {
-        let claim = self.claim_of(job, job_id).await?;
-        let mut own = Vec::new();
-        for version in self.versions(job).await?.into_iter().rev() {
-            match self.manifest(job, version).await {
-                Ok(manifest) if claim.admits(&manifest) => own.push(manifest),
-                // A damaged manifest does not name its job; `zsctl checkpoint verify` finds it.
-                Ok(_) | Err(Error::CheckpointDamaged { .. }) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        let mut removable = own.split_off(keep.min(own.len()));
-        for ancestor in &claim.ancestors {
-            let is_its = |of: &Manifest| of.job_id() == ancestor.job_id;
-            if removable.iter().any(is_its) && !self.is_over(job, job_id, ancestor).await? {
-                removable.retain(|of| !is_its(of));
-            }
-        }
-        Ok(removable.iter().rev().map(Manifest::version).collect())
-    }
-
-    /// Returns whether an ancestor is over: its coordinator has said so, or it has shown no life
-    /// since the job's claim, and the job has lived for longer than [`GRACE`] since then.
-    async fn is_over(&self, job: &str, job_id: u64, ancestor: &Ancestor) -> Result<bool> {
-        if let Some(ended) = self.described(&self.path_of(job, ancestor.job_id, ENDED)).await? {
-            let alive = self.described(&self.path_of(job, ancestor.job_id, ALIVE)).await?;
-            if alive.is_none_or(|alive| alive.last_modified <= ended.last_modified) {
-                return Ok(true);
-            }
-        }
-        if self.last_sign(job, ancestor.job_id).await? != ancestor.alive {
-            return Ok(false);
-        }
-        let claimed = self.described(&self.claim_path(job, ancestor.successor)).await?;
-        let now = self.described(&self.path_of(job, job_id, ALIVE)).await?;
-        let (Some(claimed), Some(now)) = (claimed, now) else { return Ok(false) };
-        let age = now.last_modified.signed_duration_since(claimed.last_modified);
-        // It is negative if the clock was set back.
-        Ok(age.to_std().is_ok_and(|age| age > GRACE))
-    }
-
     /// Returns the size and time of a file; `None` if it does not exist.
-    async fn described(&self, path: &Path) -> Result<Option<ObjectMeta>> {
+    pub(crate) async fn described(&self, path: &Path) -> Result<Option<ObjectMeta>> {
         match self.store().head(path).await {
             Ok(found) => Ok(Some(found)),
             Err(object_store::Error::NotFound { .. }) => Ok(None),
@@ -284,19 +327,19 @@ impl Storage {
         }
     }
 
-    /// The ancestors of a job that starts from `version` of the job with this id, by the claim with
+    /// The ancestors of a line that starts from a version of the job with this id, by the claim with
     /// this number.
     async fn ancestry(
         &self,
         job: &str,
         job_id: u64,
-        version: u64,
+        LineVersion { version, line }: LineVersion,
         successor: u64,
     ) -> Result<Vec<Ancestor>> {
-        let before = self.claim_of(job, job_id).await?.ancestors;
+        let before = self.claim_of(job, JobLine { job_id, line }).await?.ancestors;
         let older = before.into_iter().map(|of| Ancestor { until: of.until.min(version), ..of });
         let alive = self.last_sign(job, job_id).await?;
-        let nearest = Ancestor { job_id, until: version, alive, successor };
+        let nearest = Ancestor { job_id, line, until: version, alive, successor };
         Ok([nearest].into_iter().chain(older).collect())
     }
 
@@ -333,7 +376,7 @@ impl Storage {
     }
 
     /// The last sign of life of a job; empty: none.
-    async fn last_sign(&self, job: &str, job_id: u64) -> Result<String> {
+    pub(crate) async fn last_sign(&self, job: &str, job_id: u64) -> Result<String> {
         let path = self.path_of(job, job_id, ALIVE);
         let read = match self.store().get(&path).await {
             Ok(found) => found.bytes().await,
@@ -345,7 +388,7 @@ impl Storage {
     }
 
     /// The file about a job with this end of its name.
-    fn path_of(&self, job: &str, job_id: u64, suffix: &str) -> Path {
+    pub(crate) fn path_of(&self, job: &str, job_id: u64, suffix: &str) -> Path {
         self.claims_directory(job).join(format!("{job_id:016x}{suffix}"))
     }
 
@@ -374,7 +417,8 @@ impl Storage {
             Err(error) => Err(error),
         };
         let text = text.map_err(|error| self.failed("read", &path, &error))?;
-        serde_json::from_slice(&text).map_err(|error| Error::CheckpointDamaged {
+        let later = serde_json::from_slice(&text).map(|Later { claim, .. }| claim);
+        later.or_else(|_| serde_json::from_slice(&text)).map_err(|error| Error::CheckpointDamaged {
             file: self.name(&path),
             cause: format!("it is not a claim: {error}"),
         })
@@ -396,7 +440,7 @@ impl Storage {
         self.job_directory(job).join(CLAIMS)
     }
 
-    fn claim_path(&self, job: &str, number: u64) -> Path {
+    pub(crate) fn claim_path(&self, job: &str, number: u64) -> Path {
         self.claims_directory(job).join(format!("{number:020}.json"))
     }
 }

@@ -19,6 +19,7 @@ mod export;
 mod file;
 mod format;
 mod hash;
+mod lines;
 mod manifest;
 mod reader;
 mod storage;

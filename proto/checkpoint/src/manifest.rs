@@ -5,15 +5,15 @@ use std::{collections::BTreeSet, time::SystemTime};
 use blake3::Hash;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use zeroshard_model::{AppliedSteps, Error, JobSpec, Result};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, LineVersion, Result};
 use zeroshard_proto::pb;
 
 use crate::{format, hash};
 
 /// The latest version of the format that this program reads and writes.
 const FORMAT: u32 = 2;
-/// The format of a checkpoint without averages, which earlier programs read, too.
-const WITHOUT_AVERAGES: u32 = 1;
+/// The format of a checkpoint on line 0 without averages, which earlier programs read, too.
+const FIRST: u32 = 1;
 
 /// The manifest of a checkpoint.
 #[derive(Debug, Clone)]
@@ -52,6 +52,9 @@ struct Contents {
     job_id: u64,
     /// The version of the parameters that was saved.
     version: u64,
+    /// Its line. Line 0 is not stored.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    line: u64,
     /// The number of the save, with which the names of its files begin.
     save: u64,
     /// When the checkpoint was completed, in seconds since 1970.
@@ -121,17 +124,19 @@ impl Manifest {
     pub fn new(
         spec: &JobSpec,
         job_id: u64,
-        version: u64,
+        LineVersion { version, line }: LineVersion,
         save: u64,
         files: Vec<pb::CheckpointFile>,
     ) -> Result<Self> {
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
         let files = files.into_iter().map(|file| File::of_message(file, spec));
+        let is_first = line == 0 && spec.averages.is_empty();
         let contents = Contents {
-            format: if spec.averages.is_empty() { WITHOUT_AVERAGES } else { FORMAT },
+            format: if is_first { FIRST } else { FORMAT },
             job: spec.name.clone(),
             job_id,
             version,
+            line,
             save,
             created: since_epoch.as_secs(),
             spec: spec.into(),
@@ -213,8 +218,8 @@ impl Manifest {
     }
 
     /// The version that was saved.
-    pub fn version(&self) -> u64 {
-        self.contents.version
+    pub fn version(&self) -> LineVersion {
+        LineVersion { version: self.contents.version, line: self.contents.line }
     }
 
     /// The number of the save.
@@ -402,7 +407,7 @@ impl SliceEntry {
     }
 }
 
-fn is_zero(number: &u64) -> bool {
+pub(crate) fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 

@@ -16,7 +16,7 @@ use object_store::{
 };
 use percent_encoding::percent_decode_str;
 use url::Url;
-use zeroshard_model::{Error, Result, checkpoint::check_url};
+use zeroshard_model::{Error, JobLine, LineVersion, Result, checkpoint::check_url};
 
 use crate::Manifest;
 
@@ -95,11 +95,11 @@ impl Storage {
         Ok(names.into_iter().map(decode).collect())
     }
 
-    /// The versions of the complete checkpoints of a job, ascending.
+    /// The versions of the complete checkpoints of a job, ascending; of one number, by line.
     ///
     /// # Errors
     /// [`Error::Storage`].
-    pub async fn versions(&self, job: &str) -> Result<Vec<u64>> {
+    pub async fn versions(&self, job: &str) -> Result<Vec<LineVersion>> {
         let mut complete = Vec::new();
         for version in self.all_versions(job).await? {
             let manifest = self.path(job, version, MANIFEST);
@@ -113,9 +113,9 @@ impl Storage {
     }
 
     /// The versions of all saves, complete or not, ascending.
-    async fn all_versions(&self, job: &str) -> Result<BTreeSet<u64>> {
+    async fn all_versions(&self, job: &str) -> Result<BTreeSet<LineVersion>> {
         let names = self.children(&self.job_directory(job)).await?;
-        Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
+        Ok(names.iter().filter_map(|name| version_of(name)).collect())
     }
 
     /// The names of the directories in a directory.
@@ -131,7 +131,7 @@ impl Storage {
     /// # Errors
     /// [`Error::NoCheckpoint`] if the version has no complete checkpoint,
     /// [`Error::CheckpointDamaged`], [`Error::Storage`].
-    pub async fn manifest(&self, job: &str, version: u64) -> Result<Manifest> {
+    pub async fn manifest(&self, job: &str, version: LineVersion) -> Result<Manifest> {
         let path = self.path(job, version, MANIFEST);
         let text = match self.store.get(&path).await {
             Ok(found) => found.bytes().await,
@@ -173,7 +173,7 @@ impl Storage {
     ///
     /// # Errors
     /// [`Error::Storage`].
-    pub async fn discard(&self, job: &str, version: u64, save: u64) -> Result<()> {
+    pub async fn discard(&self, job: &str, version: LineVersion, save: u64) -> Result<()> {
         match self.manifest(job, version).await {
             Ok(manifest) if manifest.save() == save => return Ok(()),
             Err(error @ Error::Storage { .. }) => return Err(error),
@@ -187,7 +187,7 @@ impl Storage {
     ///
     /// # Errors
     /// [`Error::NoCheckpoint`] if nothing of the version exists; [`Error::Storage`].
-    pub async fn remove(&self, job: &str, version: u64) -> Result<()> {
+    pub async fn remove(&self, job: &str, version: LineVersion) -> Result<()> {
         if !self.all_versions(job).await?.contains(&version) {
             return Err(Error::NoCheckpoint {
                 url: self.url.to_string(),
@@ -199,25 +199,32 @@ impl Storage {
         self.remove_files(job, version, |_| true).await
     }
 
-    /// Keeps the newest `keep` complete checkpoints of a job, or all of them if it is 0. Removes
-    /// the older ones that the job with this id has written, and those of its ancestors that are
-    /// over, and what older saves that were given up have left. Returns the versions of the
-    /// complete checkpoints that were removed.
+    /// Keeps the newest `keep` complete checkpoints of a line, or all of them if it is 0. Removes the
+    /// older ones that the job with this id has written, and those of its ancestors that are over,
+    /// those of abandoned lines that the line has passed, and what older saves that were given up
+    /// have left. Returns the versions of the complete checkpoints that were removed.
     ///
     /// # Errors
-    /// [`Error::Storage`], also if another job owns the checkpoints;
-    /// [`Error::CheckpointDamaged`].
-    pub async fn prune(&self, job: &str, job_id: u64, keep: u32) -> Result<Vec<u64>> {
-        self.check_owner(job, job_id).await?;
+    /// [`Error::Storage`], also if another job owns the checkpoints; [`Error::CheckpointDamaged`].
+    pub async fn prune(
+        &self,
+        job: &str,
+        of: JobLine,
+        keep: u32,
+    ) -> Result<Vec<LineVersion>> {
+        self.check_owner(job, of.job_id).await?;
         let complete = self.versions(job).await?;
-        let Some(newest) = complete.last() else { return Ok(Vec::new()) };
+        let Some(newest) = complete.iter().rev().find(|version| version.line == of.line) else {
+            return Ok(Vec::new());
+        };
         let removed = match keep {
             0 => Vec::new(),
-            keep => self.removable(job, job_id, keep as usize).await?,
+            keep => self.removable(job, of, keep as usize).await?,
         };
-        for version in self.all_versions(job).await?.range(..newest) {
-            if removed.contains(version) || !complete.contains(version) {
-                self.remove(job, *version).await?;
+        for version in self.all_versions(job).await? {
+            let is_left = version.version < newest.version && !complete.contains(&version);
+            if is_left || removed.contains(&version) {
+                self.remove(job, version).await?;
             }
         }
         Ok(removed)
@@ -227,7 +234,7 @@ impl Storage {
     async fn remove_files(
         &self,
         job: &str,
-        version: u64,
+        version: LineVersion,
         test: impl Fn(&str) -> bool,
     ) -> Result<()> {
         let directory = self.directory(job, version);
@@ -280,11 +287,12 @@ impl Storage {
         self.prefix.clone().join(job)
     }
 
-    fn directory(&self, job: &str, version: u64) -> Path {
-        self.job_directory(job).join(format!("{version:020}"))
+    fn directory(&self, job: &str, LineVersion { version, line }: LineVersion) -> Path {
+        let line = if line == 0 { String::new() } else { format!("-{line}") };
+        self.job_directory(job).join(format!("{version:020}{line}"))
     }
 
-    pub(crate) fn path(&self, job: &str, version: u64, file: &str) -> Path {
+    pub(crate) fn path(&self, job: &str, version: LineVersion, file: &str) -> Path {
         self.directory(job, version).join(file)
     }
 
@@ -303,6 +311,15 @@ impl Storage {
     pub(crate) fn failed(&self, action: &str, path: &Path, error: &object_store::Error) -> Error {
         Error::Storage { action: action.to_owned(), url: self.name(path), cause: root_cause(error) }
     }
+}
+
+/// The version whose files are in the directory with this name.
+fn version_of(directory: &str) -> Option<LineVersion> {
+    let (version, line) = match directory.split_once('-') {
+        Some((version, line)) => (version, line.parse().ok().filter(|line| *line > 0)?),
+        None => (directory, 0),
+    };
+    Some(LineVersion { version: version.parse().ok()?, line })
 }
 
 /// The message of the innermost error.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use zeroshard_model::{Error, Result};
+use zeroshard_model::{Error, LineVersion, Result};
 use zeroshard_proto::pb;
 
 use crate::{
@@ -21,7 +21,7 @@ impl Storage {
     pub async fn write_user_data(
         &self,
         job: &str,
-        version: u64,
+        version: LineVersion,
         save: u64,
         ranks: &BTreeMap<u32, Bytes>,
     ) -> Result<pb::CheckpointFile> {
@@ -62,7 +62,7 @@ impl Storage {
     /// [`Error::Storage`].
     pub async fn user_data(&self, manifest: &Manifest, rank: u32) -> Result<Option<Bytes>> {
         if manifest.lost_ranks().contains(&rank) {
-            let (job, version) = (manifest.job().to_owned(), manifest.version());
+            let (job, version) = (manifest.job().to_owned(), manifest.version().version);
             return Err(Error::UserDataLost { job, version, rank });
         }
         for file in manifest.entries() {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use blake3::Hash;
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
-use zeroshard_model::{AppliedSteps, Error, JobSpec, Result};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, LineVersion, Result};
 use zeroshard_proto::pb;
 
 use crate::{
@@ -51,7 +51,7 @@ pub struct Save {
     /// The specification of the job.
     pub spec: Arc<JobSpec>,
     /// The version.
-    pub version: u64,
+    pub version: LineVersion,
     /// The number of the save.
     pub save: u64,
     /// The id of the server.

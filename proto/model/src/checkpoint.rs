@@ -2,7 +2,7 @@
 
 use std::{ops::RangeInclusive, time::Duration};
 
-use crate::{Error, Result};
+use crate::{Error, Result, line::LineVersion};
 
 /// The allowed intervals between checkpoints that are taken by time.
 pub const INTERVALS: RangeInclusive<Duration> =
@@ -71,6 +71,9 @@ pub struct Restore {
     pub job: String,
     /// The version.
     pub version: RestoreVersion,
+    /// The line of the version, which may be abandoned; `None`: the current line, with the versions
+    /// of earlier lines from which it follows.
+    pub line: Option<u64>,
 }
 
 /// The version from which a job starts.
@@ -84,13 +87,13 @@ pub enum RestoreVersion {
     LatestIfAny,
 }
 
-/// How a job begins.
+/// How a line of a job begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// Without a checkpoint.
     Anew,
     /// From this version of the job with this id, which has the same name.
-    From(u64, u64),
+    From(u64, LineVersion),
 }
 
 impl CheckpointPolicy {

@@ -195,10 +195,11 @@ pub enum Error {
         /// The cause.
         cause: String,
     },
-    /// A server, or the data of a rank, was lost, and the job was restored from a checkpoint.
+    /// The job has returned to a checkpoint: a server, or the data of a rank, was lost, or somebody
+    /// has requested it.
     #[error(
-        "job {job:?} was restored from its checkpoint of version {version}, because later state was \
-         lost; continue from step {version}"
+        "job {job:?} has returned to its checkpoint of version {version}, because later state was \
+         lost or somebody has rewound the job; continue from step {version}"
     )]
     RolledBack {
         /// The job.

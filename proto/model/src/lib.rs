@@ -11,6 +11,7 @@ pub mod fork;
 pub mod geometry;
 pub mod job;
 pub mod limits;
+pub mod line;
 pub mod listing;
 pub mod local;
 pub mod manifest;
@@ -35,6 +36,7 @@ pub use geometry::{
     TensorLayout,
 };
 pub use job::{Departure, JobSpec};
+pub use line::{JobLine, Line, LineVersion};
 pub use manifest::{Manifest, Policy, TensorId, TensorSpec};
 pub use optimizer::{AppliedSteps, Optimizer, StateDType};
 pub use placement::{Placement, Server};

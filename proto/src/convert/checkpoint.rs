@@ -63,20 +63,20 @@ impl TryFrom<pb::CheckpointPolicy> for CheckpointPolicy {
 }
 
 impl From<&Restore> for pb::Restore {
-    fn from(Restore { url, job, version }: &Restore) -> Self {
+    fn from(Restore { url, job, version, line }: &Restore) -> Self {
         let (version, if_any) = match *version {
             RestoreVersion::Exactly(version) => (Some(version), false),
             RestoreVersion::Latest => (None, false),
             RestoreVersion::LatestIfAny => (None, true),
         };
-        Self { url: url.clone(), job: job.clone(), version, if_any }
+        Self { url: url.clone(), job: job.clone(), version, if_any, line: *line }
     }
 }
 
 impl TryFrom<pb::Restore> for Restore {
     type Error = Error;
 
-    fn try_from(pb::Restore { url, job, version, if_any }: pb::Restore) -> Result<Self> {
+    fn try_from(pb::Restore { url, job, version, if_any, line }: pb::Restore) -> Result<Self> {
         check_url(&url)?;
         check_name("name of the job that was saved", &job, MAX_JOB_NAME)?;
         let version = match (version, if_any) {
@@ -92,7 +92,7 @@ impl TryFrom<pb::Restore> for Restore {
             (None, false) => RestoreVersion::Latest,
             (None, true) => RestoreVersion::LatestIfAny,
         };
-        Ok(Self { url, job, version })
+        Ok(Self { url, job, version, line })
     }
 }
 
@@ -142,7 +142,8 @@ mod tests {
         for version in
             [RestoreVersion::Exactly(7), RestoreVersion::Latest, RestoreVersion::LatestIfAny]
         {
-            let restore = Restore { url: "s3://b/p".to_owned(), job: "a".to_owned(), version };
+            let (url, job) = ("s3://b/p".to_owned(), "a".to_owned());
+            let restore = Restore { url, job, version, line: Some(2) };
             assert_eq!(Restore::try_from(pb::Restore::from(&restore)), Ok(restore));
         }
         let both = pb::Restore {
@@ -150,6 +151,7 @@ mod tests {
             job: "a".to_owned(),
             version: Some(1),
             if_any: true,
+            line: None,
         };
         assert!(matches!(Restore::try_from(both), Err(Error::Refused { .. })));
     }

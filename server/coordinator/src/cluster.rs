@@ -216,6 +216,10 @@ impl Cluster {
                 let of = jobs.named(&save.job.name, cx.common);
                 jobs.call(caller, of, cx, |job, cx| job.save(caller, save, cx));
             }
+            Event::Rewind { caller, rewind } => {
+                let of = jobs.named(&rewind.job.name, cx.common);
+                jobs.call(caller, of, cx, |job, cx| job.rewind(caller, rewind, cx));
+            }
             Event::UserData { caller, data } => {
                 let of = jobs.of_member(&data.job, cx.common);
                 jobs.call(caller, of, cx, |job, cx| job.user_data(caller, data, cx));
@@ -270,9 +274,9 @@ fn reported(jobs: &mut Jobs, server: ServerId, event: ServerEvent, cx: &mut Cont
             cx.common.acknowledgements.confirmed(server, number, cx.out);
         }
         ServerEvent::Stats(stats) => cx.common.servers.report(server, stats),
-        ServerEvent::Written { job, save, files } => {
+        ServerEvent::Written { job, save, line, files } => {
             let handle = |found: &mut Job, cx: &mut Context<'_>| {
-                found.written(server, save, files, cx);
+                found.written(server, (save, line), files, cx);
             };
             if jobs.visit_job(&job, cx, handle).is_none() {
                 let cancel = Command::CancelSave { job, save };

@@ -22,6 +22,7 @@ pub(crate) mod reduce;
 pub(crate) mod replicas;
 pub(crate) mod restore;
 pub(crate) mod resync;
+pub(crate) mod rewind;
 pub(crate) mod save;
 pub(crate) mod scrub;
 pub(crate) mod server_disconnects;
@@ -31,7 +32,7 @@ pub(crate) mod user_data;
 
 use std::{collections::BTreeSet, mem, sync::Arc};
 
-use zeroshard_model::{Attempt, Error, Fork, JobSpec, Placement, Restore, Result, Server};
+use zeroshard_model::{Attempt, Error, Fork, JobSpec, Line, Placement, Restore, Result, Server};
 
 use crate::{
     cluster::{
@@ -77,6 +78,8 @@ pub struct Job {
     pub id: u64,
     /// 0 until the job is placed.
     pub epoch: u64,
+    /// The line of its versions.
+    pub line: Arc<Line>,
     /// The time when the last lease ended; before the first lease, the time when workers could
     /// first join; or the time when the job failed. It has no meaning while a rank has a lease.
     pub unused_since: Now,
@@ -97,6 +100,7 @@ pub struct Description {
     pub placement: Arc<Placement>,
     pub epoch: u64,
     pub version: Option<u64>,
+    pub line: u64,
     pub job_id: u64,
 }
 
@@ -160,6 +164,7 @@ impl Job {
             placement: open.plan.placement.clone(),
             epoch: self.epoch,
             version: open.version.current(),
+            line: self.line.number,
             job_id: self.id,
         })
     }
@@ -292,6 +297,12 @@ impl Open {
     /// The open step. It can be pushed and committed before the initial parameters are complete.
     pub fn step(&self) -> u64 {
         self.version.current().unwrap_or(0)
+    }
+
+    /// The version from which the current line began, if it is known.
+    pub(crate) fn began_from(&self) -> Option<u64> {
+        let rolled_back = self.version.rolled_back().map(|(_, version)| version);
+        rolled_back.or_else(|| self.saves.origin().map(|of| of.version.version))
     }
 
     /// The open attempt, in the job's current epoch.

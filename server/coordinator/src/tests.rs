@@ -25,18 +25,20 @@ mod reduces;
 mod replicas;
 mod resting;
 mod restore;
+mod rewind;
 mod saves;
 mod user_data;
 mod visits;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    sync::Arc,
     time::Duration,
 };
 
 use bytes::Bytes;
 use zeroshard_model::{
-    Attempt, DType, Error, Fork, JobSpec, Manifest, Result, Server, TensorSpec, memory::Capacity,
+    Attempt, DType, Error, Fork, JobSpec, Line, Manifest, Result, Server, TensorSpec, memory::Capacity,
 };
 
 use crate::{
@@ -177,7 +179,9 @@ impl Script {
                 let plan = Plan::within(spec, live, zones, free_memory);
                 let found = placing.restore.and(self.found.clone());
                 let user_data = self.found_data.clone();
-                let placed = plan.map(|plan| Placed { plan, checkpoint: found, user_data });
+                let Placing { ref line, returns, .. } = placing;
+                let line = Line::clone(line).numbered(line.number + u64::from(returns));
+                let placed = plan.map(|plan| Placed { plan, checkpoint: found, user_data, line });
                 let placed = self.storage_errors.pop().map_or(placed, Err);
                 return Some(Event::Placed { job: placing.job, placed });
             }

@@ -14,11 +14,12 @@ use zeroshard_coordinator::{
         ids::{JobRef, Link, ServerId},
     },
 };
-use zeroshard_model::{Result, checkpoint::Start};
+use zeroshard_model::{Line, Result, checkpoint::Start};
 
 use super::{
     driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
-    storage, traces,
+    storage::{self, Found},
+    traces,
 };
 use crate::metrics::CoordinatedJob;
 
@@ -116,24 +117,30 @@ impl Driver {
     async fn plan(&self, placing: Placing) -> Result<Placed> {
         let Placing { job, spec, .. } = &placing;
         self.claims_ended(&job.name).await;
-        let (checkpoint, user_data) = storage::find(&placing).await?;
-        if let Some(policy) = spec.checkpoints.as_ref().filter(|_| !placing.returns) {
+        let Found { checkpoint, user_data, line } = storage::find(&placing).await?;
+        if let Some(policy) = &spec.checkpoints {
             let start = storage::start(&placing, checkpoint.as_ref(), &policy.url);
-            self.claim(&policy.url, job, start).await?;
+            self.claim(&policy.url, job, &line, start).await?;
         }
         let Placing { spec, live, zones, free_memory, .. } = placing;
         let plan = move || Plan::within(&spec, &live, &zones, &free_memory);
         let plan = self.failure.blocking("place a job", plan).await?;
-        Ok(Placed { plan, checkpoint, user_data })
+        Ok(Placed { plan, checkpoint, user_data, line })
     }
 
-    /// Makes the job the owner of the checkpoints of its name at `url`.
+    /// Makes the line the owner of the checkpoints of its job's name at `url`.
     ///
     /// # Errors
     /// Those of [`Storage::claim`].
-    pub(super) async fn claim(&self, url: &str, job: &JobRef, start: Start) -> Result<()> {
+    pub(super) async fn claim(
+        &self,
+        url: &str,
+        job: &JobRef,
+        line: &Line,
+        start: Start,
+    ) -> Result<()> {
         let (name, job_id, by) = (job.name.as_str(), job.id, self.name.as_str());
-        let claimant = Claimant { job: name, job_id, by, start };
+        let claimant = Claimant { job: name, job_id, line, by, start };
         Storage::open(url)?.claim(&claimant).await
     }
 
@@ -166,11 +173,11 @@ impl Driver {
             let check_leader = || driver.read(|_| ());
             let complete = async {
                 let outcome = storage::complete(completion, check_leader).await;
-                let is_complete = outcome.is_ok();
-                driver.tell(Event::Completed { job: job.clone(), save, outcome });
-                if is_complete && driver.is_leader() {
+                // A job that is to return to a checkpoint waits until none is being removed.
+                if outcome.is_ok() && driver.is_leader() {
                     storage::prune(&job, &plan).await;
                 }
+                driver.tell(Event::Completed { job, save, outcome });
             };
             driver.failure.guard("the manifest of a checkpoint", complete).await;
         });

@@ -20,7 +20,7 @@ use zeroshard_coordinator::{
     },
 };
 use zeroshard_model::{
-    Attempt, Error, Fork, JobSpec, JobVersion, Placement, Restore, Result, Server,
+    Attempt, Error, Fork, JobSpec, JobVersion, Line, Placement, Restore, Result, Server,
     limits::MAX_SERVER_NAME,
     memory::Capacity,
     name::{check_name, server_id},
@@ -266,6 +266,7 @@ pub(crate) fn wire(command: Command) -> serve_response::Command {
         }
         Command::Write { job: JobRef { name: job, id: job_id }, plan } => {
             let SavePlan { save, version, url, .. } = plan;
+            let version = version.version;
             serve_response::Command::Write(pb::WriteCheckpoint { job, job_id, save, url, version })
         }
         Command::CancelSave { job: JobRef { name: job, id: job_id }, save } => {
@@ -307,8 +308,9 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         restore: open.checkpoint.as_ref().map(|checkpoint| pb::Restore {
             url: checkpoint.url.clone(),
             job: checkpoint.job.clone(),
-            version: Some(checkpoint.version),
+            version: Some(checkpoint.version.version),
             if_any: false,
+            line: Some(checkpoint.version.line),
         }),
         restore_job_id: open.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.job_id),
         requested: open.requested.as_deref().map(Into::into),
@@ -320,6 +322,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         done: open.done.clone(),
         left: open.left.clone(),
         version: open.version,
+        line: Some((&*open.line).into()),
         decision: open.decision.clone().map(|decision| {
             let job = JobRef { name: spec.name.clone(), id: *job_id };
             decide(job, *decision)
@@ -396,9 +399,9 @@ pub(crate) fn server_event(event: serve_request::Event) -> Result<ServerEvent> {
                 "the control stream has more `JobReport` than `Hello` says",
             ));
         }
-        Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
+        Wire::Written(pb::CheckpointWritten { job: name, job_id, save, line, files }) => {
             let files = files.iter().map(|file| file.encode_to_vec().into()).collect();
-            ServerEvent::Written { job: job(name, job_id), save, files: Files(files) }
+            ServerEvent::Written { job: job(name, job_id), save, line, files: Files(files) }
         }
         Wire::CheckpointFailed(failed) => {
             let pb::CheckpointFailed { job: name, job_id, save, url, reason, missing_bytes } =
@@ -448,6 +451,7 @@ pub(crate) fn job_report(mut job: pb::JobReport) -> Result<JobReport> {
     let lease = |pb::RankLease { rank, lease }| (rank, Lease(lease));
     let rest = |pb::RankRests { rank, since, excluded, .. }| (rank, (since, excluded));
     let decision = job.decision.map(decision).transpose()?;
+    let line = Arc::new(job.line.map(Line::try_from).transpose()?.unwrap_or_default());
     Ok(JobReport {
         id: job.job_id,
         term: 0,
@@ -455,6 +459,7 @@ pub(crate) fn job_report(mut job: pb::JobReport) -> Result<JobReport> {
         spec: Arc::new(spec),
         fork: from.map(|from| Arc::new(Fork { from, fresh_state })),
         restore,
+        line,
         attempt: Attempt { epoch: job.epoch, step: job.step, number: job.attempt },
         published: job.published,
         initialised: job.initialised,

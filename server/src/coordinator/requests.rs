@@ -102,6 +102,19 @@ impl Waits {
         url.as_deref().map_or(Ok(()), check_url)?;
         Ok(Save { job: JobRef { name, id }, url, unless_saved, wait })
     }
+
+    /// Checks the request to rewind a job. Returns how long its caller waits.
+    pub(super) fn rewind(
+        &self,
+        request: Request<pb::RewindJobRequest>,
+    ) -> Result<(Duration, pb::RewindJobRequest)> {
+        let wait = self.of(&request).left();
+        let request = request.into_inner();
+        if !request.url.is_empty() {
+            check_url(&request.url)?;
+        }
+        Ok((wait, request))
+    }
 }
 
 /// The report of a rank that cannot reach a server.

@@ -37,9 +37,9 @@ pub(crate) trait Message<M> {
 impl Message<pb::DescribeJobResponse> for Description {
     fn message(self) -> pb::DescribeJobResponse {
         let description = self;
-        let Description { spec, placement, epoch, version, job_id } = description;
+        let Description { spec, placement, epoch, version, line, job_id } = description;
         let (spec, placement) = (Some(spec.as_ref().into()), Some(placement.as_ref().into()));
-        pb::DescribeJobResponse { spec, epoch, placement, version, job_id }
+        pb::DescribeJobResponse { spec, epoch, placement, version, job_id, line }
     }
 }
 
@@ -57,6 +57,7 @@ impl Message<pb::JoinResponse> for Change {
             placement: change.placement.map(|placement| placement.as_ref().into()),
             peers: change.peers.into_iter().map(peer).collect(),
             job_id: change.job_id,
+            line: Some((&*change.line).into()),
         }
     }
 }
@@ -296,6 +297,7 @@ impl Message<pb::JobStatus> for &Job {
             slices: manifest.number_of_slices() as u32,
             failure,
             job_id: job.id,
+            line: job.line.number,
             resting: open.map(|open| open.uneven_inputs.ranks().collect()).unwrap_or_default(),
             saved_version: open.and_then(|open| open.saves.last()),
             saving_version: open.and_then(|open| open.saves.current()),

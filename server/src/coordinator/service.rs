@@ -12,13 +12,13 @@ use zeroshard_coordinator::{
     cluster::Cluster,
     job::Job,
     vocabulary::{
-        calls::{Attach, Join, Leave, Reply, Saved},
+        calls::{Attach, Join, Leave, Reply, Rewind, Saved},
         events::Event,
         ids::{self, JobRef, Lease},
     },
 };
 use zeroshard_model::{
-    Attempt, Error, Result,
+    Attempt, Error, JobSpec, Line, Result,
     version::{self, VERSION},
 };
 use zeroshard_proto::{
@@ -31,6 +31,7 @@ use super::{
     driver::Driver,
     requests::{Waits, attached_data, create, dialled, link, rank_data},
     responses::{Message, reduced, status},
+    storage,
     urls::UrlPrefix,
 };
 use crate::{
@@ -200,13 +201,39 @@ impl coordinator_service_server::CoordinatorService for Service {
             let save = self.waits.save(request)?;
             let job = &save.job.name;
             let place = |cluster: &Cluster| cluster.jobs().get(job)?.saved_at(&save);
-            if let Some((url, job, start)) = self.driver.read(place)? {
-                self.driver.claim(&url, &job, start).await?;
+            if let Some((url, job, line, start)) = self.driver.read(place)? {
+                self.driver.claim(&url, &job, &line, start).await?;
             }
             match self.driver.call(|caller| Event::Save { caller, save }).await? {
                 Reply::Saved(Saved { version, bytes }) => {
                     Ok(pb::SaveCheckpointResponse { version, bytes })
                 }
+                other => Err(unexpected(&other)),
+            }
+        })
+        .await
+    }
+
+    async fn rewind_job(
+        &self,
+        request: Request<pb::RewindJobRequest>,
+    ) -> Answer<pb::RewindJobResponse> {
+        answer(async {
+            let pb::RewindJobRequest { job, version, .. } = request.get_ref();
+            Audited::of(&request).is("rewind job", &format!("{job} to version {version}"));
+            Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
+            self.urls.check(&request.get_ref().url)?;
+            let (wait, request) = self.waits.rewind(request)?;
+            let known = self.driver.read(|cluster| rewound(cluster.job(&request.job)?, &request))??;
+            let (job, spec, line, url) = known;
+            let skips = request.skips.iter().map(|range| range.begin..range.end);
+            let skips: Vec<_> = skips.collect();
+            let to = (url.as_str(), request.version);
+            let (to, skips) = storage::target((&job, &spec, &line), to, &skips).await?;
+            let from = request.from_line;
+            let rewind = Rewind { job, from, to, skips, wait };
+            match self.driver.call(|caller| Event::Rewind { caller, rewind }).await? {
+                Reply::Rewound { line } => Ok(pb::RewindJobResponse { line }),
                 other => Err(unexpected(&other)),
             }
         })
@@ -393,6 +420,28 @@ async fn answer<T>(work: impl Future<Output = Result<T>>) -> Answer<T> {
 fn check_turn<T>(request: &Request<T>, turn: impl Fn(&T) -> &Option<pb::Turn>) -> Result<()> {
     let job = turn(request.get_ref()).as_ref().map_or("", |turn| &turn.job);
     Caller::of(request.extensions())?.check_train(job)
+}
+
+/// The job, its line, and the place of the checkpoint to which it is to return.
+///
+/// # Errors
+/// [`Error::Refused`] without a place; [`Error::JobReplaced`].
+fn rewound(
+    job: &Job,
+    request: &pb::RewindJobRequest,
+) -> Result<(JobRef, Arc<JobSpec>, Arc<Line>, String)> {
+    let name = job.spec.name.clone();
+    if request.job_id != 0 && request.job_id != job.id {
+        return Err(Error::JobReplaced { job: name });
+    }
+    let policy = job.spec.checkpoints.as_ref().map(|policy| policy.url.clone());
+    let url = Some(request.url.clone()).filter(|url| !url.is_empty()).or(policy);
+    let url = url.ok_or_else(|| {
+        Error::refused(format!(
+            "job {name:?} has no checkpoint policy; name the URL of the checkpoint"
+        ))
+    })?;
+    Ok((JobRef { name, id: job.id }, job.spec.clone(), job.line.clone(), url))
 }
 
 fn unexpected(reply: &Reply) -> Error {

@@ -1,11 +1,11 @@
 //! The coordinator's part of a checkpoint in its storage: the data of the ranks, the manifest, and
 //! the removal of old checkpoints.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::Range};
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use prost::Message;
-use zeroshard_checkpoint::{Manifest, Storage};
+use zeroshard_checkpoint::{Claim, Manifest, Storage};
 use zeroshard_coordinator::{
     state::user_data::UserData,
     vocabulary::{
@@ -15,7 +15,7 @@ use zeroshard_coordinator::{
     },
 };
 use zeroshard_model::{
-    Error, JobSpec, Restore, RestoreVersion, Result,
+    Error, JobLine, JobSpec, Line, LineVersion, Restore, RestoreVersion, Result,
     checkpoint::{Start, is_same_place},
 };
 use zeroshard_proto::pb;
@@ -23,8 +23,16 @@ use zeroshard_proto::pb;
 /// The number of ranks whose data is read at the same time.
 const READS: usize = 16;
 
-/// A checkpoint, if there is one, and the data of its ranks.
-type Found = (Option<Checkpoint>, UserData);
+/// From what a job starts.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// The checkpoint, if there is one.
+    pub(super) checkpoint: Option<Checkpoint>,
+    /// The data of its ranks.
+    pub(super) user_data: UserData,
+    /// The line that begins.
+    pub(super) line: Line,
+}
 
 /// Finds the checkpoint from which a job starts. `None`: it starts without one.
 ///
@@ -37,10 +45,47 @@ pub(super) async fn find(placing: &Placing) -> Result<Found> {
         Some(restore) => look_up(restore, placing).await?,
         None => Found::default(),
     };
-    if !placing.returns {
-        check_own(&placing.spec, found.0.as_ref()).await?;
+    if placing.returns {
+        return Ok(found);
     }
-    Ok(found)
+    let number = check_own(&placing.spec, found.checkpoint.as_ref()).await?.max(found.line.number);
+    Ok(Found { line: found.line.numbered(number), ..found })
+}
+
+/// Finds the checkpoint to which a job is to return, and the batches that its next line leaves out.
+/// `line`: its current one. `skip`: batches that the next one leaves out as well.
+///
+/// # Errors
+/// Those of [`find`]; [`Error::Refused`] for batches with which earlier steps were made.
+pub(super) async fn target(
+    (job, spec, line): (&JobRef, &JobSpec, &Line),
+    (url, version): (&str, u64),
+    skip: &[Range<u64>],
+) -> Result<(Checkpoint, Vec<Range<u64>>)> {
+    let storage = existing(url)?;
+    let name = &job.name;
+    let own = claim(&storage, job, line).await?;
+    let manifest = storage.checkpoint(name, (version, None), Some(&own)).await?;
+    check_fits(&manifest, spec)?;
+    let (job_id, version) = (manifest.job_id(), manifest.version());
+    let skips = line.next(line.number, version.version, skip)?.skips().to_vec();
+    Ok((Checkpoint { url: url.to_owned(), job: name.clone(), job_id, version }, skips))
+}
+
+/// Opens a storage that exists.
+fn existing(url: &str) -> Result<Storage> {
+    Storage::open_existing(url)?.ok_or_else(|| {
+        let cause = "the directory does not exist".to_owned();
+        Error::Storage { action: "read".to_owned(), url: url.to_owned(), cause }
+    })
+}
+
+/// The claim of the last line of a job.
+async fn claim(storage: &Storage, job: &JobRef, line: &Line) -> Result<Claim> {
+    if let Some(claim) = storage.last_claim_of(&job.name, job.id).await? {
+        return Ok(claim);
+    }
+    storage.claim_of(&job.name, JobLine { job_id: job.id, line: line.number }).await
 }
 
 /// How a job whose own checkpoints are at `url` begins, for its claim.
@@ -52,15 +97,17 @@ pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) ->
 }
 
 async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
-    let Restore { url, job, version } = restore;
-    let (storage, spec) = (Storage::open(url)?, &placing.spec);
+    let Restore { url, job, version, line } = restore;
+    let storage = Storage::open(url)?;
+    let owner = match placing.returns {
+        true => Some(claim(&storage, &placing.job, &placing.line).await?),
+        false => storage.owner(job).await?,
+    };
     let found = match version {
-        RestoreVersion::Exactly(version) => Some(storage.manifest(job, *version).await?),
-        _ if placing.returns => {
-            let claim = storage.claim_of(job, placing.job.id).await?;
-            storage.latest(job, &claim).await?
+        RestoreVersion::Exactly(version) => {
+            Some(storage.checkpoint(job, (*version, *line), owner.as_ref()).await?)
         }
-        _ => latest(&storage, job).await?,
+        _ => storage.latest(job, owner.as_ref()).await?,
     };
     let Some(manifest) = found else {
         if *version == RestoreVersion::LatestIfAny {
@@ -72,14 +119,8 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
         };
         return Err(Error::NoCheckpoint { url: url.clone(), job: job.clone(), version });
     };
-    let version = manifest.version();
-    if let Some(difference) = manifest.difference(spec) {
-        return Err(Error::refused(format!(
-            "job {:?} cannot start from version {version} of job {job:?}: they differ in their \
-             {difference}",
-            spec.name
-        )));
-    }
+    check_fits(&manifest, &placing.spec)?;
+    let line = next_line(placing, restore, (&storage, owner.as_ref())).await?;
     let (storage, manifest) = (&storage, &manifest);
     let read = |rank| async move {
         let data = storage.user_data(manifest, rank).await?;
@@ -88,32 +129,59 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
     let ranks = stream::iter(manifest.ranks()).map(read).buffer_unordered(READS);
     let ranks = ranks.try_filter_map(async |found| Ok(found)).try_collect().await?;
     let user_data = UserData::restored(ranks, manifest.lost_ranks());
-    let (url, job, job_id) = (url.clone(), job.clone(), manifest.job_id());
-    Ok((Some(Checkpoint { url, job, job_id, version }), user_data))
+    let (job_id, version) = (manifest.job_id(), manifest.version());
+    let checkpoint = Checkpoint { url: url.clone(), job: job.clone(), job_id, version };
+    Ok(Found { checkpoint: Some(checkpoint), user_data, line })
 }
 
-/// The latest checkpoint of a name, of the job that owns them and its ancestors.
-async fn latest(storage: &Storage, job: &str) -> Result<Option<Manifest>> {
-    if let Some(owner) = storage.owner(job).await? {
-        return storage.latest(job, &owner).await;
+/// The line of a job that starts from a checkpoint of `owner`. A job that returns begins a new one. A
+/// new job of the same name continues the line of the owner, whose number its own versions have not
+/// had.
+async fn next_line(
+    placing: &Placing,
+    restore: &Restore,
+    (storage, owner): (&Storage, Option<&Claim>),
+) -> Result<Line> {
+    let claimed = owner.map(Claim::line).transpose()?.unwrap_or_default();
+    if placing.returns {
+        // The claim is later than the job knows if a coordinator was lost after it had written it.
+        let is_later = claimed.number > placing.line.number;
+        let line = if is_later { claimed } else { Line::clone(&placing.line) };
+        let number = storage.next_line(&restore.job).await?.max(line.number + 1);
+        return Ok(line.numbered(number));
     }
-    match storage.versions(job).await?.pop() {
-        Some(version) => storage.manifest(job, version).await.map(Some),
-        None => Ok(None),
-    }
+    let policy = placing.spec.checkpoints.as_ref();
+    let is_own = restore.job == placing.spec.name
+        && policy.is_none_or(|policy| is_same_place(&policy.url, &restore.url));
+    Ok(if is_own { claimed } else { Line::default() })
+}
+
+/// Checks that a job can start from a checkpoint.
+fn check_fits(manifest: &Manifest, spec: &JobSpec) -> Result<()> {
+    let Some(difference) = manifest.difference(spec) else { return Ok(()) };
+    Err(Error::refused(format!(
+        "job {:?} cannot start from version {} of job {:?}: they differ in their {difference}",
+        spec.name,
+        manifest.version(),
+        manifest.job()
+    )))
 }
 
 /// Checks that the place of a job's own checkpoints has none that the job does not continue: after
-/// the loss of a server it would be restored from one of them.
-async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<()> {
-    let Some(policy) = &spec.checkpoints else { return Ok(()) };
+/// the loss of a server it would be restored from one of them. Returns the number of the line that
+/// owns the place, on which there is no version that the new job could make again.
+async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<u64> {
+    let Some(policy) = &spec.checkpoints else { return Ok(0) };
     let storage = Storage::open(&policy.url)?;
-    let Some(latest) = latest(&storage, &spec.name).await? else { return Ok(()) };
+    let owner = storage.owner(&spec.name).await?;
+    let latest = storage.latest(&spec.name, owner.as_ref()).await?;
+    let number = owner.map_or(0, |owner| owner.of().line);
+    let Some(latest) = latest else { return Ok(number) };
     let latest = latest.version();
     let own =
         found.filter(|found| is_same_place(&found.url, &policy.url) && found.job == spec.name);
     if own.is_some_and(|own| own.version == latest) {
-        return Ok(());
+        return Ok(number);
     }
     let remedy = match own {
         Some(own) => format!(
@@ -153,13 +221,16 @@ pub(super) async fn complete(
     }
     let manifest = Manifest::new(&spec, job.id, version, save, files)?.without_data_of(lost_ranks);
     check_leader()?;
-    storage.check_owner(&job.name, job.id).await?;
+    let of = JobLine { job_id: job.id, line: version.line };
+    if !storage.continue_claim(&job.name, of).await? {
+        storage.check_owner(&job.name, job.id).await?;
+    }
     if !storage.commit(&manifest).await? {
         storage.discard(&job.name, version, save).await?;
-        // A job has one state at a version, so its earlier checkpoint is as good, and so is that of
+        // A line has one state at a version, so its earlier checkpoint is as good, and so is that of
         // an earlier job from which this one was restored and has made no step since.
         let existing = storage.manifest(&job.name, version).await?;
-        let is_ancestor = storage.claim_of(&job.name, job.id).await?.admits(&existing);
+        let is_ancestor = storage.claim_of(&job.name, of).await?.admits(&existing);
         if existing.job_id() == job.id || is_ancestor && existing.has_state_of(&manifest) {
             return Ok(existing.bytes());
         }
@@ -172,9 +243,11 @@ pub(super) async fn complete(
 
 /// Removes old checkpoints after one is complete. A failure does not matter for that one.
 pub(super) async fn prune(JobRef { name: job, id }: &JobRef, plan: &SavePlan) {
-    let removed = async { Storage::open(&plan.url)?.prune(job, *id, plan.keep).await };
+    let of = JobLine { job_id: *id, line: plan.version.line };
+    let removed = async { Storage::open(&plan.url)?.prune(job, of, plan.keep).await };
     match removed.await {
         Ok(removed) if !removed.is_empty() => {
+            let removed = removed.iter().map(LineVersion::to_string).collect::<Vec<_>>();
             tracing::info!(job, ?removed, "old checkpoints are removed");
         }
         Ok(_) => {}

@@ -150,15 +150,16 @@ impl Events {
     }
 
     /// Tells that this server's part of a checkpoint of the job with this name and id is written.
+    /// `save`: its number, and the line of the version.
     pub(crate) fn tell_written(
         &self,
         job: &str,
         job_id: u64,
-        save: u64,
+        (save, line): (u64, u64),
         files: Vec<pb::CheckpointFile>,
     ) {
         let job = job.to_owned();
-        self.tell(Event::Written(pb::CheckpointWritten { job, job_id, save, files }));
+        self.tell(Event::Written(pb::CheckpointWritten { job, job_id, save, files, line }));
     }
 
     /// Sends an event that is only useful now, if no other event waits to be sent.

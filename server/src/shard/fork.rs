@@ -315,7 +315,7 @@ impl<B: Backend> Copier<B> {
         copies: &[SliceCopy],
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
-        let request = pb::StepsRequest { job: job.clone(), job_id, version };
+        let request = pb::StepsRequest { job: job.clone(), job_id, version, line: None };
         let mut client = ShardServiceClient::new(connection.clone())
             .max_decoding_message_size(MAX_CONTROL_MESSAGE);
         let answer = client.steps(request).await.map_err(|s| from_status(&s, peer))?;

@@ -9,7 +9,7 @@ use std::{
 };
 
 use zeroshard_kernels::Backend;
-use zeroshard_model::{Attempt, Error, Result};
+use zeroshard_model::{Attempt, Error, LineVersion, Result};
 use zeroshard_net::trace::{SpanKind, Trace};
 use zeroshard_proto::pb;
 use zeroshard_shard::{
@@ -27,7 +27,7 @@ pub(crate) use report::being_restored;
 mod report;
 mod wait;
 
-/// The predecessor of a job, as its creator has requested it.
+/// From what a job has begun.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Origin {
     /// A version of another job.
@@ -35,6 +35,8 @@ pub(crate) struct Origin {
     pub(crate) fresh_state: bool,
     /// A checkpoint.
     pub(crate) restore: Option<pb::Restore>,
+    /// The line of the job's versions.
+    pub(crate) line: pb::Line,
 }
 
 /// A job on this server.
@@ -110,7 +112,24 @@ impl<B: Backend> Job<B> {
     /// Tells the coordinator that this server's part of a checkpoint is written.
     pub(crate) fn tell_written(&self, save: u64, files: Vec<pb::CheckpointFile>) {
         let Reports { job, id, events, .. } = &*self.reports;
-        events.tell_written(job, *id, save, files);
+        events.tell_written(job, *id, (save, self.origin.line.number), files);
+    }
+
+    /// A version on the line of the job.
+    pub(super) fn on_line(&self, version: u64) -> LineVersion {
+        LineVersion { version, line: self.origin.line.number }
+    }
+
+    /// Checks the line of a version that a caller asks for; `None` stands for any.
+    ///
+    /// # Errors
+    /// [`Error::VersionGone`].
+    pub(super) fn check_line(&self, line: Option<u64>, version: u64) -> Result<()> {
+        if line.is_none_or(|line| line == self.origin.line.number) {
+            return Ok(());
+        }
+        let (job, current) = (self.spec.name.clone(), self.version().unwrap_or_default());
+        Err(Error::VersionGone { job, version, current })
     }
 }
 

@@ -66,6 +66,7 @@ pub(super) async fn hold<B: Backend>(
     deadline: Deadline,
 ) -> Result<HeldPin<B>> {
     let version = request.version;
+    job.check_line(request.line, version)?;
     for name in &request.averages {
         job.spec.average(name)?;
     }

@@ -105,6 +105,7 @@ pub(super) fn pull<B: Backend>(
     let is_member = request.epoch != 0 && attempt_of(request).is_none();
     let epoch = is_member.then_some(request.epoch);
     epoch.map_or(Ok(()), |epoch| job.check_epoch(epoch))?;
+    job.check_line(request.line, request.version)?;
     let wire = Wire::of_message(request.dtype, || "dtype of a pull".to_owned())?;
     let bytes = match request.chunk_bytes as usize {
         0 => CHUNK_BYTES,

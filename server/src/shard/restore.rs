@@ -5,7 +5,7 @@ use std::sync::Arc;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use zeroshard_checkpoint::{Manifest, Storage};
 use zeroshard_kernels::Backend;
-use zeroshard_model::{Error, Restore, RestoreVersion, Result};
+use zeroshard_model::{Error, LineVersion, Restore, RestoreVersion, Result};
 use zeroshard_proto::pb;
 
 use super::{job::Job, store::Store};
@@ -48,19 +48,20 @@ async fn read<B: Backend>(
     job: &Arc<Job<B>>,
     (checkpoint, job_id): (pb::Restore, u64),
 ) -> Result<u64> {
-    let Restore { url, job: name, version } = Restore::try_from(checkpoint)?;
+    let Restore { url, job: name, version, line } = Restore::try_from(checkpoint)?;
     let RestoreVersion::Exactly(version) = version else {
         return Err(Error::Internal { cause: "a checkpoint without a version".to_owned() });
     };
     let storage = Storage::open(&url)?;
-    let manifest = Arc::new(storage.manifest(&name, version).await?);
+    let saved = LineVersion { version, line: line.unwrap_or_default() };
+    let manifest = Arc::new(storage.manifest(&name, saved).await?);
     if manifest.job_id() != job_id {
         // The checkpoint was removed, and another job has written one of the same version.
-        let version = format!("version {version} of the job with id {job_id:016x}");
+        let version = format!("version {saved} of the job with id {job_id:016x}");
         return Err(Error::NoCheckpoint { url, job: name, version });
     }
     if let Some(difference) = manifest.difference(&job.spec) {
-        let cause = format!("version {version} of job {name:?} has another {difference}");
+        let cause = format!("version {saved} of job {name:?} has another {difference}");
         return Err(Error::Internal { cause });
     }
     let slices: Vec<u32> = job.slices().map(|(index, _)| index).collect();

@@ -130,7 +130,8 @@ async fn run<B: Backend>(
     let &pb::WriteCheckpoint { save, version, .. } = request;
     let span = job.trace_at(version).span("save", SpanKind::Internal);
     let mut span = span.with("zeroshard.version", version as i64);
-    let save = Save { spec: Arc::new(job.spec.clone()), version, save, server };
+    let saved = job.on_line(version);
+    let save = Save { spec: Arc::new(job.spec.clone()), version: saved, save, server };
     let may_write = taken.and(check_owner(job, request).await);
     let writing =
         may_write.and_then(|()| start_writing(request.url.clone(), save.clone(), snapshot.clone()));
@@ -161,7 +162,7 @@ async fn run<B: Backend>(
     snapshot.end_all().await;
     if written.is_err()
         && let Ok(storage) = Storage::open(&request.url)
-        && let Err(error) = storage.discard(&job.spec.name, version, save.save).await
+        && let Err(error) = storage.discard(&job.spec.name, saved, save.save).await
     {
         tracing::warn!(job = job.spec.name, version, %error, "a given up save was not removed");
     }

@@ -65,9 +65,10 @@ impl<B: Backend> Service<B> {
     async fn digests(&self, request: Request<pb::DigestRequest>) -> Result<pb::DigestResponse> {
         let deadline = self.deadline(&request);
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
-        let pb::DigestRequest { job, job_id, version } = request.into_inner();
+        let pb::DigestRequest { job, job_id, version, line } = request.into_inner();
         let job = self.store.job(&job, job_id)?;
         // A call for a later version must not keep others from their turn.
+        job.check_line(line, version)?;
         job.wait_for_version(version, deadline).await?;
         let primaries: Vec<u32> = job.primary_slices().map(|(slice, _)| slice).collect();
         let name = &job.spec.name;
@@ -127,6 +128,7 @@ impl<B: Backend> Service<B> {
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
         let request = request.into_inner();
         let job = self.store.job(&request.job, request.job_id)?;
+        job.check_line(request.line, request.version)?;
         job.wait_for_version(request.version, deadline).await?;
         let mut response = pb::StepsResponse::default();
         for (index, slice) in job.primary_slices().filter(|(_, slice)| slice.group.is_some()) {

@@ -12,12 +12,14 @@ use zeroshard_coordinator::{
     placement::plan::Plan,
     state::user_data::UserData,
     vocabulary::{
+        calls::Rewind,
         commands::Checkpoint,
         events::{Completion, Event, Placed, Placing},
+        ids::{Caller, JobRef},
     },
 };
 use zeroshard_kernels::Cpu;
-use zeroshard_model::{AppliedSteps, Error, RestoreVersion, Result};
+use zeroshard_model::{AppliedSteps, Error, Line, LineVersion, RestoreVersion, Result};
 use zeroshard_shard::events::JobEvent;
 
 use super::{
@@ -30,6 +32,9 @@ use crate::shard::job::Job;
 const FINDING: Duration = Duration::from_millis(100);
 /// How long the store needs to complete a checkpoint, at most.
 const COMPLETING: Duration = Duration::from_millis(500);
+
+/// How long an operator waits for the return to a checkpoint.
+const REWINDING: Duration = Duration::from_secs(60);
 
 /// Where the checkpoints are.
 pub(super) const URL: &str = "file:///checkpoints";
@@ -48,21 +53,44 @@ pub(super) type Slices = BTreeMap<u32, Content>;
 pub(super) struct Store {
     /// The slices of each save that servers have written.
     written: BTreeMap<u64, Slices>,
-    /// The complete checkpoints, by version, with the ids of their jobs.
-    complete: BTreeMap<u64, (u64, Slices)>,
+    /// The complete checkpoints, with the ids of their jobs.
+    complete: BTreeMap<LineVersion, (u64, Slices)>,
+    /// The lines that have been claimed, and the version from which each of them begins.
+    lines: BTreeMap<u64, (LineVersion, Line)>,
+    /// The line that owns the checkpoints.
+    line: u64,
 }
 
 impl Store {
-    /// Removes all checkpoints but the latest.
-    fn keep(&mut self, number: usize) {
-        while self.complete.len() > number {
-            self.complete.pop_first();
+    /// Returns whether a version is one of a line, or one from which it follows.
+    fn is_on(&self, version: LineVersion, mut line: u64) -> bool {
+        let mut until = u64::MAX;
+        while line != version.line {
+            let Some((from, _)) = self.lines.get(&line) else { return false };
+            (line, until) = (from.line, until.min(from.version));
         }
+        version.version <= until
     }
 
-    /// The latest version, and the id of its job.
-    pub(super) fn latest(&self) -> Option<(u64, u64)> {
-        self.complete.last_key_value().map(|(&version, &(id, _))| (version, id))
+    /// The complete checkpoints of the current line, and of those from which it follows.
+    fn current(&self) -> impl DoubleEndedIterator<Item = LineVersion> {
+        self.complete.keys().copied().filter(|version| self.is_on(*version, self.line))
+    }
+
+    /// Removes all checkpoints of the current line but the latest, and those of other lines that it
+    /// has passed.
+    fn keep(&mut self, number: usize) {
+        let current: Vec<LineVersion> = self.current().collect();
+        let Some(newest) = current.last() else { return };
+        let kept = &current[current.len().saturating_sub(number)..];
+        let stays = |of: &LineVersion| kept.contains(of) || of.version > newest.version;
+        self.complete.retain(|version, _| stays(version));
+    }
+
+    /// The latest version of the current line, and the id of its job.
+    pub(super) fn latest(&self) -> Option<(LineVersion, u64)> {
+        let version = self.current().next_back()?;
+        Some((version, self.complete[&version].0))
     }
 }
 
@@ -100,6 +128,28 @@ pub(super) fn fill(job: &Job<Cpu>, slices: &Slices) -> Result<()> {
 }
 
 impl World {
+    /// An operator returns the job to a checkpoint: to the last one, or to one `back` before it.
+    /// `skips`: the batch that follows is left out.
+    pub(super) fn rewind(&mut self, back: usize, skips: bool) {
+        let index = self.any_coordinator();
+        let coordinator = &self.coordinators[index];
+        let job = coordinator.cluster.as_ref().and_then(|cluster| cluster.jobs().get(JOB));
+        let Some(line) = job.map(|job| job.line.clone()) else { return };
+        let Some(version) = self.store.current().rev().nth(back) else { return };
+        let first = line.batch(version.version);
+        let skip = if skips { first..first + 1 } else { first..first };
+        // Another line may have been claimed, of which this coordinator does not know yet.
+        let Ok(next) = line.next(line.number, version.version, &[skip]) else { return };
+        let (url, job, job_id) = (URL.to_owned(), JOB.to_owned(), self.store.complete[&version].0);
+        let to = Checkpoint { url, job: job.clone(), job_id, version };
+        let (job, skips) = (JobRef { name: job, id: 0 }, next.skips().to_vec());
+        let rewind = Rewind { job, from: line.number, to, skips, wait: REWINDING };
+        let coordinator = &mut self.coordinators[index];
+        let (caller, life) = (Caller(coordinator.next()), coordinator.life);
+        let event = Box::new(Event::Rewind { caller, rewind });
+        self.later(Happening::Event { life, stream: None, event });
+    }
+
     /// A server begins to write slices.
     pub(super) fn write(&mut self, server: usize, job: u64, save: u64, slices: Result<Slices>) {
         let life = self.servers[server].life;
@@ -148,22 +198,33 @@ impl World {
         let found =
             if fails { Err(failure("list", "it is not reachable")) } else { self.find(&placing) };
         let placed = plan.and_then(|plan| {
-            let (checkpoint, user_data) = found?;
+            let (checkpoint, user_data, line) = found?;
             let user_data = UserData::restored(user_data, &[]);
-            Ok(Placed { plan, checkpoint, user_data })
+            Ok(Placed { plan, checkpoint, user_data, line })
         });
         let event = Box::new(Event::Placed { job: placing.job, placed });
         self.later(Happening::Event { life, stream: None, event });
     }
 
-    /// The checkpoint from which a job starts, and the data of its ranks.
-    fn find(&self, placing: &Placing) -> Result<(Option<Checkpoint>, BTreeMap<u32, Bytes>)> {
+    /// The checkpoint from which a job starts, the data of its ranks, and the line that begins.
+    fn find(
+        &mut self,
+        placing: &Placing,
+    ) -> Result<(Option<Checkpoint>, BTreeMap<u32, Bytes>, Line)> {
         let Some(restore) = &placing.restore else { return Ok(Default::default()) };
-        match (self.store.latest(), restore.version) {
+        let wanted = match restore.version {
+            RestoreVersion::Exactly(version) => {
+                let wanted = LineVersion { version, line: restore.line.unwrap_or_default() };
+                self.store.complete.get(&wanted).map(|(id, _)| (wanted, *id))
+            }
+            _ => self.store.latest(),
+        };
+        match (wanted, restore.version) {
             (Some((version, job_id)), _) => {
                 let (url, job) = (URL.to_owned(), JOB.to_owned());
                 let checkpoint = Checkpoint { url, job, job_id, version };
-                Ok((Some(checkpoint), self.user_data(version)))
+                let line = self.next_line(placing, version);
+                Ok((Some(checkpoint), self.user_data(version.version), line))
             }
             (None, RestoreVersion::LatestIfAny) => Ok(Default::default()),
             (None, _) => {
@@ -173,8 +234,25 @@ impl World {
         }
     }
 
+    /// The line of a job that starts from a version.
+    fn next_line(&mut self, placing: &Placing, version: LineVersion) -> Line {
+        let Store { lines, line: owner, .. } = &mut self.store;
+        let claimed = lines.get(owner).map(|(_, line)| line.clone()).unwrap_or_default();
+        if !placing.returns {
+            return claimed;
+        }
+        let is_later = claimed.number > placing.line.number;
+        let line = if is_later { claimed } else { Line::clone(&placing.line) };
+        let last = lines.last_key_value().map_or(0, |(&last, _)| last);
+        let number = last.max(line.number) + 1;
+        let line = line.numbered(number);
+        lines.insert(number, (version, line.clone()));
+        *owner = number;
+        line
+    }
+
     /// The slices of a checkpoint, when a server has read them.
-    pub(super) fn checkpoint(&mut self, version: u64) -> Result<Slices> {
+    pub(super) fn checkpoint(&mut self, version: LineVersion) -> Result<Slices> {
         if self.faults.loses(&mut self.rng) {
             return Err(failure("read", "it is not reachable"));
         }
@@ -208,10 +286,12 @@ impl World {
             (false, Some((id, _))) if *id != job.id => Err("an earlier job is saved there"),
             (false, Some(_)) => Ok(1),
             (false, None) => {
-                self.check_user_data(plan.version, &user_data);
+                self.check_user_data(plan.version.version, &user_data);
                 let slices = self.store.written.remove(&plan.save).unwrap_or_default();
                 self.check_saved(plan.version, &slices);
                 self.store.complete.insert(plan.version, (job.id, slices));
+                // The job continues on this line, whatever a coordinator that was lost has claimed.
+                self.store.line = plan.version.line;
                 self.store.keep(plan.keep as usize);
                 Ok(1)
             }
@@ -231,13 +311,15 @@ impl World {
         (0..self.size.world).map(|rank| (rank, user_data(rank, version))).collect()
     }
 
-    fn check_saved(&mut self, version: u64, slices: &Slices) {
+    fn check_saved(&mut self, version: LineVersion, slices: &Slices) {
         let expected: BTreeSet<u32> = (0..).take(spec(self.size).manifest.slices().len()).collect();
         if !slices.keys().eq(&expected) {
             return self.fail(format!("the checkpoint of version {version} has {slices:?}"));
         }
+        let line = self.store.lines.get(&version.line).map(|(_, line)| line.clone());
+        let batches = self.batches(&line.unwrap_or_default(), version.version);
         for (slice, content) in slices {
-            let outcome = self.record.saved(version, *slice, content);
+            let outcome = self.record.saved(batches.clone(), *slice, content);
             self.check(outcome);
         }
     }

@@ -69,7 +69,7 @@ impl Coordinator {
         self.armed.is_none_or(|armed| at < armed)
     }
 
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.last += 1;
         self.life << 32 | self.last
     }

@@ -32,6 +32,8 @@ pub(super) enum Fault {
     Doom { rank: u32, down: Duration },
     /// A server stands still; for a long time only if it may be lost.
     Still { server: usize, duration: Duration },
+    /// An operator returns the job to a checkpoint: to the last one, or to one of those before it.
+    Rewind { back: usize, skips: bool },
     /// There are two coordinators, and the network between them and the rest changes so many times.
     Pair { left: u32 },
 }
@@ -99,7 +101,8 @@ impl Fault {
         let scale = [1_000, 100_000, 2_000_000][rng.usize(..3)];
         let down = Duration::from_micros(rng.u64(..scale));
         let can_lose = size.replicas > 1 || size.save_every.is_some();
-        match rng.u32(..7) {
+        let can_rewind = size.save_every.is_some();
+        match rng.u32(..8) {
             0 => Self::Coordinator { down },
             1 if can_lose => Self::Server { server, down },
             2 if can_lose => Self::Both { server, down },
@@ -107,6 +110,7 @@ impl Fault {
             4 => Self::Doom { rank, down },
             5 if can_lose => Self::Still { server, duration: down * 12 },
             5 => Self::Still { server, duration: down * 3 },
+            6 if can_rewind => Self::Rewind { back: rng.usize(..3), skips: rng.bool() },
             _ => Self::Stream { server },
         }
     }
@@ -166,6 +170,7 @@ impl World {
         match fault {
             fault if !self.has_begun => self.after(WAIT, Happening::Fault(fault)),
             Fault::Pair { left } => self.disturb_pair(left),
+            Fault::Rewind { back, skips } => self.rewind(back, skips),
             Fault::Coordinator { down } => self.end_coordinator(down),
             fault if fault.may_lose(self).is_some_and(|server| !self.can_lose(server)) => {
                 self.after(WAIT, Happening::Fault(fault));

@@ -4,22 +4,29 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use zeroshard_coordinator::vocabulary::decision::Report;
+use zeroshard_model::Line;
 use zeroshard_proto::pb;
 
 use super::checkpoints::Content;
 use crate::coordinator::responses::Message;
 
+/// The batches of all steps that have led to a version. Versions of two lines have the same bits if
+/// they come from the same batches.
+pub(super) type Batches = Vec<u64>;
+
 /// The observations of all workers of a run.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Record {
     /// The published parameters, by version and slice.
-    versions: BTreeMap<(u64, u32), Bytes>,
-    /// The reports as they are sent to workers, by step.
-    reports: BTreeMap<u64, pb::CommitResponse>,
+    versions: BTreeMap<(Batches, u32), Bytes>,
+    /// The reports as they are sent to workers, by the version to which the step has led.
+    reports: BTreeMap<Batches, pb::CommitResponse>,
     /// The content of checkpoints, by version and slice.
-    saved: BTreeMap<(u64, u32), Content>,
+    saved: BTreeMap<(Batches, u32), Content>,
     /// The hashes of master weights and optimizer state after the last step, by slice.
-    pub(super) hashes: BTreeMap<u32, [u8; 32]>,
+    hashes: BTreeMap<(Batches, u32), [u8; 32]>,
+    /// The line on which the run has ended.
+    pub(super) line: Line,
     /// The number of coordinators that have decided about steps of this run.
     pub(super) deciders: usize,
 }
@@ -29,46 +36,76 @@ impl Record {
     /// run or in the undisturbed one.
     pub(super) fn pulled(
         &mut self,
-        version: u64,
+        version: Batches,
         slice: u32,
         values: &Bytes,
     ) -> Result<(), String> {
-        let known = self.versions.entry((version, slice)).or_insert_with(|| values.clone());
+        let key = (version.clone(), slice);
+        let known = self.versions.entry(key).or_insert_with(|| values.clone());
         match known == values {
             true => Ok(()),
-            false => Err(format!("version {version} of slice {slice} has other bits")),
+            false => {
+                Err(format!("the version of slice {slice} after {version:?} has other bits"))
+            }
         }
     }
 
     /// Adds a report, and compares it like [`Self::pulled`].
-    pub(super) fn reported(&mut self, step: u64, report: Report) -> Result<(), String> {
+    pub(super) fn reported(&mut self, version: Batches, report: Report) -> Result<(), String> {
         let report = report.message();
-        let known = self.reports.entry(step).or_insert_with(|| report.clone());
+        let known = self.reports.entry(version.clone()).or_insert_with(|| report.clone());
         match *known == report {
             true => Ok(()),
-            false => Err(format!("the report of step {step} is {report:?}, and was {known:?}")),
+            false => {
+                Err(format!("the report after {version:?} is {report:?}, and was {known:?}"))
+            }
         }
     }
 
     /// Adds the content of a slice in a checkpoint, and compares it like [`Self::pulled`].
     pub(super) fn saved(
         &mut self,
-        version: u64,
+        version: Batches,
         slice: u32,
         content: &Content,
     ) -> Result<(), String> {
-        let known = self.saved.entry((version, slice)).or_insert_with(|| content.clone());
+        let key = (version.clone(), slice);
+        let known = self.saved.entry(key).or_insert_with(|| content.clone());
         match known == content {
             true => Ok(()),
-            false => Err(format!("the checkpoint of slice {slice} at {version} has other bits")),
+            false => {
+                Err(format!("the checkpoint of slice {slice} after {version:?} has other bits"))
+            }
         }
     }
 
     /// Adds the hash of a slice after the last step, and compares it like [`Self::pulled`].
-    pub(super) fn ended(&mut self, slice: u32, hash: [u8; 32]) -> Result<(), String> {
-        match *self.hashes.entry(slice).or_insert(hash) == hash {
+    pub(super) fn ended(
+        &mut self,
+        version: Batches,
+        slice: u32,
+        hash: [u8; 32],
+    ) -> Result<(), String> {
+        match *self.hashes.entry((version, slice)).or_insert(hash) == hash {
             true => Ok(()),
             false => Err(format!("the final state of slice {slice} has another hash")),
+        }
+    }
+
+    /// Compares what this run and another one have shown of the same versions.
+    pub(super) fn compare(&self, other: &Self) -> Result<(), String> {
+        fn differs<K: Ord, V: PartialEq>(one: &BTreeMap<K, V>, other: &BTreeMap<K, V>) -> bool {
+            one.iter().any(|(key, value)| other.get(key).is_some_and(|of| of != value))
+        }
+        let what = [
+            (differs(&self.versions, &other.versions), "parameters"),
+            (differs(&self.reports, &other.reports), "reports"),
+            (differs(&self.saved, &other.saved), "checkpoints"),
+            (differs(&self.hashes, &other.hashes), "final states"),
+        ];
+        match what.iter().find(|(differs, _)| *differs) {
+            Some((_, what)) => Err(format!("the {what} are not those of line {:?}", other.line)),
+            None => Ok(()),
         }
     }
 }

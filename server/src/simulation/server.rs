@@ -16,7 +16,7 @@ use zeroshard_coordinator::vocabulary::{
     commands::About, events::Event, ids::Now, job_report::JobReport,
 };
 use zeroshard_kernels::Cpu;
-use zeroshard_model::{Attempt, JobSpec, Placement, Result, Server};
+use zeroshard_model::{Attempt, JobSpec, Line, LineVersion, Placement, Result, Server};
 use zeroshard_proto::pb::{self, serve_request, serve_response};
 use zeroshard_shard::{
     budget::Budget,
@@ -175,7 +175,8 @@ impl ShardServer {
     fn open(&mut self, opened: BeingOpened, restored: Option<(u64, Slices)>) -> Result<()> {
         let BeingOpened { message: open, commands } = opened;
         let (id, epoch, leases) = (open.job_id, open.epoch, open.leases);
-        let origin = Origin { restore: open.requested, ..Origin::default() };
+        let line = open.line.unwrap_or_default();
+        let origin = Origin { restore: open.requested, line, ..Origin::default() };
         let opening = Opening {
             id,
             spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
@@ -387,6 +388,11 @@ impl World {
         {
             self.decisions.returned(open.job_id, (open.epoch, version));
         }
+        if let serve_response::Command::Open(open) = command {
+            let line = open.line.clone().unwrap_or_default();
+            let line = Line::try_from(line).expect("the coordinator has sent it");
+            self.lines.insert(open.epoch, Arc::new(line));
+        }
         let of = &mut self.servers[server];
         if let serve_response::Command::Decide(decision) = command {
             of.decided.insert(decision.job_id, attempt(decision));
@@ -423,8 +429,12 @@ impl World {
         }
         let opening = of.opening.remove(&job).expect("it was found");
         let commands = opening.commands.len();
-        let version = opening.message.restore.as_ref().and_then(|restore| restore.version);
-        let restored = match version.map(|version| (version, self.checkpoint(version))) {
+        let saved = |restore: &pb::Restore| {
+            let line = restore.line.unwrap_or_default();
+            restore.version.map(|version| LineVersion { version, line })
+        };
+        let version = opening.message.restore.as_ref().and_then(saved);
+        let restored = match version.map(|of| (of.version, self.checkpoint(of))) {
             None => Ok(None),
             Some((version, Ok(slices))) => Ok(Some((version, slices))),
             Some((_, Err(error))) => Err(error),
@@ -527,12 +537,15 @@ impl World {
                 }
             }
         }
+        let line = self.line_in(u64::MAX);
+        let batches = self.batches(&line, version);
         for &(slice, hash) in &found {
-            let outcome = self.record.ended(slice, hash);
+            let outcome = self.record.ended(batches.clone(), slice, hash);
             self.check(outcome);
         }
-        for slice in self.record.hashes.keys() {
-            if !found.iter().any(|(index, _)| index == slice) {
+        self.record.line = Line::clone(&line);
+        for (slice, ..) in self.slices() {
+            if !found.iter().any(|(index, _)| *index == slice) {
                 return self.fail(format!("no server has the final state of slice {slice}"));
             }
         }

@@ -13,6 +13,7 @@ use std::{
     thread,
 };
 
+use zeroshard_model::Line;
 use zeroshard_shard::job::Safeguard::{Confirmation, Fence, Ledger};
 
 use super::{
@@ -30,13 +31,16 @@ const STEPS: u64 = 6;
 /// The number of failed runs after which no more are begun.
 const FAILURES: usize = 20;
 
-/// What an undisturbed run shows, by number of ranks.
-fn undisturbed(world: u32) -> Record {
-    static KNOWN: Mutex<Option<HashMap<u32, Record>>> = Mutex::new(None);
+/// What an undisturbed run shows, by number of ranks and the batches that its steps leave out.
+fn undisturbed(world: u32, line: &Line) -> Record {
+    type Key = (u32, Vec<Range<u64>>);
+    static KNOWN: Mutex<Option<HashMap<Key, Record>>> = Mutex::new(None);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    let record = known.get_or_insert_default().entry(world).or_insert_with(|| {
+    let key = (world, line.skips().to_vec());
+    let record = known.get_or_insert_default().entry(key).or_insert_with(|| {
         let size = Size { servers: 1, replicas: 1, world, steps: STEPS, save_every: Some(1) };
-        let run = World::new(size, 0, Faults::default(), Record::default()).logged();
+        let run = World::new(size, 0, Faults::default(), Record::default());
+        let run = run.along(line.clone()).logged();
         run.run().unwrap_or_else(|failure| panic!("undisturbed: {failure}"))
     });
     record.clone()
@@ -53,13 +57,13 @@ fn size(seed: u64) -> Size {
 
 fn world(seed: u64) -> World {
     let size = size(seed);
-    World::new(size, seed, Faults::of(size, seed), undisturbed(size.world))
+    World::new(size, seed, Faults::of(size, seed), undisturbed(size.world, &Line::default()))
 }
 
 /// A run with two coordinators.
 fn pair(seed: u64) -> World {
     let size = size(seed);
-    World::new(size, seed, Faults::of_pair(size, seed), undisturbed(size.world))
+    World::new(size, seed, Faults::of_pair(size, seed), undisturbed(size.world, &Line::default()))
 }
 
 fn variable(name: &str) -> Option<u64> {
@@ -73,6 +77,9 @@ struct Runs {
     ended: u64,
     /// The number of those in which two coordinators have decided about steps.
     with_two_deciders: u64,
+    /// The number of those that have ended on another line, and with other batches.
+    on_other_lines: u64,
+    with_other_batches: u64,
     /// What has failed, by seed.
     failures: BTreeMap<u64, String>,
 }
@@ -83,6 +90,8 @@ impl Runs {
             Ok(record) => {
                 self.ended += 1;
                 self.with_two_deciders += u64::from(record.deciders > 1);
+                self.on_other_lines += u64::from(record.line.number > 0);
+                self.with_other_batches += u64::from(!record.line.skips().is_empty());
             }
             Err(failure) => _ = self.failures.insert(seed, failure),
         }
@@ -91,14 +100,22 @@ impl Runs {
     fn merge(mut self, other: Self) -> Self {
         self.ended += other.ended;
         self.with_two_deciders += other.with_two_deciders;
+        self.on_other_lines += other.on_other_lines;
+        self.with_other_batches += other.with_other_batches;
         self.failures.extend(other.failures);
         self
     }
 }
 
-/// A run without its log. A panic is a failure as well.
+/// A run without its log. A panic is a failure as well. A run that has ended on another line shows
+/// what an undisturbed run with the same batches shows.
 fn outcome(seed: u64, world: fn(u64) -> World) -> Result<Record, String> {
-    catch_unwind(|| world(seed).run()).unwrap_or_else(|_| Err("it has panicked".to_owned()))
+    let run = || {
+        let record = world(seed).run()?;
+        record.compare(&undisturbed(size(seed).world, &record.line))?;
+        Ok(record)
+    };
+    catch_unwind(run).unwrap_or_else(|_| Err("it has panicked".to_owned()))
 }
 
 /// Runs the seeds on all processors, until some have failed.
@@ -157,8 +174,11 @@ fn of_two_coordinators_at_most_one_decides_about_a_step() {
 /// If runs fail. The message has their seeds, and everything that has happened in one of them.
 fn check(seeds: Range<u64>, world: fn(u64) -> World, variable: &str) -> Runs {
     let runs = run(seeds, world);
-    let Runs { ended, with_two_deciders, .. } = runs;
-    eprintln!("{ended} runs have ended; in {with_two_deciders} of them two coordinators decided");
+    let Runs { ended, with_two_deciders, on_other_lines, with_other_batches, .. } = runs;
+    eprintln!(
+        "{ended} runs have ended; in {with_two_deciders} of them two coordinators decided, \
+         {on_other_lines} were rolled back or rewound, {with_other_batches} with other batches"
+    );
     let Some((first, _)) = runs.failures.first_key_value() else { return runs };
     let log = world(*first).logged().run().expect_err("the same run fails again");
     let list = runs.failures.iter().map(|(seed, failure)| format!("{variable}={seed}: {failure}"));

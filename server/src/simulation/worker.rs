@@ -13,7 +13,7 @@ use zeroshard_coordinator::{
         ids::{Caller, JobRef, Lease, Now},
     },
 };
-use zeroshard_model::{Attempt, Error, Placement, Restore, RestoreVersion};
+use zeroshard_model::{Attempt, Error, Line, Placement, Restore, RestoreVersion};
 
 use super::{
     checkpoints::{URL, user_data},
@@ -103,6 +103,7 @@ pub(super) struct Worker {
     sent_data: u64,
     /// The first epoch after the last restoration of the job.
     restored_in: u64,
+    line: Arc<Line>,
     /// When requests were sent.
     asked: BTreeMap<(u8, u32, u64), Now>,
 }
@@ -136,6 +137,7 @@ impl Worker {
             owes_data: false,
             sent_data: 0,
             restored_in: 0,
+            line: Arc::default(),
             asked: BTreeMap::new(),
         }
     }
@@ -174,6 +176,7 @@ impl Worker {
             self.roll_back(version);
         }
         self.restored_in = change.restored.map_or(self.restored_in, |(epoch, _)| epoch);
+        self.line = change.line;
         self.awaits_membership = false;
         (self.has_joined, self.has_stream, self.job) = (true, true, change.job_id);
         self.version = self.version.or(change.version);
@@ -329,7 +332,8 @@ impl World {
         if !worker.has_created && !worker.has_joined {
             return self.begin_call(rank, Call::Create, move |caller, _| {
                 let version = RestoreVersion::LatestIfAny;
-                let restore = Restore { url: URL.to_owned(), job: JOB.to_owned(), version };
+                let (url, job) = (URL.to_owned(), JOB.to_owned());
+                let restore = Restore { url, job, version, line: None };
                 let restore = spec.checkpoints.is_some().then_some(restore);
                 let create = Create { spec, fork: None, restore, quota: None };
                 Event::Create { caller, job_id: random, create: Box::new(create), wait: WAIT }
@@ -456,11 +460,12 @@ impl World {
     }
 
     fn committed(&mut self, rank: u32, report: Report) {
-        let step = self.workers[rank as usize].step;
+        let Worker { step, ref line, .. } = self.workers[rank as usize];
+        let batches = self.batches(line, step + 1);
         if report.version != step + 1 {
             return self.fail(format!("step {step} has the report of version {}", report.version));
         }
-        let outcome = self.record.reported(step, report);
+        let outcome = self.record.reported(batches, report);
         self.check(outcome);
         let worker = &mut self.workers[rank as usize];
         worker.advance();

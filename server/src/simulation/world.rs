@@ -3,6 +3,7 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BinaryHeap},
+    sync::Arc,
     time::Duration,
 };
 
@@ -12,7 +13,7 @@ use zeroshard_coordinator::vocabulary::{
     ids::{Lease, Now},
 };
 use zeroshard_model::{
-    CheckpointPolicy, JobSpec, Manifest, OnLoss, OnMemoryShortage, RunningAverage, Server,
+    CheckpointPolicy, JobSpec, Line, Manifest, OnLoss, OnMemoryShortage, RunningAverage, Server,
     TensorSpec,
 };
 use zeroshard_proto::pb::{serve_request, serve_response};
@@ -24,7 +25,7 @@ use super::{
     decisions::Decisions,
     faults::{Fault, Faults},
     pair::Pair,
-    record::Record,
+    record::{Batches, Record},
     server::ShardServer,
     worker::{Told, Worker},
 };
@@ -160,6 +161,10 @@ pub(super) struct World {
     /// `true` if all workers have begun to train, after which things go wrong.
     pub(super) has_begun: bool,
     pub(super) record: Record,
+    /// The lines of the job, by their first epoch.
+    pub(super) lines: BTreeMap<u64, Arc<Line>>,
+    /// The line of an undisturbed run that leaves out batches.
+    pub(super) reference: Option<Line>,
     /// What has happened, if it is to be printed.
     log: Option<Vec<String>>,
     /// What must not happen, and has.
@@ -187,7 +192,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
             url: URL.to_owned(),
             every_steps: Some(every),
             every: None,
-            keep: 1,
+            keep: 2,
             on_loss: OnLoss::Restore,
             on_memory_shortage: OnMemoryShortage::default(),
         }),
@@ -215,6 +220,8 @@ impl World {
             nobody_held: false,
             has_begun: false,
             record,
+            lines: BTreeMap::new(),
+            reference: None,
             log: None,
             failure: None,
             fails_at_end: false,
@@ -229,6 +236,23 @@ impl World {
     /// Prints what happens if the run fails.
     pub(super) fn logged(self) -> Self {
         Self { log: Some(Vec::new()), ..self }
+    }
+
+    /// An undisturbed run whose steps leave out the batches of this line.
+    pub(super) fn along(self, line: Line) -> Self {
+        Self { reference: Some(line), ..self }
+    }
+
+    /// The batches of the steps before `version` on a line.
+    pub(super) fn batches(&self, line: &Line, version: u64) -> Batches {
+        let line = self.reference.as_ref().unwrap_or(line);
+        (0..version).map(|step| line.batch(step)).collect()
+    }
+
+    /// The line of the job in an epoch.
+    pub(super) fn line_in(&self, epoch: u64) -> Arc<Line> {
+        let last = self.lines.range(..=epoch).next_back();
+        last.map_or_else(Arc::default, |(_, line)| line.clone())
     }
 
     /// Lets the run fail at its end, so that its log can be seen.
@@ -280,7 +304,7 @@ impl World {
 
     fn has_ended(&self) -> bool {
         let is_saved =
-            || self.store.latest().is_some_and(|(version, _)| version == self.size.steps);
+            || self.store.latest().is_some_and(|(of, _)| of.version == self.size.steps);
         self.workers.iter().all(|worker| worker.step >= self.size.steps)
             && (self.size.save_every.is_none() || is_saved() && self.is_whole())
     }

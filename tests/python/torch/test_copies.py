@@ -31,13 +31,15 @@ class Late:
 
     def __init__(self) -> None:
         self.to_come: list[_ToHost] = []
+        #: Held while a copy is done, and while the holders of a tensor are counted.
+        self.lock = threading.Lock()
         #: The number of copies to tensors that were started when their values had been pulled.
         self.started = 0
         #: The number of calls of :meth:`precede`.
         self.waits = 0
 
     def to_host(self, source: Tensor) -> _ToHost:
-        copy = _ToHost(source)
+        copy = _ToHost(source, self.lock)
         self.to_come.append(copy)
         return copy
 
@@ -57,17 +59,16 @@ def host_like(tensor: Tensor) -> Tensor:
 
 
 class _ToHost:
-    def __init__(self, source: Tensor) -> None:
-        self._source: Tensor | None = source
-        self.memory: int | None = source.untyped_storage().data_ptr()
-        self._lock = threading.Lock()
+    def __init__(self, source: Tensor, lock: threading.Lock) -> None:
+        self.source: Tensor | None = source
+        self._lock = lock
         self.host = host_like(source)
 
     def wait(self) -> None:
         with self._lock:
-            if self._source is not None:
-                self.host.copy_(self._source)
-            self._source = self.memory = None
+            if self.source is not None:
+                self.host.copy_(self.source)
+            self.source = None
 
 
 class _ToDevice:
@@ -94,10 +95,13 @@ def late_copies() -> Iterator[Late]:
 
     def without_copies(tensor: Tensor) -> tuple[int, int, int]:
         """A real device does not count as a holder of what it copies, as :class:`_ToHost` does."""
-        of_tensor, of_memory, of_object = references(tensor)
         memory = tensor.untyped_storage().data_ptr()
-        pending = sum(copy.memory == memory for copy in copies.to_come)
-        return of_tensor - 1, of_memory - pending, of_object
+        with copies.lock:
+            of_tensor, of_memory, of_object = references(tensor)
+            sources = [copy.source for copy in copies.to_come if copy.source is not None]
+        of_tensor -= 1 + sum(source is tensor for source in sources)
+        of_memory -= sum(source.untyped_storage().data_ptr() == memory for source in sources)
+        return of_tensor, of_memory, of_object
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(_copies.COPIES, "cpu", copies)

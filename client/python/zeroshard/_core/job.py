@@ -232,24 +232,24 @@ class ModelJob(Generic[T]):
 
     @property
     def is_rolled_back(self) -> bool:
-        """Returns whether the job was restored from its last checkpoint, and this rank has not
-        followed."""
+        """Returns whether the job has returned to a checkpoint, and this rank has not followed."""
         return self.job.restored != self._followed
 
     def check_not_rolled_back(self) -> None:
-        """Raises :class:`~zeroshard.RolledBackError` if the job was restored from its last
-        checkpoint, and this rank has not followed."""
+        """Raises :class:`~zeroshard.RolledBackError` if the job has returned to a checkpoint, and
+        this rank has not followed."""
         restored = self.job.restored
         if restored is not None and restored != self._followed:
             error = RolledBackError(
-                f"job {self.job.name!r} was restored from its checkpoint of version {restored[1]}, "
-                "because later state was lost; call Checkpoints.resume()"
+                f"job {self.job.name!r} has returned to its checkpoint of version {restored[1]}, "
+                "because later state was lost or somebody has rewound the job; call "
+                "Checkpoints.resume()"
             )
             error.version = restored[1]
             raise error
 
     def follow_restored(self) -> None:
-        """Takes the version to which the job was restored."""
+        """Takes the version to which the job has returned."""
         restored = self.job.restored
         assert restored is not None, "the job was restored"
         self._followed = restored

@@ -106,7 +106,7 @@ class Recovery(Generic[T]):
 
     @operation
     def roll_back(self) -> None:
-        """Follows the job to the checkpoint from which it was restored, if it was, and drops
+        """Follows the job to the checkpoint to which it has returned, if it has, and drops
         everything of the steps after it."""
         while self._job.is_rolled_back:
             try:

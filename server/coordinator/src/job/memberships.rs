@@ -12,7 +12,9 @@ impl Job {
     /// The next message for the member with `lease`: `None` if nothing has changed, or if it has
     /// not joined yet.
     pub(crate) fn next_membership(&mut self, lease: Lease) -> Option<Change> {
-        let Self { spec, id, epoch, phase: Phase::Open(open), .. } = self else { return None };
+        let Self { spec, id, epoch, line, phase: Phase::Open(open), .. } = self else {
+            return None;
+        };
         let now = open.news(*epoch);
         let (version, restored, revision) =
             (open.version.current(), open.version.rolled_back(), now.peers);
@@ -31,6 +33,7 @@ impl Job {
             world: spec.world,
             version,
             restored,
+            line: line.clone(),
             spec: told.is_none().then(|| spec.clone()),
             placement: (!same_placement).then_some(now.placement),
             peers: match told {

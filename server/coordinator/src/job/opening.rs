@@ -34,6 +34,7 @@ impl Job {
             spec: Arc::new(spec),
             id,
             epoch: 0,
+            line: Arc::default(),
             unused_since: waiter.since,
             fork: fork.map(Arc::new),
             restore: restore.map(Arc::new),
@@ -79,7 +80,7 @@ impl Job {
             return;
         }
         let job = self.reference();
-        let Self { spec, restore, phase, .. } = self;
+        let Self { spec, restore, line, phase, .. } = self;
         let Phase::Waiting { placing: placing @ false, interrupted, .. } = phase else { return };
         let live = cx.common.servers.placeable();
         let is_ready = match interrupted {
@@ -97,9 +98,19 @@ impl Job {
             Some(interrupted) => (Some(interrupted.checkpoint()), FreeMemory::default()),
             None => (restore.clone(), cx.common.free_memory()),
         };
+        let line = interrupted.as_ref().and_then(|of| of.line()).unwrap_or(line).clone();
         let (zones, returns) = (cx.common.servers.zones().clone(), interrupted.is_some());
         let spec = spec.clone();
-        cx.push(Action::Place(Placing { job, spec, live, zones, free_memory, restore, returns }));
+        cx.push(Action::Place(Placing {
+            job,
+            spec,
+            live,
+            zones,
+            free_memory,
+            restore,
+            returns,
+            line,
+        }));
     }
 
     /// Waiting -> Opening. `source` is the predecessor of a job that is being created from it.
@@ -114,7 +125,7 @@ impl Job {
         if let (Some(interrupted), Ok(Placed { checkpoint: Some(found), .. })) =
             (&mut *interrupted, &placed)
         {
-            interrupted.return_to(found.version);
+            interrupted.return_to(found.version.version);
         }
         let is_new = interrupted.is_none();
         let (placed, source) = match (placed, source.transpose()) {
@@ -142,7 +153,8 @@ impl Job {
 
     /// Tells the servers of the placement to open the job.
     fn open_on(&mut self, placed: Placed, source: Option<Source>, cx: &mut Context<'_>) {
-        let Placed { plan, checkpoint, user_data } = placed;
+        let Placed { plan, checkpoint, user_data, line } = placed;
+        self.line = Arc::new(line);
         let Phase::Waiting { creators, interrupted, .. } = &mut self.phase else { return };
         let ranks = interrupted.as_ref().map(|interrupted| interrupted.ranks());
         let (leases, done, left) = ranks.unwrap_or_default();
@@ -154,6 +166,7 @@ impl Job {
                 placement: plan.placement.clone(),
                 job_id: self.id,
                 epoch: self.epoch,
+                line: self.line.clone(),
                 server,
                 fork: self.fork.clone(),
                 source: source.clone(),

@@ -45,6 +45,7 @@ impl Job {
             spec: report.spec.clone(),
             id: report.id,
             epoch: 0,
+            line: report.line.clone(),
             unused_since: now,
             fork: report.fork.clone(),
             restore: report.restore.clone(),
@@ -60,6 +61,9 @@ impl Job {
         match &mut self.phase {
             Phase::Recovering(recovery) => {
                 self.learned = self.learned.max(Some(report.age()));
+                if report.line.number > self.line.number {
+                    self.line = report.line.clone();
+                }
                 if let Some((other, difference)) = recovery.difference(&report) {
                     let [one, other] = [other, server].map(|server| cx.name(server));
                     let reason = format!("{one} and {other} describe different {difference}");

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_model::{Error, Fork, JobSpec, Restore, Server};
+use zeroshard_model::{Error, Fork, JobSpec, Line, Restore, Server};
 
 use crate::{
     cluster::context::Context,
@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// What a job was created from: the predecessor and the checkpoint, if any.
-type Origin = (Option<Arc<Fork>>, Option<Arc<Restore>>);
+type Origin = (Option<Arc<Fork>>, Option<Arc<Restore>>, Arc<Line>);
 
 /// A change of the placement of a running job.
 #[derive(Debug, Clone, Copy)]
@@ -269,7 +269,7 @@ impl Job {
             epoch,
             cause: cause.clone(),
         };
-        let origin = (self.fork.clone(), self.restore.clone());
+        let origin = (self.fork.clone(), self.restore.clone(), self.line.clone());
         let announce = |open: &mut Open, epoch, out: &mut Vec<Action>| {
             let placement = open.plan.placement.clone();
             for server in placement.servers() {
@@ -325,7 +325,7 @@ impl Open {
     fn as_backup(
         &self,
         spec: &Arc<JobSpec>,
-        (fork, requested): &Origin,
+        (fork, requested, line): &Origin,
         (job_id, epoch): (u64, u64),
         server: ServerId,
     ) -> OpenJob {
@@ -334,6 +334,7 @@ impl Open {
             placement: self.plan.placement.clone(),
             job_id,
             epoch,
+            line: line.clone(),
             server,
             fork: fork.clone(),
             source: None,

@@ -1,5 +1,6 @@
-//! Jobs that start from a checkpoint, and jobs that return to their last checkpoint because a
-//! server was lost that held the only copy of a slice, or a rank before it had sent its data.
+//! Jobs that start from a checkpoint, and jobs that return to one: to their last, because a server
+//! was lost that held the only copy of a slice, or a rank before it had sent its data; or to any,
+//! because somebody has requested it (`rewind`).
 //!
 //! ```text
 //! Open --state is lost--> Waiting --placed--> Opening --all have read their slices--> Open
@@ -11,7 +12,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use zeroshard_model::{Error, Restore, RestoreVersion};
+use zeroshard_model::{Attempt, Error, LineVersion, Restore, RestoreVersion};
 
 use crate::{
     cluster::{context::Context, startup::RECOVERY},
@@ -23,6 +24,7 @@ use crate::{
         user_data::UserData,
     },
     vocabulary::{
+        calls::Reply,
         commands::{Checkpoint, Command},
         events::Action,
         ids::{Now, ServerId, Waiter},
@@ -54,7 +56,6 @@ impl Job {
     /// Returns an open job to its last checkpoint, if its policy asks for it. `gone` describes the
     /// loss.
     pub(crate) fn interrupt(&mut self, gone: &str, cx: &mut Context<'_>) -> bool {
-        let job = self.reference();
         let Self { name, spec, epoch, progress, phase, .. } = self;
         let attempt = match phase {
             Phase::Open(open) => Some(open.attempt(*epoch)),
@@ -66,6 +67,7 @@ impl Job {
             url: policy.url.clone(),
             job: spec.name.clone(),
             version: RestoreVersion::Latest,
+            line: None,
         });
         let mut creators = Vec::new();
         let mut known = *epoch;
@@ -98,16 +100,27 @@ impl Job {
         let cause = format!("it returns to its last checkpoint, because {gone}");
         progress.disturbed(Error::Unavailable { peer: format!("job {name:?}"), cause });
         cx.refuse(waiters, &being_restored(name));
-        cx.push(Action::Aborted { job: job.name.clone() });
-        if let Some(attempt) = attempt {
-            cx.push(Action::Interrupted { job, attempt, began: progress.since() });
-        }
         let text = format!("{gone}; job {name:?} is restored from its last checkpoint");
         cx.alarm(Severity::Warning, text);
+        self.interrupted((attempt, known), cx);
+        true
+    }
+
+    /// The job was interrupted: it waits for its placement. `attempt`: the one that was open, and
+    /// the latest epoch that is known.
+    pub(crate) fn interrupted(
+        &mut self,
+        (attempt, known): (Option<Attempt>, u64),
+        cx: &mut Context<'_>,
+    ) {
+        let job = self.reference();
+        cx.push(Action::Aborted { job: job.name.clone() });
+        if let Some(attempt) = attempt {
+            cx.push(Action::Interrupted { job, attempt, began: self.progress.since() });
+        }
         cx.push(Action::Tick(cx.now + RESTORE_LIMIT));
         cx.common.epochs.skip(known);
         self.try_place(cx);
-        true
     }
 
     /// Returns a job to its last checkpoint, or fails it if its policy does not ask for that.
@@ -145,9 +158,12 @@ impl Job {
     }
 
     /// The servers of a restored job have read their slices: its ranks continue.
-    pub(crate) fn resume(&mut self, interrupted: Interrupted, cx: &mut Context<'_>) {
+    pub(crate) fn resume(&mut self, mut interrupted: Interrupted, cx: &mut Context<'_>) {
+        for caller in interrupted.take_callers() {
+            cx.answer(caller, Ok(Reply::Rewound { line: self.line.number }));
+        }
         let close = Command::Close(self.reference());
-        let Self { name, epoch, phase: Phase::Open(open), .. } = self else { return };
+        let Self { name, epoch, line, phase: Phase::Open(open), .. } = self else { return };
         let (returning, lost, holders) = interrupted.end();
         let Returning { mut members, queue, departed, peers } = returning;
         members.wait_for_streams_until(cx.now + RECOVERY);
@@ -159,7 +175,8 @@ impl Job {
         for &server in holders.difference(&placed) {
             cx.command(server, close.clone());
         }
-        cx.note(format!("job {name:?} continues from version {}, epoch {epoch}", open.step()));
+        let version = LineVersion { version: open.step(), line: line.number };
+        cx.note(format!("job {name:?} continues from version {version}, epoch {epoch}"));
         open.wake_all(cx.out);
         for (rank, cause) in lost {
             self.new_epoch(rank, cause, cx);
@@ -197,6 +214,9 @@ impl Job {
             return;
         };
         cx.refuse(interrupted.expire_joins(cx.now), &being_restored(&self.name));
+        cx.time_out(interrupted.expire_callers(cx.now), |_| {
+            format!("job {:?} to return to a checkpoint", self.name)
+        });
         if interrupted.is_late(cx.now) {
             let waits_for = self.creators_wait_for(cx.common);
             let reason = format!(
@@ -212,12 +232,12 @@ impl Job {
 impl Open {
     /// The job is at the version of a checkpoint, with all of its parameters.
     pub(crate) fn restored(&mut self, checkpoint: Checkpoint, user_data: UserData) {
-        self.version.restored(checkpoint.version);
+        self.version.restored(checkpoint.version.version);
         self.saves.restored(checkpoint, user_data);
     }
 
     /// Takes the ranks out of a job, and the calls that wait.
-    fn interrupt(&mut self, checkpoint: Arc<Restore>, now: Now) -> (Interrupted, Vec<Waiter>) {
+    pub(crate) fn interrupt(&mut self, checkpoint: Arc<Restore>, now: Now) -> (Interrupted, Vec<Waiter>) {
         let mut waiters = self.drop_calls();
         let mut members = std::mem::take(&mut self.members);
         // The servers receive the leases when they open the job again.
@@ -233,9 +253,9 @@ impl Open {
 }
 
 /// The error for calls about a job that is being restored; they are repeated.
-fn being_restored(job: &str) -> Error {
+pub(crate) fn being_restored(job: &str) -> Error {
     Error::Unavailable {
         peer: format!("job {job:?}"),
-        cause: "it is being restored from its last checkpoint".to_owned(),
+        cause: "it is being restored from a checkpoint".to_owned(),
     }
 }

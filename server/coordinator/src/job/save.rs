@@ -5,10 +5,10 @@
 //! which the files are not a checkpoint. A job has at most one save at a time; a request for
 //! another version waits until it has ended.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
 use zeroshard_model::{
-    Error, Result,
+    Error, Line, LineVersion, Result,
     checkpoint::{Start, is_same_place},
 };
 
@@ -53,9 +53,9 @@ impl Job {
         lives.then(|| (self.reference(), self.claimed()))
     }
 
-    /// The place where an open job is saved on request, the job, and how it began, for its claim;
-    /// `None` if the request fails for another reason.
-    pub fn saved_at(&self, save: &Save) -> Option<(String, JobRef, Start)> {
+    /// The place where an open job is saved on request, the job, its line, and how that began, for
+    /// its claim; `None` if the request fails for another reason.
+    pub fn saved_at(&self, save: &Save) -> Option<(String, JobRef, Arc<Line>, Start)> {
         let Phase::Open(open) = &self.phase else { return None };
         let policy = self.spec.checkpoints.as_ref().map(|policy| &policy.url);
         let url = save.url.as_ref().or(policy)?;
@@ -64,7 +64,7 @@ impl Job {
             Some(of) => Start::From(of.job_id, of.version),
             None => Start::Anew,
         };
-        Some((url.clone(), self.reference(), start))
+        Some((url.clone(), self.reference(), self.line.clone(), start))
     }
 
     /// A client has asked for a checkpoint of the current version.
@@ -110,13 +110,14 @@ impl Job {
     fn begin_save(&mut self, url: String, keep: u32, waiters: Vec<Waiter>, cx: &mut Context<'_>) {
         let job = self.reference();
         let save = cx.common.saves.next();
+        let line = self.line.number;
         let Self { spec, phase: Phase::Open(open), .. } = self else { return };
         let Some(version) = open.version.current() else { return };
         if let Some(rank) = open.saves.lost_data(open.has_ended(spec.world)) {
             let error = Error::UserDataLost { job: job.name, version, rank };
             return cx.refuse(waiters, &error);
         }
-        let plan = SavePlan { save, version, url, keep };
+        let plan = SavePlan { save, version: LineVersion { version, line }, url, keep };
         open.send(&Command::Write { job, plan: plan.clone() }, cx.out);
         open.saves.begin(plan, open.servers().collect(), waiters, cx.now);
         cx.push(Action::Tick(cx.now + SAVE_LIMIT));
@@ -179,10 +180,21 @@ impl Job {
     pub(crate) fn written(
         &mut self,
         server: ServerId,
-        save: u64,
+        (save, line): (u64, u64),
         files: Files,
         cx: &mut Context<'_>,
     ) {
+        if line != self.line.number {
+            // A server that does not know lines would write among the versions of another one.
+            let cause = format!(
+                "{} has written a version of job {:?} on line {line} instead of line {}; it is of \
+                 an earlier version of ZeroShard: update it",
+                cx.name(server),
+                self.name,
+                self.line.number
+            );
+            return self.save_ended(save, Err(Error::Internal { cause }), cx);
+        }
         let was_awaited = match &mut self.phase {
             Phase::Open(open) => open.saves.written(server, save, files),
             _ => None,

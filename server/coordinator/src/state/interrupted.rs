@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use zeroshard_model::Restore;
+use zeroshard_model::{Line, Restore};
 
 use crate::{
     cluster::startup::RECOVERY,
@@ -13,7 +13,7 @@ use crate::{
     },
     vocabulary::{
         events::Action,
-        ids::{Lease, Now, ServerId, Waiter},
+        ids::{Lease, Now, ServerId, Waiter, expire},
         job_report::Ranks,
     },
 };
@@ -28,8 +28,12 @@ pub const SERVERS_LIMIT: Duration = Duration::from_secs(10);
 /// The ranks of a job that was open and is being restored.
 #[derive(Debug)]
 pub struct Interrupted {
-    /// The last checkpoint of the job.
+    /// The checkpoint to which the job returns.
     checkpoint: Arc<Restore>,
+    /// If this was requested: the current line, with the batches that the next one leaves out.
+    line: Option<Arc<Line>>,
+    /// The calls that have requested it.
+    callers: Vec<Waiter>,
     returning: Returning,
     /// Ranks whose lease has ended since. Those that have left in order are also in `departed`.
     lost: Vec<u32>,
@@ -65,6 +69,8 @@ impl Interrupted {
     ) -> Self {
         Self {
             checkpoint,
+            line: None,
+            callers: Vec::new(),
             returning,
             lost: Vec::new(),
             servers: servers.len(),
@@ -103,9 +109,30 @@ impl Interrupted {
         (returning, lost, holders)
     }
 
-    /// Returns the last checkpoint of the job.
+    /// The return was requested. `line`: the current one, with the batches that the next one leaves
+    /// out.
+    pub(crate) fn requested(self, line: Line, caller: Waiter) -> Self {
+        Self { line: Some(Arc::new(line)), callers: vec![caller], ..self }
+    }
+
+    /// Returns the checkpoint to which the job returns.
     pub(crate) fn checkpoint(&self) -> Arc<Restore> {
         self.checkpoint.clone()
+    }
+
+    /// Returns the current line with other batches to leave out, if there are.
+    pub(crate) fn line(&self) -> Option<&Arc<Line>> {
+        self.line.as_ref()
+    }
+
+    /// Takes the calls that have requested the return.
+    pub(crate) fn take_callers(&mut self) -> Vec<Waiter> {
+        std::mem::take(&mut self.callers)
+    }
+
+    /// Removes those of them whose deadline has come.
+    pub(crate) fn expire_callers(&mut self, now: Now) -> Vec<Waiter> {
+        expire([&mut self.callers].into_iter(), now)
     }
 
     /// Returns the lease of a rank that has a worker.
@@ -217,12 +244,13 @@ impl Interrupted {
 
     pub(crate) fn next_deadline(&self) -> Option<Now> {
         let retry_at = self.retry.as_ref().map(|(at, _)| *at);
-        let times = [self.returning.queue.next_deadline(), self.settles_until, retry_at];
+        let callers = self.callers.iter().map(|caller| caller.deadline).min();
+        let times = [self.returning.queue.next_deadline(), self.settles_until, retry_at, callers];
         times.into_iter().flatten().chain([self.deadline]).min()
     }
 
     pub(crate) fn into_waiters(self) -> Vec<Waiter> {
         let Returning { members, queue, .. } = self.returning;
-        queue.into_waiters().chain(members.into_joining()).collect()
+        queue.into_waiters().chain(members.into_joining()).chain(self.callers).collect()
     }
 }

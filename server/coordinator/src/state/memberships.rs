@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_model::{JobSpec, Placement};
+use zeroshard_model::{JobSpec, Line, Placement};
 
 use crate::vocabulary::ids::Lease;
 
@@ -93,6 +93,7 @@ pub struct Change {
     pub epoch: u64,
     pub world: u32,
     pub version: Option<u64>,
+    pub line: Arc<Line>,
     /// Only in the first message.
     pub spec: Option<Arc<JobSpec>>,
     /// In the first message, and when the placement has changed.

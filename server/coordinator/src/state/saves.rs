@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_model::{CheckpointPolicy, Error, JobSpec, Result};
+use zeroshard_model::{CheckpointPolicy, Error, JobSpec, LineVersion, Result};
 
 use crate::{
     state::{members::Members, user_data::UserData},
@@ -102,11 +102,11 @@ impl Saves {
         waiter: Waiter,
     ) -> Result<bool> {
         let Some(saving) = &mut self.current else { return Ok(true) };
-        if saving.plan.version == version && saving.plan.url == url {
+        if saving.plan.version.version == version && saving.plan.url == url {
             saving.waiters.push(waiter);
             return Ok(false);
         }
-        let running = saving.plan.version;
+        let running = saving.plan.version.version;
         let next = Next { url: url.to_owned(), keep, waiters: Vec::new() };
         let next = self.next.get_or_insert(next);
         if next.url != url {
@@ -183,7 +183,7 @@ impl Saves {
     pub(crate) fn end(&mut self, save: u64, outcome: &Result<u64>, now: Now) -> Option<Ended> {
         let Saving { plan, since, waiters, .. } =
             self.current.take_if(|saving| saving.plan.save == save)?;
-        let SavePlan { version, url, .. } = plan;
+        let SavePlan { version: LineVersion { version, .. }, url, .. } = plan;
         match outcome {
             &Ok(bytes) => {
                 self.last = Some((Saved { version, bytes }, url.clone()));
@@ -213,7 +213,7 @@ impl Saves {
             Some(rank) => Lacks::Rank(rank),
             None => Lacks::Manifest,
         };
-        Some((plan.version, lacks))
+        Some((plan.version.version, lacks))
     }
 
     /// Returns the number of the current save if its deadline has come.
@@ -230,7 +230,7 @@ impl Saves {
 
     /// The version that is being saved.
     pub fn current(&self) -> Option<u64> {
-        self.current.as_ref().map(|saving| saving.plan.version)
+        self.current.as_ref().map(|saving| saving.plan.version.version)
     }
 
     /// The last version that has been saved.
@@ -354,7 +354,7 @@ impl Saves {
         if version == current {
             self.user_data.set(rank, data.clone());
         }
-        let saving = self.current.as_mut().filter(|saving| saving.plan.version == version);
+        let saving = self.current.as_mut().filter(|saving| saving.plan.version.version == version);
         saving.is_some_and(|saving| saving.user_data.set(rank, data.clone()))
     }
 
@@ -368,7 +368,7 @@ impl Saves {
         let Saving { plan: SavePlan { save, version, .. }, user_data, .. } =
             self.current.as_ref()?;
         let rank = user_data.awaited().find(|&rank| is_over(rank))?;
-        let (job, version) = (job.to_owned(), *version);
+        let (job, version) = (job.to_owned(), version.version);
         Some((*save, Error::UserDataLost { job, version, rank }))
     }
 }

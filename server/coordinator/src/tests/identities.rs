@@ -123,7 +123,12 @@ fn a_placement_on_a_restarted_server_is_computed_again() {
     let [Action::Place(placing)] = &actions[..] else { panic!("{actions:?}") };
     script.server_as(server(1, 2, "host:1"));
     let plan = Plan::new(&placing.spec, &placing.live, &placing.zones);
-    let placed = plan.map(|plan| Placed { plan, checkpoint: None, user_data: UserData::default() });
+    let placed = plan.map(|plan| Placed {
+        plan,
+        checkpoint: None,
+        user_data: UserData::default(),
+        line: Line::default(),
+    });
     script.event(Event::Placed { job: placing.job.clone(), placed });
     let Some((1, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };
     assert_eq!(open.placement.servers()[0].incarnation, 2);

@@ -37,6 +37,7 @@ impl Before {
             plan: self.plan.clone(),
             fork: None,
             restore: None,
+            line: Arc::default(),
             empty: BTreeSet::new(),
             copies: 0,
             attempt: Attempt { epoch: 3, step: 4, number: 0 },

@@ -295,6 +295,7 @@ fn report(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> JobRe
         plan: Plan::of(&job.spec, open.plan.placement.as_ref().clone()),
         fork: None,
         restore: None,
+        line: Arc::default(),
         attempt,
         published: true,
         initialised: false,
@@ -552,7 +553,7 @@ fn servers_with_different_content_of_a_slice_fail_the_job() {
     );
     // Its latest checkpoint may be wrong as well.
     let version = RestoreVersion::LatestIfAny;
-    let restore = Some(Restore { url: "file:///c".into(), job: "job".into(), version });
+    let restore = Some(Restore { url: "file:///c".into(), job: "job".into(), version, line: None });
     let spec = script.cluster.jobs()["job"].spec.as_ref().clone();
     let create = Box::new(Create { spec, fork: None, restore, quota: None });
     let caller = script.caller();

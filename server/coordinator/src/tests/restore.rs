@@ -18,8 +18,8 @@ use crate::{
 fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {
     let mut script = Script::with_servers(2);
     script.found = found(7);
-    let restore =
-        Restore { url: URL.into(), job: "job".into(), version: RestoreVersion::LatestIfAny };
+    let version = RestoreVersion::LatestIfAny;
+    let restore = Restore { url: URL.into(), job: "job".into(), version, line: None };
     let create = |script: &mut Script, restore: Option<Restore>| {
         let caller = script.caller();
         let create = Box::new(Create { spec: spec(1), fork: None, restore, quota: None });
@@ -31,7 +31,7 @@ fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {
         Command::Open(open) => open.checkpoint.clone(),
         _ => None,
     });
-    assert_eq!(checkpoints.map(|found| found.version).collect::<Vec<_>>(), [7, 7]);
+    assert_eq!(checkpoints.map(|found| found.version.version).collect::<Vec<_>>(), [7, 7]);
     script.open_all();
     assert_eq!(script.version(), Some(7));
     let lease = script.join(0).unwrap();

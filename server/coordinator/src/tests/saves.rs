@@ -2,7 +2,7 @@
 //!
 //! promise: durability
 
-use zeroshard_model::{CheckpointPolicy, OnLoss, OnMemoryShortage};
+use zeroshard_model::{CheckpointPolicy, LineVersion, OnLoss, OnMemoryShortage};
 
 use super::*;
 use crate::state::saves::SAVE_LIMIT;
@@ -23,6 +23,11 @@ pub(super) fn policy(world: u32, every_steps: u64) -> JobSpec {
 }
 
 pub(super) fn found(version: u64) -> Option<Checkpoint> {
+    found_on(version, 0)
+}
+
+pub(super) fn found_on(version: u64, line: u64) -> Option<Checkpoint> {
+    let version = LineVersion { version, line };
     Some(Checkpoint { url: URL.to_owned(), job: "job".to_owned(), job_id: 1, version })
 }
 
@@ -41,7 +46,7 @@ impl Script {
     /// The saves that each server was told to begin: server, number and version.
     pub(super) fn writes(&self) -> Vec<(u64, u64, u64)> {
         let write = |(server, command): &(u64, Command)| match command {
-            Command::Write { plan, .. } => Some((*server, plan.save, plan.version)),
+            Command::Write { plan, .. } => Some((*server, plan.save, plan.version.version)),
             _ => None,
         };
         self.commands.iter().filter_map(write).collect()
@@ -56,7 +61,9 @@ impl Script {
     }
 
     fn written(&mut self, server: u64, save: u64) {
-        self.said(server, ServerEvent::Written { job: job(), save, files: Files::default() });
+        let line = self.cluster.jobs()["job"].line.number;
+        let files = Files::default();
+        self.said(server, ServerEvent::Written { job: job(), save, line, files });
     }
 
     pub(super) fn write_all(&mut self) {
@@ -146,7 +153,7 @@ fn a_job_is_saved_by_its_policy_with_the_data_that_the_ranks_sent_with_the_step(
     script.step_all(&leases, 2);
     script.write_all();
     let completion = &script.completions[0];
-    assert_eq!((completion.plan.version, completion.plan.keep), (2, 3));
+    assert_eq!((completion.plan.version.version, completion.plan.keep), (2, 3));
     let data: Vec<_> = completion.user_data.values().cloned().collect();
     assert_eq!(data, ["rank 0 step 1", "rank 1 step 1"]);
     // Version 4 is due while version 2 is being saved.

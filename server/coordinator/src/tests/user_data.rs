@@ -208,7 +208,7 @@ fn the_last_steps_are_saved_although_the_coordinator_dies_during_the_last_save()
     assert_eq!(script.version(), Some(5), "its last checkpoint is of version 2");
     script.write_all();
     let completion = script.completions.last().expect("the last save");
-    assert_eq!((completion.plan.version, &completion.lost_ranks[..]), (5, &[0, 1][..]));
+    assert_eq!((completion.plan.version.version, &completion.lost_ranks[..]), (5, &[0, 1][..]));
     script.completed(completion_save(&script), Ok(1));
     assert!(!script.cluster.jobs().contains_key("job"));
 }

@@ -1,6 +1,6 @@
 //! The calls of workers, clients and operators, and their answers.
 
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use bytes::Bytes;
 use zeroshard_model::{
@@ -8,6 +8,7 @@ use zeroshard_model::{
 };
 
 use crate::vocabulary::{
+    commands::Checkpoint,
     decision::Report,
     gradient::{Absent, Norm},
     ids::{JobRef, Lease, ServerId},
@@ -175,6 +176,10 @@ pub enum Reply {
     /// The report about a link was noted.
     LinkNoted,
     Saved(Saved),
+    /// The job continues on this line.
+    Rewound {
+        line: u64,
+    },
     /// The data of the rank has been stored.
     UserDataStored,
     /// The server was cordoned or uncordoned.
@@ -215,6 +220,20 @@ pub struct Save {
     pub url: Option<String>,
     /// Do nothing if the last complete checkpoint is of the current version, and at the same place.
     pub unless_saved: bool,
+    pub wait: Duration,
+}
+
+/// A request to return a job to a checkpoint.
+#[derive(Debug, Clone)]
+pub struct Rewind {
+    pub job: JobRef,
+    /// The line on which it must be. The call may be a repetition, and the job have returned from
+    /// there to the checkpoint already.
+    pub from: u64,
+    /// The checkpoint, which exists.
+    pub to: Checkpoint,
+    /// All batches that the new line leaves out.
+    pub skips: Vec<Range<u64>>,
     pub wait: Duration,
 }
 

@@ -2,7 +2,9 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use zeroshard_model::{Attempt, Error, Fork, JobSpec, Placement, Restore, memory::Capacity};
+use zeroshard_model::{
+    Attempt, Error, Fork, JobSpec, Line, LineVersion, Placement, Restore, memory::Capacity,
+};
 
 use crate::{
     placement::fork::Source,
@@ -61,8 +63,8 @@ pub enum ServerEvent {
     CopyRefused { job: JobRef, number: u64, reason: String },
     /// The hashes of the server's slices at a version.
     Hashes { job: JobRef, epoch: u64, version: u64, slices: Vec<(u32, u64)> },
-    /// The server has written its part of a checkpoint.
-    Written { job: JobRef, save: u64, files: Files },
+    /// The server has written its part of a checkpoint, of a version on this line.
+    Written { job: JobRef, save: u64, line: u64, files: Files },
     /// The server could not write its part of a checkpoint.
     SaveFailed { job: JobRef, save: u64, cause: Error },
     /// The server has received all commands up to [`Command::Confirm`].
@@ -81,7 +83,7 @@ pub struct Checkpoint {
     pub job: String,
     /// Its id.
     pub job_id: u64,
-    pub version: u64,
+    pub version: LineVersion,
 }
 
 /// A command to a shard server.
@@ -160,6 +162,8 @@ pub struct OpenJob {
     pub placement: Arc<Placement>,
     pub job_id: u64,
     pub epoch: u64,
+    /// The line of its versions.
+    pub line: Arc<Line>,
     /// The server that opens the job.
     pub server: ServerId,
     /// The predecessor that the job was created from, if it has one.
@@ -195,7 +199,7 @@ pub struct Begins {
 pub struct SavePlan {
     /// A number that no other save has.
     pub save: u64,
-    pub version: u64,
+    pub version: LineVersion,
     pub url: String,
     /// The number of checkpoints to keep; 0: all.
     pub keep: u32,

@@ -10,7 +10,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_model::{Attempt, Error, JobSpec, Restore, Result, Server};
+use zeroshard_model::{Attempt, Error, JobSpec, Line, Restore, Result, Server};
 
 use crate::{
     operators::history::{Severity, Step},
@@ -19,7 +19,7 @@ use crate::{
     vocabulary::{
         calls::{
             Attach, Commit, Create, Discard, Join, Leave, LinkReport, RankData, Reduce, Reply,
-            Rest, Save, Turn,
+            Rest, Rewind, Save, Turn,
         },
         commands::{About, Checkpoint, Command, SavePlan, ServerEvent},
         ids::{Caller, JobRef, Lease, Link, Now, ServerId},
@@ -70,6 +70,8 @@ pub enum Event {
     Link { caller: Caller, report: LinkReport },
     /// SaveCheckpoint.
     Save { caller: Caller, save: Save },
+    /// RewindJob.
+    Rewind { caller: Caller, rewind: Rewind },
     /// SendUserData.
     UserData { caller: Caller, data: RankData },
     /// CordonServer. `server` is an address or an id.
@@ -106,6 +108,7 @@ impl Event {
             Self::Discard { discard, .. } => Some(discard.wait),
             Self::Rest { rest, .. } => Some(rest.wait),
             Self::Save { save, .. } => Some(save.wait),
+            Self::Rewind { rewind, .. } => Some(rewind.wait),
             _ => None,
         }
     }
@@ -141,8 +144,10 @@ pub struct Placing {
     pub free_memory: FreeMemory,
     /// The checkpoint from which the job starts, if it does.
     pub restore: Option<Arc<Restore>>,
-    /// `true` if the job was open, and returns to its own latest checkpoint.
+    /// `true` if the job was open, and returns to a checkpoint of its own.
     pub returns: bool,
+    /// The line on which the job was. The next one leaves out the same batches.
+    pub line: Arc<Line>,
 }
 
 /// The placement of a job, and the checkpoint from which it starts.
@@ -152,6 +157,8 @@ pub struct Placed {
     pub checkpoint: Option<Checkpoint>,
     /// The data of the ranks in the checkpoint.
     pub user_data: UserData,
+    /// The line that begins.
+    pub line: Line,
 }
 
 /// An output of the state machine. Actions are carried out in their order.

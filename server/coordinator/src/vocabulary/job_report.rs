@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_model::{Attempt, Fork, JobSpec, Restore};
+use zeroshard_model::{Attempt, Fork, JobSpec, Line, Restore};
 
 use crate::{
     placement::plan::Plan,
@@ -26,6 +26,8 @@ pub struct JobReport {
     pub plan: Plan,
     pub fork: Option<Arc<Fork>>,
     pub restore: Option<Arc<Restore>>,
+    /// The current line.
+    pub line: Arc<Line>,
     /// The open attempt.
     pub attempt: Attempt,
     /// `true` if version 0 is published.

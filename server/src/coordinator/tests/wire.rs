@@ -195,6 +195,7 @@ fn a_server_is_told_what_to_copy_from_which_server() {
             placement: placed.placement.clone(),
             job_id: 8,
             epoch: 1,
+            line: Arc::default(),
             server,
             fork: Some(fork.clone()),
             source: Some(source.clone()),
@@ -232,6 +233,7 @@ fn a_message_about_one_peer_is_small() {
         placement: None,
         peers: vec![Peer { rank: 999, address: Some("worker-999:7".to_owned()) }],
         restored: None,
+        line: Arc::default(),
     };
     let bytes = told.message().encoded_len();
     assert!(bytes < 64, "{bytes} bytes for a message about one peer");

@@ -27,6 +27,7 @@ pub(crate) fn being_restored(open: &pb::OpenJob) -> Option<pb::JobReport> {
         done: open.done.clone(),
         left: open.left.clone(),
         restoring: true,
+        line: open.line.clone(),
         ..Default::default()
     })
 }
@@ -66,6 +67,7 @@ impl<B: Backend> Job<B> {
             from: self.origin.from.clone(),
             fresh_state: self.origin.fresh_state,
             restore: self.origin.restore.clone(),
+            line: Some(self.origin.line.clone()),
             restored: restored.map(|(epoch, version)| pb::Restored { epoch, version }),
             leases: leases.into_iter().map(|(rank, lease)| pb::RankLease { rank, lease }).collect(),
             done,

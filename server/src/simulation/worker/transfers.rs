@@ -5,15 +5,16 @@ use zeroshard_coordinator::vocabulary::ids::Lease;
 use zeroshard_model::{DType, Error, Server};
 use zeroshard_shard::round::Chunk;
 
+use super::Worker;
 use crate::simulation::{
     data::{Answer, Payload, Request, Sender},
     world::{Happening, World, spec},
 };
 
 /// The gradient of a rank for an element, and what a doomed process sends.
-fn gradient(rank: u32, step: u64, slice: u32, element: usize, is_doomed: bool) -> f32 {
+fn gradient(rank: u32, batch: u64, slice: u32, element: usize, is_doomed: bool) -> f32 {
     let mixed =
-        (u64::from(rank) * 31 + step * 17 + u64::from(slice) * 7 + element as u64 * 3) % 101;
+        (u64::from(rank) * 31 + batch * 17 + u64::from(slice) * 7 + element as u64 * 3) % 101;
     if is_doomed { 1000.0 + mixed as f32 } else { mixed as f32 / 64.0 - 0.75 }
 }
 
@@ -29,7 +30,7 @@ fn bytes(values: impl Iterator<Item = f32>) -> Bytes {
 
 impl World {
     /// The slices: number, number of elements, and whether they train.
-    pub(super) fn slices(&self) -> Vec<(u32, usize, bool)> {
+    pub(in crate::simulation) fn slices(&self) -> Vec<(u32, usize, bool)> {
         let manifest = spec(self.size).manifest;
         let slices = (0u32..).zip(manifest.slices());
         slices.map(|(index, of)| (index, of.numel, manifest.trains(index as usize))).collect()
@@ -40,6 +41,11 @@ impl World {
         let Some(placement) = &self.workers[rank as usize].placement else { return Vec::new() };
         let owners = placement.owners(slice as usize).iter();
         owners.map(|&owner| placement.servers()[owner as usize].clone()).collect()
+    }
+
+    /// The batch of the open step of a worker.
+    fn batch(&self, worker: &Worker) -> u64 {
+        self.reference.as_ref().unwrap_or(&worker.line).batch(worker.step)
     }
 
     fn ask(&mut self, rank: u32, kind: (u8, u32, u64), to: &Server, request: Request) {
@@ -98,8 +104,8 @@ impl World {
                     continue;
                 }
                 is_complete = false;
-                let (step, is_doomed) = (worker.step, worker.is_doomed);
-                let values = range.map(|at| gradient(rank, step, slice, at, is_doomed));
+                let (batch, is_doomed) = (self.batch(worker), worker.is_doomed);
+                let values = range.map(|at| gradient(rank, batch, slice, at, is_doomed));
                 let chunk = Chunk { rank, offset, dtype: DType::F32, bytes: bytes(values) };
                 let (job, attempt) = (worker.job, worker.attempt());
                 let Lease(lease) = worker.lease.expect("it has joined");
@@ -162,8 +168,9 @@ impl World {
             (Request::Upload { epoch: of, slice, server, .. }, Ok(_)) if of == epoch => {
                 worker.uploaded.insert((slice, server));
             }
-            (Request::Pull { version, slice, .. }, Ok(Payload::Values(values))) => {
-                let outcome = self.record.pulled(version, slice, &values);
+            (Request::Pull { epoch: of, version, slice, .. }, Ok(Payload::Values(values))) => {
+                let batches = self.batches(&self.line_in(of), version);
+                let outcome = self.record.pulled(batches, slice, &values);
                 self.check(outcome);
                 let worker = &mut self.workers[rank as usize];
                 if version == step {

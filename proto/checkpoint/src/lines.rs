@@ -1,0 +1,118 @@
+//! The checkpoints of a line: its own, and those of the lines from which it follows. Those of other
+//! lines are abandoned.
+
+use std::time::Duration;
+
+use zeroshard_model::{Error, JobLine, LineVersion, Result};
+
+use crate::{
+    Claim, Manifest, Storage,
+    claims::{ALIVE, Ancestor, ENDED},
+};
+
+/// How long after its claim a job keeps the checkpoints of ancestors that may not be over.
+const GRACE: Duration = Duration::from_secs(600);
+
+impl Storage {
+    /// A checkpoint with this number: on `line`, which may be abandoned, or the one that `claim`
+    /// admits. Of several, that of the latest line.
+    ///
+    /// # Errors
+    /// [`Error::NoCheckpoint`], [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn checkpoint(
+        &self,
+        job: &str,
+        (version, line): (u64, Option<u64>),
+        claim: Option<&Claim>,
+    ) -> Result<Manifest> {
+        if let Some(line) = line {
+            return self.manifest(job, LineVersion { version, line }).await;
+        }
+        let of_number = self.versions(job).await?.into_iter().filter(|of| of.version == version);
+        let mut abandoned = Vec::new();
+        for found in of_number.rev() {
+            let manifest = self.manifest(job, found).await?;
+            if claim.is_none_or(|claim| claim.admits(&manifest)) {
+                return Ok(manifest);
+            }
+            abandoned.push(found.to_string());
+        }
+        let version = match abandoned.is_empty() {
+            true => format!("version {version}"),
+            false => format!(
+                "version {version} on its current line (there is {} on an abandoned one)",
+                abandoned.join(" and ")
+            ),
+        };
+        Err(Error::NoCheckpoint { url: self.url().to_owned(), job: job.to_owned(), version })
+    }
+
+    /// The latest complete checkpoint, of those that `claim` admits if there is one.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::CheckpointDamaged`].
+    pub async fn latest(&self, job: &str, claim: Option<&Claim>) -> Result<Option<Manifest>> {
+        for version in self.versions(job).await?.into_iter().rev() {
+            let manifest = self.manifest(job, version).await?;
+            if claim.is_none_or(|claim| claim.admits(&manifest)) {
+                return Ok(Some(manifest));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The complete checkpoints that a line may remove if it keeps the latest `keep` of those that
+    /// its job can return to: its own, and those of ancestors that are over. Also those that the job
+    /// has written on lines that it has left, up to the line's newest version.
+    pub(crate) async fn removable(
+        &self,
+        job: &str,
+        of: JobLine,
+        keep: usize,
+    ) -> Result<Vec<LineVersion>> {
+        let claim = self.claim_of(job, of).await?;
+        let (mut own, mut left) = (Vec::new(), Vec::new());
+        for version in self.versions(job).await?.into_iter().rev() {
+            match self.manifest(job, version).await {
+                Ok(manifest) if claim.admits(&manifest) => own.push(manifest),
+                Ok(manifest) if manifest.job_id() == of.job_id => left.push(version),
+                // A damaged manifest does not name its job; `zsctl checkpoint verify` finds it.
+                Ok(_) | Err(Error::CheckpointDamaged { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let newest = own.first().map(|own| own.version().version);
+        left.retain(|left| newest.is_some_and(|newest| left.version <= newest));
+        let mut removable = own.split_off(keep.min(own.len()));
+        for ancestor in &claim.ancestors {
+            let is_its = |of: &Manifest| of.job_id() == ancestor.job_id;
+            let is_older = ancestor.job_id != of.job_id && removable.iter().any(is_its);
+            if is_older && !self.is_over(job, of.job_id, ancestor).await? {
+                removable.retain(|of| !is_its(of));
+            }
+        }
+        left.extend(removable.iter().map(Manifest::version));
+        left.sort_unstable();
+        Ok(left)
+    }
+
+    /// Returns whether an ancestor is over: its coordinator has said so, or it has shown no life
+    /// since the job's claim, and the job has lived for longer than [`GRACE`] since then.
+    async fn is_over(&self, job: &str, job_id: u64, ancestor: &Ancestor) -> Result<bool> {
+        if let Some(ended) = self.described(&self.path_of(job, ancestor.job_id, ENDED)).await? {
+            let alive = self.described(&self.path_of(job, ancestor.job_id, ALIVE)).await?;
+            if alive.is_none_or(|alive| alive.last_modified <= ended.last_modified) {
+                return Ok(true);
+            }
+        }
+        if self.last_sign(job, ancestor.job_id).await? != ancestor.alive {
+            return Ok(false);
+        }
+        let claimed = self.described(&self.claim_path(job, ancestor.successor)).await?;
+        let now = self.described(&self.path_of(job, job_id, ALIVE)).await?;
+        let (Some(claimed), Some(now)) = (claimed, now) else { return Ok(false) };
+        let age = now.last_modified.signed_duration_since(claimed.last_modified);
+        // It is negative if the clock was set back.
+        Ok(age.to_std().is_ok_and(|age| age > GRACE))
+    }
+}

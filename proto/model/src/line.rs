@@ -1,0 +1,194 @@
+//! Lines: a job that returns to a checkpoint makes versions with numbers that it has made before.
+//!
+//! ```text
+//! line 0:  98  99  100  101  102 ... 120 (abandoned)
+//!                   |
+//! line 1:          100  101  102 ...
+//! ```
+//!
+//! Each return begins a new line. A version is identified by the id of its job, its line and its
+//! number, and no two versions have all three in common.
+
+use std::{fmt, ops::Range, str::FromStr};
+
+use crate::{Error, Result};
+
+/// The most ranges of batches that a line skips. Ranges that touch each other count as one.
+const MAX_SKIPS: usize = 1000;
+
+/// A line of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Line {
+    /// How often the job, and the jobs of its name from which it follows, had returned to a
+    /// checkpoint when the line began.
+    pub number: u64,
+    /// The batches that its steps leave out. INVARIANT: ascending, not empty, and with gaps between
+    /// them.
+    skips: Vec<Range<u64>>,
+}
+
+/// A version of a job on one of its lines. Its text is `120` on line 0, and `120@3` on line 3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct LineVersion {
+    /// The number of steps that were made, skipped ones included.
+    pub version: u64,
+    /// The line.
+    pub line: u64,
+}
+
+/// Names a line of all jobs of one name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JobLine {
+    /// The id of the job.
+    pub job_id: u64,
+    /// The number of the line.
+    pub line: u64,
+}
+
+impl Line {
+    /// A line that skips these batches.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a range that ends before it begins, and for more than 1,000 ranges.
+    pub fn new(number: u64, skips: impl IntoIterator<Item = Range<u64>>) -> Result<Self> {
+        let mut ranges: Vec<Range<u64>> = skips.into_iter().collect();
+        if let Some(Range { start, end }) = ranges.iter().find(|range| range.start > range.end) {
+            let expected = "a range that does not end before it begins";
+            return Err(Error::invalid("skipped batches", format!("{start}..{end}"), expected));
+        }
+        ranges.retain(|range| !range.is_empty());
+        ranges.sort_unstable_by_key(|range| range.start);
+        let mut skips: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            match skips.last_mut() {
+                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                _ => skips.push(range),
+            }
+        }
+        if skips.len() > MAX_SKIPS {
+            let expected = format!("at most {MAX_SKIPS}");
+            return Err(Error::invalid("number of skipped ranges", skips.len(), expected));
+        }
+        Ok(Self { number, skips })
+    }
+
+    /// The same line with another number.
+    pub fn numbered(self, number: u64) -> Self {
+        Self { number, ..self }
+    }
+
+    /// The batches that its steps leave out: ascending, with gaps between the ranges.
+    pub fn skips(&self) -> &[Range<u64>] {
+        &self.skips
+    }
+
+    /// The batch with which a step is made.
+    pub fn batch(&self, step: u64) -> u64 {
+        let mut batch = step;
+        for range in &self.skips {
+            if batch < range.start {
+                break;
+            }
+            batch = batch.saturating_add(range.end - range.start);
+        }
+        batch
+    }
+
+    /// The next line, with this number. It begins at `version` of this one, and skips these batches
+    /// as well.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for batches with which the steps before `version` were made;
+    /// [`Error::Invalid`].
+    pub fn next(&self, number: u64, version: u64, skip: &[Range<u64>]) -> Result<Self> {
+        let first = self.batch(version);
+        if let Some(Range { start, end }) = skip.iter().find(|range| range.start < first) {
+            return Err(Error::refused(format!(
+                "batches {start} to {} cannot be skipped: the steps before version {version} were \
+                 made with the batches before {first}; skip from {first} on, or return to an \
+                 earlier version",
+                end.saturating_sub(1)
+            )));
+        }
+        Self::new(number, self.skips.iter().chain(skip).cloned())
+    }
+}
+
+impl fmt::Display for LineVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self { version, line: 0 } => write!(f, "{version}"),
+            Self { version, line } => write!(f, "{version}@{line}"),
+        }
+    }
+}
+
+/// Reads the number of a version and, if it follows after `@`, that of its line.
+///
+/// # Errors
+/// [`Error::Invalid`].
+pub fn parse_version(text: &str) -> Result<(u64, Option<u64>)> {
+    let (version, line) = match text.split_once('@') {
+        Some((version, line)) => (version, Some(line)),
+        None => (text, None),
+    };
+    match (version.parse(), line.map(u64::from_str).transpose()) {
+        (Ok(version), Ok(line)) => Ok((version, line)),
+        _ => Err(Error::invalid("version", format!("{text:?}"), "a number such as 120, or 120@1")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(skips: &[Range<u64>]) -> Line {
+        Line::new(1, skips.iter().cloned()).unwrap()
+    }
+
+    #[test]
+    fn steps_leave_out_skipped_batches() {
+        let line = line(&[12..15, 10..12, 20..21, 7..7]);
+        assert_eq!(line.skips(), [10..15, 20..21]);
+        let batches: Vec<u64> = (8..18).map(|step| line.batch(step)).collect();
+        assert_eq!(batches, [8, 9, 15, 16, 17, 18, 19, 21, 22, 23]);
+    }
+
+    #[test]
+    fn a_line_skips_what_the_one_before_skips() {
+        let next = line(&[100..120]).next(2, 90, &[95..96, 120..130]).unwrap();
+        assert_eq!((next.number, next.skips()), (2, &[95..96, 100..130][..]));
+    }
+
+    #[test]
+    fn batches_of_steps_that_stand_are_not_skipped() {
+        let before = line(&[10..20]);
+        assert_eq!(before.batch(15), 25);
+        let refused = before.next(2, 15, &[24..30]).unwrap_err();
+        assert!(refused.to_string().contains("skip from 25 on"), "{refused}");
+        assert!(before.next(2, 15, &[25..30]).is_ok());
+    }
+
+    #[test]
+    fn ranges_are_bounded_in_number() {
+        let many = |count: u64| Line::new(0, (0..count).map(|range| 2 * range..2 * range + 1));
+        assert!(many(1000).is_ok());
+        assert!(matches!(many(1001), Err(Error::Invalid { .. })));
+        #[expect(clippy::reversed_empty_ranges, reason = "this is what is refused")]
+        let reversed = 3..2;
+        assert!(matches!(Line::new(0, [reversed]), Err(Error::Invalid { .. })));
+    }
+
+    #[test]
+    fn versions_are_read_as_they_are_written() {
+        for (of, text) in [((120, 0), "120"), ((120, 3), "120@3")] {
+            let (version, line) = of;
+            assert_eq!(LineVersion { version, line }.to_string(), text);
+        }
+        assert_eq!(parse_version("120").unwrap(), (120, None));
+        assert_eq!(parse_version("120@0").unwrap(), (120, Some(0)));
+        for invalid in ["", "@1", "1@", "1@-1", "a"] {
+            assert!(parse_version(invalid).is_err(), "{invalid:?}");
+        }
+    }
+}
