@@ -304,6 +304,8 @@ impl<'a> ServerPull<'a> {
             part: Some(of.part.into()),
             job_id: of.job_id,
             pin: of.pin,
+            // Ranks name the epoch, and readers the pin.
+            line: None,
             window: of.window.as_ref().map_or(0, |window| window.number()),
         };
         let body = Full::new(encode_message(&request));

@@ -98,12 +98,21 @@ pub async fn commit(job: &Job, step: u64, commit: Commit) -> Result<StepReport> 
     job.attempt(step)?.commit(commit).await
 }
 
-/// Pushes all gradients of the job's rank for `step`, and commits them.
+/// Pushes all gradients of the job's rank for `step`, and commits them. The batch is the one that
+/// follows on the line of the job.
 ///
 /// # Errors
 /// Those of [`zeroshard_client::Attempt::push`] and [`commit`].
 pub async fn step(job: &Job, step: u64) -> Result<StepReport> {
+    step_with(job, step, job.line().batch(step)).await
+}
+
+/// The same, with this batch.
+///
+/// # Errors
+/// Those of [`step`].
+pub async fn step_with(job: &Job, step: u64, batch: u64) -> Result<StepReport> {
     let attempt = job.attempt(step)?;
-    attempt.push(synthetic::gradients(&job.spec().manifest, job.rank(), step)).await?;
+    attempt.push(synthetic::gradients(&job.spec().manifest, job.rank(), batch)).await?;
     attempt.commit(Commit::default()).await
 }

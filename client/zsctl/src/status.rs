@@ -5,6 +5,7 @@ use std::{process::ExitCode, time::Duration};
 use comfy_table::Table;
 use serde_json::json;
 use zeroshard_client::{Cluster, JobState, JobStatus, MissingServer, Result, ServerStatus, Status};
+use zeroshard_model::LineVersion;
 
 use crate::{
     PROBLEM,
@@ -187,7 +188,7 @@ fn table_of(jobs: &[JobStatus], servers: &[ServerStatus]) -> Table {
     for job in jobs {
         table.add_row([
             job.name.clone(),
-            job.version.map_or("-".to_owned(), |version| version.to_string()),
+            version_of(job),
             job.epoch.to_string(),
             format!("{}/{}", job.joined.len(), job.world),
             job.parameters.to_string(),
@@ -207,6 +208,12 @@ pub(crate) fn late_rank(job: &JobStatus) -> String {
     let late =
         |slowest: zeroshard_client::SlowRank| format!("{} (+{})", slowest.rank, ago(slowest.late));
     job.slowest.map_or("-".to_owned(), late)
+}
+
+/// The version of a job, and its line if it has returned to a checkpoint.
+pub(crate) fn version_of(job: &JobStatus) -> String {
+    let named = |version| LineVersion { version, line: job.line }.to_string();
+    job.version.map_or("-".to_owned(), named)
 }
 
 /// The version of the last checkpoint, its age, and the number of saves that have failed since.
@@ -252,7 +259,7 @@ fn job_json(job: &JobStatus, transport: &Transport, problem: Option<&str>) -> se
     let reasons = transport.reasons.iter();
     let reasons = reasons.map(|(server, why)| json!({"server": server, "reason": why}));
     json!({
-        "event": "job", "name": job.name, "version": job.version, "epoch": job.epoch, "world": job.world,
+        "event": "job", "name": job.name, "version": job.version, "line": job.line, "epoch": job.epoch, "world": job.world,
         "joined": job.joined, "parameters": job.parameters, "tensors": job.tensors, "slices": job.slices,
         "failure": job.failure, "state": job.state.to_string(), "problem": problem,
         "waiting_for": job.wait.as_ref().map(|wait| &wait.reason),
@@ -277,6 +284,7 @@ mod tests {
         JobStatus {
             name: "a".into(),
             id: 1,
+            line: 0,
             epoch: 2,
             world: 1,
             joined: Vec::new(),

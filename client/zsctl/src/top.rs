@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use zeroshard_client::{Cluster, JobStatus, Result, ServerStatus, Status};
 
 use crate::{
-    status::{late_rank, state},
+    status::{late_rank, state, version_of},
     table::{human, table},
 };
 
@@ -124,7 +124,7 @@ impl Rates<'_> {
             let [sent, received] = self.bytes(Some(&job.name), self.now.servers.iter());
             table.add_row([
                 job.name.clone(),
-                job.version.map_or("-".to_owned(), |version| version.to_string()),
+                version_of(job),
                 self.steps(job).map_or("-".to_owned(), |steps| format!("{steps:.2}")),
                 human(sent as u64),
                 human(received as u64),

@@ -3,7 +3,7 @@
 use serde_json::json;
 use zeroshard_client::{Advice, Cluster, Error, JobStatus, JobWait, Result, Status};
 
-use crate::table::ago;
+use crate::{status::version_of, table::ago};
 
 /// Explains the cluster, and a job or all jobs.
 ///
@@ -81,7 +81,7 @@ fn state(job: &JobStatus) -> String {
         return format!("Job {name:?} has failed: {failure}.");
     }
     let version = match job.version {
-        Some(version) => format!("at version {version}"),
+        Some(_) => format!("at version {}", version_of(job)),
         None => "without initial parameters".to_owned(),
     };
     let (workers, world, epoch) = (job.joined.len(), job.world, job.epoch);

@@ -274,11 +274,7 @@ impl Storage {
     }
 
     /// The last claim that passes the test.
-    async fn find_claim(
-        &self,
-        job: &str,
-        test: impl Fn(&Claim) -> bool,
-    ) -> Result<Option<Claim>> {
+    async fn find_claim(&self, job: &str, test: impl Fn(&Claim) -> bool) -> Result<Option<Claim>> {
         for number in self.claims(job).await?.numbers.into_iter().rev() {
             let claim = self.read_claim(job, number).await?;
             if test(&claim) {

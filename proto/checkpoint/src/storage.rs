@@ -206,12 +206,7 @@ impl Storage {
     ///
     /// # Errors
     /// [`Error::Storage`], also if another job owns the checkpoints; [`Error::CheckpointDamaged`].
-    pub async fn prune(
-        &self,
-        job: &str,
-        of: JobLine,
-        keep: u32,
-    ) -> Result<Vec<LineVersion>> {
+    pub async fn prune(&self, job: &str, of: JobLine, keep: u32) -> Result<Vec<LineVersion>> {
         self.check_owner(job, of.job_id).await?;
         let complete = self.versions(job).await?;
         let Some(newest) = complete.iter().rev().find(|version| version.line == of.line) else {

@@ -13,7 +13,7 @@ use zeroshard_model::{
 };
 use zeroshard_proto::pb;
 
-use common::{JOB, JOB_ID, Saved, VERSION};
+use common::{JOB, LINE, Saved, VERSION, on_line_0};
 
 /// A source whose slices have one element each.
 struct Scalars;
@@ -38,9 +38,9 @@ async fn many_small_slices_are_read() {
     let tensors = (0..number).map(|i| TensorSpec::new(format!("t{i}"), [1]));
     let spec =
         JobSpec::new(JOB, Tensors::new(tensors.collect()).unwrap(), vec!["sgd".parse().unwrap()]);
-    let save = Save { spec: Arc::new(spec.clone()), version: 1, save: 1, server: 1 };
+    let save = Save { spec: Arc::new(spec.clone()), version: on_line_0(1), save: 1, server: 1 };
     let files = write(&storage, &save, (0..number).collect(), Arc::new(Scalars)).await.unwrap();
-    let manifest = Manifest::new(&spec, 1, 1, 1, files).unwrap();
+    let manifest = Manifest::new(&spec, 1, on_line_0(1), 1, files).unwrap();
     for slice in 0..number {
         let saved = storage.read_slice(&manifest, slice).await.unwrap();
         assert_eq!(saved.values, slice.to_le_bytes()[..]);
@@ -61,14 +61,14 @@ async fn files_of_writers_that_were_killed_are_removed() {
     };
     // The checkpoint of this version remains.
     let (of_5, of_6) = (unfinished(VERSION, 5), unfinished(VERSION, 6));
-    saved.storage.discard(JOB, VERSION, 6).await.unwrap();
+    saved.storage.discard(JOB, on_line_0(VERSION), 6).await.unwrap();
     assert!(of_5.exists() && !of_6.exists());
     saved.storage.verify(&manifest, |_| {}).await.unwrap();
     let (earlier, later) = (unfinished(VERSION - 1, 7), unfinished(VERSION + 1, 8));
-    saved.storage.prune(JOB, JOB_ID, 0).await.unwrap();
+    saved.storage.prune(JOB, LINE, 0).await.unwrap();
     assert!(!earlier.exists() && !version(VERSION - 1).exists());
     assert!(later.exists(), "its writer may be alive");
-    saved.storage.remove(JOB, VERSION).await.unwrap();
+    saved.storage.remove(JOB, on_line_0(VERSION)).await.unwrap();
     assert!(!version(VERSION).exists());
 }
 
@@ -96,7 +96,7 @@ async fn a_manifest_that_claims_huge_tensors_costs_no_more_than_its_size() {
             tensor["shape"] = serde_json::json!([huge]);
             tensor["policy"] = policy.into();
         });
-        match saved.storage.manifest(JOB, VERSION).await {
+        match saved.storage.manifest(JOB, on_line_0(VERSION)).await {
             Err(Error::CheckpointDamaged { cause, .. }) => {
                 assert!(cause.contains(expected), "{cause}");
             }
@@ -126,7 +126,7 @@ async fn a_slice_that_is_larger_than_its_file_is_not_allocated() {
         let file = file.unwrap();
         file["bytes"] = (file["bytes"].as_u64().unwrap() - 4 + 4 * huge).into();
     });
-    let manifest = saved.storage.manifest(JOB, VERSION).await.unwrap();
+    let manifest = saved.storage.manifest(JOB, on_line_0(VERSION)).await.unwrap();
     let read = saved.storage.read_slice(&manifest, slice as u32).await;
     assert!(matches!(read, Err(Error::CheckpointDamaged { .. })), "{read:?}");
     let verified = saved.storage.verify(&manifest, |_| {}).await;
@@ -140,8 +140,8 @@ async fn large_data_of_ranks_is_stored_in_parts() {
     files.pop();
     let data = |rank: u8| Bytes::from(vec![rank; 15 << 20]);
     let ranks = (0..3).map(|rank| (u32::from(rank), data(rank))).collect();
-    files.push(saved.storage.write_user_data(JOB, VERSION, 5, &ranks).await.unwrap());
-    let manifest = Manifest::new(&saved.content.spec, 9, VERSION, 5, files).unwrap();
+    files.push(saved.storage.write_user_data(JOB, on_line_0(VERSION), 5, &ranks).await.unwrap());
+    let manifest = Manifest::new(&saved.content.spec, 9, on_line_0(VERSION), 5, files).unwrap();
     for rank in 0..3 {
         let read = saved.storage.user_data(&manifest, u32::from(rank)).await.unwrap();
         assert!(read.unwrap() == data(rank));

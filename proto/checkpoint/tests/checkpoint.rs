@@ -13,7 +13,7 @@ use std::{
 use zeroshard_checkpoint::{Export, Manifest, Part, SavedSlice, exported_bytes};
 use zeroshard_model::{Error, JobSpec, Optimizer, RunningAverage, average};
 
-use common::{JOB, JOB_ID, Saved, VERSION, spec};
+use common::{JOB, LINE, Saved, VERSION, on_line_0, spec};
 
 /// A slice as [`zeroshard_checkpoint::Storage::stream_slice`] passes it on.
 async fn streamed(saved: &Saved, manifest: &Manifest, slice: u32) -> Result<SavedSlice, Error> {
@@ -46,7 +46,10 @@ async fn slices_and_data_are_read_as_they_were_written() {
         let saved = Saved::of(spec);
         let manifest = saved.save(VERSION, 5).await;
         assert_eq!(manifest.spec(), &saved.content.spec);
-        assert_eq!((manifest.version(), manifest.job_id(), manifest.save()), (VERSION, 9, 5));
+        assert_eq!(
+            (manifest.version(), manifest.job_id(), manifest.save()),
+            (on_line_0(VERSION), 9, 5)
+        );
         for slice in 0..saved.content.spec.manifest.number_of_slices() as u32 {
             let read = saved.storage.read_slice(&manifest, slice).await.unwrap();
             assert_eq!(read, saved.content.slice(slice), "{optimizer}, slice {slice}");
@@ -68,9 +71,9 @@ async fn slices_and_data_are_read_as_they_were_written() {
 async fn data_that_was_lost_before_the_save_is_an_error_and_not_absent() {
     let saved = Saved::new("sgd");
     let files = saved.files(VERSION, 5).await;
-    let manifest = Manifest::new(&saved.content.spec, 9, VERSION, 5, files).unwrap();
+    let manifest = Manifest::new(&saved.content.spec, 9, on_line_0(VERSION), 5, files).unwrap();
     assert!(saved.storage.commit(&manifest.without_data_of([1, 2])).await.unwrap());
-    let manifest = saved.storage.manifest(JOB, VERSION).await.unwrap();
+    let manifest = saved.storage.manifest(JOB, on_line_0(VERSION)).await.unwrap();
     assert_eq!(manifest.lost_ranks(), [1, 2]);
     let lost = saved.storage.user_data(&manifest, 2).await;
     assert!(matches!(lost, Err(Error::UserDataLost { version: VERSION, rank: 2, .. })), "{lost:?}");
@@ -184,12 +187,12 @@ async fn a_slice_whose_file_is_missing_or_too_short_is_not_streamed() {
 async fn files_without_a_manifest_are_no_checkpoint() {
     let saved = Saved::new("sgd");
     saved.files(VERSION, 5).await;
-    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [0; 0]);
-    let missing = saved.storage.manifest(JOB, VERSION).await;
+    assert!(saved.storage.versions(JOB).await.unwrap().is_empty());
+    let missing = saved.storage.manifest(JOB, on_line_0(VERSION)).await;
     assert!(matches!(missing, Err(Error::NoCheckpoint { .. })));
-    saved.storage.discard(JOB, VERSION, 6).await.unwrap();
+    saved.storage.discard(JOB, on_line_0(VERSION), 6).await.unwrap();
     assert_eq!(saved.paths().len(), 3, "those of another save");
-    saved.storage.discard(JOB, VERSION, 5).await.unwrap();
+    saved.storage.discard(JOB, on_line_0(VERSION), 5).await.unwrap();
     assert_eq!(saved.paths().len(), 0);
 }
 
@@ -198,11 +201,11 @@ async fn of_two_saves_of_one_version_the_first_that_is_complete_remains() {
     let saved = Saved::new("sgd");
     let first = saved.save(VERSION, 5).await;
     let files = saved.files(VERSION, 6).await;
-    let second = Manifest::new(&saved.content.spec, 9, VERSION, 6, files).unwrap();
+    let second = Manifest::new(&saved.content.spec, 9, on_line_0(VERSION), 6, files).unwrap();
     assert!(!saved.storage.commit(&second).await.unwrap());
     // The complete one is not discarded, even by mistake.
-    saved.storage.discard(JOB, VERSION, 5).await.unwrap();
-    saved.storage.discard(JOB, VERSION, 6).await.unwrap();
+    saved.storage.discard(JOB, on_line_0(VERSION), 5).await.unwrap();
+    saved.storage.discard(JOB, on_line_0(VERSION), 6).await.unwrap();
     saved.storage.verify(&first, |_| {}).await.unwrap();
     assert_eq!(saved.paths().len(), 4);
 }
@@ -215,13 +218,16 @@ async fn the_newest_checkpoints_are_kept() {
     }
     saved.files(2, 100).await;
     saved.files(99, 100).await;
-    assert_eq!(saved.storage.prune(JOB, JOB_ID, 0).await.unwrap(), [0; 0], "all are kept");
-    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [1, 3, 5, 12]);
-    assert_eq!(saved.storage.prune(JOB, JOB_ID, 2).await.unwrap(), [1, 3]);
-    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [5, 12]);
+    assert_eq!(saved.storage.prune(JOB, LINE, 0).await.unwrap(), [], "all are kept");
+    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [1, 3, 5, 12].map(on_line_0));
+    assert_eq!(saved.storage.prune(JOB, LINE, 2).await.unwrap(), [1, 3].map(on_line_0));
+    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [5, 12].map(on_line_0));
     assert_eq!(saved.paths().len(), 4 + 4 + 3, "the save of version 99 may be in progress");
-    saved.storage.remove(JOB, 5).await.unwrap();
-    assert!(matches!(saved.storage.remove(JOB, 5).await, Err(Error::NoCheckpoint { .. })));
+    saved.storage.remove(JOB, on_line_0(5)).await.unwrap();
+    assert!(matches!(
+        saved.storage.remove(JOB, on_line_0(5)).await,
+        Err(Error::NoCheckpoint { .. })
+    ));
     assert_eq!(saved.storage.jobs().await.unwrap(), [JOB]);
     saved.check().await.unwrap();
 }

@@ -10,15 +10,19 @@ use std::{
 };
 
 use zeroshard_checkpoint::{BEAT, Claimant, Storage};
-use zeroshard_model::checkpoint::Start;
-use zeroshard_model::{Error, Result};
+use zeroshard_model::{Error, JobLine, Line, Result, checkpoint::Start};
 
-use common::{JOB, JOB_ID, Saved};
+use common::{JOB, JOB_ID, Saved, on_line_0};
 
 const OTHER: u64 = 0xb0b;
 
 async fn claim(storage: &Storage, job_id: u64, by: &str, start: Start) -> Result<()> {
-    storage.claim(&Claimant { job: JOB, job_id, by, start }).await
+    let line = &Line::default();
+    storage.claim(&Claimant { job: JOB, job_id, line, by, start }).await
+}
+
+fn line_0(job_id: u64) -> JobLine {
+    JobLine { job_id, line: 0 }
 }
 
 /// The message of a refusal.
@@ -37,7 +41,7 @@ async fn of_jobs_that_claim_a_name_at_the_same_time_one_is_the_owner() {
         let id = |index: u64| 100 * (round + 1) + index;
         let jobs = (0..8).map(|index| claim(storage, id(index), "a:1", Start::Anew));
         let claimed = futures_util::future::join_all(jobs).await;
-        let owner = storage.owner(JOB).await.unwrap().unwrap().job_id();
+        let owner = storage.owner(JOB).await.unwrap().unwrap().of().job_id;
         assert_eq!(claimed[(owner - id(0)) as usize], Ok(()), "its claim is the last one");
         storage.check_owner(JOB, owner).await.unwrap();
         claim(storage, owner, "a:1", Start::Anew).await.unwrap();
@@ -65,7 +69,7 @@ async fn a_job_of_another_cluster_is_refused_until_the_owner_is_over() {
     assert!(refused.contains("0000000000000009"), "{refused}");
     assert!(refused.contains("host-a:7400"), "{refused}");
     refusal(storage.check_owner(JOB, OTHER).await);
-    refusal(storage.prune(JOB, OTHER, 1).await.map(drop));
+    refusal(storage.prune(JOB, line_0(OTHER), 1).await.map(drop));
     storage.end_claim(JOB, OTHER).await.unwrap();
     refusal(storage.check_owner(JOB, OTHER).await);
     storage.end_claim(JOB, JOB_ID).await.unwrap();
@@ -82,30 +86,34 @@ async fn a_fork_reads_its_ancestors_up_to_its_own_start_and_a_living_one_keeps_i
     for version in [1, 2] {
         saved.save(version, version).await;
     }
-    claim(storage, OTHER, "a:1", Start::From(JOB_ID, 2)).await.unwrap();
-    let fork = storage.claim_of(JOB, OTHER).await.unwrap();
+    claim(storage, OTHER, "a:1", Start::From(JOB_ID, on_line_0(2))).await.unwrap();
+    let fork = storage.claim_of(JOB, line_0(OTHER)).await.unwrap();
     // The ancestor had begun this one before the fork became the owner.
     saved.save(3, 3).await;
-    let latest = storage.latest(JOB, &fork).await.unwrap().unwrap();
-    assert_eq!((latest.version(), latest.job_id()), (2, JOB_ID));
-    let own = storage.claim_of(JOB, JOB_ID).await.unwrap();
-    assert_eq!(storage.latest(JOB, &own).await.unwrap().unwrap().version(), 3);
-    let stranger = storage.claim_of(JOB, 77).await.unwrap();
-    assert!(storage.latest(JOB, &stranger).await.unwrap().is_none());
+    let latest = storage.latest(JOB, Some(&fork)).await.unwrap().unwrap();
+    assert_eq!((latest.version(), latest.job_id()), (on_line_0(2), JOB_ID));
+    let own = storage.claim_of(JOB, line_0(JOB_ID)).await.unwrap();
+    assert_eq!(storage.latest(JOB, Some(&own)).await.unwrap().unwrap().version(), on_line_0(3));
+    let stranger = storage.claim_of(JOB, line_0(77)).await.unwrap();
+    assert!(storage.latest(JOB, Some(&stranger)).await.unwrap().is_none());
     storage.beat(JOB, OTHER, 5).await.unwrap();
-    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor may come back");
+    assert_eq!(
+        storage.prune(JOB, line_0(OTHER), 1).await.unwrap(),
+        [],
+        "the ancestor may come back"
+    );
     set_age(&saved, "00000000000000000002.json", Duration::from_secs(700));
     storage.beat(JOB, JOB_ID, 2).await.unwrap();
-    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0], "the ancestor is alive");
+    assert_eq!(storage.prune(JOB, line_0(OTHER), 1).await.unwrap(), [], "the ancestor is alive");
     storage.beat(JOB, JOB_ID, 1).await.unwrap();
     // The latest one that the fork can return to stays, although another job has a later one.
-    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [1]);
-    assert_eq!(storage.versions(JOB).await.unwrap(), [2, 3]);
+    assert_eq!(storage.prune(JOB, line_0(OTHER), 1).await.unwrap(), [on_line_0(1)]);
+    assert_eq!(storage.versions(JOB).await.unwrap(), [2, 3].map(on_line_0));
     // A fork of the fork shares no more of the first job than the fork does.
     storage.end_claim(JOB, OTHER).await.unwrap();
-    claim(storage, OTHER + 1, "a:1", Start::From(OTHER, 1)).await.unwrap();
-    let third = storage.claim_of(JOB, OTHER + 1).await.unwrap();
-    assert!(storage.latest(JOB, &third).await.unwrap().is_none());
+    claim(storage, OTHER + 1, "a:1", Start::From(OTHER, on_line_0(1))).await.unwrap();
+    let third = storage.claim_of(JOB, line_0(OTHER + 1)).await.unwrap();
+    assert!(storage.latest(JOB, Some(&third)).await.unwrap().is_none());
 }
 
 #[tokio::test]
@@ -119,17 +127,17 @@ async fn a_job_removes_an_ancestors_checkpoints_at_once_only_if_its_coordinator_
     }
     // An operator cannot know that the job is over.
     storage.release_claim(JOB, JOB_ID).await.unwrap();
-    claim(storage, OTHER, "b:1", Start::From(JOB_ID, 2)).await.unwrap();
+    claim(storage, OTHER, "b:1", Start::From(JOB_ID, on_line_0(2))).await.unwrap();
     storage.beat(JOB, OTHER, 1).await.unwrap();
-    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0]);
+    assert_eq!(storage.prune(JOB, line_0(OTHER), 1).await.unwrap(), []);
     // Another coordinator has it: its sign of life is younger than the end.
     let [alive, ended] = ["alive", "ended"].map(|of| format!("{JOB_ID:016x}.{of}"));
     storage.end_claim(JOB, JOB_ID).await.unwrap();
     set_age(&saved, &ended, Duration::from_secs(5));
     storage.beat(JOB, JOB_ID, 2).await.unwrap();
-    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [0; 0]);
+    assert_eq!(storage.prune(JOB, line_0(OTHER), 1).await.unwrap(), []);
     set_age(&saved, &alive, Duration::from_secs(10));
-    assert_eq!(storage.prune(JOB, OTHER, 1).await.unwrap(), [1]);
+    assert_eq!(storage.prune(JOB, line_0(OTHER), 1).await.unwrap(), [on_line_0(1)]);
 }
 
 /// Makes a file of claims look as if it had been written earlier.

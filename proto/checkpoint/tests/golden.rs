@@ -17,7 +17,7 @@ use zeroshard_model::{
     DType, JobSpec, Manifest as Tensors, Optimizer, Policy, TensorSpec, optimizer::Adafactor,
 };
 
-use common::{Content, save};
+use common::{Content, on_line_0, save};
 
 const NAME: &str = "golden";
 const VERSION: u64 = 7;
@@ -58,8 +58,8 @@ fn spec() -> JobSpec {
 
 async fn write(directory: &Path) -> Manifest {
     let (storage, content) = (open(directory), Arc::new(Content::new(spec())));
-    let files = save(&storage, &content, VERSION, SAVE).await;
-    let manifest = Manifest::new(&content.spec, JOB_ID, VERSION, SAVE, files).unwrap();
+    let files = save(&storage, &content, on_line_0(VERSION), SAVE).await;
+    let manifest = Manifest::new(&content.spec, JOB_ID, on_line_0(VERSION), SAVE, files).unwrap();
     assert!(storage.commit(&manifest).await.unwrap());
     manifest
 }
@@ -68,8 +68,8 @@ async fn write(directory: &Path) -> Manifest {
 async fn the_first_format_is_read() {
     let storage = open(&directory());
     assert_eq!(storage.jobs().await.unwrap(), [NAME]);
-    assert_eq!(storage.versions(NAME).await.unwrap(), [VERSION]);
-    let manifest = storage.manifest(NAME, VERSION).await.unwrap();
+    assert_eq!(storage.versions(NAME).await.unwrap(), [on_line_0(VERSION)]);
+    let manifest = storage.manifest(NAME, on_line_0(VERSION)).await.unwrap();
     storage.verify(&manifest, |_| {}).await.unwrap();
     assert_eq!(manifest.spec(), &spec());
     assert_eq!((manifest.job_id(), manifest.save()), (JOB_ID, SAVE));

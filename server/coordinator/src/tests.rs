@@ -38,7 +38,8 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_model::{
-    Attempt, DType, Error, Fork, JobSpec, Line, Manifest, Result, Server, TensorSpec, memory::Capacity,
+    Attempt, DType, Error, Fork, JobSpec, Line, Manifest, Result, Server, TensorSpec,
+    memory::Capacity,
 };
 
 use crate::{

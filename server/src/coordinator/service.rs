@@ -224,7 +224,8 @@ impl coordinator_service_server::CoordinatorService for Service {
             Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
             self.urls.check(&request.get_ref().url)?;
             let (wait, request) = self.waits.rewind(request)?;
-            let known = self.driver.read(|cluster| rewound(cluster.job(&request.job)?, &request))??;
+            let known =
+                self.driver.read(|cluster| rewound(cluster.job(&request.job)?, &request))??;
             let (job, spec, line, url) = known;
             let skips = request.skips.iter().map(|range| range.begin..range.end);
             let skips: Vec<_> = skips.collect();

@@ -44,9 +44,7 @@ impl Record {
         let known = self.versions.entry(key).or_insert_with(|| values.clone());
         match known == values {
             true => Ok(()),
-            false => {
-                Err(format!("the version of slice {slice} after {version:?} has other bits"))
-            }
+            false => Err(format!("the version of slice {slice} after {version:?} has other bits")),
         }
     }
 
@@ -56,9 +54,7 @@ impl Record {
         let known = self.reports.entry(version.clone()).or_insert_with(|| report.clone());
         match *known == report {
             true => Ok(()),
-            false => {
-                Err(format!("the report after {version:?} is {report:?}, and was {known:?}"))
-            }
+            false => Err(format!("the report after {version:?} is {report:?}, and was {known:?}")),
         }
     }
 

@@ -303,8 +303,7 @@ impl World {
     }
 
     fn has_ended(&self) -> bool {
-        let is_saved =
-            || self.store.latest().is_some_and(|(of, _)| of.version == self.size.steps);
+        let is_saved = || self.store.latest().is_some_and(|(of, _)| of.version == self.size.steps);
         self.workers.iter().all(|worker| worker.step >= self.size.steps)
             && (self.size.save_every.is_none() || is_saved() && self.is_whole())
     }

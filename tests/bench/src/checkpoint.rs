@@ -200,7 +200,7 @@ async fn restore(rank: &WorkerOptions, saved: &TempDir) -> Result<f64, Error> {
     let client = zeroshard_client::Cluster::connect(&rank.address, Default::default()).await?;
     let mut create = CreateJob::new(spec(rank)?);
     let version = RestoreVersion::Latest;
-    create.restore = Some(Restore { url: url(saved), job: JOB.to_owned(), version });
+    create.restore = Some(Restore { url: url(saved), job: JOB.to_owned(), version, line: None });
     let mut first = vec![0.0; rank.numel];
     let began = Instant::now();
     client.create_job(create).await?;

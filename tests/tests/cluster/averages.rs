@@ -170,6 +170,7 @@ async fn a_job_with_other_averages_does_not_take_those_of_a_checkpoint() {
         url: place.clone(),
         job: "saved".to_owned(),
         version: zeroshard_model::RestoreVersion::Latest,
+        line: None,
     });
     let refused = client.create_job(create).await.unwrap_err().to_string();
     assert!(refused.contains("slow, warm, equal instead of other"), "{refused}");

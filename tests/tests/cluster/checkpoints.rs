@@ -50,7 +50,7 @@ pub(crate) async fn step_all(jobs: &[Job], step: u64) {
 /// Creates a job from a checkpoint of job `of`, and joins all ranks.
 pub(crate) async fn resume(address: &str, spec: &JobSpec, directory: &Path, of: &str) -> Vec<Job> {
     let version = RestoreVersion::Latest;
-    let restore = Restore { url: url(directory), job: of.to_owned(), version };
+    let restore = Restore { url: url(directory), job: of.to_owned(), version, line: None };
     let mut create = CreateJob::new(spec.clone());
     create.restore = Some(restore);
     let cluster = connect(address).await;
@@ -59,14 +59,18 @@ pub(crate) async fn resume(address: &str, spec: &JobSpec, directory: &Path, of: 
     join_all(ranks).await.into_iter().map(|job| job.unwrap()).collect()
 }
 
-/// The versions of the complete checkpoints of a job.
+/// The versions of the complete checkpoints of a job, on any line.
 pub(crate) fn saved(directory: &Path, job: &str) -> Vec<u64> {
     let Ok(versions) = std::fs::read_dir(directory.join(job)) else { return Vec::new() };
     let complete = versions.map(|version| version.unwrap().path());
     let complete = complete.filter(|version| version.join("manifest.json").exists());
-    let number = |path: std::path::PathBuf| path.file_name()?.to_str()?.parse().ok();
+    let number = |path: std::path::PathBuf| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        name.split('-').next()?.parse().ok()
+    };
     let mut complete: Vec<u64> = complete.filter_map(number).collect();
     complete.sort_unstable();
+    complete.dedup();
     complete
 }
 
@@ -170,7 +174,8 @@ async fn a_save_beside_steps_has_exactly_one_version() {
         let spec = JobSpec { name: format!("at-{version}"), ..spec.clone() };
         let mut create = CreateJob::new(spec.clone());
         let (url, job) = (url.clone(), "busy".to_owned());
-        create.restore = Some(Restore { url, job, version: RestoreVersion::Exactly(version) });
+        create.restore =
+            Some(Restore { url, job, version: RestoreVersion::Exactly(version), line: None });
         let client = connect(after.address()).await;
         client.create_job(create).await.unwrap();
         let hash = client.state_hash(&spec.name).await.unwrap();
@@ -230,7 +235,8 @@ async fn a_checkpoint_of_another_model_is_refused() {
     drop(jobs);
     let create = async |spec: JobSpec, job: &str, version: RestoreVersion| {
         let mut create = CreateJob::new(spec);
-        create.restore = Some(Restore { url: place.clone(), job: job.to_owned(), version });
+        create.restore =
+            Some(Restore { url: place.clone(), job: job.to_owned(), version, line: None });
         client.create_job(create).await
     };
     let other = || job("second", 1, adamw(), synthetic::kinds(&adamw()));

@@ -30,7 +30,8 @@ async fn a_job_returns_to_its_own_checkpoint_although_a_fork_of_its_name_saves_a
     let other = connect(two.address()).await;
     let mut create = CreateJob::new(spec.clone());
     let (place, version) = (url(directory.path()), RestoreVersion::LatestIfAny);
-    create.restore = Some(Restore { url: place.clone(), job: "train".to_owned(), version });
+    create.restore =
+        Some(Restore { url: place.clone(), job: "train".to_owned(), version, line: None });
     for version in [0, 2] {
         let refused = other.create_job(create.clone()).await.unwrap_err().to_string();
         assert!(refused.contains(&format!("{owner:016x}")), "at version {version}: {refused}");

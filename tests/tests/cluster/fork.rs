@@ -59,7 +59,12 @@ async fn digests(cluster: &Cluster, job: &Job, version: u64) -> BTreeMap<u32, Ve
     for shard in &cluster.shards {
         let address = format!("http://{}", shard.address());
         let mut client = ShardServiceClient::connect(address).await.unwrap();
-        let request = pb::DigestRequest { job: job.spec().name.clone(), job_id: job.id(), version };
+        let request = pb::DigestRequest {
+            job: job.spec().name.clone(),
+            job_id: job.id(),
+            version,
+            line: None,
+        };
         // A server that was added later holds nothing of an earlier job.
         let Ok(answer) = client.digest(request).await else { continue };
         let slices = answer.into_inner().slices.into_iter();

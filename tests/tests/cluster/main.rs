@@ -41,6 +41,7 @@ mod replicas;
 mod restart;
 mod restored;
 mod resume;
+mod rewinds;
 mod roles;
 mod same_bits;
 mod shared_reads;

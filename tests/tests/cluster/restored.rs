@@ -31,7 +31,7 @@ async fn calm() -> String {
 
 /// Makes steps until `end`, and goes back where the job was restored. Returns the versions to which
 /// it was restored.
-async fn train(job: &Job, mut step: u64, end: u64) -> Vec<u64> {
+pub(crate) async fn train(job: &Job, mut step: u64, end: u64) -> Vec<u64> {
     let mut restored = Vec::new();
     while step < end {
         match training::step(job, step).await {

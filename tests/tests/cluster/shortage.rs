@@ -58,7 +58,7 @@ async fn a_job_trains_through_saves_without_room_for_all_of_its_slices() {
             let mut create = CreateJob::new(spec.clone());
             let version = RestoreVersion::Exactly(version);
             let (url, job) = (url(directory.path()), name.to_owned());
-            create.restore = Some(Restore { url, job, version });
+            create.restore = Some(Restore { url, job, version, line: None });
             client.create_job(create).await.unwrap();
             let hash = client.state_hash(&spec.name).await.unwrap();
             let RestoreVersion::Exactly(version) = version else { unreachable!() };

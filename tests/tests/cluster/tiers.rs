@@ -138,7 +138,8 @@ async fn replicas_checkpoints_and_restores_of_slices_on_disk_have_the_same_bits(
             ..spec.clone()
         });
         let version = RestoreVersion::Exactly(last);
-        create.restore = Some(Restore { url: url(directory.path()), job: name.clone(), version });
+        create.restore =
+            Some(Restore { url: url(directory.path()), job: name.clone(), version, line: None });
         client.create_job(create).await.unwrap();
         assert_eq!(last, 6);
         hashes.push(client.state_hash(&format!("{name}-restored")).await.unwrap());

@@ -240,7 +240,8 @@ async fn chaos_in_two_clusters_with_one_job_name_and_one_url_never_mixes_their_s
     let owner = client.describe_job("train").await.unwrap().id;
     let other = connect(two.address()).await;
     let version = RestoreVersion::LatestIfAny;
-    create.restore = Some(Restore { url: policy.url.clone(), job: "train".to_owned(), version });
+    create.restore =
+        Some(Restore { url: policy.url.clone(), job: "train".to_owned(), version, line: None });
     // The owner lives, although its processes are killed.
     for _ in 0..KILLS / 5 {
         one.kill(&mut random).await;

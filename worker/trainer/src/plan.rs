@@ -143,6 +143,7 @@ impl Plan {
             url: policy.url.clone(),
             job: self.job.clone(),
             version: RestoreVersion::LatestIfAny,
+            line: None,
         });
         Ok(create)
     }

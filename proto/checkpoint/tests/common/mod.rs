@@ -13,7 +13,8 @@ use bytes::Bytes;
 use tempfile::TempDir;
 use zeroshard_checkpoint::{Manifest, Part, Save, SavedSlice, Source, Storage, write};
 use zeroshard_model::{
-    AppliedSteps, DType, JobSpec, Manifest as Tensors, Optimizer, Policy, Result, TensorSpec,
+    AppliedSteps, DType, JobLine, JobSpec, LineVersion, Manifest as Tensors, Optimizer, Policy,
+    Result, TensorSpec,
 };
 use zeroshard_proto::pb;
 
@@ -21,6 +22,7 @@ pub(crate) const JOB: &str = "runs/a %";
 /// The id of the job.
 pub(crate) const JOB_ID: u64 = 9;
 pub(crate) const VERSION: u64 = 12;
+pub(crate) const LINE: JobLine = JobLine { job_id: JOB_ID, line: 0 };
 
 /// Tensors of every kind with `optimizer`, except one, with NAdam where a job can have both.
 pub(crate) fn spec(optimizer: &str) -> JobSpec {
@@ -126,12 +128,17 @@ impl Saved {
     }
 
     pub(crate) async fn files(&self, version: u64, number: u64) -> Vec<pb::CheckpointFile> {
+        let version = on_line_0(version);
         save(&self.storage, &self.content, version, number).await
     }
 
     pub(crate) async fn save(&self, version: u64, save: u64) -> Manifest {
-        let files = self.files(version, save).await;
-        let manifest = Manifest::new(&self.content.spec, JOB_ID, version, save, files).unwrap();
+        self.save_on_line(on_line_0(version), save).await
+    }
+
+    pub(crate) async fn save_on_line(&self, version: LineVersion, number: u64) -> Manifest {
+        let files = save(&self.storage, &self.content, version, number).await;
+        let manifest = Manifest::new(&self.content.spec, JOB_ID, version, number, files).unwrap();
         assert!(self.storage.commit(&manifest).await.unwrap());
         self.storage.manifest(JOB, version).await.unwrap()
     }
@@ -145,16 +152,20 @@ impl Saved {
     }
 
     pub(crate) async fn check(&self) -> Result<()> {
-        let manifest = self.storage.manifest(JOB, VERSION).await?;
+        let manifest = self.storage.manifest(JOB, on_line_0(VERSION)).await?;
         self.storage.verify(&manifest, |_| {}).await
     }
+}
+
+pub(crate) fn on_line_0(version: u64) -> LineVersion {
+    LineVersion { version, line: 0 }
 }
 
 /// Two servers write their slices, and two ranks their data.
 pub(crate) async fn save(
     storage: &Storage,
     content: &Arc<Content>,
-    version: u64,
+    version: LineVersion,
     save: u64,
 ) -> Vec<pb::CheckpointFile> {
     let slices = 0..content.spec.manifest.number_of_slices() as u32;

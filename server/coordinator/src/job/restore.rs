@@ -237,7 +237,11 @@ impl Open {
     }
 
     /// Takes the ranks out of a job, and the calls that wait.
-    pub(crate) fn interrupt(&mut self, checkpoint: Arc<Restore>, now: Now) -> (Interrupted, Vec<Waiter>) {
+    pub(crate) fn interrupt(
+        &mut self,
+        checkpoint: Arc<Restore>,
+        now: Now,
+    ) -> (Interrupted, Vec<Waiter>) {
         let mut waiters = self.drop_calls();
         let mut members = std::mem::take(&mut self.members);
         // The servers receive the leases when they open the job again.

@@ -80,7 +80,8 @@ impl Job {
         let cause = format!("it returns to version {}, as requested", to.version);
         progress.disturbed(Error::Unavailable { peer: format!("job {name:?}"), cause });
         cx.refuse(waiters, &being_restored(&name));
-        let text = format!("job {name:?} returns from version {current} to {}, as requested", to.version);
+        let text =
+            format!("job {name:?} returns from version {current} to {}, as requested", to.version);
         cx.alarm(Severity::Warning, text);
         cx.push(Action::Tick(waiter.deadline));
         self.interrupted((Some(attempt), known), cx);
