@@ -188,10 +188,11 @@ impl Cluster {
         })
     }
 
-    /// Returns a job to a checkpoint of an earlier version: `version` on its current line. Its ranks
-    /// keep their leases, and their calls end with [`Error::RolledBack`]. `url`: the place of the
-    /// checkpoint; `None`: that of the job's policy. `skips`: batches that the following steps leave
-    /// out ([`crate::Job::line`]). Returns the number of the new line, when the job continues.
+    /// Returns a job to a checkpoint of an earlier version: `version` on its current line. Its
+    /// ranks keep their leases, and their calls end with [`Error::RolledBack`]. `url`: the place of
+    /// the checkpoint; `None`: that of the job's policy. `skips`: batches that the following steps
+    /// leave out ([`crate::Job::line`]). Returns the number of the new line, when the job
+    /// continues.
     ///
     /// # Errors
     /// [`Error::UnknownJob`]; [`Error::NoCheckpoint`]; [`Error::Refused`] for a version that is not

@@ -117,15 +117,15 @@ impl Job {
         self.0.membership.borrow().version
     }
 
-    /// The current line: how often the job has returned to a checkpoint, and which batches its steps
-    /// leave out.
+    /// The current line: how often the job has returned to a checkpoint, and which batches its
+    /// steps leave out.
     pub fn line(&self) -> Arc<Line> {
         self.0.membership.borrow().line.clone()
     }
 
     /// The last time that the job returned to a checkpoint, because a server was lost or because
-    /// somebody has requested it: the first epoch after it, and the version of the checkpoint. `None`
-    /// if it never has.
+    /// somebody has requested it: the first epoch after it, and the version of the checkpoint.
+    /// `None` if it never has.
     pub fn restored(&self) -> Option<(u64, u64)> {
         let restored = self.0.membership.borrow().restored?;
         Some((restored.epoch, restored.version))

@@ -14,6 +14,8 @@ TYPES = {"String": "text", "Hash": "text", "pb::JobSpec": "object", "f64": "numb
 def json_type(rust: str) -> str:
     if inner := re.fullmatch(r"Vec<(.+)>", rust):
         return f"list of {json_type(inner[1])}s"
+    if re.fullmatch(r"\(u64, u64\)", rust):
+        return "pair"
     return TYPES.get(rust, "number" if re.fullmatch(r"u\d+", rust) else "object")
 
 
@@ -43,8 +45,16 @@ def constant(file: str, name: str) -> str:
 
 def times() -> str:
     rows = [
-        ["the coordinator changes the owner's `.alive`, every", "BEAT"],
-        ["another job follows an owner whose `.alive` has not changed for", "PATIENCE"],
-        ["a job keeps the checkpoints of an ancestor that has not ended for", "GRACE"],
+        ["the coordinator changes the owner's `.alive`, every", "claims.rs", "BEAT"],
+        [
+            "another job follows an owner whose `.alive` has not changed for",
+            "claims.rs",
+            "PATIENCE",
+        ],
+        [
+            "a job keeps the checkpoints of an ancestor that has not ended for",
+            "lines.rs",
+            "GRACE",
+        ],
     ]
-    return table(["what", "seconds"], ([what, constant("claims.rs", of)] for what, of in rows))
+    return table(["what", "seconds"], ([what, constant(file, of)] for what, file, of in rows))

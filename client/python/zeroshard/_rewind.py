@@ -39,8 +39,8 @@ def rewind(
         The number of the new line.
 
     Raises:
-        InvalidArgumentError: no job, or more than one, has this name; ``to`` is not earlier than the
-            job's version; ``skip`` has batches of steps that stand.
+        InvalidArgumentError: no job, or more than one, has this name; ``to`` is not an earlier
+            version than that of the job; ``skip`` has batches of steps that stand.
         NoCheckpointError: there is no checkpoint of this version on the job's line.
         TimeoutError: the job has not returned in time. It may still do so.
     """

@@ -7,9 +7,10 @@
 //!
 //! A name can be used again: by a job that continues from a checkpoint, or by a job of another
 //! cluster. Each job that writes creates the next claim, which no two jobs can do at once, and the
-//! job of the last claim is the owner. A job that returns to a checkpoint creates another claim, for
-//! its new line. A claim lists the ancestors of its line, that is, earlier lines of this job and of
-//! others, each with the version up to which its checkpoints are those of the new line as well.
+//! job of the last claim is the owner. A job that returns to a checkpoint creates another claim,
+//! for its new line. A claim lists the ancestors of its line, that is, earlier lines of this job
+//! and of others, each with the version up to which its checkpoints are those of the new line as
+//! well.
 //!
 //! The coordinator of a job writes another number to `.alive` every [`BEAT`], and `.ended` when the
 //! job is over. Another job may become the owner if the owner is over, if an operator has released
@@ -183,8 +184,9 @@ impl Storage {
         self.write_claim(job, number, claim).await
     }
 
-    /// Returns whether a line owns the checkpoints of its job's name, or does so again: a coordinator
-    /// that was lost may have claimed them for a line on which the job has not continued.
+    /// Returns whether a line owns the checkpoints of its job's name, or does so again: a
+    /// coordinator that was lost may have claimed them for a line on which the job has not
+    /// continued.
     ///
     /// # Errors
     /// [`Error::Storage`] if another job becomes the owner at the same time.
@@ -255,8 +257,8 @@ impl Storage {
         }
     }
 
-    /// The claim of a line that may have been followed by others. A line without a claim has none of
-    /// its ancestors' checkpoints.
+    /// The claim of a line that may have been followed by others. A line without a claim has none
+    /// of its ancestors' checkpoints.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
@@ -323,8 +325,8 @@ impl Storage {
         }
     }
 
-    /// The ancestors of a line that starts from a version of the job with this id, by the claim with
-    /// this number.
+    /// The ancestors of a line that starts from a version of the job with this id, by the claim
+    /// with this number.
     async fn ancestry(
         &self,
         job: &str,

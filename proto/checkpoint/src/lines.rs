@@ -62,8 +62,8 @@ impl Storage {
     }
 
     /// The complete checkpoints that a line may remove if it keeps the latest `keep` of those that
-    /// its job can return to: its own, and those of ancestors that are over. Also those that the job
-    /// has written on lines that it has left, up to the line's newest version.
+    /// its job can return to: its own, and those of ancestors that are over. Also those that the
+    /// job has written on lines that it has left, up to the line's newest version.
     pub(crate) async fn removable(
         &self,
         job: &str,

@@ -199,10 +199,10 @@ impl Storage {
         self.remove_files(job, version, |_| true).await
     }
 
-    /// Keeps the newest `keep` complete checkpoints of a line, or all of them if it is 0. Removes the
-    /// older ones that the job with this id has written, and those of its ancestors that are over,
-    /// those of abandoned lines that the line has passed, and what older saves that were given up
-    /// have left. Returns the versions of the complete checkpoints that were removed.
+    /// Keeps the newest `keep` complete checkpoints of a line, or all of them if it is 0. Removes
+    /// the older ones that the job with this id has written, and those of its ancestors that are
+    /// over, those of abandoned lines that the line has passed, and what older saves that were
+    /// given up have left. Returns the versions of the complete checkpoints that were removed.
     ///
     /// # Errors
     /// [`Error::Storage`], also if another job owns the checkpoints; [`Error::CheckpointDamaged`].

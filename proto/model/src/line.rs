@@ -139,6 +139,7 @@ pub fn parse_version(text: &str) -> Result<(u64, Option<u64>)> {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "lists of ranges of batches")]
 mod tests {
     use super::*;
 

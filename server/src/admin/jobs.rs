@@ -190,6 +190,7 @@ fn facts(html: &mut String, job: &JobOverview, history: &History) {
     );
     let mut facts = vec![
         ("Version", metrics.version.map_or("–".to_owned(), count)),
+        ("Line", count(job.line)),
         ("Epoch", count(metrics.epoch)),
         ("Workers", format!("{} of {}", metrics.workers, spec.world)),
         ("Parameters", short(manifest.parameters())),

@@ -119,6 +119,8 @@ impl Driver {
         self.claims_ended(&job.name).await;
         let Found { checkpoint, user_data, line } = storage::find(&placing).await?;
         if let Some(policy) = &spec.checkpoints {
+            // The line of a coordinator that was replaced would make the next one save nowhere.
+            self.read(|_| ())?;
             let start = storage::start(&placing, checkpoint.as_ref(), &policy.url);
             self.claim(&policy.url, job, &line, start).await?;
         }

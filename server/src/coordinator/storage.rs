@@ -134,9 +134,9 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
     Ok(Found { checkpoint: Some(checkpoint), user_data, line })
 }
 
-/// The line of a job that starts from a checkpoint of `owner`. A job that returns begins a new one. A
-/// new job of the same name continues the line of the owner, whose number its own versions have not
-/// had.
+/// The line of a job that starts from a checkpoint of `owner`. A job that returns begins a new one.
+/// A new job of the same name continues the line of the owner, whose number its own versions have
+/// not had.
 async fn next_line(
     placing: &Placing,
     restore: &Restore,
@@ -227,8 +227,8 @@ pub(super) async fn complete(
     }
     if !storage.commit(&manifest).await? {
         storage.discard(&job.name, version, save).await?;
-        // A line has one state at a version, so its earlier checkpoint is as good, and so is that of
-        // an earlier job from which this one was restored and has made no step since.
+        // A line has one state at a version, so its earlier checkpoint is as good, and so is that
+        // of an earlier job from which this one was restored and has made no step since.
         let existing = storage.manifest(&job.name, version).await?;
         let is_ancestor = storage.claim_of(&job.name, of).await?.admits(&existing);
         if existing.job_id() == job.id || is_ancestor && existing.has_state_of(&manifest) {

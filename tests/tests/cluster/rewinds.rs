@@ -2,6 +2,8 @@
 //!
 //! promise: durability
 
+#![allow(clippy::single_range_in_vec_init, reason = "lists of ranges of batches")]
+
 use std::path::Path;
 
 use futures_util::future::join_all;
@@ -48,8 +50,8 @@ async fn until_saved_on(directory: &Path, name: &str, version: u64, line: u64) {
     until(&format!("version {version}@{line} is saved"), || checkpoint.exists()).await;
 }
 
-/// Makes steps from the first one on, and waits until each version that is due is saved: one that is
-/// due meanwhile would be left out.
+/// Makes steps from the first one on, and waits until each version that is due is saved: one that
+/// is due meanwhile would be left out.
 async fn begin(jobs: &[Job], directory: &Path, steps: u64) {
     for step in 0..steps {
         step_all(jobs, step).await;

@@ -160,6 +160,11 @@ impl Remote {
         self.job.version()
     }
 
+    /// The number of the batch with which a step is made, on the line of the job.
+    pub fn batch(&self, step: u64) -> u64 {
+        self.job.line().batch(step)
+    }
+
     /// The number of bytes that this worker has transferred.
     pub fn traffic(&self) -> Traffic {
         self.job.traffic()

@@ -283,7 +283,8 @@ impl<'a> Run<'a> {
     /// rank that is lost.
     fn step(&mut self, step: u64) -> Result<StepReport> {
         let replica = self.plan.parallelism.replica(self.rank) as usize;
-        let draw = Draw { seed: self.plan.seed, step, replica };
+        // A job that was rewound may leave out the data of some steps.
+        let draw = Draw { seed: self.plan.seed, step: self.link.server.batch(step), replica };
         let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context(), draw);
         loop {
             let error = match self.try_step(step, &micro_batches) {

@@ -105,6 +105,8 @@ pub struct ServerOverview {
 #[derive(Debug)]
 pub struct JobOverview {
     pub id: u64,
+    /// How often the job has returned to a checkpoint.
+    pub line: u64,
     pub spec: Arc<JobSpec>,
     pub metrics: JobMetrics,
     /// The reason for the failure of the job, or the error of the last save if it has failed.
@@ -278,6 +280,7 @@ fn job_overview(
     };
     JobOverview {
         id: job.id,
+        line: job.line.number,
         spec: job.spec.clone(),
         metrics,
         failure,

@@ -132,7 +132,7 @@ impl Interrupted {
 
     /// Removes those of them whose deadline has come.
     pub(crate) fn expire_callers(&mut self, now: Now) -> Vec<Waiter> {
-        expire([&mut self.callers].into_iter(), now)
+        expire([&mut self.callers], now)
     }
 
     /// Returns the lease of a rank that has a worker.

@@ -2,6 +2,8 @@
 //!
 //! promise: durability
 
+#![allow(clippy::single_range_in_vec_init, reason = "lists of ranges of batches")]
+
 use std::ops::Range;
 
 use super::{

@@ -258,7 +258,8 @@ impl Driver {
             }
             Action::Place(Placing { job, spec, live, zones, free_memory, .. }) => {
                 let plan = Plan::within(&spec, &live, &zones, &free_memory)?;
-                let placed = Placed { plan, checkpoint: None, user_data: Default::default() };
+                let (user_data, line) = Default::default();
+                let placed = Placed { plan, checkpoint: None, user_data, line };
                 return Ok(Some(Event::Placed { job, placed: Ok(placed) }));
             }
             Action::End(_, Some(error)) => return Err(error.into()),
