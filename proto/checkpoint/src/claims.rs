@@ -78,11 +78,14 @@ pub struct Claim {
     by: String,
 }
 
+/// The latest format of claims that this program reads.
+const FORMAT: u32 = 2;
+
 /// A claim of a later line than 0. Programs that do not know lines find no claim in it, and refuse
 /// the checkpoints.
 #[derive(Debug, Serialize, Deserialize)]
 struct Later {
-    /// 2.
+    /// The version of the format.
     format: u32,
     /// The claim.
     claim: Claim,
@@ -209,7 +212,7 @@ impl Storage {
         let of = claim.of();
         let text = match of.line {
             0 => serde_json::to_string(&claim),
-            _ => serde_json::to_string(&Later { format: 2, claim }),
+            _ => serde_json::to_string(&Later { format: FORMAT, claim }),
         };
         let text = text.map_err(|error| Error::Internal { cause: error.to_string() })?;
         let path = self.claim_path(job, number);
@@ -415,11 +418,16 @@ impl Storage {
             Err(error) => Err(error),
         };
         let text = text.map_err(|error| self.failed("read", &path, &error))?;
-        let later = serde_json::from_slice(&text).map(|Later { claim, .. }| claim);
-        later.or_else(|_| serde_json::from_slice(&text)).map_err(|error| Error::CheckpointDamaged {
-            file: self.name(&path),
-            cause: format!("it is not a claim: {error}"),
-        })
+        let damaged = |cause| Error::CheckpointDamaged { file: self.name(&path), cause };
+        match serde_json::from_slice(&text) {
+            Ok(Later { format: 0..=FORMAT, claim }) => Ok(claim),
+            Ok(Later { format, .. }) => Err(damaged(format!(
+                "its format is {format}, and this version of ZeroShard reads up to {FORMAT}; \
+                 install a later version"
+            ))),
+            Err(_) => serde_json::from_slice(&text)
+                .map_err(|error| damaged(format!("it is not a claim: {error}"))),
+        }
     }
 
     fn owned_by(&self, job: &str, owner: &Claim) -> Error {

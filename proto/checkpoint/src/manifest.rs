@@ -1,18 +1,19 @@
 //! The index of a checkpoint: what was saved, its files, and the hash of everything in them.
 
-use std::{collections::BTreeSet, time::SystemTime};
+use std::{collections::BTreeSet, ops::Range, time::SystemTime};
 
 use blake3::Hash;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use zeroshard_model::{AppliedSteps, Error, JobSpec, LineVersion, Result};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, Line, LineVersion, Result};
 use zeroshard_proto::pb;
 
 use crate::{format, hash};
 
 /// The latest version of the format that this program reads and writes.
 const FORMAT: u32 = 2;
-/// The format of a checkpoint on line 0 without averages, which earlier programs read, too.
+/// The format of a checkpoint without averages, on line 0 and with all batches, which earlier
+/// programs read, too.
 const FIRST: u32 = 1;
 
 /// The manifest of a checkpoint.
@@ -55,6 +56,10 @@ struct Contents {
     /// Its line. Line 0 is not stored.
     #[serde(default, skip_serializing_if = "is_zero")]
     line: u64,
+    /// The batches that the steps of the line leave out: the first of each range, and the one after
+    /// the last.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    skips: Vec<(u64, u64)>,
     /// The number of the save, with which the names of its files begin.
     save: u64,
     /// When the checkpoint was completed, in seconds since 1970.
@@ -137,6 +142,7 @@ impl Manifest {
             job_id,
             version,
             line,
+            skips: Vec::new(),
             save,
             created: since_epoch.as_secs(),
             spec: spec.into(),
@@ -146,6 +152,15 @@ impl Manifest {
         Self::of(contents, spec.clone()).map_err(|cause| Error::Internal {
             cause: format!("the files of version {version} of job {:?}: {cause}", spec.name),
         })
+    }
+
+    /// The same checkpoint, whose line leaves out these batches.
+    pub fn leaving_out(mut self, skips: &[Range<u64>]) -> Self {
+        self.contents.skips = skips.iter().map(|range| (range.start, range.end)).collect();
+        if !skips.is_empty() {
+            self.contents.format = FORMAT;
+        }
+        self
     }
 
     /// The same checkpoint, which lacks the data of these ranks: it was lost before the save.
@@ -220,6 +235,15 @@ impl Manifest {
     /// The version that was saved.
     pub fn version(&self) -> LineVersion {
         LineVersion { version: self.contents.version, line: self.contents.line }
+    }
+
+    /// The line of this version.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for batches that no line leaves out.
+    pub fn line(&self) -> Result<Line> {
+        let skips = self.contents.skips.iter().map(|&(start, end)| Range { start, end });
+        Line::new(self.contents.line, skips)
     }
 
     /// The number of the save.

@@ -137,6 +137,18 @@ async fn a_program_that_does_not_know_lines_refuses_their_claims() {
 }
 
 #[tokio::test]
+async fn a_claim_of_a_later_format_is_refused() {
+    let saved = returned().await;
+    let paths = saved.paths().into_iter();
+    let mut claims = paths.filter(|path| path.ends_with("claims/00000000000000000002.json"));
+    let path = claims.next().unwrap();
+    let text = std::fs::read_to_string(&path).unwrap().replace("\"format\":2", "\"format\":3");
+    std::fs::write(&path, text).unwrap();
+    let refused = saved.storage.owner(JOB).await.unwrap_err().to_string();
+    assert!(refused.contains("its format is 3"), "{refused}");
+}
+
+#[tokio::test]
 async fn a_number_that_was_never_saved_has_no_checkpoint() {
     let saved = returned().await;
     let owner = saved.storage.owner(JOB).await.unwrap();

@@ -120,7 +120,7 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
         return Err(Error::NoCheckpoint { url: url.clone(), job: job.clone(), version });
     };
     check_fits(&manifest, &placing.spec)?;
-    let line = next_line(placing, restore, (&storage, owner.as_ref())).await?;
+    let line = next_line(placing, restore, (&storage, owner.as_ref()), &manifest).await?;
     let (storage, manifest) = (&storage, &manifest);
     let read = |rank| async move {
         let data = storage.user_data(manifest, rank).await?;
@@ -136,11 +136,12 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
 
 /// The line of a job that starts from a checkpoint of `owner`. A job that returns begins a new one.
 /// A new job of the same name continues the line of the owner, whose number its own versions have
-/// not had.
+/// not had. Any other job begins with line 0, and leaves out the same batches.
 async fn next_line(
     placing: &Placing,
     restore: &Restore,
     (storage, owner): (&Storage, Option<&Claim>),
+    found: &Manifest,
 ) -> Result<Line> {
     let claimed = owner.map(Claim::line).transpose()?.unwrap_or_default();
     if placing.returns {
@@ -153,7 +154,10 @@ async fn next_line(
     let policy = placing.spec.checkpoints.as_ref();
     let is_own = restore.job == placing.spec.name
         && policy.is_none_or(|policy| is_same_place(&policy.url, &restore.url));
-    Ok(if is_own { claimed } else { Line::default() })
+    if is_own && owner.is_some_and(|owner| owner.admits(found)) {
+        return Ok(claimed);
+    }
+    Ok(found.line()?.numbered(if is_own { claimed.number } else { 0 }))
 }
 
 /// Checks that a job can start from a checkpoint.
@@ -225,6 +229,8 @@ pub(super) async fn complete(
     if !storage.continue_claim(&job.name, of).await? {
         storage.check_owner(&job.name, job.id).await?;
     }
+    let line = storage.claim_of(&job.name, of).await?.line()?;
+    let manifest = manifest.leaving_out(line.skips());
     if !storage.commit(&manifest).await? {
         storage.discard(&job.name, version, save).await?;
         // A line has one state at a version, so its earlier checkpoint is as good, and so is that

@@ -21,20 +21,21 @@ use crate::{
     start, until,
 };
 
-fn spec(name: &str) -> JobSpec {
+fn spec_of(name: &str) -> JobSpec {
     JobSpec { min_servers: 3, ..job(name, 2, adamw(), synthetic::kinds_and_large(&adamw())) }
 }
 
 /// A job that is saved at every second version.
 fn saved_often(name: &str, directory: &Path, keep: u32) -> JobSpec {
     let checkpoints = CheckpointPolicy { keep, ..policy(directory, 2) };
-    JobSpec { checkpoints: Some(checkpoints), ..spec(name) }
+    JobSpec { checkpoints: Some(checkpoints), ..spec_of(name) }
 }
 
 /// The hashes of an undisturbed run after each step, made with these batches.
 async fn hashes(batches: impl IntoIterator<Item = u64>) -> Vec<String> {
     let cluster = Cluster::start(2);
-    let jobs = start(cluster.address(), &JobSpec { min_servers: 2, ..spec("undisturbed") }).await;
+    let jobs =
+        start(cluster.address(), &JobSpec { min_servers: 2, ..spec_of("undisturbed") }).await;
     let mut hashes = vec![jobs[0].state_hash(0).await.unwrap()];
     for (step, batch) in (0..).zip(batches) {
         let ranks = jobs.iter().map(|job| training::step_with(job, step, batch));
@@ -154,6 +155,10 @@ async fn an_abandoned_version_is_never_restored_or_kept() {
     step_all(&jobs, 11).await;
     assert_eq!(jobs[0].state_hash(12).await.unwrap(), expected[12]);
     until_saved_on(directory.path(), "train", 12, 3).await;
+    // One of another name begins with line 0, and leaves out the same batches.
+    let other = spec_of("other");
+    let jobs = resume(cluster.address(), &other, directory.path(), "train").await;
+    assert_eq!((jobs[0].line().number, jobs[0].line().skips()), (0, &[4..8][..]));
 }
 
 #[tokio::test]
