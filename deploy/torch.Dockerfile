@@ -1,7 +1,7 @@
 # An image of PyTorch workers: torch, Ray, the Python package of ZeroShard and its examples. From
 # the root of the repository:
 #
-#     docker build -f deploy/torch.Dockerfile -t zeroshard-torch:0.1.0 .
+#     docker build -f deploy/torch.Dockerfile -t zeroshard-torch:0.2.0 .
 #
 # For training on your own, add your script, or mount it.
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm

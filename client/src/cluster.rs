@@ -49,8 +49,9 @@ pub struct Description {
     pub placement: Placement,
     /// The current version; `None` before the initial parameters are complete.
     pub version: Option<u64>,
-    /// The number of the line of this version ([`zeroshard_model::Line`]).
-    pub line: u64,
+    /// The number of the line of this version ([`zeroshard_model::Line`]). `None`: that of a rank,
+    /// whose calls end with its epoch.
+    pub line: Option<u64>,
 }
 
 /// A job that is to be made.
@@ -184,7 +185,7 @@ impl Cluster {
             epoch: answer.epoch,
             placement: answer.placement.unwrap_or_default().try_into()?,
             version: answer.version,
-            line: answer.line,
+            line: Some(answer.line),
         })
     }
 
@@ -213,7 +214,7 @@ impl Cluster {
             version,
             url: url.unwrap_or_default().to_owned(),
             skips: skips.collect(),
-            from_line: of.line,
+            from_line: of.line.unwrap_or_default(),
         };
         let rewound = self.retry("the job to return to a checkpoint", |mut client| {
             let request = request.clone();

@@ -174,7 +174,7 @@ impl Cluster {
                 limit_ms,
                 optimizer_state,
                 averages,
-                line: Some(of.line),
+                line: of.line,
             };
             self.pin_one(server, request, wait)
         });

@@ -78,7 +78,7 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     let job = &of.spec.name;
     let digests = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "digests", |mut client| async move {
-            let (job, line) = (job.clone(), Some(of.line));
+            let (job, line) = (job.clone(), of.line);
             client.digest(pb::DigestRequest { job, job_id: of.id, version, line }).await
         })
         .await
@@ -114,7 +114,7 @@ pub(crate) async fn applied_steps(
     let job = &of.spec.name;
     let answers = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "applied steps", |mut client| async move {
-            let (job, line) = (job.clone(), Some(of.line));
+            let (job, line) = (job.clone(), of.line);
             client.steps(pb::StepsRequest { job, job_id: of.id, version, line }).await
         })
         .await

@@ -2,9 +2,10 @@
 
     python3 tests/compat/programs.py [--tag TAG]
 
-Builds the programs of the tag in target/released. Coordinators, shard servers and workers of both
-must work together, whoever is which, and give the same bits; and this tree must continue from a
-checkpoint of the release. Needs the programs of this tree in target/try.
+Builds the programs of the tag in target/released. If both have the same minor version, coordinators,
+shard servers and workers of both must work together, whoever is which, and give the same bits;
+otherwise they must refuse each other. In both cases this tree must continue from a checkpoint of the
+release. Needs the programs of this tree in target/try.
 """
 
 from __future__ import annotations
@@ -100,16 +101,35 @@ def continued(old: Path, new: Path) -> str:
         return train(new, [new], [new, new], *saves)
 
 
+def minor(programs: Path) -> str:
+    """The major and the minor version of programs."""
+    command = [str(programs / "zeroshard-server"), "--version"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return ".".join(said.split()[1].split(".")[:2])
+
+
+def is_refused(coordinator: Path, shard: Path) -> bool:
+    """Whether a shard server refuses a coordinator of another version, with an error that says so."""
+    command = [str(shard / "zeroshard-server"), "shard", "--listen", "127.0.0.1:0"]
+    command += ["--admin-listen", "off", "--log", "error"]
+    with server(coordinator, "coordinator") as address:
+        command += ["--coordinator", address]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    print(ended.stderr.strip().splitlines()[-1])
+    return ended.returncode != 0 and "version" in ended.stderr
+
+
 def compare(tag: str) -> int:
     old, new = build(tag), TARGET / "try"
     expected = train(new, [new, new], [new, new])
-    runs = {
-        f"{tag} alone": lambda: train(old, [old, old], [old, old]),
-        f"coordinator of {tag}": lambda: train(old, [old, new], [new, old]),
-        "coordinator of this tree": lambda: train(new, [new, old], [old, new]),
-        f"checkpoint of {tag}": lambda: continued(old, new),
-    }
+    runs = {f"{tag} alone": lambda: train(old, [old, old], [old, old])}
     is_equal = True
+    if minor(old) == minor(new):
+        runs[f"coordinator of {tag}"] = lambda: train(old, [old, new], [new, old])
+        runs["coordinator of this tree"] = lambda: train(new, [new, old], [old, new])
+    else:
+        is_equal = is_refused(old, new) and is_refused(new, old)
+    runs[f"checkpoint of {tag}"] = lambda: continued(old, new)
     for name, run in runs.items():
         found = run()
         print(f"{name}: {'the same bits' if found == expected else f'{found}, not {expected}'}")

@@ -63,7 +63,7 @@ class Checkpoints:
         model, optimizer, _ = group_sharded_parallel(..., checkpoints=checkpoints)
         for step in zs.steps(total, checkpoints, restore=restore):
             with step:
-                train_one(step.number)
+                train_one(step.batch_number)
         checkpoints.save()
 
     Saved are parameters, optimizer state and step counts, and the buffers of rank 0.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from ._readers import cluster_at, full_name
+from .errors import InvalidArgumentError
+
+#: The most ranges of batches that a line leaves out.
+_MAX_RANGES = 1000
 
 
 def rewind(
@@ -51,6 +55,12 @@ def rewind(
 
 def ranges(skip: range) -> list[tuple[int, int]]:
     """The batches of a range, as the first of each run of batches, and the one after the last."""
-    if skip.step == 1 or len(skip) <= 1:
-        return [(skip.start, skip.start + len(skip))] if skip else []
+    if not skip:
+        return []
+    if abs(skip.step) == 1:
+        return [(min(skip), max(skip) + 1)]
+    if len(skip) > _MAX_RANGES:
+        raise InvalidArgumentError(
+            f"skip names {len(skip)} single batches; at most {_MAX_RANGES} are allowed"
+        )
     return [(batch, batch + 1) for batch in sorted(skip)]

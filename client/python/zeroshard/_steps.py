@@ -275,7 +275,7 @@ def steps(
 
     Args:
         batches: the number of steps, or the batches. With checkpoints, batches must be a sequence
-            (``collections.abc.Sequence``): ``batches[number]`` is the batch of a step.
+            (``collections.abc.Sequence``): ``batches[batch_number]`` is the batch of a step.
         checkpoints: those of the model.
         restore: called with the data that ``state`` of the checkpoints has returned, when the loop
             begins and after each RolledBackError; with None if there is no checkpoint, or if it has

@@ -74,10 +74,10 @@ impl Job {
     }
 
     fn described(&self, version: u64) -> Result<Description> {
-        let Membership { epoch, placement, line, .. } = self.current()?;
+        let Membership { epoch, placement, .. } = self.current()?;
         let (spec, placement) = (JobSpec::clone(&self.0.spec), Placement::clone(&placement));
-        let (id, line, version) = (self.0.id, line.number, Some(version));
-        Ok(Description { spec, id, epoch, placement, version, line })
+        let (id, version) = (self.0.id, Some(version));
+        Ok(Description { spec, id, epoch, placement, version, line: None })
     }
 
     /// Waits until `version`, the one that the last step has made, is saved where the policy of the

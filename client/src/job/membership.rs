@@ -48,11 +48,11 @@ impl Membership {
     /// Applies a later message, which contains the changes. An error leaves the membership
     /// unchanged.
     pub(super) fn update(&mut self, message: pb::JoinResponse) -> Result<()> {
-        if let Some(placement) = message.placement {
-            self.placement = Arc::new(placement.try_into()?);
-        }
-        if let Some(line) = message.line.filter(|line| line.number != self.line.number) {
-            self.line = Arc::new(line.try_into()?);
+        let placement = message.placement.map(Placement::try_from).transpose()?;
+        let line = message.line.map(Line::try_from).transpose()?;
+        self.placement = placement.map_or_else(|| self.placement.clone(), Arc::new);
+        if let Some(line) = line.filter(|line| *line != *self.line) {
+            self.line = Arc::new(line);
         }
         (self.lease, self.epoch) = (message.lease, message.epoch);
         self.restored = message.restored.or(self.restored);
@@ -130,6 +130,19 @@ mod tests {
             pb::JoinResponse { epoch: 3, placement: Some(placement(8)), ..Default::default() };
         now.update(moved).unwrap();
         assert_eq!((now.version, now.placement.servers()[0].id, now.peers.len()), (Some(5), 8, 2));
+    }
+
+    #[test]
+    fn skipped_batches_are_taken_on_any_line() {
+        let mut now = first();
+        for number in [0, 1] {
+            let line = Line::new(number, [4..8, 20..21]).unwrap();
+            let message = pb::JoinResponse { line: Some((&line).into()), ..Default::default() };
+            now.update(message).unwrap();
+            assert_eq!(*now.line, line);
+            now.update(pb::JoinResponse::default()).unwrap();
+            assert_eq!(*now.line, line, "a message without a line changes nothing");
+        }
     }
 
     #[test]

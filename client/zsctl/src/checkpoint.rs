@@ -317,17 +317,9 @@ async fn verify(job: &str, version: Option<Version>, place: &Place, json: bool) 
 
 async fn remove(job: &str, version: Version, place: &Place, json: bool) -> Result<()> {
     let storage = existing(&place.url)?;
-    let owner = storage.owner(job).await?;
     let version = match version {
         (version, Some(line)) => LineVersion { version, line },
-        // What a save that was given up has left has no manifest.
-        (version, None) => match storage.checkpoint(job, (version, None), owner.as_ref()).await {
-            Ok(found) => found.version(),
-            Err(Error::NoCheckpoint { .. } | Error::CheckpointDamaged { .. }) => {
-                LineVersion { version, line: 0 }
-            }
-            Err(error) => return Err(error),
-        },
+        (number, None) => the_only(&storage, job, number).await?,
     };
     storage.remove(job, version).await?;
     if storage.versions(job).await?.is_empty() {
@@ -337,6 +329,24 @@ async fn remove(job: &str, version: Version, place: &Place, json: bool) -> Resul
     let event = json!({"event": "removed", "job": job, "version": number, "line": line});
     print(json, &event, &format!("the checkpoint of version {version} of job {job:?} is removed"));
     Ok(())
+}
+
+/// The only checkpoint with a number.
+async fn the_only(storage: &Storage, job: &str, number: u64) -> Result<LineVersion> {
+    let all = storage.versions(job).await?;
+    let all: Vec<_> = all.into_iter().filter(|of| of.version == number).collect();
+    match all[..] {
+        // What a save that was given up has left has no manifest.
+        [] => Ok(LineVersion { version: number, line: 0 }),
+        [one] => Ok(one),
+        _ => {
+            let all: Vec<String> = all.iter().map(|of| format!("{number}@{}", of.line)).collect();
+            Err(Error::refused(format!(
+                "job {job:?} has several checkpoints of version {number}; name one of {}",
+                all.join(", ")
+            )))
+        }
+    }
 }
 
 async fn release(job: &str, place: &Place, json: bool) -> Result<()> {

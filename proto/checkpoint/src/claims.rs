@@ -145,6 +145,11 @@ impl Claim {
         of == self.of() || self.ancestors.iter().any(|it| it.of() == of && version <= it.until)
     }
 
+    /// Returns whether the claim may admit a checkpoint of this version, by its line.
+    pub(crate) fn may_admit(&self, LineVersion { version, line }: LineVersion) -> bool {
+        line == self.line || self.ancestors.iter().any(|of| of.line == line && version <= of.until)
+    }
+
     /// A claim that only admits the checkpoints of the line itself.
     fn without_ancestors(JobLine { job_id, line }: JobLine) -> Self {
         Self { job_id, line, skips: Vec::new(), ancestors: Vec::new(), by: String::new() }

@@ -31,9 +31,12 @@ impl Storage {
         let of_number = self.versions(job).await?.into_iter().filter(|of| of.version == version);
         let mut abandoned = Vec::new();
         for found in of_number.rev() {
-            let manifest = self.manifest(job, found).await?;
-            if claim.is_none_or(|claim| claim.admits(&manifest)) {
-                return Ok(manifest);
+            // A damaged one that is abandoned does not matter.
+            if claim.is_none_or(|claim| claim.may_admit(found)) {
+                let manifest = self.manifest(job, found).await?;
+                if claim.is_none_or(|claim| claim.admits(&manifest)) {
+                    return Ok(manifest);
+                }
             }
             abandoned.push(found.to_string());
         }
@@ -52,7 +55,8 @@ impl Storage {
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
     pub async fn latest(&self, job: &str, claim: Option<&Claim>) -> Result<Option<Manifest>> {
-        for version in self.versions(job).await?.into_iter().rev() {
+        let may_be = |version: &LineVersion| claim.is_none_or(|claim| claim.may_admit(*version));
+        for version in self.versions(job).await?.into_iter().rev().filter(may_be) {
             let manifest = self.manifest(job, version).await?;
             if claim.is_none_or(|claim| claim.admits(&manifest)) {
                 return Ok(Some(manifest));
@@ -62,8 +66,8 @@ impl Storage {
     }
 
     /// The complete checkpoints that a line may remove if it keeps the latest `keep` of those that
-    /// its job can return to: its own, and those of ancestors that are over. Also those that the
-    /// job has written on lines that it has left, up to the line's newest version.
+    /// its job can return to: its own, and those of ancestors that are over. Also those that these
+    /// jobs have written on lines that were left, up to the line's newest version.
     pub(crate) async fn removable(
         &self,
         job: &str,
@@ -71,19 +75,21 @@ impl Storage {
         keep: usize,
     ) -> Result<Vec<LineVersion>> {
         let claim = self.claim_of(job, of).await?;
+        let is_own = |id| id == of.job_id || claim.ancestors.iter().any(|of| of.job_id == id);
         let (mut own, mut left) = (Vec::new(), Vec::new());
         for version in self.versions(job).await?.into_iter().rev() {
             match self.manifest(job, version).await {
                 Ok(manifest) if claim.admits(&manifest) => own.push(manifest),
-                Ok(manifest) if manifest.job_id() == of.job_id => left.push(version),
+                Ok(manifest) if is_own(manifest.job_id()) => left.push(manifest),
                 // A damaged manifest does not name its job; `zsctl checkpoint verify` finds it.
                 Ok(_) | Err(Error::CheckpointDamaged { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
         let newest = own.first().map(|own| own.version().version);
-        left.retain(|left| newest.is_some_and(|newest| left.version <= newest));
+        left.retain(|left| newest.is_some_and(|newest| left.version().version <= newest));
         let mut removable = own.split_off(keep.min(own.len()));
+        removable.extend(left);
         for ancestor in &claim.ancestors {
             let is_its = |of: &Manifest| of.job_id() == ancestor.job_id;
             let is_older = ancestor.job_id != of.job_id && removable.iter().any(is_its);
@@ -91,9 +97,9 @@ impl Storage {
                 removable.retain(|of| !is_its(of));
             }
         }
-        left.extend(removable.iter().map(Manifest::version));
-        left.sort_unstable();
-        Ok(left)
+        let mut removable: Vec<LineVersion> = removable.iter().map(Manifest::version).collect();
+        removable.sort_unstable();
+        Ok(removable)
     }
 
     /// Returns whether an ancestor is over: its coordinator has said so, or it has shown no life

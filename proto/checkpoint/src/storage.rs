@@ -208,6 +208,9 @@ impl Storage {
     /// [`Error::Storage`], also if another job owns the checkpoints; [`Error::CheckpointDamaged`].
     pub async fn prune(&self, job: &str, of: JobLine, keep: u32) -> Result<Vec<LineVersion>> {
         self.check_owner(job, of.job_id).await?;
+        if self.owner(job).await?.is_some_and(|owner| owner.of() != of) {
+            return Ok(Vec::new()); // the job has left the line
+        }
         let complete = self.versions(job).await?;
         let Some(newest) = complete.iter().rev().find(|version| version.line == of.line) else {
             return Ok(Vec::new());

@@ -101,7 +101,8 @@ impl Line {
     /// [`Error::Refused`] for batches with which the steps before `version` were made;
     /// [`Error::Invalid`].
     pub fn next(&self, number: u64, version: u64, skip: &[Range<u64>]) -> Result<Self> {
-        let first = self.batch(version);
+        // Batches that this line leaves out between the steps may be named again.
+        let first = version.checked_sub(1).map_or(0, |last| self.batch(last).saturating_add(1));
         if let Some(Range { start, end }) = skip.iter().find(|range| range.start < first) {
             return Err(Error::refused(format!(
                 "batches {start} to {} cannot be skipped: the steps before version {version} were \
@@ -168,6 +169,10 @@ mod tests {
         let refused = before.next(2, 15, &[24..30]).unwrap_err();
         assert!(refused.to_string().contains("skip from 25 on"), "{refused}");
         assert!(before.next(2, 15, &[25..30]).is_ok());
+        assert!(before.next(2, 0, &[0..3]).is_ok());
+        // A repeated request, and a wider one.
+        assert_eq!(before.next(2, 10, &[10..20]).unwrap().skips(), [10..20]);
+        assert_eq!(before.next(2, 10, &[10..30]).unwrap().skips(), [10..30]);
     }
 
     #[test]

@@ -115,14 +115,18 @@ impl Driver {
     }
 
     async fn plan(&self, placing: Placing) -> Result<Placed> {
-        let Placing { job, spec, .. } = &placing;
+        let job = &placing.job;
         self.claims_ended(&job.name).await;
         let Found { checkpoint, user_data, line } = storage::find(&placing).await?;
-        if let Some(policy) = &spec.checkpoints {
+        for url in storage::places(&placing) {
             // The line of a coordinator that was replaced would make the next one save nowhere.
             self.read(|_| ())?;
-            let start = storage::start(&placing, checkpoint.as_ref(), &policy.url);
-            self.claim(&policy.url, job, &line, start).await?;
+            let owner = Storage::open(url)?.owner(&job.name).await?;
+            if placing.returns && owner.is_some_and(|owner| owner.of().job_id != job.id) {
+                continue; // the job cannot save there any more, and still reads its own checkpoints
+            }
+            let start = storage::start(&placing, checkpoint.as_ref(), url);
+            self.claim(url, job, &line, start).await?;
         }
         let Placing { spec, live, zones, free_memory, .. } = placing;
         let plan = move || Plan::within(&spec, &live, &zones, &free_memory);

@@ -224,15 +224,17 @@ impl coordinator_service_server::CoordinatorService for Service {
             Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
             self.urls.check(&request.get_ref().url)?;
             let (wait, request) = self.waits.rewind(request)?;
-            let known =
-                self.driver.read(|cluster| rewound(cluster.job(&request.job)?, &request))??;
-            let (job, spec, line, url) = known;
+            let known = self.driver.read(|cluster| {
+                let known = rewound(cluster.job(&request.job)?, &request)?;
+                Ok::<_, Error>((known, cluster.common().saves.number_completed()))
+            })?;
+            let ((job, spec, line, url), completed) = known?;
             let skips = request.skips.iter().map(|range| range.begin..range.end);
             let skips: Vec<_> = skips.collect();
             let to = (url.as_str(), request.version);
             let (to, skips) = storage::target((&job, &spec, &line), to, &skips).await?;
             let from = request.from_line;
-            let rewind = Rewind { job, from, to, skips, wait };
+            let rewind = Rewind { job, from, to, completed, skips, wait };
             match self.driver.call(|caller| Event::Rewind { caller, rewind }).await? {
                 Reply::Rewound { line } => Ok(pb::RewindJobResponse { line }),
                 other => Err(unexpected(&other)),

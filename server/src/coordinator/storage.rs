@@ -64,7 +64,10 @@ pub(super) async fn target(
 ) -> Result<(Checkpoint, Vec<Range<u64>>)> {
     let storage = existing(url)?;
     let name = &job.name;
-    let own = claim(&storage, job, line).await?;
+    // The place of its own checkpoints knows the lines from which the current one follows.
+    let policy = spec.checkpoints.as_ref().map(|policy| Storage::open(&policy.url)).transpose()?;
+    let of = JobLine { job_id: job.id, line: line.number };
+    let own = policy.as_ref().unwrap_or(&storage).claim_of(name, of).await?;
     let manifest = storage.checkpoint(name, (version, None), Some(&own)).await?;
     check_fits(&manifest, spec)?;
     let (job_id, version) = (manifest.job_id(), manifest.version());
@@ -88,9 +91,22 @@ async fn claim(storage: &Storage, job: &JobRef, line: &Line) -> Result<Claim> {
     storage.claim_of(&job.name, JobLine { job_id: job.id, line: line.number }).await
 }
 
-/// How a job whose own checkpoints are at `url` begins, for its claim.
+/// The places at which a job claims its checkpoints when it begins a line: that of its policy, and
+/// that of the checkpoint to which it returns.
+pub(super) fn places(placing: &Placing) -> BTreeSet<&str> {
+    let policy = placing.spec.checkpoints.as_ref().map(|policy| policy.url.as_str());
+    let target = placing.restore.as_ref().filter(|_| placing.returns);
+    policy.into_iter().chain(target.map(|of| of.url.as_str())).collect()
+}
+
+/// How the line of a job begins, for its claim at `url`. A version of its own is the same wherever
+/// it was saved.
 pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) -> Start {
-    match found.filter(|of| is_same_place(&of.url, url) && of.job == placing.spec.name) {
+    let is_here = |of: &&Checkpoint| {
+        is_same_place(&of.url, url) && of.job == placing.spec.name
+            || placing.returns && of.job_id == placing.job.id
+    };
+    match found.filter(is_here) {
         Some(found) => Start::From(found.job_id, found.version),
         None => Start::Anew,
     }
@@ -144,14 +160,20 @@ async fn next_line(
     found: &Manifest,
 ) -> Result<Line> {
     let claimed = owner.map(Claim::line).transpose()?.unwrap_or_default();
+    let policy = placing.spec.checkpoints.as_ref();
     if placing.returns {
         // The claim is later than the job knows if a coordinator was lost after it had written it.
-        let is_later = claimed.number > placing.line.number;
+        // Another request does not repeat its batches.
+        let is_requested = matches!(restore.version, RestoreVersion::Exactly(_));
+        let is_later = claimed.number > placing.line.number && !is_requested;
         let line = if is_later { claimed } else { Line::clone(&placing.line) };
-        let number = storage.next_line(&restore.job).await?.max(line.number + 1);
+        let mut number = storage.next_line(&restore.job).await?;
+        number = number.max(line.number.saturating_add(1));
+        if let Some(policy) = policy {
+            number = number.max(Storage::open(&policy.url)?.next_line(&restore.job).await?);
+        }
         return Ok(line.numbered(number));
     }
-    let policy = placing.spec.checkpoints.as_ref();
     let is_own = restore.job == placing.spec.name
         && policy.is_none_or(|policy| is_same_place(&policy.url, &restore.url));
     if is_own && owner.is_some_and(|owner| owner.admits(found)) {

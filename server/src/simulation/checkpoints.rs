@@ -143,8 +143,10 @@ impl World {
         let (url, job, job_id) = (URL.to_owned(), JOB.to_owned(), self.store.complete[&version].0);
         let to = Checkpoint { url, job: job.clone(), job_id, version };
         let (job, skips) = (JobRef { name: job, id: 0 }, next.skips().to_vec());
-        let rewind = Rewind { job, from: line.number, to, skips, wait: REWINDING };
         let coordinator = &mut self.coordinators[index];
+        let cluster = coordinator.cluster.as_ref().expect("it has a job");
+        let completed = cluster.common().saves.number_completed();
+        let rewind = Rewind { job, from: line.number, to, completed, skips, wait: REWINDING };
         let (caller, life) = (Caller(coordinator.next()), coordinator.life);
         let event = Box::new(Event::Rewind { caller, rewind });
         self.later(Happening::Event { life, stream: None, event });
@@ -241,7 +243,9 @@ impl World {
         if !placing.returns {
             return claimed;
         }
-        let is_later = claimed.number > placing.line.number;
+        let is_requested =
+            placing.restore.as_ref().is_some_and(|of| of.version != RestoreVersion::Latest);
+        let is_later = claimed.number > placing.line.number && !is_requested;
         let line = if is_later { claimed } else { Line::clone(&placing.line) };
         let last = lines.last_key_value().map_or(0, |(&last, _)| last);
         let number = last.max(line.number) + 1;

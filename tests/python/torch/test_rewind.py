@@ -84,6 +84,9 @@ def test_batches_are_named_by_any_range() -> None:
     assert ranges(range(3, 5)) == [(3, 5)]
     assert ranges(range(4, 4)) == []
     assert ranges(range(7, 1, -3)) == [(4, 5), (7, 8)]
+    assert ranges(range(7, 4, -1)) == [(5, 8)]
+    with pytest.raises(zs.InvalidArgumentError, match="at most 1000"):
+        ranges(range(0, 10**12, 2))
     assert ranges(range(5, 9, 2)) == [(5, 6), (7, 8)]
 
 

@@ -89,12 +89,13 @@ async fn a_rewound_job_has_the_state_of_one_that_has_stopped_there_and_leaves_ou
     assert!(rewound.status.success(), "{rewound:?}");
     let said = String::from_utf8(rewound.stdout).unwrap();
     assert_eq!(said, "job \"rewound\" continues from version 4@1\n");
-    assert_eq!(jobs[0].state_hash(4).await.unwrap(), expected[4]);
+    let client = connect(cluster.address()).await;
+    assert_eq!(client.state_hash("rewound").await.unwrap(), expected[4]);
     assert_eq!(train_all(&jobs, 6, 7).await, [4]);
     assert_eq!((jobs[0].line().number, jobs[0].line().skips()), (1, &[4..6][..]));
     assert_eq!(jobs[0].state_hash(7).await.unwrap(), expected[7]);
     until_saved_on(directory.path(), "rewound", 6, 1).await;
-    let status = connect(cluster.address()).await.status().await.unwrap();
+    let status = client.status().await.unwrap();
     assert_eq!((status.jobs[0].version, status.jobs[0].line), (Some(7), 1));
     // Both versions 6 are there, of which one is abandoned.
     let place = url(directory.path());
@@ -131,13 +132,15 @@ async fn an_abandoned_version_is_never_restored_or_kept() {
     let returned = train_all(&jobs, 8, 9).await;
     assert!(!returned.is_empty() && returned.iter().all(|version| *version == 4), "{returned:?}");
     assert_eq!(jobs[0].state_hash(9).await.unwrap(), expected[9]);
-    until_saved_on(directory.path(), "train", 8, 2).await;
+    // A version that is due while another one is being saved is left out.
+    assert_eq!(client.save_checkpoint("train", None).await.unwrap().0, 9);
     // The next coordinator learns the line from the servers.
     let address = cluster.address().to_owned();
     cluster.coordinator.kill();
     cluster.coordinator = Cluster::coordinator_at(&address);
     assert_eq!(train_all(&jobs, 9, 10).await, [0; 0]);
-    until_saved_on(directory.path(), "train", 10, 2).await;
+    let client = connect(cluster.address()).await;
+    assert_eq!(client.save_checkpoint("train", None).await.unwrap().0, 10);
     // Line 2 has passed the abandoned versions 6 and 8.
     let abandoned = [6, 8].map(|of| directory.path().join("train").join(format!("{of:020}")));
     until("they are removed", || !abandoned.iter().any(|of| of.exists())).await;
@@ -154,11 +157,35 @@ async fn an_abandoned_version_is_never_restored_or_kept() {
     step_all(&jobs, 10).await;
     step_all(&jobs, 11).await;
     assert_eq!(jobs[0].state_hash(12).await.unwrap(), expected[12]);
+    assert_eq!(client.save_checkpoint("train", None).await.unwrap().0, 12);
     until_saved_on(directory.path(), "train", 12, 3).await;
     // One of another name begins with line 0, and leaves out the same batches.
     let other = spec_of("other");
     let jobs = resume(cluster.address(), &other, directory.path(), "train").await;
     assert_eq!((jobs[0].line().number, jobs[0].line().skips()), (0, &[4..8][..]));
+}
+
+#[tokio::test]
+async fn a_job_that_is_rewound_to_a_version_saved_elsewhere_keeps_its_own_checkpoints() {
+    let (directory, elsewhere) = (directory(), crate::checkpoints::directory());
+    let mut cluster = Cluster::start(3);
+    let jobs = start(cluster.address(), &saved_often("moved", directory.path(), 2)).await;
+    begin(&jobs, directory.path(), 3).await;
+    let client = connect(cluster.address()).await;
+    let place = url(elsewhere.path());
+    assert_eq!(client.save_checkpoint("moved", Some(&place)).await.unwrap().0, 3);
+    let at_three = client.state_hash("moved").await.unwrap();
+    step_all(&jobs, 3).await;
+    until_saved(directory.path(), "moved", 4).await;
+    assert_eq!(client.rewind("moved", 3, Some(&place), &[]).await.unwrap(), 1);
+    assert_eq!(client.state_hash("moved").await.unwrap(), at_three);
+    // Version 4 is abandoned, at both places; 2 is not, where the job saves.
+    cluster.shards[1].kill();
+    cluster.shards[1] = Cluster::shard(cluster.address(), &[]);
+    assert_eq!(train_all(&jobs, 4, 5).await.last(), Some(&2));
+    assert_eq!(client.save_checkpoint("moved", None).await.unwrap().0, 5);
+    let refused = client.rewind("moved", 3, Some(&place), &[]).await.unwrap_err().to_string();
+    assert!(refused.contains("3 on an abandoned one"), "{refused}");
 }
 
 #[tokio::test]

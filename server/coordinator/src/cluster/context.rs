@@ -28,7 +28,7 @@ pub struct Common {
     pub startup: Startup,
     pub index: Index,
     pub(crate) epochs: Epochs,
-    pub(crate) saves: SaveNumbers,
+    pub saves: SaveNumbers,
     pub(crate) acknowledgements: Acknowledgements,
     pub(crate) limits: JobLimits,
 }

@@ -50,6 +50,8 @@ pub struct SaveNumbers {
     last: u64,
     /// By number: the name of the job.
     completing: BTreeMap<u64, String>,
+    /// The number of saves whose manifest has been written, or could not be written.
+    completed: u64,
 }
 
 impl SaveNumbers {
@@ -72,6 +74,13 @@ impl SaveNumbers {
     /// The manifest of a save has been written, or could not be written.
     pub(crate) fn completed(&mut self, save: u64) {
         self.completing.remove(&save);
+        self.completed += 1;
+    }
+
+    /// The number of saves whose manifest has been written, or could not be written. What was found
+    /// among the checkpoints before may be removed since.
+    pub fn number_completed(&self) -> u64 {
+        self.completed
     }
 
     /// Returns whether the manifest of a save of the job is being written.

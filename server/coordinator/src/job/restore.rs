@@ -62,20 +62,23 @@ impl Job {
             _ => None,
         };
         let policy = spec.checkpoints.as_ref().filter(|_| spec.is_restored_on_loss());
-        let Some(policy) = policy else { return false };
-        let checkpoint = Arc::new(Restore {
-            url: policy.url.clone(),
-            job: spec.name.clone(),
-            version: RestoreVersion::Latest,
-            line: None,
+        let last = policy.map(|policy| {
+            Arc::new(Restore {
+                url: policy.url.clone(),
+                job: spec.name.clone(),
+                version: RestoreVersion::Latest,
+                line: None,
+            })
         });
         let mut creators = Vec::new();
         let mut known = *epoch;
         let (interrupted, waiters) = match phase {
             Phase::Open(open) if open.version.is_published() => {
+                let Some(checkpoint) = last else { return false };
                 let (interrupted, waiters) = open.interrupt(checkpoint, cx.now);
                 (Box::new(interrupted), waiters)
             }
+            // It has a checkpoint to which it returns already.
             Phase::Opening { plan, creators: waiting, interrupted, .. } => {
                 let Some(mut interrupted) = interrupted.take() else { return false };
                 creators.append(waiting);
@@ -83,6 +86,7 @@ impl Job {
                 (interrupted, Vec::new())
             }
             Phase::Recovering(recovery) => {
+                let Some(checkpoint) = last else { return false };
                 let Some((attempt, ranks)) = recovery.published() else { return false };
                 known = attempt.epoch;
                 let ranks = (ranks, attempt.step);

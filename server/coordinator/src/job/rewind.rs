@@ -32,7 +32,7 @@ impl Job {
         rewind: Rewind,
         cx: &mut Context<'_>,
     ) -> Result<Option<u64>> {
-        let Rewind { job: JobRef { name, id }, from, to, skips, wait } = rewind;
+        let Rewind { job: JobRef { name, id }, from, to, completed, skips, wait } = rewind;
         if id != 0 && id != self.id {
             return Err(Error::JobReplaced { job: name });
         }
@@ -51,8 +51,9 @@ impl Job {
             return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         };
         if line.number != from {
+            let is_done = line.skips() == skips;
             return match open.began_from() {
-                Some(version) if version == to.version.version => Ok(Some(line.number)),
+                Some(version) if version == to.version.version && is_done => Ok(Some(line.number)),
                 _ => Err(Error::refused(format!(
                     "job {name:?} has returned to another checkpoint meanwhile, and is on line {}; \
                      look at it before you rewind it",
@@ -64,6 +65,11 @@ impl Job {
             return Err(Error::refused(format!(
                 "job {name:?} is at version {current}; rewind it to an earlier one"
             )));
+        }
+        let saves = &cx.common.saves;
+        if saves.completes(&name) || saves.number_completed() != completed {
+            let cause = "a save is being completed, which may remove old checkpoints".to_owned();
+            return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         }
         let next = Line::new(line.number, skips)?;
         let checkpoint = Arc::new(Restore {

@@ -59,7 +59,9 @@ impl Job {
         let Phase::Open(open) = &self.phase else { return None };
         let policy = self.spec.checkpoints.as_ref().map(|policy| &policy.url);
         let url = save.url.as_ref().or(policy)?;
-        let is_here = |of: &&Checkpoint| is_same_place(&of.url, url) && of.job == self.spec.name;
+        let is_here = |of: &&Checkpoint| {
+            of.job_id == self.id || is_same_place(&of.url, url) && of.job == self.spec.name
+        };
         let start = match open.saves.origin().filter(is_here) {
             Some(of) => Start::From(of.job_id, of.version),
             None => Start::Anew,

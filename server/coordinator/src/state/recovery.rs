@@ -182,10 +182,12 @@ impl Recovery {
         let Some(top) = self.reports.values().map(|report| report.attempt).max() else {
             return false;
         };
+        let line = self.reports.values().map(|report| report.line.number).max().unwrap_or(0);
         self.reports.values().any(|report| {
             let is_earlier = report.attempt.epoch < top.epoch;
             let is_moved = report.spec.replicas <= 1 && report.plan != self.plan;
-            report.restoring || is_earlier && (is_moved || report.attempt.step > top.step)
+            let is_left = report.line.number < line || report.attempt.step > top.step;
+            report.restoring || is_earlier && (is_moved || is_left)
         })
     }
 

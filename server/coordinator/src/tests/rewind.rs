@@ -6,17 +6,23 @@
 
 use std::ops::Range;
 
+use zeroshard_model::OnLoss;
+
 use super::{
     recovery::Before,
     saves::{found, found_on, policy},
     *,
 };
-use crate::vocabulary::{calls::Rewind, job_report::JobReport};
+use crate::{
+    job::restore::RETRY,
+    vocabulary::{calls::Rewind, job_report::JobReport},
+};
 
 impl Script {
     fn rewind(&mut self, from: u64, to: Option<Checkpoint>, skips: Vec<Range<u64>>) -> Caller {
         let (caller, to) = (self.caller(), to.expect("a checkpoint"));
-        let rewind = Rewind { job: job(), from, to, skips, wait: WAIT };
+        let completed = self.cluster.common().saves.number_completed();
+        let rewind = Rewind { job: job(), from, to, completed, skips, wait: WAIT };
         self.event(Event::Rewind { caller, rewind });
         caller
     }
@@ -72,6 +78,61 @@ fn a_repeated_call_rewinds_once() {
     let elsewhere = script.rewind(0, found(1), Vec::new());
     let refused = script.error(elsewhere).to_string();
     assert!(refused.contains("is on line 1"), "{refused}");
+}
+
+#[test]
+fn a_return_after_a_loss_is_not_taken_for_a_rewind_with_other_batches() {
+    let (mut script, leases) = after_five_steps();
+    script.rewind(0, found(2), vec![7..9]);
+    script.open_all();
+    script.step_all(&leases, 2);
+    let again = script.rewind(0, found(2), vec![7..9]);
+    assert_eq!(script.answer(again), Some(&Ok(Reply::Rewound { line: 1 })));
+    let other = script.rewind(0, found(2), vec![7..10]);
+    assert!(matches!(script.error(other), Error::Refused { .. }));
+}
+
+#[test]
+fn a_job_is_not_interrupted_while_a_save_may_remove_the_checkpoint() {
+    let (mut script, leases) = Script::training_of(policy(2, 100), 2);
+    (0..4).for_each(|step| script.step_all(&leases, step));
+    let caller = script.save(None);
+    let before = script.cluster.common().saves.number_completed();
+    script.write_all();
+    let [save] = script.completions.iter().map(|of| of.plan.save).collect::<Vec<_>>()[..] else {
+        panic!("one save");
+    };
+    let meanwhile = script.rewind(0, found(2), Vec::new());
+    assert!(matches!(script.error(meanwhile), Error::Unavailable { .. }));
+    script.completed(save, Ok(1));
+    assert!(script.answer(caller).is_some());
+    // The checkpoint was looked up before the save was complete.
+    let (late, to) = (script.caller(), found(2).unwrap());
+    let (job, skips) = (job(), Vec::new());
+    let rewind = Rewind { job, from: 0, to, completed: before, skips, wait: WAIT };
+    script.event(Event::Rewind { caller: late, rewind });
+    assert!(matches!(script.error(late), Error::Unavailable { .. }));
+    assert_eq!(script.version(), Some(4), "it goes on");
+}
+
+#[test]
+fn a_job_that_fails_with_its_servers_is_rewound_although_a_server_cannot_read_at_first() {
+    let mut spec = policy(2, 2);
+    spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
+    let (mut script, leases) = Script::training_of(spec, 2);
+    (0..3).for_each(|step| script.step_all(&leases, step));
+    script.found = found(2);
+    script.commands.clear();
+    let caller = script.rewind(0, found(2), Vec::new());
+    let (reason, transient) = ("the store is not reachable".to_owned(), true);
+    let epoch = script.cluster.jobs()["job"].epoch;
+    script.said(1, ServerEvent::Failed { job: job(), epoch, reason, transient });
+    assert_eq!((script.failure(), script.answer(caller)), (None, None));
+    script.commands.clear();
+    script.after(RETRY);
+    script.open_all();
+    assert!(matches!(script.answer(caller), Some(Ok(Reply::Rewound { .. }))));
+    assert_eq!(script.version(), Some(2));
 }
 
 #[test]

@@ -230,8 +230,10 @@ pub struct Rewind {
     /// The line on which it must be. The call may be a repetition, and the job have returned from
     /// there to the checkpoint already.
     pub from: u64,
-    /// The checkpoint, which exists.
+    /// The checkpoint, which has existed.
     pub to: Checkpoint,
+    /// The number of completed saves before it was found.
+    pub completed: u64,
     /// All batches that the new line leaves out.
     pub skips: Vec<Range<u64>>,
     pub wait: Duration,
