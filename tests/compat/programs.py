@@ -2,10 +2,10 @@
 
     python3 tests/compat/programs.py [--tag TAG]
 
-Builds the programs of the tag in target/released. If both have the same minor version, coordinators,
-shard servers and workers of both must work together, whoever is which, and give the same bits;
-otherwise they must refuse each other. In both cases this tree must continue from a checkpoint of the
-release. Needs the programs of this tree in target/try.
+Builds the programs of the tag in target/released. If both have the same minor version,
+coordinators, shard servers and workers of both must work together, whoever is which, and give the
+same bits; otherwise they must refuse each other. In both cases this tree must continue from a
+checkpoint of the release. Needs the programs of this tree in target/try.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def minor(programs: Path) -> str:
 
 
 def is_refused(coordinator: Path, shard: Path) -> bool:
-    """Whether a shard server refuses a coordinator of another version, with an error that says so."""
+    """Whether a shard server refuses a coordinator of another version, and says why."""
     command = [str(shard / "zeroshard-server"), "shard", "--listen", "127.0.0.1:0"]
     command += ["--admin-listen", "off", "--log", "error"]
     with server(coordinator, "coordinator") as address:
