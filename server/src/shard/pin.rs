@@ -9,7 +9,7 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{Error, Result, average};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{pb, status::to_status};
-use zeroshard_shard::{budget::Budget, slice::Slice, state_selector::StateSelector};
+use zeroshard_shard::{budget::Budget, slice::Slice};
 
 use super::{
     content::{Content, bytes_of},
@@ -70,20 +70,25 @@ pub(super) async fn hold<B: Backend>(
     for name in &request.averages {
         job.spec.average(name)?;
     }
+    let mut pin = Pin {
+        version,
+        slices: HashMap::new(),
+        state: request.optimizer_state,
+        averages: request.averages.iter().map(|name| average::values_of(name)).collect(),
+    };
     let mut missing: Vec<u32> = match request.slices.is_empty() {
         true => job.primary_slices().map(|(index, _)| index).collect(),
         false => request.slices.clone(),
     };
     missing.sort_unstable();
     missing.dedup();
-    let mut slices = HashMap::with_capacity(missing.len());
     let mut steps = Vec::new();
     let all_held = || {
         // Each slice is held as soon as it has the version: the next step may follow at once.
         for index in std::mem::take(&mut missing) {
             let slice = job.primary_slice(index)?;
             let mut parts = Vec::new();
-            for part in parts_of(slice, request) {
+            for part in pin.parts(slice) {
                 let content = Content { version, part, attempt: None };
                 let Some(buffer) = content.read(job, slice)? else {
                     parts.clear();
@@ -98,7 +103,7 @@ pub(super) async fn hold<B: Backend>(
             for (part, buffer) in parts {
                 let bytes = bytes_of(job, slice, part);
                 let space = budget.take(bytes).ok_or_else(|| exhausted(budget, version))?;
-                slices.insert((index, part), (buffer, space));
+                pin.slices.insert((index, part), (buffer, space));
             }
             if request.optimizer_state && slice.group.is_some() {
                 steps.push(steps_of(job, index, slice, version)?);
@@ -110,24 +115,12 @@ pub(super) async fn hold<B: Backend>(
     job.wait_for(deadline, all_held, waiting_for).await?;
     steps.sort_unstable_by_key(|of| of.slice);
     let number = identity::random()?;
-    let state = request.optimizer_state || !request.averages.is_empty();
-    job.pins.insert(number, Pin { version, slices, state });
+    job.pins.insert(number, pin);
     let limit = match request.limit_ms {
         0 => LIMIT,
         limit => Duration::from_millis(limit.into()).min(MAX_WAIT),
     };
     Ok(HeldPin { job: job.clone(), number, limit, steps })
-}
-
-/// The parts of a slice that a pin keeps.
-fn parts_of<B: Backend>(slice: &Slice<B>, request: &pb::PinRequest) -> Vec<StateSelector> {
-    let all = request.optimizer_state;
-    let averages: Vec<String> =
-        request.averages.iter().map(|name| average::values_of(name)).collect();
-    let is_named = |name: &str| averages.iter().any(|wanted| wanted == name);
-    let averages = slice.average_parts().filter(|(name, _)| all || is_named(name));
-    let states = slice.state_parts().filter(|_| all).chain(averages).map(|(_, part)| part);
-    std::iter::once(StateSelector::Parameters).chain(states).collect()
 }
 
 /// The steps that were applied to a slice at a version.

@@ -6,15 +6,17 @@ use std::{
 };
 
 use zeroshard_kernels::Backend;
-use zeroshard_shard::{budget::Space, state_selector::StateSelector, tier::Array};
+use zeroshard_shard::{budget::Space, slice::Slice, state_selector::StateSelector, tier::Array};
 
 /// A version of slices that steps do not overwrite.
 pub(crate) struct Pin<B: Backend> {
     pub(super) version: u64,
     /// Parts of each slice, and their part of the budget for pinned versions.
     pub(super) slices: HashMap<(u32, StateSelector), (Array<B>, Space)>,
-    /// Whether optimizer state or averages are pinned as well.
+    /// Whether the optimizer state and all averages are pinned as well.
     pub(super) state: bool,
+    /// The state tensors of the averages that are pinned, by name.
+    pub(super) averages: Vec<String>,
 }
 
 impl<B: Backend> Pin<B> {
@@ -23,12 +25,21 @@ impl<B: Backend> Pin<B> {
         self.slices.get(&(index, part)).map(|(buffer, _)| buffer)
     }
 
-    /// Returns whether slices may have this part here.
-    pub(super) fn keeps(&self, part: StateSelector) -> bool {
-        match part {
-            StateSelector::Parameters => true,
-            StateSelector::State(_) => self.state,
-            StateSelector::Master | StateSelector::GradientSum => false,
+    /// The parts of a slice that the pin keeps, on whichever server the slice is.
+    pub(super) fn parts(&self, slice: &Slice<B>) -> Vec<StateSelector> {
+        let is_kept = |name: &str| self.state || self.averages.iter().any(|kept| kept == name);
+        let averages = slice.average_parts().filter(|(name, _)| is_kept(name));
+        let states = slice.state_parts().filter(|_| self.state).chain(averages);
+        let states = states.map(|(_, part)| part);
+        std::iter::once(StateSelector::Parameters).chain(states).collect()
+    }
+
+    /// What the pin keeps, for messages.
+    pub(super) fn kept(&self) -> String {
+        match (self.state, &self.averages[..]) {
+            (true, _) => "the parameters and state".to_owned(),
+            (false, []) => "the parameters".to_owned(),
+            (false, averages) => format!("the parameters and {}", averages.join(", ")),
         }
     }
 }

@@ -126,7 +126,7 @@ pub(super) fn pull<B: Backend>(
             let slice = job.slice(extent.slice)?;
             let content = Content::of(request, &job, slice)?;
             // A slice that is pinned may have moved to another server.
-            if !pinned_here(pin.as_deref(), extent.slice, content)? {
+            if !pinned_here(pin.as_deref(), (extent.slice, slice), content)? {
                 job.primary_slice(extent.slice)?;
             }
             wanted(&job, slice, (content, wire), &boxes, extent)
@@ -208,19 +208,22 @@ fn pinned<B: Backend>(job: &Job<B>, request: &pb::PullRequest) -> Result<Option<
 ///
 /// # Errors
 /// [`Error::Refused`] for another version or part than the pinned one.
-fn pinned_here<B: Backend>(pin: Option<&Pin<B>>, slice: u32, content: Content) -> Result<bool> {
+fn pinned_here<B: Backend>(
+    pin: Option<&Pin<B>>,
+    (index, slice): (u32, &Slice<B>),
+    content: Content,
+) -> Result<bool> {
     let Some(pin) = pin else { return Ok(false) };
-    if !pin.keeps(content.part) || content.version != pin.version {
-        let kept = match pin.state {
-            true => "the parameters and state",
-            false => "the parameters",
-        };
+    if !pin.parts(slice).contains(&content.part) || content.version != pin.version {
         return Err(Error::refused(format!(
-            "the pin keeps {kept} at version {}, not {:?} at version {}",
-            pin.version, content.part, content.version
+            "the pin keeps {} at version {}, not {:?} at version {}",
+            pin.kept(),
+            pin.version,
+            content.part,
+            content.version
         )));
     }
-    Ok(pin.slice(slice, content.part).is_some())
+    Ok(pin.slice(index, content.part).is_some())
 }
 
 fn wanted<B: Backend>(
