@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def train(coordinator: Path, shards: Sequence[Path], ranks: Sequence[Path], *arg
             command = [str(programs / "zeroshard-worker"), "train", "--address", address]
             command += ["--rank", str(rank), "--data-parallel", str(len(ranks)), "--json"]
             command += ["--data", str(ROOT / "docs"), "--out", f"{out}/{rank}", "--width", "32"]
-            command += ["--batch", "4", "--steps", str(STEPS), *arguments]
+            command += ["--job", "train", "--shards", str(len(shards)), "--batch", "4"]
+            command += ["--steps", str(STEPS), *arguments]
             workers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         said = [worker.communicate(timeout=LIMIT)[0] for worker in workers]
         if failed := [worker.args for worker in workers if worker.returncode]:
@@ -94,7 +96,7 @@ def train(coordinator: Path, shards: Sequence[Path], ranks: Sequence[Path], *arg
 def continued(old: Path, new: Path) -> str:
     """Trains with the release, and runs the second half again with this tree."""
     with tempfile.TemporaryDirectory() as directory:
-        saves = ["--checkpoint", f"file://{directory}", "--job", "train"]
+        saves = ["--checkpoint", f"file://{directory}"]
         saves += ["--checkpoint-every", str(STEPS // 2), "--checkpoint-keep", "0"]
         train(old, [old, old], [old, old], *saves)
         shutil.rmtree(Path(directory) / "train" / f"{STEPS:020}")
@@ -109,14 +111,26 @@ def minor(programs: Path) -> str:
 
 
 def is_refused(coordinator: Path, shard: Path) -> bool:
-    """Whether a shard server refuses a coordinator of another version, and says why."""
+    """Whether a coordinator refuses a shard server of another version, which says why and dials
+    again."""
     command = [str(shard / "zeroshard-server"), "shard", "--listen", "127.0.0.1:0"]
-    command += ["--admin-listen", "off", "--log", "error"]
+    command += ["--admin-listen", "off", "--log", "warn"]
     with server(coordinator, "coordinator") as address:
         command += ["--coordinator", address]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    print(ended.stderr.strip().splitlines()[-1])
-    return ended.returncode != 0 and "version" in ended.stderr
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        limit = threading.Timer(LIMIT, process.kill)
+        limit.start()
+        try:
+            assert process.stderr is not None
+            said = next((line for line in process.stderr if "work together only if" in line), "")
+        finally:
+            limit.cancel()
+            process.kill()
+            process.communicate()
+    print(said.strip() or "no refusal")
+    return bool(said)
 
 
 def compare(tag: str) -> int:
