@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
@@ -135,6 +136,8 @@ class _Steps(Generic[B]):
 
     def _again(self, last: Step[B], error: StepAbortedError) -> Step[B]:
         """Another attempt at an aborted step, from the same state."""
+        # A model that the program has dropped may be part of a cycle, and would be restored as well.
+        gc.collect()
         try:
             check_restorable(last._models)
             for model in last._models:

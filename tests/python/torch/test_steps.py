@@ -218,6 +218,19 @@ class Aborting:
             raise zs.StepAbortedError(place)
 
 
+def test_a_model_that_the_program_has_dropped_does_not_matter(cluster: zs.Session) -> None:
+    gc.disable()
+    try:
+        dropped: list[Any] = [build("os")]
+        dropped.append(dropped)
+        with torch.no_grad():
+            dropped[0][0].module.layers[0].weight.zero_()
+        del dropped
+        assert train("os", Aborting())[0].keys() == set(range(STEPS))
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_that_are_zeroed_after_the_step_are_not_added_to_those_of_an_aborted_one(
     level: str, calm: dict[str, Result], cluster: zs.Session
