@@ -136,7 +136,7 @@ class _Steps(Generic[B]):
 
     def _again(self, last: Step[B], error: StepAbortedError) -> Step[B]:
         """Another attempt at an aborted step, from the same state."""
-        # A model that the program has dropped may be part of a cycle, and would be restored as well.
+        # A model that the program has dropped may be in a cycle, and would be restored as well.
         gc.collect()
         try:
             check_restorable(last._models)
