@@ -58,12 +58,16 @@ impl Counts {
 
     /// Asserts that every RPC was called, and that some of its calls were accepted, which shows
     /// that the input passes the first checks. RPCs for operators are exempt: no caller has the
-    /// role `admin`, because an operator could disturb the bystander.
+    /// role `admin`, because an operator could disturb the bystander. A rewind that has looked for
+    /// its checkpoint has passed them; hardly any has the number of one.
     pub(crate) fn check(&self) {
         for (path, count) in &self.0 {
             assert!(count.calls > 0, "{path} was not called");
             let is_for_operators = FOR_OPERATORS.iter().any(|rpc| path.ends_with(rpc));
-            assert!(count.answered > 0 || is_for_operators, "{path} has accepted no call");
+            let has_looked =
+                path.ends_with("/RewindJob") && count.errors.contains_key("NoCheckpoint");
+            let is_accepted = count.answered > 0 || has_looked;
+            assert!(is_accepted || is_for_operators, "{path} has accepted no call");
         }
     }
 }
