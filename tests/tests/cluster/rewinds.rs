@@ -62,10 +62,11 @@ async fn begin(jobs: &[Job], directory: &Path, steps: u64) {
     }
 }
 
-/// Lets all ranks make steps until `end`. Returns the versions to which they have returned.
+/// Lets all ranks make steps until `end`. Returns the versions to which rank 0 has returned. Of two
+/// returns that follow each other, a rank may learn of the last one only.
 async fn train_all(jobs: &[Job], step: u64, end: u64) -> Vec<u64> {
     let returned = join_all(jobs.iter().map(|job| train(job, step, end))).await;
-    assert!(returned.iter().all(|of| *of == returned[0]), "{returned:?}");
+    assert!(returned.iter().all(|of| of.last() == returned[0].last()), "{returned:?}");
     returned.into_iter().next().unwrap()
 }
 
