@@ -49,8 +49,8 @@ pub struct Description {
     pub placement: Placement,
     /// The current version; `None` before the initial parameters are complete.
     pub version: Option<u64>,
-    /// The number of the line of this version ([`zeroshard_model::Line`]). `None`: that of a rank,
-    /// whose calls end with its epoch.
+    /// The number of the version's line ([`zeroshard_model::Line`]). `None` for ranks, which the
+    /// epoch protects.
     pub line: Option<u64>,
 }
 
@@ -189,15 +189,14 @@ impl Cluster {
         })
     }
 
-    /// Returns a job to a checkpoint of an earlier version: `version` on its current line. Its
+    /// Returns a job to its checkpoint of an earlier version, and waits until it continues. Its
     /// ranks keep their leases, and their calls end with [`Error::RolledBack`]. `url`: the place of
-    /// the checkpoint; `None`: that of the job's policy. `skips`: batches that the following steps
-    /// leave out ([`crate::Job::line`]). Returns the number of the new line, when the job
-    /// continues.
+    /// the checkpoint; `None`: that of the job's policy. `skips`: batches that the steps after
+    /// `version` skip ([`crate::Job::line`]). Returns the number of the new line.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`]; [`Error::NoCheckpoint`]; [`Error::Refused`] for a version that is not
-    /// earlier than the current one, and for batches with which its steps were made;
+    /// [`Error::UnknownJob`]; [`Error::NoCheckpoint`]; [`Error::Refused`] if the job is not
+    /// at a later version, or if a step before `version` has used one of the batches;
     /// [`Error::Storage`]; [`Error::Timeout`], after which the job may still return.
     pub async fn rewind(
         &self,
@@ -207,13 +206,12 @@ impl Cluster {
         skips: &[Range<u64>],
     ) -> Result<u64> {
         let of = self.describe_job(job).await?;
-        let skips = skips.iter().map(|range| pb::BatchRange { begin: range.start, end: range.end });
         let request = pb::RewindJobRequest {
             job: job.to_owned(),
             job_id: of.id,
             version,
             url: url.unwrap_or_default().to_owned(),
-            skips: skips.collect(),
+            skips: skips.iter().map(Into::into).collect(),
             from_line: of.line.unwrap_or_default(),
         };
         let rewound = self.retry("the job to return to a checkpoint", |mut client| {

@@ -117,15 +117,14 @@ impl Job {
         self.0.membership.borrow().version
     }
 
-    /// The current line: how often the job has returned to a checkpoint, and which batches its
-    /// steps leave out.
+    /// Returns the current line: how often the job has returned to a checkpoint, and which batches
+    /// its steps skip.
     pub fn line(&self) -> Arc<Line> {
         self.0.membership.borrow().line.clone()
     }
 
-    /// The last time that the job returned to a checkpoint, because a server was lost or because
-    /// somebody has requested it: the first epoch after it, and the version of the checkpoint.
-    /// `None` if it never has.
+    /// Returns the job's last return to a checkpoint, after a loss or a rewind: the first epoch
+    /// after it, and the version of the checkpoint. `None` if the job has never returned.
     pub fn restored(&self) -> Option<(u64, u64)> {
         let restored = self.0.membership.borrow().restored?;
         Some((restored.epoch, restored.version))

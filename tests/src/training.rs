@@ -98,8 +98,8 @@ pub async fn commit(job: &Job, step: u64, commit: Commit) -> Result<StepReport> 
     job.attempt(step)?.commit(commit).await
 }
 
-/// Pushes all gradients of the job's rank for `step`, and commits them. The batch is the one that
-/// follows on the line of the job.
+/// Pushes all gradients of the job's rank for `step`, and commits them. It uses the
+/// batch that is next on the job's line.
 ///
 /// # Errors
 /// Those of [`zeroshard_client::Attempt::push`] and [`commit`].

@@ -255,7 +255,7 @@ class Checkpoints:
         return name
 
     def batch(self, step: int) -> int:
-        """The number of the batch with which a step is made."""
+        """Returns the number of the batch that a step uses."""
         number: int = self._bound("batch").job.job.batch(step)
         return number
 

@@ -338,7 +338,7 @@ class Cluster:
     def rewind(
         self, name: str, version: int, url: str | None, skips: Sequence[tuple[int, int]]
     ) -> int:
-        """Returns a job to its checkpoint of a version. Returns the number of the new line."""
+        """Returns a job to its checkpoint of a version, and returns the number of the new line."""
     def pin(
         self,
         name: str,
@@ -443,10 +443,10 @@ class Job:
         complete."""
     @property
     def restored(self) -> tuple[int, int] | None:
-        """The last time that the job returned to a checkpoint: the first epoch after it, and the
-        version of the checkpoint."""
+        """The job's last return to a checkpoint: the first epoch after it, and the version of the
+        checkpoint."""
     def batch(self, step: int) -> int:
-        """The batch with which a step is made: its number, and the batches that are skipped."""
+        """Returns the number of the batch that a step uses."""
     def uploads(self, tensor: int) -> bool:
         """Returns whether this rank uploads its box of the tensor. Only one of several replicas
         does."""

@@ -1,4 +1,4 @@
-"""The cluster and the jobs that a program reads or commands without taking part in them."""
+"""Finds the cluster and the job for programs that read or rewind a job without training it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import InvalidArgumentError, NotInitialisedError
 
 
 def cluster_at(address: str | None, token: str | None) -> Cluster:
-    """The cluster at ``address``, or the one of the session, or that of ``ZEROSHARD_ADDRESS``."""
+    """Returns the cluster at ``address``, or of the session, or at ``ZEROSHARD_ADDRESS``."""
     if address is None and _session._current is not None:
         return _session._current._connection.cluster
     address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
@@ -26,8 +26,8 @@ def cluster_at(address: str | None, token: str | None) -> Cluster:
 
 
 def full_name(cluster: Cluster, job: str) -> str:
-    """The full name of a job whose name begins with that of a run: the names of jobs have a random
-    part."""
+    """Returns the full name of a job, given its name or that of its run. The names of a run's jobs
+    have a random part."""
     names = [status.name for status in status_of(cluster).jobs]
     # See Connection.job_name.
     of_run = re.compile(re.escape(job) + r"(-[0-9a-f]{8})?/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._readers import cluster_at, full_name
 from .errors import InvalidArgumentError
 
-#: The most ranges of batches that a line leaves out.
+#: The maximum number of ranges that a job skips.
 _MAX_RANGES = 1000
 
 
@@ -25,16 +25,16 @@ def rewind(
 
         zs.rewind("train", to=100, skip=range(100, 120), address="127.0.0.1:7400")
 
-    The versions that are left behind are never served or restored again. New versions have the same
-    numbers; :attr:`JobStatus.line` counts the returns.
+    The job abandons the versions after ``to``: no server serves them, and it never returns to them.
+    New versions get the same numbers; :attr:`JobStatus.line` counts the returns.
 
     Args:
         job: the name of the job, or of its run (``zeroshard.init(name=...)``).
         to: the version of the checkpoint. The job must be at a later one.
         url: the directory or prefix with the checkpoint; by default that of the job's
             ``Checkpoints``.
-        skip: batches that the steps after the version leave out, without those that its steps were
-            made with. Loops over :func:`zeroshard.steps` follow it.
+        skip: batches to skip after this version. You cannot skip a batch that an earlier step has
+            used. Loops over :func:`zeroshard.steps` skip them.
         address: the coordinator's ``host:port``; by default the cluster of ``zeroshard.init``, or
             that of ``ZEROSHARD_ADDRESS``.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
@@ -43,10 +43,10 @@ def rewind(
         The number of the new line.
 
     Raises:
-        InvalidArgumentError: no job, or more than one, has this name; ``to`` is not an earlier
-            version than that of the job; ``skip`` has batches of steps that stand.
+        InvalidArgumentError: no job, or more than one, has this name; the job is not at a later
+            version than ``to``; a step before ``to`` has used a batch in ``skip``.
         NoCheckpointError: there is no checkpoint of this version on the job's line.
-        TimeoutError: the job has not returned in time. It may still do so.
+        TimeoutError: the job has not continued in time. It may still return.
     """
     skips = [] if skip is None else ranges(skip)
     cluster = cluster_at(address, token)
@@ -54,7 +54,7 @@ def rewind(
 
 
 def ranges(skip: range) -> list[tuple[int, int]]:
-    """The batches of a range, as the first of each run of batches, and the one after the last."""
+    """Converts a range to (begin, end) pairs; ``end`` is not skipped."""
     if not skip:
         return []
     if abs(skip.step) == 1:

@@ -31,8 +31,8 @@ class Step(Generic[B]):
     #: The number of the step in the loop, which begins with 0. It stays the same when the step is
     #: run again.
     number: int
-    #: The number of the batch: that of the step, and the batches before it that are skipped since
-    #: somebody has rewound the job.
+    #: The number of the batch. It is the number of the step plus the number of batches before it
+    #: that the job skips after :func:`zeroshard.rewind`.
     batch_number: int
     #: The batch of the step; None if :func:`steps` was called with a number.
     batch: B
@@ -102,8 +102,8 @@ class _Steps(Generic[B]):
         checkpoints: Checkpoints | None,
         restore: Callable[[bytes | None], object] | None,
     ) -> None:
-        """``batch``: returns the batch of a step, given their two numbers; raises StopIteration
-        after the last one."""
+        """``batch``: maps the number of a step and that of its batch to the batch, and raises
+        StopIteration after the last one."""
         self._batch = batch
         self._checkpoints = checkpoints
         self._restore = restore
@@ -309,8 +309,8 @@ def steps(
 
 
 def _batches(batches: int | Iterable[Any], from_any: bool) -> Callable[[int, int], Any]:
-    """Returns the batch of a step, given their two numbers. ``from_any``: the steps may continue
-    from any number."""
+    """Returns a function from the number of a step and that of its batch to the batch.
+    ``from_any``: the steps may continue from any number."""
     if isinstance(batches, int):
         if batches < 0:
             raise InvalidArgumentError(f"the number of steps is {batches}; it must be 0 or more")

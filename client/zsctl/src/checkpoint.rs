@@ -27,6 +27,9 @@ pub(crate) struct Place {
     url: String,
 }
 
+/// The number of a version, and that of its line if you have named it.
+type Version = (u64, Option<u64>);
+
 /// Subcommands of `zsctl checkpoint`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -45,7 +48,7 @@ pub(crate) enum Command {
         job: String,
         /// Version: 120, or 120@1 on another line than the current one [default: the latest]
         #[arg(value_parser = parse_version)]
-        version: Option<(u64, Option<u64>)>,
+        version: Option<Version>,
         /// Name of the new job [default: the same name]
         #[arg(long, value_name = "NAME")]
         name: Option<String>,
@@ -71,7 +74,7 @@ pub(crate) enum Command {
         job: String,
         /// Version: 120, or 120@1 on another line than the current one [default: the latest]
         #[arg(value_parser = parse_version)]
-        version: Option<(u64, Option<u64>)>,
+        version: Option<Version>,
         #[command(flatten)]
         place: Place,
     },
@@ -81,7 +84,7 @@ pub(crate) enum Command {
         job: String,
         /// Version: 120, or 120@1 on another line than the current one [default: the latest]
         #[arg(value_parser = parse_version)]
-        version: Option<(u64, Option<u64>)>,
+        version: Option<Version>,
         #[command(flatten)]
         place: Place,
     },
@@ -91,7 +94,7 @@ pub(crate) enum Command {
         job: String,
         /// Version: 120, or 120@1 on another line than the current one
         #[arg(value_parser = parse_version)]
-        version: (u64, Option<u64>),
+        version: Version,
         #[command(flatten)]
         place: Place,
     },
@@ -109,7 +112,7 @@ pub(crate) enum Command {
         job: String,
         /// Version: 120, or 120@1 on another line than the current one [default: the latest]
         #[arg(value_parser = parse_version)]
-        version: Option<(u64, Option<u64>)>,
+        version: Option<Version>,
         /// The directory, which must not exist
         #[arg(long, value_name = "DIR")]
         to: PathBuf,
@@ -178,9 +181,6 @@ pub(crate) async fn online(command: &Command, cluster: &Cluster, json: bool) -> 
     Ok(())
 }
 
-/// The number of a version and its line, if it is not the current one.
-type Version = (u64, Option<u64>);
-
 /// Opens the checkpoint of a version, or the latest one.
 async fn open(job: &str, version: Option<Version>, place: &Place) -> Result<(Storage, Manifest)> {
     let storage = existing(&place.url)?;
@@ -221,8 +221,9 @@ async fn list(job: Option<&str>, place: &Place, json: bool) -> Result<()> {
             if json {
                 let event = json!({
                     "event": "checkpoint", "job": job, "version": version.version,
-                    "line": version.line, "current": is_current, "bytes": manifest.bytes(), "files": files, "parameters": parameters,
-                    "ranks": ranks, "created": manifest.created(),
+                    "line": version.line, "current": is_current, "bytes": manifest.bytes(),
+                    "files": files, "parameters": parameters, "ranks": ranks,
+                    "created": manifest.created(),
                 });
                 print(true, &event, "");
             }
@@ -331,12 +332,12 @@ async fn remove(job: &str, version: Version, place: &Place, json: bool) -> Resul
     Ok(())
 }
 
-/// The only checkpoint with a number.
+/// Returns the only checkpoint with a number.
 async fn the_only(storage: &Storage, job: &str, number: u64) -> Result<LineVersion> {
     let all = storage.versions(job).await?;
     let all: Vec<_> = all.into_iter().filter(|of| of.version == number).collect();
     match all[..] {
-        // What a save that was given up has left has no manifest.
+        // An abandoned save leaves files without a manifest, which are removed, too.
         [] => Ok(LineVersion { version: number, line: 0 }),
         [one] => Ok(one),
         _ => {

@@ -102,8 +102,8 @@ enum Command {
     Checkpoint(checkpoint::Command),
     /// Return a job to a checkpoint of an earlier version, while its workers keep running
     ///
-    /// They repeat the steps since then. The versions that are left behind are never served or
-    /// restored again, although new versions have the same numbers
+    /// The workers repeat the steps after that version. The job abandons the versions that it had
+    /// made with them: no server serves them, and it never returns to them
     Rewind(rewind::Arguments),
     /// Compute the memory and the traffic of a job before it is created
     #[command(name = "plan")]

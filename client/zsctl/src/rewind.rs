@@ -19,16 +19,16 @@ pub(crate) struct Arguments {
     /// URL of the directory or prefix with the checkpoint [default: that of the job's policy]
     #[arg(long, env = "ZEROSHARD_CHECKPOINTS", value_name = "URL")]
     url: Option<String>,
-    /// Batches that the steps after the version leave out: the first one, and the one after the
-    /// last. May be repeated. Loops over `zeroshard.steps` follow it
+    /// Batches to skip after this version: the first one, and the one after the last. You may
+    /// repeat the flag. Loops over `zeroshard.steps` skip them
     #[arg(long, value_name = "BEGIN..END", value_parser = batches)]
     skip: Vec<Range<u64>>,
-    /// Number of seconds after which to give up waiting. The job may still return
+    /// Number of seconds to wait until the job continues. It may still return afterwards
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) within: u64,
 }
 
-/// Reads a range of batches.
+/// Parses a range of batches such as `100..120`.
 fn batches(text: &str) -> Result<Range<u64>> {
     let invalid = || Error::invalid("--skip", format!("{text:?}"), "a range such as 100..120");
     let (start, end) = text.split_once("..").ok_or_else(invalid)?;

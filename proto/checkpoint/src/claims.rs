@@ -8,9 +8,8 @@
 //! A name can be used again: by a job that continues from a checkpoint, or by a job of another
 //! cluster. Each job that writes creates the next claim, which no two jobs can do at once, and the
 //! job of the last claim is the owner. A job that returns to a checkpoint creates another claim,
-//! for its new line. A claim lists the ancestors of its line, that is, earlier lines of this job
-//! and of others, each with the version up to which its checkpoints are those of the new line as
-//! well.
+//! for its new line. A claim lists the ancestors of its line: the earlier lines, of this job or of
+//! others, that the line continues. Each ancestor has the last version that both lines share.
 //!
 //! The coordinator of a job writes another number to `.alive` every [`BEAT`], and `.ended` when the
 //! job is over. Another job may become the owner if the owner is over, if an operator has released
@@ -21,14 +20,17 @@
 //! is over, its coordinator may still come back. Then the job keeps them for [`GRACE`], and for
 //! ever if the ancestor shows a sign of life. Only file times of the same storage are compared.
 
-use std::{ops::Range, time::Duration};
+use std::time::Duration;
 
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode, path::Path};
 use serde::{Deserialize, Serialize};
 use zeroshard_model::{Error, JobLine, Line, LineVersion, Result, checkpoint::Start};
 use zeroshard_net::Deadline;
 
-use crate::{Manifest, Storage, manifest::is_zero};
+use crate::{
+    Manifest, Storage,
+    stored::{is_zero, read_line, stored_skips},
+};
 
 /// The directory of the claims.
 const CLAIMS: &str = "claims";
@@ -45,7 +47,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The pause between two looks at it.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A line of a job that writes checkpoints.
+/// A line whose job is going to write checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claimant<'a> {
     /// The name of the job.
@@ -56,7 +58,7 @@ pub struct Claimant<'a> {
     pub line: &'a Line,
     /// The coordinator that runs it, for messages: its host and port.
     pub by: &'a str,
-    /// The line's use of checkpoints of the name that exist already.
+    /// The checkpoint that the line continues, if it is among those of the name.
     pub start: Start,
 }
 
@@ -68,21 +70,20 @@ pub struct Claim {
     /// The number of the line. Line 0 is not stored.
     #[serde(default, skip_serializing_if = "is_zero")]
     line: u64,
-    /// The batches that the steps of the line leave out: the first of each range, and the one after
-    /// the last.
+    /// The batches that the line skips, as (begin, end) pairs. `end` is not skipped.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     skips: Vec<(u64, u64)>,
-    /// The lines from whose checkpoints it has started, the nearest first.
+    /// The lines that this one continues, the nearest first.
     pub(crate) ancestors: Vec<Ancestor>,
     /// The coordinator that runs the job, for messages: its host and port.
     by: String,
 }
 
-/// The latest format of claims that this program reads.
+/// The latest claim format that this program reads.
 const FORMAT: u32 = 2;
 
-/// A claim of a later line than 0. Programs that do not know lines find no claim in it, and refuse
-/// the checkpoints.
+/// The file of a claim for line 1 or later. Programs that do not know lines cannot parse it, and so
+/// they refuse the checkpoints.
 #[derive(Debug, Serialize, Deserialize)]
 struct Later {
     /// The version of the format.
@@ -91,7 +92,7 @@ struct Later {
     claim: Claim,
 }
 
-/// A line from whose checkpoint another line has started.
+/// A line that a later line continues from one of its checkpoints.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Ancestor {
     /// The id of its job.
@@ -99,11 +100,11 @@ pub(crate) struct Ancestor {
     /// Its number. Line 0 is not stored.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) line: u64,
-    /// The last version that the new line shares.
+    /// The last version that both lines share.
     pub(crate) until: u64,
-    /// The last sign of life of its job before the new line started; empty: none.
+    /// The last sign of life that its job had given when the later line claimed; empty: none.
     pub(crate) alive: String,
-    /// The number of the claim of the line that started from it.
+    /// The number of the later line's claim.
     pub(crate) successor: u64,
 }
 
@@ -117,24 +118,24 @@ struct Claims {
 }
 
 impl Claims {
-    /// The number of the next claim.
+    /// Returns the number of the next claim.
     fn next(&self) -> u64 {
         self.numbers.last().map_or(1, |last| last.saturating_add(1))
     }
 }
 
 impl Claim {
-    /// The line.
+    /// Returns the job and the line that it is for.
     pub fn of(&self) -> JobLine {
         JobLine { job_id: self.job_id, line: self.line }
     }
 
-    /// The line with the batches that it leaves out.
+    /// Returns the line, with the batches that it skips.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the file was changed.
+    /// [`Error::Invalid`] if somebody has changed the file.
     pub fn line(&self) -> Result<Line> {
-        Line::new(self.line, self.skips.iter().map(|&(start, end)| Range { start, end }))
+        read_line(self.line, &self.skips)
     }
 
     /// Returns whether a checkpoint is one of the line, or of an ancestor before the line started
@@ -145,12 +146,13 @@ impl Claim {
         of == self.of() || self.ancestors.iter().any(|it| it.of() == of && version <= it.until)
     }
 
-    /// Returns whether the claim may admit a checkpoint of this version, by its line.
+    /// Returns `false` if the claim admits no checkpoint of this version, whichever job has saved
+    /// it.
     pub(crate) fn may_admit(&self, LineVersion { version, line }: LineVersion) -> bool {
         line == self.line || self.ancestors.iter().any(|of| of.line == line && version <= of.until)
     }
 
-    /// A claim that only admits the checkpoints of the line itself.
+    /// Creates a claim that only admits the checkpoints of the line itself.
     fn without_ancestors(JobLine { job_id, line }: JobLine) -> Self {
         Self { job_id, line, skips: Vec::new(), ancestors: Vec::new(), by: String::new() }
     }
@@ -187,14 +189,14 @@ impl Storage {
             Start::From(id, version) => self.ancestry(job, id, version, number).await?,
             Start::Anew => Vec::new(),
         };
-        let skips = line.skips().iter().map(|range| (range.start, range.end)).collect();
-        let claim = Claim { job_id, line: line.number, skips, ancestors, by: by.to_owned() };
+        let (line, skips) = (line.number, stored_skips(line));
+        let claim = Claim { job_id, line, skips, ancestors, by: by.to_owned() };
         self.write_claim(job, number, claim).await
     }
 
-    /// Returns whether a line owns the checkpoints of its job's name, or does so again: a
-    /// coordinator that was lost may have claimed them for a line on which the job has not
-    /// continued.
+    /// Claims the checkpoints of a name for a line that has claimed them before. A coordinator may
+    /// have claimed them for a newer line, and died before the job continued on it. Returns `false`
+    /// if another job is the owner, or if the line has no claim.
     ///
     /// # Errors
     /// [`Error::Storage`] if another job becomes the owner at the same time.
@@ -242,7 +244,7 @@ impl Storage {
         }
     }
 
-    /// A line on which no job of the name has made versions yet.
+    /// Returns the number of a line on which no job of this name has made a version.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
@@ -265,8 +267,8 @@ impl Storage {
         }
     }
 
-    /// The claim of a line that may have been followed by others. A line without a claim has none
-    /// of its ancestors' checkpoints.
+    /// Returns the claim of a line, even if there are newer claims. Without one, returns a claim
+    /// that admits only the line's own checkpoints.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
@@ -275,7 +277,7 @@ impl Storage {
         Ok(claim.unwrap_or_else(|| Claim::without_ancestors(of)))
     }
 
-    /// The claim of the last line of a job; `None` if the job has none.
+    /// Returns the last claim of a job; `None` if the job has none.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
@@ -283,7 +285,7 @@ impl Storage {
         self.find_claim(job, |claim| claim.job_id == job_id).await
     }
 
-    /// The last claim that passes the test.
+    /// Returns the last claim that passes the test.
     async fn find_claim(&self, job: &str, test: impl Fn(&Claim) -> bool) -> Result<Option<Claim>> {
         for number in self.claims(job).await?.numbers.into_iter().rev() {
             let claim = self.read_claim(job, number).await?;
@@ -333,8 +335,8 @@ impl Storage {
         }
     }
 
-    /// The ancestors of a line that starts from a version of the job with this id, by the claim
-    /// with this number.
+    /// Returns the ancestors of a line that starts from a version of the job with this id.
+    /// `successor`: the number of the new line's claim.
     async fn ancestry(
         &self,
         job: &str,
@@ -435,7 +437,7 @@ impl Storage {
         }
     }
 
-    fn owned_by(&self, job: &str, owner: &Claim) -> Error {
+    pub(crate) fn owned_by(&self, job: &str, owner: &Claim) -> Error {
         let Claim { job_id, by, .. } = owner;
         let cause = format!(
             "the checkpoints of job {job:?} there belong to another job of this name, with id \

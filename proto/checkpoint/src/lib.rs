@@ -23,6 +23,7 @@ mod lines;
 mod manifest;
 mod reader;
 mod storage;
+mod stored;
 mod unfinished;
 mod upload;
 mod user_data;

@@ -1,5 +1,5 @@
-//! The checkpoints of a line: its own, and those of the lines from which it follows. Those of other
-//! lines are abandoned.
+//! Selects the checkpoints of a line: its own, and those that it shares with the lines it
+//! continues. The job has abandoned all others.
 
 use std::time::Duration;
 
@@ -10,12 +10,12 @@ use crate::{
     claims::{ALIVE, Ancestor, ENDED},
 };
 
-/// How long after its claim a job keeps the checkpoints of ancestors that may not be over.
+/// How long after its claim a job keeps the checkpoints of ancestors that may still run.
 const GRACE: Duration = Duration::from_secs(600);
 
 impl Storage {
-    /// A checkpoint with this number: on `line`, which may be abandoned, or the one that `claim`
-    /// admits. Of several, that of the latest line.
+    /// Reads the checkpoint with this number: on `line`, even if the job has abandoned it, or one
+    /// that `claim` admits. If there are several, reads the one on the latest line.
     ///
     /// # Errors
     /// [`Error::NoCheckpoint`], [`Error::Storage`], [`Error::CheckpointDamaged`].
@@ -31,12 +31,8 @@ impl Storage {
         let of_number = self.versions(job).await?.into_iter().filter(|of| of.version == version);
         let mut abandoned = Vec::new();
         for found in of_number.rev() {
-            // A damaged one that is abandoned does not matter.
-            if claim.is_none_or(|claim| claim.may_admit(found)) {
-                let manifest = self.manifest(job, found).await?;
-                if claim.is_none_or(|claim| claim.admits(&manifest)) {
-                    return Ok(manifest);
-                }
+            if let Some(manifest) = self.admitted(job, found, claim).await? {
+                return Ok(manifest);
             }
             abandoned.push(found.to_string());
         }
@@ -50,24 +46,38 @@ impl Storage {
         Err(Error::NoCheckpoint { url: self.url().to_owned(), job: job.to_owned(), version })
     }
 
-    /// The latest complete checkpoint, of those that `claim` admits if there is one.
+    /// Reads the latest complete checkpoint that `claim` admits, or the latest of all without a
+    /// claim.
     ///
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
     pub async fn latest(&self, job: &str, claim: Option<&Claim>) -> Result<Option<Manifest>> {
-        let may_be = |version: &LineVersion| claim.is_none_or(|claim| claim.may_admit(*version));
-        for version in self.versions(job).await?.into_iter().rev().filter(may_be) {
-            let manifest = self.manifest(job, version).await?;
-            if claim.is_none_or(|claim| claim.admits(&manifest)) {
+        for version in self.versions(job).await?.into_iter().rev() {
+            if let Some(manifest) = self.admitted(job, version, claim).await? {
                 return Ok(Some(manifest));
             }
         }
         Ok(None)
     }
 
-    /// The complete checkpoints that a line may remove if it keeps the latest `keep` of those that
-    /// its job can return to: its own, and those of ancestors that are over. Also those that these
-    /// jobs have written on lines that were left, up to the line's newest version.
+    /// Reads the manifest of a version; `None` if `claim` does not admit it.
+    async fn admitted(
+        &self,
+        job: &str,
+        version: LineVersion,
+        claim: Option<&Claim>,
+    ) -> Result<Option<Manifest>> {
+        // A manifest that the claim cannot admit may be damaged.
+        if claim.is_some_and(|claim| !claim.may_admit(version)) {
+            return Ok(None);
+        }
+        let manifest = self.manifest(job, version).await?;
+        Ok(Some(manifest).filter(|found| claim.is_none_or(|claim| claim.admits(found))))
+    }
+
+    /// Returns the complete checkpoints that a line may remove while it keeps the latest `keep` of
+    /// those that its job can return to. It may remove its own, those of ancestors that are over,
+    /// and those that the same jobs have abandoned, up to the line's newest version.
     pub(crate) async fn removable(
         &self,
         job: &str,

@@ -1,6 +1,6 @@
 //! The index of a checkpoint: what was saved, its files, and the hash of everything in them.
 
-use std::{collections::BTreeSet, ops::Range, time::SystemTime};
+use std::{collections::BTreeSet, time::SystemTime};
 
 use blake3::Hash;
 use serde::{Deserialize, Serialize};
@@ -8,12 +8,15 @@ use serde_json::value::RawValue;
 use zeroshard_model::{AppliedSteps, Error, JobSpec, Line, LineVersion, Result};
 use zeroshard_proto::pb;
 
-use crate::{format, hash};
+use crate::{
+    format, hash,
+    stored::{is_zero, read_line, stored_skips},
+};
 
 /// The latest version of the format that this program reads and writes.
 const FORMAT: u32 = 2;
-/// The format of a checkpoint without averages, on line 0 and with all batches, which earlier
-/// programs read, too.
+/// The format that earlier programs read, too: without averages, on line 0, and without skipped
+/// batches.
 const FIRST: u32 = 1;
 
 /// The manifest of a checkpoint.
@@ -56,8 +59,7 @@ struct Contents {
     /// Its line. Line 0 is not stored.
     #[serde(default, skip_serializing_if = "is_zero")]
     line: u64,
-    /// The batches that the steps of the line leave out: the first of each range, and the one after
-    /// the last.
+    /// The batches that the line skips, as (begin, end) pairs. `end` is not skipped.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     skips: Vec<(u64, u64)>,
     /// The number of the save, with which the names of its files begin.
@@ -154,10 +156,10 @@ impl Manifest {
         })
     }
 
-    /// The same checkpoint, whose line leaves out these batches.
-    pub fn leaving_out(mut self, skips: &[Range<u64>]) -> Self {
-        self.contents.skips = skips.iter().map(|range| (range.start, range.end)).collect();
-        if !skips.is_empty() {
+    /// Adds the batches that `line` skips.
+    pub fn skipping(mut self, line: &Line) -> Self {
+        self.contents.skips = stored_skips(line);
+        if !self.contents.skips.is_empty() {
             self.contents.format = FORMAT;
         }
         self
@@ -237,13 +239,12 @@ impl Manifest {
         LineVersion { version: self.contents.version, line: self.contents.line }
     }
 
-    /// The line of this version.
+    /// Returns the line of this version, with the batches that it skips.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for batches that no line leaves out.
+    /// [`Error::Invalid`] as for [`Line::new`].
     pub fn line(&self) -> Result<Line> {
-        let skips = self.contents.skips.iter().map(|&(start, end)| Range { start, end });
-        Line::new(self.contents.line, skips)
+        read_line(self.contents.line, &self.contents.skips)
     }
 
     /// The number of the save.
@@ -429,10 +430,6 @@ impl SliceEntry {
         let applied = spec.applied_to(tensor, self.applied, &scalar_state)?;
         Ok(AppliedSteps { averaged: self.averaged, ..applied })
     }
-}
-
-pub(crate) fn is_zero(number: &u64) -> bool {
-    *number == 0
 }
 
 /// The number of parts of a slice; 0 for a slice that the job does not have.

@@ -95,7 +95,7 @@ impl Storage {
         Ok(names.into_iter().map(decode).collect())
     }
 
-    /// The versions of the complete checkpoints of a job, ascending; of one number, by line.
+    /// Lists the versions of a job's complete checkpoints, ascending by number and then by line.
     ///
     /// # Errors
     /// [`Error::Storage`].
@@ -199,17 +199,20 @@ impl Storage {
         self.remove_files(job, version, |_| true).await
     }
 
-    /// Keeps the newest `keep` complete checkpoints of a line, or all of them if it is 0. Removes
-    /// the older ones that the job with this id has written, and those of its ancestors that are
-    /// over, those of abandoned lines that the line has passed, and what older saves that were
-    /// given up have left. Returns the versions of the complete checkpoints that were removed.
+    /// Deletes old checkpoints, and keeps the newest `keep` complete ones of a line; 0 keeps all.
+    /// Deletes those that the line's job and its ended ancestors have written, those that they have
+    /// abandoned and the line has passed, and the leftovers of abandoned saves. Returns the deleted
+    /// complete versions.
     ///
     /// # Errors
     /// [`Error::Storage`], also if another job owns the checkpoints; [`Error::CheckpointDamaged`].
     pub async fn prune(&self, job: &str, of: JobLine, keep: u32) -> Result<Vec<LineVersion>> {
-        self.check_owner(job, of.job_id).await?;
-        if self.owner(job).await?.is_some_and(|owner| owner.of() != of) {
-            return Ok(Vec::new()); // the job has left the line
+        match self.owner(job).await? {
+            Some(owner) if owner.of().job_id != of.job_id => {
+                return Err(self.owned_by(job, &owner));
+            }
+            Some(owner) if owner.of() != of => return Ok(Vec::new()), // the job has left the line
+            _ => {}
         }
         let complete = self.versions(job).await?;
         let Some(newest) = complete.iter().rev().find(|version| version.line == of.line) else {
@@ -311,7 +314,7 @@ impl Storage {
     }
 }
 
-/// The version whose files are in the directory with this name.
+/// Parses the name of a directory of a version.
 fn version_of(directory: &str) -> Option<LineVersion> {
     let (version, line) = match directory.split_once('-') {
         Some((version, line)) => (version, line.parse().ok().filter(|line| *line > 0)?),

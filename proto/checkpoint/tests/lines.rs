@@ -13,7 +13,7 @@ use zeroshard_model::{
 
 use common::{JOB, JOB_ID, Saved};
 
-/// Reads a version as people write it.
+/// Parses a version such as `120@1`.
 fn at(text: &str) -> LineVersion {
     let (version, line) = parse_version(text).unwrap();
     LineVersion { version, line: line.unwrap_or(0) }

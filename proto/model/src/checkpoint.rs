@@ -71,8 +71,8 @@ pub struct Restore {
     pub job: String,
     /// The version.
     pub version: RestoreVersion,
-    /// The line of the version, which may be abandoned; `None`: the current line, with the versions
-    /// of earlier lines from which it follows.
+    /// The line of the version, even if the job has abandoned it. `None`: the current line, which
+    /// includes the versions that it shares with earlier lines.
     pub line: Option<u64>,
 }
 

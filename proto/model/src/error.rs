@@ -195,8 +195,8 @@ pub enum Error {
         /// The cause.
         cause: String,
     },
-    /// The job has returned to a checkpoint: a server, or the data of a rank, was lost, or somebody
-    /// has requested it.
+    /// The job has returned to a checkpoint, because it lost a server or the data of a rank, or
+    /// because somebody has rewound it.
     #[error(
         "job {job:?} has returned to its checkpoint of version {version}, because later state was \
          lost or somebody has rewound the job; continue from step {version}"

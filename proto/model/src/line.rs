@@ -1,4 +1,5 @@
-//! Lines: a job that returns to a checkpoint makes versions with numbers that it has made before.
+//! Lines tell versions with equal numbers apart: a job that returns to a checkpoint makes the
+//! numbers after it again.
 //!
 //! ```text
 //! line 0:  98  99  100  101  102 ... 120 (abandoned)
@@ -6,37 +7,35 @@
 //! line 1:          100  101  102 ...
 //! ```
 //!
-//! Each return begins a new line. A version is identified by the id of its job, its line and its
-//! number, and no two versions have all three in common.
+//! Each return begins a new line. The id of the job, the line and the number identify a version.
 
 use std::{fmt, ops::Range, str::FromStr};
 
 use crate::{Error, Result};
 
-/// The most ranges of batches that a line skips. Ranges that touch each other count as one.
+/// The maximum number of skipped ranges. Adjacent ranges count as one.
 const MAX_SKIPS: usize = 1000;
 
-/// A line of a job.
+/// A line of a job: its number, and the batches that its steps skip.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Line {
-    /// How often the job, and the jobs of its name from which it follows, had returned to a
-    /// checkpoint when the line began.
+    /// The number of returns to a checkpoint before the line began, by this job and by the jobs
+    /// that it continues.
     pub number: u64,
-    /// The batches that its steps leave out. INVARIANT: ascending, not empty, and with gaps between
-    /// them.
+    /// The skipped batches. INVARIANT: ranges are not empty, ascend, and have gaps between them.
     skips: Vec<Range<u64>>,
 }
 
 /// A version of a job on one of its lines. Its text is `120` on line 0, and `120@3` on line 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct LineVersion {
-    /// The number of steps that were made, skipped ones included.
+    /// The number of steps before it, including steps without an update.
     pub version: u64,
     /// The line.
     pub line: u64,
 }
 
-/// Names a line of all jobs of one name.
+/// Identifies a line among all jobs of one name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct JobLine {
     /// The id of the job.
@@ -46,10 +45,10 @@ pub struct JobLine {
 }
 
 impl Line {
-    /// A line that skips these batches.
+    /// Creates a line that skips these batches. Ranges may overlap, be empty, and have any order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a range that ends before it begins, and for more than 1,000 ranges.
+    /// [`Error::Invalid`] if a range ends before it begins, or if more than 1,000 ranges are left.
     pub fn new(number: u64, skips: impl IntoIterator<Item = Range<u64>>) -> Result<Self> {
         let mut ranges: Vec<Range<u64>> = skips.into_iter().collect();
         if let Some(Range { start, end }) = ranges.iter().find(|range| range.start > range.end) {
@@ -72,17 +71,17 @@ impl Line {
         Ok(Self { number, skips })
     }
 
-    /// The same line with another number.
+    /// Changes the number.
     pub fn numbered(self, number: u64) -> Self {
         Self { number, ..self }
     }
 
-    /// The batches that its steps leave out: ascending, with gaps between the ranges.
+    /// Returns the skipped batches, as ascending ranges with gaps between them.
     pub fn skips(&self) -> &[Range<u64>] {
         &self.skips
     }
 
-    /// The batch with which a step is made.
+    /// Returns the number of the batch that a step uses.
     pub fn batch(&self, step: u64) -> u64 {
         let mut batch = step;
         for range in &self.skips {
@@ -94,14 +93,14 @@ impl Line {
         batch
     }
 
-    /// The next line, with this number. It begins at `version` of this one, and skips these batches
-    /// as well.
+    /// Creates the line `number`, which begins at `version` of this one. It skips what this line
+    /// skips, and the batches in `skip`.
     ///
     /// # Errors
-    /// [`Error::Refused`] for batches with which the steps before `version` were made;
-    /// [`Error::Invalid`].
+    /// [`Error::Refused`] if a step before `version` has used one of these batches;
+    /// [`Error::Invalid`] as for [`Line::new`].
     pub fn next(&self, number: u64, version: u64, skip: &[Range<u64>]) -> Result<Self> {
-        // Batches that this line leaves out between the steps may be named again.
+        // You may name a batch again that this line already skips after its last used one.
         let first = version.checked_sub(1).map_or(0, |last| self.batch(last).saturating_add(1));
         if let Some(Range { start, end }) = skip.iter().find(|range| range.start < first) {
             return Err(Error::refused(format!(
@@ -124,7 +123,7 @@ impl fmt::Display for LineVersion {
     }
 }
 
-/// Reads the number of a version and, if it follows after `@`, that of its line.
+/// Parses a version such as `120`, or `120@3` with its line.
 ///
 /// # Errors
 /// [`Error::Invalid`].
@@ -170,7 +169,7 @@ mod tests {
         assert!(refused.to_string().contains("skip from 25 on"), "{refused}");
         assert!(before.next(2, 15, &[25..30]).is_ok());
         assert!(before.next(2, 0, &[0..3]).is_ok());
-        // A repeated request, and a wider one.
+        // The caller repeats its request, then widens it.
         assert_eq!(before.next(2, 10, &[10..20]).unwrap().skips(), [10..20]);
         assert_eq!(before.next(2, 10, &[10..30]).unwrap().skips(), [10..30]);
     }

@@ -1,14 +1,26 @@
 //! Lines of a job.
 
+use std::ops::Range;
+
 use zeroshard_model::{Error, Line, Result};
 
 use crate::pb;
 
+impl From<&Range<u64>> for pb::BatchRange {
+    fn from(&Range { start: begin, end }: &Range<u64>) -> Self {
+        Self { begin, end }
+    }
+}
+
+impl From<pb::BatchRange> for Range<u64> {
+    fn from(pb::BatchRange { begin, end }: pb::BatchRange) -> Self {
+        begin..end
+    }
+}
+
 impl From<&Line> for pb::Line {
     fn from(line: &Line) -> Self {
-        let skips = line.skips().iter();
-        let skips = skips.map(|range| pb::BatchRange { begin: range.start, end: range.end });
-        Self { number: line.number, skips: skips.collect() }
+        Self { number: line.number, skips: line.skips().iter().map(Into::into).collect() }
     }
 }
 
@@ -19,7 +31,7 @@ impl TryFrom<pb::Line> for Line {
         if number == u64::MAX {
             return Err(Error::invalid("number of the line", number, "lower"));
         }
-        Self::new(number, skips.into_iter().map(|range| range.begin..range.end))
+        Self::new(number, skips.into_iter().map(Range::from))
     }
 }
 

@@ -119,7 +119,7 @@ impl Driver {
         self.claims_ended(&job.name).await;
         let Found { checkpoint, user_data, line } = storage::find(&placing).await?;
         for url in storage::places(&placing) {
-            // The line of a coordinator that was replaced would make the next one save nowhere.
+            // A coordinator that has been replaced must not claim a line.
             self.read(|_| ())?;
             let owner = Storage::open(url)?.owner(&job.name).await?;
             if placing.returns && owner.is_some_and(|owner| owner.of().job_id != job.id) {

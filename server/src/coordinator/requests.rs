@@ -103,7 +103,7 @@ impl Waits {
         Ok(Save { job: JobRef { name, id }, url, unless_saved, wait })
     }
 
-    /// Checks the request to rewind a job. Returns how long its caller waits.
+    /// Checks a request to rewind a job, and returns it with the time that its caller waits.
     pub(super) fn rewind(
         &self,
         request: Request<pb::RewindJobRequest>,

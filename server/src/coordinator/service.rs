@@ -1,6 +1,7 @@
 //! The gRPC service: passes requests to the driver as events, and converts its answers to messages.
 
 use std::{
+    ops::Range,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -229,8 +230,7 @@ impl coordinator_service_server::CoordinatorService for Service {
                 Ok::<_, Error>((known, cluster.common().saves.number_completed()))
             })?;
             let ((job, spec, line, url), completed) = known?;
-            let skips = request.skips.iter().map(|range| range.begin..range.end);
-            let skips: Vec<_> = skips.collect();
+            let skips: Vec<_> = request.skips.iter().copied().map(Range::from).collect();
             let to = (url.as_str(), request.version);
             let (to, skips) = storage::target((&job, &spec, &line), to, &skips).await?;
             let from = request.from_line;
@@ -425,7 +425,7 @@ fn check_turn<T>(request: &Request<T>, turn: impl Fn(&T) -> &Option<pb::Turn>) -
     Caller::of(request.extensions())?.check_train(job)
 }
 
-/// The job, its line, and the place of the checkpoint to which it is to return.
+/// Returns the job, its specification and line, and the place of the checkpoint to return to.
 ///
 /// # Errors
 /// [`Error::Refused`] without a place; [`Error::JobReplaced`].
@@ -437,13 +437,7 @@ fn rewound(
     if request.job_id != 0 && request.job_id != job.id {
         return Err(Error::JobReplaced { job: name });
     }
-    let policy = job.spec.checkpoints.as_ref().map(|policy| policy.url.clone());
-    let url = Some(request.url.clone()).filter(|url| !url.is_empty()).or(policy);
-    let url = url.ok_or_else(|| {
-        Error::refused(format!(
-            "job {name:?} has no checkpoint policy; name the URL of the checkpoint"
-        ))
-    })?;
+    let url = job.place(Some(request.url.as_str()).filter(|url| !url.is_empty()))?;
     Ok((JobRef { name, id: job.id }, job.spec.clone(), job.line.clone(), url))
 }
 

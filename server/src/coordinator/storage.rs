@@ -52,11 +52,11 @@ pub(super) async fn find(placing: &Placing) -> Result<Found> {
     Ok(Found { line: found.line.numbered(number), ..found })
 }
 
-/// Finds the checkpoint to which a job is to return, and the batches that its next line leaves out.
-/// `line`: its current one. `skip`: batches that the next one leaves out as well.
+/// Finds the checkpoint to which a job is to return, and the batches that its next line skips.
+/// `line`: the job's current line. `skip`: batches that the next line skips in addition.
 ///
 /// # Errors
-/// Those of [`find`]; [`Error::Refused`] for batches with which earlier steps were made.
+/// Those of [`find`]; [`Error::Refused`] for batches that earlier steps have used.
 pub(super) async fn target(
     (job, spec, line): (&JobRef, &JobSpec, &Line),
     (url, version): (&str, u64),
@@ -64,7 +64,7 @@ pub(super) async fn target(
 ) -> Result<(Checkpoint, Vec<Range<u64>>)> {
     let storage = existing(url)?;
     let name = &job.name;
-    // The place of its own checkpoints knows the lines from which the current one follows.
+    // The job has claimed every line at the place of its policy, but perhaps not at `url`.
     let policy = spec.checkpoints.as_ref().map(|policy| Storage::open(&policy.url)).transpose()?;
     let of = JobLine { job_id: job.id, line: line.number };
     let own = policy.as_ref().unwrap_or(&storage).claim_of(name, of).await?;
@@ -83,7 +83,7 @@ fn existing(url: &str) -> Result<Storage> {
     })
 }
 
-/// The claim of the last line of a job.
+/// Returns the last claim of a job, or the empty one of its line.
 async fn claim(storage: &Storage, job: &JobRef, line: &Line) -> Result<Claim> {
     if let Some(claim) = storage.last_claim_of(&job.name, job.id).await? {
         return Ok(claim);
@@ -91,16 +91,16 @@ async fn claim(storage: &Storage, job: &JobRef, line: &Line) -> Result<Claim> {
     storage.claim_of(&job.name, JobLine { job_id: job.id, line: line.number }).await
 }
 
-/// The places at which a job claims its checkpoints when it begins a line: that of its policy, and
-/// that of the checkpoint to which it returns.
+/// Returns the places at which a job claims its checkpoints when it begins a line: that of its
+/// policy, and that of the checkpoint to which it returns.
 pub(super) fn places(placing: &Placing) -> BTreeSet<&str> {
     let policy = placing.spec.checkpoints.as_ref().map(|policy| policy.url.as_str());
     let target = placing.restore.as_ref().filter(|_| placing.returns);
     policy.into_iter().chain(target.map(|of| of.url.as_str())).collect()
 }
 
-/// How the line of a job begins, for its claim at `url`. A version of its own is the same wherever
-/// it was saved.
+/// Returns the checkpoint that the line of a job continues, for its claim at `url`. A job that
+/// returns to one of its own versions continues it, wherever it has saved it.
 pub(super) fn start(placing: &Placing, found: Option<&Checkpoint>, url: &str) -> Start {
     let is_here = |of: &&Checkpoint| {
         is_same_place(&of.url, url) && of.job == placing.spec.name
@@ -150,9 +150,9 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
     Ok(Found { checkpoint: Some(checkpoint), user_data, line })
 }
 
-/// The line of a job that starts from a checkpoint of `owner`. A job that returns begins a new one.
-/// A new job of the same name continues the line of the owner, whose number its own versions have
-/// not had. Any other job begins with line 0, and leaves out the same batches.
+/// Returns the line of a job that starts from a checkpoint of `owner`. A job that returns begins a
+/// new line. A new job of the same name continues the owner's line, because it makes no version
+/// that this line already has. Any other job begins with line 0, and skips the same batches.
 async fn next_line(
     placing: &Placing,
     restore: &Restore,
@@ -162,8 +162,8 @@ async fn next_line(
     let claimed = owner.map(Claim::line).transpose()?.unwrap_or_default();
     let policy = placing.spec.checkpoints.as_ref();
     if placing.returns {
-        // The claim is later than the job knows if a coordinator was lost after it had written it.
-        // Another request does not repeat its batches.
+        // A coordinator may have claimed a later line, and died before the job knew it. The return
+        // that it began still counts, unless somebody rewinds the job again.
         let is_requested = matches!(restore.version, RestoreVersion::Exactly(_));
         let is_later = claimed.number > placing.line.number && !is_requested;
         let line = if is_later { claimed } else { Line::clone(&placing.line) };
@@ -194,8 +194,8 @@ fn check_fits(manifest: &Manifest, spec: &JobSpec) -> Result<()> {
 }
 
 /// Checks that the place of a job's own checkpoints has none that the job does not continue: after
-/// the loss of a server it would be restored from one of them. Returns the number of the line that
-/// owns the place, on which there is no version that the new job could make again.
+/// the loss of a server it would be restored from one of them. Returns the number of the owner's
+/// line, which the new job can continue.
 async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<u64> {
     let Some(policy) = &spec.checkpoints else { return Ok(0) };
     let storage = Storage::open(&policy.url)?;
@@ -235,7 +235,7 @@ pub(super) async fn complete(
     completion: Completion,
     check_leader: impl Fn() -> Result<()>,
 ) -> Result<u64> {
-    let Completion { job, spec, plan, files, user_data, lost_ranks } = completion;
+    let Completion { job, spec, line, plan, files, user_data, lost_ranks } = completion;
     let SavePlan { save, version, url, .. } = plan;
     let storage = Storage::open(&url)?;
     let files = files.into_iter().flat_map(|files| files.0).map(pb::CheckpointFile::decode);
@@ -245,18 +245,18 @@ pub(super) async fn complete(
     if !user_data.is_empty() {
         files.push(storage.write_user_data(&job.name, version, save, &user_data).await?);
     }
-    let manifest = Manifest::new(&spec, job.id, version, save, files)?.without_data_of(lost_ranks);
+    let manifest = Manifest::new(&spec, job.id, version, save, files)?
+        .without_data_of(lost_ranks)
+        .skipping(&line);
     check_leader()?;
-    let of = JobLine { job_id: job.id, line: version.line };
+    let of = JobLine { job_id: job.id, line: line.number };
     if !storage.continue_claim(&job.name, of).await? {
         storage.check_owner(&job.name, job.id).await?;
     }
-    let line = storage.claim_of(&job.name, of).await?.line()?;
-    let manifest = manifest.leaving_out(line.skips());
     if !storage.commit(&manifest).await? {
         storage.discard(&job.name, version, save).await?;
-        // A line has one state at a version, so its earlier checkpoint is as good, and so is that
-        // of an earlier job from which this one was restored and has made no step since.
+        // A version of a line has one state, so its earlier checkpoint is as good. So is the one
+        // that this job was restored from, if it has made no step since.
         let existing = storage.manifest(&job.name, version).await?;
         let is_ancestor = storage.claim_of(&job.name, of).await?.admits(&existing);
         if existing.job_id() == job.id || is_ancestor && existing.has_state_of(&manifest) {

@@ -150,7 +150,7 @@ impl Events {
     }
 
     /// Tells that this server's part of a checkpoint of the job with this name and id is written.
-    /// `save`: its number, and the line of the version.
+    /// `save`: the number of the save, and the line of its version.
     pub(crate) fn tell_written(
         &self,
         job: &str,

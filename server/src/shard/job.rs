@@ -27,7 +27,7 @@ pub(crate) use report::being_restored;
 mod report;
 mod wait;
 
-/// From what a job has begun.
+/// Where the state of a new job comes from.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Origin {
     /// A version of another job.

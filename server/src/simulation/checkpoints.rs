@@ -62,7 +62,7 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// Returns whether a version is one of a line, or one from which it follows.
+    /// Returns whether a line has a version, alone or in common with a line that it continues.
     fn is_on(&self, version: LineVersion, mut line: u64) -> bool {
         let mut until = u64::MAX;
         while line != version.line {
@@ -72,7 +72,7 @@ impl Store {
         version.version <= until
     }
 
-    /// The complete checkpoints of the current line, and of those from which it follows.
+    /// Returns the complete checkpoints of the current line and of those that it continues.
     fn current(&self) -> impl DoubleEndedIterator<Item = LineVersion> {
         self.complete.keys().copied().filter(|version| self.is_on(*version, self.line))
     }
@@ -128,8 +128,8 @@ pub(super) fn fill(job: &Job<Cpu>, slices: &Slices) -> Result<()> {
 }
 
 impl World {
-    /// An operator returns the job to a checkpoint: to the last one, or to one `back` before it.
-    /// `skips`: the batch that follows is left out.
+    /// Rewinds the job. `back`: how many checkpoints before the last one. `skips`: the new line
+    /// skips the next batch.
     pub(super) fn rewind(&mut self, back: usize, skips: bool) {
         let index = self.any_coordinator();
         let coordinator = &self.coordinators[index];
@@ -138,7 +138,7 @@ impl World {
         let Some(version) = self.store.current().rev().nth(back) else { return };
         let first = line.batch(version.version);
         let skip = if skips { first..first + 1 } else { first..first };
-        // Another line may have been claimed, of which this coordinator does not know yet.
+        // The last claim may be for a line that this coordinator does not know yet.
         let Ok(next) = line.next(line.number, version.version, &[skip]) else { return };
         let (url, job, job_id) = (URL.to_owned(), JOB.to_owned(), self.store.complete[&version].0);
         let to = Checkpoint { url, job: job.clone(), job_id, version };

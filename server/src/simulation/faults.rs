@@ -32,7 +32,7 @@ pub(super) enum Fault {
     Doom { rank: u32, down: Duration },
     /// A server stands still; for a long time only if it may be lost.
     Still { server: usize, duration: Duration },
-    /// An operator returns the job to a checkpoint: to the last one, or to one of those before it.
+    /// An operator rewinds the job, to the last checkpoint or to an earlier one.
     Rewind { back: usize, skips: bool },
     /// There are two coordinators, and the network between them and the rest changes so many times.
     Pair { left: u32 },

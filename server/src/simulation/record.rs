@@ -10,8 +10,8 @@ use zeroshard_proto::pb;
 use super::checkpoints::Content;
 use crate::coordinator::responses::Message;
 
-/// The batches of all steps that have led to a version. Versions of two lines have the same bits if
-/// they come from the same batches.
+/// The batches of all steps before a version. Two versions that come from the same batches are
+/// bitwise identical, on any line.
 pub(super) type Batches = Vec<u64>;
 
 /// The observations of all workers of a run.
@@ -19,13 +19,13 @@ pub(super) type Batches = Vec<u64>;
 pub(super) struct Record {
     /// The published parameters, by version and slice.
     versions: BTreeMap<(Batches, u32), Bytes>,
-    /// The reports as they are sent to workers, by the version to which the step has led.
+    /// The reports that workers receive, by the batches that have led to the version.
     reports: BTreeMap<Batches, pb::CommitResponse>,
     /// The content of checkpoints, by version and slice.
     saved: BTreeMap<(Batches, u32), Content>,
     /// The hashes of master weights and optimizer state after the last step, by slice.
     hashes: BTreeMap<(Batches, u32), [u8; 32]>,
-    /// The line on which the run has ended.
+    /// The last line of the run.
     pub(super) line: Line,
     /// The number of coordinators that have decided about steps of this run.
     pub(super) deciders: usize,

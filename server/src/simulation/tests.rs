@@ -31,7 +31,7 @@ const STEPS: u64 = 6;
 /// The number of failed runs after which no more are begun.
 const FAILURES: usize = 20;
 
-/// What an undisturbed run shows, by number of ranks and the batches that its steps leave out.
+/// Returns the record of an undisturbed run with this number of ranks and these skipped batches.
 fn undisturbed(world: u32, line: &Line) -> Record {
     type Key = (u32, Vec<Range<u64>>);
     static KNOWN: Mutex<Option<HashMap<Key, Record>>> = Mutex::new(None);
@@ -77,7 +77,7 @@ struct Runs {
     ended: u64,
     /// The number of those in which two coordinators have decided about steps.
     with_two_deciders: u64,
-    /// The number of those that have ended on another line, and with other batches.
+    /// The number of those that have ended on a later line, and of those that have skipped batches.
     on_other_lines: u64,
     with_other_batches: u64,
     /// What has failed, by seed.
@@ -107,8 +107,8 @@ impl Runs {
     }
 }
 
-/// A run without its log. A panic is a failure as well. A run that has ended on another line shows
-/// what an undisturbed run with the same batches shows.
+/// Runs a seed without a log, and compares it with an undisturbed run of the same batches. A panic
+/// is a failure, too.
 fn outcome(seed: u64, world: fn(u64) -> World) -> Result<Record, String> {
     let run = || {
         let record = world(seed).run()?;

@@ -163,7 +163,7 @@ pub(super) struct World {
     pub(super) record: Record,
     /// The lines of the job, by their first epoch.
     pub(super) lines: BTreeMap<u64, Arc<Line>>,
-    /// The line of an undisturbed run that leaves out batches.
+    /// The line of an undisturbed run that skips batches.
     pub(super) reference: Option<Line>,
     /// What has happened, if it is to be printed.
     log: Option<Vec<String>>,
@@ -238,7 +238,7 @@ impl World {
         Self { log: Some(Vec::new()), ..self }
     }
 
-    /// An undisturbed run whose steps leave out the batches of this line.
+    /// Lets an undisturbed run skip the batches that this line skips.
     pub(super) fn along(self, line: Line) -> Self {
         Self { reference: Some(line), ..self }
     }

@@ -1,4 +1,4 @@
-//! Jobs that return to a checkpoint by request, and go on along a new line.
+//! Rewinds of running jobs, with servers as processes.
 //!
 //! promise: durability
 
@@ -25,13 +25,13 @@ fn spec_of(name: &str) -> JobSpec {
     JobSpec { min_servers: 3, ..job(name, 2, adamw(), synthetic::kinds_and_large(&adamw())) }
 }
 
-/// A job that is saved at every second version.
+/// Returns a job that saves every second version.
 fn saved_often(name: &str, directory: &Path, keep: u32) -> JobSpec {
     let checkpoints = CheckpointPolicy { keep, ..policy(directory, 2) };
     JobSpec { checkpoints: Some(checkpoints), ..spec_of(name) }
 }
 
-/// The hashes of an undisturbed run after each step, made with these batches.
+/// Trains an undisturbed job with these batches. Returns its state hash before and after each step.
 async fn hashes(batches: impl IntoIterator<Item = u64>) -> Vec<String> {
     let cluster = Cluster::start(2);
     let jobs =
@@ -51,8 +51,7 @@ async fn until_saved_on(directory: &Path, name: &str, version: u64, line: u64) {
     until(&format!("version {version}@{line} is saved"), || checkpoint.exists()).await;
 }
 
-/// Makes steps from the first one on, and waits until each version that is due is saved: one that
-/// is due meanwhile would be left out.
+/// Trains from step 0, and waits for each save: a job skips a save that is due during another one.
 async fn begin(jobs: &[Job], directory: &Path, steps: u64) {
     for step in 0..steps {
         step_all(jobs, step).await;
@@ -62,8 +61,8 @@ async fn begin(jobs: &[Job], directory: &Path, steps: u64) {
     }
 }
 
-/// Lets all ranks make steps until `end`. Returns the versions to which rank 0 has returned. Of two
-/// returns that follow each other, a rank may learn of the last one only.
+/// Trains all ranks until `end`. Returns the versions to which rank 0 has returned. If the job
+/// returns twice in a row, a rank may only see the second return.
 async fn train_all(jobs: &[Job], step: u64, end: u64) -> Vec<u64> {
     let returned = join_all(jobs.iter().map(|job| train(job, step, end))).await;
     assert!(returned.iter().all(|of| of.last() == returned[0].last()), "{returned:?}");
@@ -76,11 +75,11 @@ fn zsctl(cluster: &Cluster, arguments: &[&str]) -> std::process::Output {
 
 #[tokio::test]
 async fn a_rewound_job_has_the_state_of_one_that_has_stopped_there_and_leaves_out_batches() {
-    // Of each version there is one hash; the batches 4 and 5 are left out afterwards.
+    // The reference skips batches 4 and 5, as the job does after the rewind.
     let expected = hashes([0, 1, 2, 3, 6, 7, 8]).await;
     let directory = directory();
     let cluster = Cluster::start(3);
-    // A lost server would end it: a rewind does not depend on that.
+    // A rewind works even if the policy fails the job when it loses a server.
     let mut spec = saved_often("rewound", directory.path(), 0);
     spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
     let jobs = start(cluster.address(), &spec).await;
@@ -98,7 +97,7 @@ async fn a_rewound_job_has_the_state_of_one_that_has_stopped_there_and_leaves_ou
     until_saved_on(directory.path(), "rewound", 6, 1).await;
     let status = client.status().await.unwrap();
     assert_eq!((status.jobs[0].version, status.jobs[0].line), (Some(7), 1));
-    // Both versions 6 are there, of which one is abandoned.
+    // Both versions 6 exist, and 6@0 is abandoned.
     let place = url(directory.path());
     let listed = zsctl(&cluster, &["--json", "checkpoint", "ls", "rewound", "--url", &place]);
     let listed = String::from_utf8(listed.stdout).unwrap();
@@ -126,14 +125,14 @@ async fn an_abandoned_version_is_never_restored_or_kept() {
     until("version 2 is removed", || saved(directory.path(), "train") == [4, 6, 8]).await;
     let client = connect(cluster.address()).await;
     assert_eq!(client.rewind("train", 4, None, &[4..8]).await.unwrap(), 1);
-    // Before the line has saved anything, a lost server takes the job back to where it began.
+    // The new line has saved nothing yet, so losing a server returns the job to where it began.
     cluster.shards[1].kill();
     cluster.shards[1] = Cluster::shard(cluster.address(), &[]);
-    // They learn of one return, or of both.
+    // Ranks see the rewind and the restoration, or only the latter.
     let returned = train_all(&jobs, 8, 9).await;
     assert!(!returned.is_empty() && returned.iter().all(|version| *version == 4), "{returned:?}");
     assert_eq!(jobs[0].state_hash(9).await.unwrap(), expected[9]);
-    // A version that is due while another one is being saved is left out.
+    // The job skips a save that is due during another one, so the test asks for its saves.
     assert_eq!(client.save_checkpoint("train", None).await.unwrap().0, 9);
     // The next coordinator learns the line from the servers.
     let address = cluster.address().to_owned();
@@ -150,7 +149,7 @@ async fn an_abandoned_version_is_never_restored_or_kept() {
     assert_eq!(train_all(&jobs, 10, 11).await, [10]);
     assert_eq!(jobs[0].line().number, 3);
     assert_eq!(jobs[0].state_hash(11).await.unwrap(), expected[11]);
-    // A job of the name that starts from there continues on the line, with its batches.
+    // A new job of the same name continues the line, and skips the same batches.
     client.delete_job("train").await.unwrap();
     let jobs = resume(cluster.address(), &spec, directory.path(), "train").await;
     assert_eq!((jobs[0].version(), jobs[0].line().number), (Some(10), 3));
@@ -160,7 +159,7 @@ async fn an_abandoned_version_is_never_restored_or_kept() {
     assert_eq!(jobs[0].state_hash(12).await.unwrap(), expected[12]);
     assert_eq!(client.save_checkpoint("train", None).await.unwrap().0, 12);
     until_saved_on(directory.path(), "train", 12, 3).await;
-    // One of another name begins with line 0, and leaves out the same batches.
+    // A job of another name begins with line 0, and skips the same batches.
     let other = spec_of("other");
     let jobs = resume(cluster.address(), &other, directory.path(), "train").await;
     assert_eq!((jobs[0].line().number, jobs[0].line().skips()), (0, &[4..8][..]));
@@ -180,7 +179,7 @@ async fn a_job_that_is_rewound_to_a_version_saved_elsewhere_keeps_its_own_checkp
     until_saved(directory.path(), "moved", 4).await;
     assert_eq!(client.rewind("moved", 3, Some(&place), &[]).await.unwrap(), 1);
     assert_eq!(client.state_hash("moved").await.unwrap(), at_three);
-    // Version 4 is abandoned, at both places; 2 is not, where the job saves.
+    // The job has abandoned version 4. Version 2 is still its latest at the place of its policy.
     cluster.shards[1].kill();
     cluster.shards[1] = Cluster::shard(cluster.address(), &[]);
     assert_eq!(train_all(&jobs, 4, 5).await.last(), Some(&2));

@@ -58,8 +58,8 @@ impl Counts {
 
     /// Asserts that every RPC was called, and that some of its calls were accepted, which shows
     /// that the input passes the first checks. RPCs for operators are exempt: no caller has the
-    /// role `admin`, because an operator could disturb the bystander. A rewind that has looked for
-    /// its checkpoint has passed them; hardly any has the number of one.
+    /// role `admin`, because an operator could disturb the bystander. A rewind passes them when
+    /// it looks for its checkpoint; random numbers almost never name one that exists.
     pub(crate) fn check(&self) {
         for (path, count) in &self.0 {
             assert!(count.calls > 0, "{path} was not called");

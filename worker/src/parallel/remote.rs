@@ -160,7 +160,7 @@ impl Remote {
         self.job.version()
     }
 
-    /// The number of the batch with which a step is made, on the line of the job.
+    /// Returns the number of the batch that a step uses.
     pub fn batch(&self, step: u64) -> u64 {
         self.job.line().batch(step)
     }

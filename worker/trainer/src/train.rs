@@ -283,7 +283,7 @@ impl<'a> Run<'a> {
     /// rank that is lost.
     fn step(&mut self, step: u64) -> Result<StepReport> {
         let replica = self.plan.parallelism.replica(self.rank) as usize;
-        // A job that was rewound may leave out the data of some steps.
+        // A rewound job may skip batches.
         let draw = Draw { seed: self.plan.seed, step: self.link.server.batch(step), replica };
         let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context(), draw);
         loop {

@@ -77,8 +77,8 @@ impl SaveNumbers {
         self.completed += 1;
     }
 
-    /// The number of saves whose manifest has been written, or could not be written. What was found
-    /// among the checkpoints before may be removed since.
+    /// Returns the number of saves whose manifest has been written, or could not be written. If it
+    /// has grown since you read a checkpoint, that checkpoint may be gone.
     pub fn number_completed(&self) -> u64 {
         self.completed
     }

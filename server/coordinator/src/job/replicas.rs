@@ -28,7 +28,7 @@ use crate::{
     },
 };
 
-/// What a job was created from: the predecessor and the checkpoint, if any.
+/// What a job was created from: the predecessor and the checkpoint, if any, and its line.
 type Origin = (Option<Arc<Fork>>, Option<Arc<Restore>>, Arc<Line>);
 
 /// A change of the placement of a running job.

@@ -1,6 +1,6 @@
-//! Jobs that start from a checkpoint, and jobs that return to one: to their last, because a server
-//! was lost that held the only copy of a slice, or a rank before it had sent its data; or to any,
-//! because somebody has requested it (`rewind`).
+//! Jobs that start from a checkpoint, and jobs that return to one. A job returns to its last
+//! checkpoint when it loses the server with the only copy of a slice, or a rank that has not sent
+//! its data yet. It returns to any checkpoint when somebody rewinds it (`rewind`).
 //!
 //! ```text
 //! Open --state is lost--> Waiting --placed--> Opening --all have read their slices--> Open
@@ -78,7 +78,7 @@ impl Job {
                 let (interrupted, waiters) = open.interrupt(checkpoint, cx.now);
                 (Box::new(interrupted), waiters)
             }
-            // It has a checkpoint to which it returns already.
+            // It is already returning to a checkpoint.
             Phase::Opening { plan, creators: waiting, interrupted, .. } => {
                 let Some(mut interrupted) = interrupted.take() else { return false };
                 creators.append(waiting);
@@ -110,8 +110,8 @@ impl Job {
         true
     }
 
-    /// The job was interrupted: it waits for its placement. `attempt`: the one that was open, and
-    /// the latest epoch that is known.
+    /// Places an interrupted job again. `attempt`: the one that was open, and the latest known
+    /// epoch.
     pub(crate) fn interrupted(
         &mut self,
         (attempt, known): (Option<Attempt>, u64),

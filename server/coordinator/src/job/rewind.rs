@@ -1,4 +1,4 @@
-//! Jobs that return to a checkpoint because somebody has requested it, and begin a new line there.
+//! Rewinds: an operator returns a job to a checkpoint, where it begins a new line.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::{
 };
 
 impl Job {
-    /// A client has asked the job to return to a checkpoint.
+    /// A client asks the job to return to a checkpoint.
     pub(crate) fn rewind(&mut self, caller: Caller, rewind: Rewind, cx: &mut Context<'_>) {
         match self.try_rewind(caller, rewind, cx) {
             Ok(None) => {}

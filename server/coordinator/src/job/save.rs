@@ -53,20 +53,34 @@ impl Job {
         lives.then(|| (self.reference(), self.claimed()))
     }
 
-    /// The place where an open job is saved on request, the job, its line, and how that began, for
-    /// its claim; `None` if the request fails for another reason.
+    /// Returns what the driver claims before it saves an open job on request: the place, the job,
+    /// its line, and how that began. `None` if the request is going to fail anyway.
     pub fn saved_at(&self, save: &Save) -> Option<(String, JobRef, Arc<Line>, Start)> {
         let Phase::Open(open) = &self.phase else { return None };
-        let policy = self.spec.checkpoints.as_ref().map(|policy| &policy.url);
-        let url = save.url.as_ref().or(policy)?;
+        let url = self.place(save.url.as_deref()).ok()?;
         let is_here = |of: &&Checkpoint| {
-            of.job_id == self.id || is_same_place(&of.url, url) && of.job == self.spec.name
+            of.job_id == self.id || is_same_place(&of.url, &url) && of.job == self.spec.name
         };
         let start = match open.saves.origin().filter(is_here) {
             Some(of) => Start::From(of.job_id, of.version),
             None => Start::Anew,
         };
-        Some((url.clone(), self.reference(), self.line.clone(), start))
+        Some((url, self.reference(), self.line.clone(), start))
+    }
+
+    /// Returns the place of a checkpoint: the one that a request names, or that of the job's
+    /// policy.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if there is neither.
+    pub fn place(&self, named: Option<&str>) -> Result<String> {
+        let policy = self.spec.checkpoints.as_ref().map(|policy| policy.url.as_str());
+        named.or(policy).map(str::to_owned).ok_or_else(|| {
+            Error::refused(format!(
+                "job {:?} has no checkpoint policy; name the URL of the checkpoint",
+                self.name
+            ))
+        })
     }
 
     /// A client has asked for a checkpoint of the current version.
@@ -81,14 +95,9 @@ impl Job {
         if id != 0 && id != self.id {
             return Err(Error::JobReplaced { job: name });
         }
-        let policy = self.spec.checkpoints.as_ref();
-        let by_policy = policy.filter(|policy| url.as_ref().is_none_or(|url| *url == policy.url));
-        let keep = by_policy.map_or(0, |policy| policy.keep);
-        let url = url.or_else(|| policy.map(|policy| policy.url.clone())).ok_or_else(|| {
-            Error::refused(format!(
-                "job {name:?} has no checkpoint policy; name the URL of the checkpoint"
-            ))
-        })?;
+        let url = self.place(url.as_deref())?;
+        let policy = self.spec.checkpoints.as_ref().filter(|policy| policy.url == url);
+        let keep = policy.map_or(0, |policy| policy.keep);
         let open = self.phase.open_mut(&name)?;
         let waiter = Waiter::new(caller, cx.now, wait);
         let Some(version) = open.version.current() else {
@@ -187,7 +196,7 @@ impl Job {
         cx: &mut Context<'_>,
     ) {
         if line != self.line.number {
-            // A server that does not know lines would write among the versions of another one.
+            // A server that does not know lines writes into the directory of line 0.
             let cause = format!(
                 "{} has written a version of job {:?} on line {line} instead of line {}; it is of \
                  an earlier version of ZeroShard: update it",
@@ -213,8 +222,8 @@ impl Job {
 
     pub(crate) fn complete_if_written(&mut self, cx: &mut Context<'_>) {
         let job = self.reference();
-        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
-        if let Some(completion) = open.saves.complete(job, spec) {
+        let Self { spec, line, phase: Phase::Open(open), .. } = self else { return };
+        if let Some(completion) = open.saves.complete(job, spec, line) {
             cx.common.saves.complete(completion.plan.save, &completion.job.name);
             cx.push(Action::Complete(completion));
         }

@@ -30,9 +30,9 @@ pub const SERVERS_LIMIT: Duration = Duration::from_secs(10);
 pub struct Interrupted {
     /// The checkpoint to which the job returns.
     checkpoint: Arc<Restore>,
-    /// If this was requested: the current line, with the batches that the next one leaves out.
+    /// After a rewind: the current line, with the batches that the next one skips.
     line: Option<Arc<Line>>,
-    /// The calls that have requested it.
+    /// The calls that wait for the rewind.
     callers: Vec<Waiter>,
     returning: Returning,
     /// Ranks whose lease has ended since. Those that have left in order are also in `departed`.
@@ -109,8 +109,8 @@ impl Interrupted {
         (returning, lost, holders)
     }
 
-    /// The return was requested. `line`: the current one, with the batches that the next one leaves
-    /// out.
+    /// Marks the return as a rewind. `line`: the current one, with the batches that the next one
+    /// skips.
     pub(crate) fn requested(self, line: Line, caller: Waiter) -> Self {
         Self { line: Some(Arc::new(line)), callers: vec![caller], ..self }
     }
@@ -120,17 +120,17 @@ impl Interrupted {
         self.checkpoint.clone()
     }
 
-    /// Returns the current line with other batches to leave out, if there are.
+    /// After a rewind: returns the current line, with the batches that the next one skips.
     pub(crate) fn line(&self) -> Option<&Arc<Line>> {
         self.line.as_ref()
     }
 
-    /// Takes the calls that have requested the return.
+    /// Takes the calls that wait for the rewind.
     pub(crate) fn take_callers(&mut self) -> Vec<Waiter> {
         std::mem::take(&mut self.callers)
     }
 
-    /// Removes those of them whose deadline has come.
+    /// Removes the calls whose deadline has come, and returns them.
     pub(crate) fn expire_callers(&mut self, now: Now) -> Vec<Waiter> {
         expire([&mut self.callers], now)
     }

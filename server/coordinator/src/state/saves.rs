@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_model::{CheckpointPolicy, Error, JobSpec, LineVersion, Result};
+use zeroshard_model::{CheckpointPolicy, Error, JobSpec, Line, LineVersion, Result};
 
 use crate::{
     state::{members::Members, user_data::UserData},
@@ -163,7 +163,12 @@ impl Saves {
     }
 
     /// Returns the contents of the manifest once all servers and ranks have done their part.
-    pub(crate) fn complete(&mut self, job: JobRef, spec: &Arc<JobSpec>) -> Option<Completion> {
+    pub(crate) fn complete(
+        &mut self,
+        job: JobRef,
+        spec: &Arc<JobSpec>,
+        line: &Arc<Line>,
+    ) -> Option<Completion> {
         let is_complete =
             |saving: &&mut Saving| saving.pending.is_empty() && saving.user_data.is_complete();
         let saving = self.current.as_mut().filter(is_complete)?;
@@ -171,6 +176,7 @@ impl Saves {
         Some(Completion {
             job,
             spec: spec.clone(),
+            line: line.clone(),
             plan: saving.plan.clone(),
             files: std::mem::take(&mut saving.files),
             user_data,

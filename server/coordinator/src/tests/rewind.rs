@@ -1,4 +1,4 @@
-//! Jobs that return to a checkpoint because somebody has requested it.
+//! Rewinds of running jobs.
 //!
 //! promise: durability
 

@@ -227,14 +227,14 @@ pub struct Save {
 #[derive(Debug, Clone)]
 pub struct Rewind {
     pub job: JobRef,
-    /// The line on which it must be. The call may be a repetition, and the job have returned from
-    /// there to the checkpoint already.
+    /// The line on which the caller has seen the job. If the job has already returned from this
+    /// line to the checkpoint, the caller has repeated its call.
     pub from: u64,
-    /// The checkpoint, which has existed.
+    /// The checkpoint, which existed when the driver looked it up.
     pub to: Checkpoint,
-    /// The number of completed saves before it was found.
+    /// The number of completed saves before the driver looked it up.
     pub completed: u64,
-    /// All batches that the new line leaves out.
+    /// All batches that the new line skips.
     pub skips: Vec<Range<u64>>,
     pub wait: Duration,
 }

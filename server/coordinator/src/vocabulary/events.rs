@@ -144,9 +144,9 @@ pub struct Placing {
     pub free_memory: FreeMemory,
     /// The checkpoint from which the job starts, if it does.
     pub restore: Option<Arc<Restore>>,
-    /// `true` if the job was open, and returns to a checkpoint of its own.
+    /// `true` if an open job returns to one of its own checkpoints.
     pub returns: bool,
-    /// The line on which the job was. The next one leaves out the same batches.
+    /// The line on which the job was. The next one skips the same batches.
     pub line: Arc<Line>,
 }
 
@@ -210,6 +210,7 @@ pub enum Action {
 pub struct Completion {
     pub job: JobRef,
     pub spec: Arc<JobSpec>,
+    pub line: Arc<Line>,
     pub plan: SavePlan,
     pub files: Vec<Files>,
     pub user_data: BTreeMap<u32, Bytes>,
