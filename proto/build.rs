@@ -10,8 +10,8 @@ const FILES: [&str; 5] = [
     "zeroshard/v1/worker.proto",
 ];
 
-/// The messages that a `JobSpec` contains.
-const STORED: [&str; 9] = [
+/// The messages that a `JobSpec` contains, and others that checkpoints have.
+const STORED: [&str; 11] = [
     "JobSpec",
     "Tensor",
     "Layout",
@@ -21,6 +21,8 @@ const STORED: [&str; 9] = [
     "Optimizer",
     "RunningAverage",
     "CheckpointPolicy",
+    "SpikePolicy",
+    "RecentSteps",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -145,7 +145,8 @@ pub(crate) fn add_steps(
     Ok(())
 }
 
-async fn ask<T, F>(
+/// Calls a server, and repeats the call after transient errors until the cluster's timeout.
+pub(crate) async fn ask<T, F>(
     cluster: &Cluster,
     server: &Server,
     what: &str,

@@ -105,7 +105,7 @@ pub struct StepReport {
     /// The version that the step produced.
     pub version: u64,
     /// `true` if the step was applied. A step is skipped if a gradient is inf or NaN (never with
-    /// [`Optimizer::Average`]).
+    /// [`Optimizer::Average`]), or because of a spike.
     pub applied: bool,
     /// The global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before
     /// [`Commit::gradient_factors`] and clipping.
@@ -123,6 +123,8 @@ pub struct StepReport {
     pub absent: Vec<Absent>,
     /// The ranks that rested (see [`crate::Attempt::rest`]), ascending.
     pub resting: Vec<u32>,
+    /// Why the job's policy on spikes skipped the step, if it did: the rest of a sentence.
+    pub spike: Option<String>,
 }
 
 /// A tensor for which at least one rank has declared that it has no gradient.
@@ -182,6 +184,7 @@ impl StepReport {
             world: report.world,
             absent: absent(&report.absent, manifest),
             resting: report.resting.clone(),
+            spike: Some(report.spike.clone()).filter(|why| !why.is_empty()),
         }
     }
 }

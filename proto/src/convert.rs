@@ -11,6 +11,7 @@ mod manifest;
 mod mesh;
 mod optimizer;
 mod placement;
+mod spikes;
 
 pub use layout::box_message;
 pub use manifest::dtype;

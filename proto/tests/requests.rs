@@ -127,6 +127,25 @@ fn average() -> impl Strategy<Value = pb::RunningAverage> {
     )
 }
 
+fn spikes() -> impl Strategy<Value = pb::SpikePolicy> {
+    let factor = || prop::option::of(prop_oneof![0.5..20.0, any::<f64>()]);
+    let count = || prop_oneof![0u32..200, any::<u32>()];
+    let counts = (count(), count(), count(), prop_oneof![0u64..4, any::<u64>()], any::<u64>());
+    (-1i32..5, factor(), factor(), counts).prop_map(|(action, norm_factor, loss_factor, counts)| {
+        let (window, nonfinite_steps, limit, rewind_steps, limit_batches) = counts;
+        pb::SpikePolicy {
+            action,
+            norm_factor,
+            loss_factor,
+            window,
+            nonfinite_steps,
+            rewind_steps,
+            limit,
+            limit_batches,
+        }
+    })
+}
+
 fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let tensors = prop::collection::vec(tensor(), 0..4);
     let groups = prop::collection::vec(optimizer(), 0..3);
@@ -136,7 +155,8 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let policy =
         (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>(), any::<bool>(), -1i32..4);
     let counts = (count(), count(), count(), count(), any::<u64>());
-    let averages = (prop::collection::vec(average(), 0..3), any::<bool>());
+    let spikes = prop_oneof![2 => Just(None), 1 => spikes().prop_map(Some)];
+    let averages = (prop::collection::vec(average(), 0..3), any::<bool>(), spikes);
     (name(), tensors, groups, (counts, policy), meshes, averages).prop_map(
         |(name, tensors, groups, (counts, policy), meshes, averages)| pb::JobSpec {
             name,
@@ -156,6 +176,7 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             state_dtype: policy.5,
             averages: averages.0,
             averages_skip: averages.1,
+            spikes: averages.2,
         },
     )
 }

@@ -44,6 +44,22 @@ pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<TensorData> {
     tensors(manifest, TensorSpec::trains, (u64::from(rank) << 48) | ((step + 1) << 20))
 }
 
+/// The same gradients, multiplied by `factor`.
+pub fn scaled_gradients(
+    manifest: &Manifest,
+    rank: u32,
+    step: u64,
+    factor: f32,
+) -> Vec<(TensorId, Vec<f32>)> {
+    let seed = (u64::from(rank) << 48) | ((step + 1) << 20);
+    let trained = manifest.tensors().iter().enumerate().filter(|(_, spec)| spec.trains());
+    let scaled = |(tensor, spec): (usize, &TensorSpec)| {
+        let values = values(seed + tensor as u64, spec.numel() as usize);
+        (TensorId::new(tensor), values.into_iter().map(|value| value * factor).collect())
+    };
+    trained.map(scaled).collect()
+}
+
 /// A job with one parameter group and `world` ranks.
 ///
 /// # Errors

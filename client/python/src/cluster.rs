@@ -20,6 +20,7 @@ use crate::{
     pin::Pinned,
     plan::lock,
     runtime::wait,
+    spikes::{self as spike_policies, Spikes},
 };
 
 /// A cluster of shard servers.
@@ -162,7 +163,7 @@ impl Cluster {
     #[pyo3(signature = (
         name, tensors, groups, world, meshes=None, *, idle_timeout=None, predecessor=None,
         fresh_state=false, checkpoints=None, resume=false, group_size=1, offload=false,
-        state_dtype="f32", averages=None, averages_skip=false
+        state_dtype="f32", averages=None, averages_skip=false, spikes=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create_job(
@@ -183,6 +184,7 @@ impl Cluster {
         state_dtype: &str,
         averages: Option<Vec<Average>>,
         averages_skip: bool,
+        spikes: Option<Spikes>,
     ) -> PyResult<()> {
         let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
             .map_err(raise)?;
@@ -209,6 +211,7 @@ impl Cluster {
             state_dtype,
             averages: average::averages(averages.unwrap_or_default())?.into(),
             averages_skip,
+            spikes: spikes.map(spike_policies::policy).transpose()?,
             ..spec
         };
         let mut create = client::CreateJob::new(spec);

@@ -461,7 +461,7 @@ impl Job {
 
     #[pyo3(signature = (
         step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=None, written=None,
-        targets=None, user_data=None, user_data_follows=false
+        targets=None, user_data=None, user_data_follows=false, loss=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn commit(
@@ -476,6 +476,7 @@ impl Job {
         targets: Option<Arrays<'_>>,
         user_data: Option<Vec<u8>>,
         user_data_follows: bool,
+        loss: Option<f64>,
     ) -> PyResult<Report> {
         let groups = optimizers(groups)?;
         let commit = Commit::default().groups(groups).loss_scale(loss_scale).max_norm(max_norm);
@@ -483,7 +484,8 @@ impl Job {
             .gradient_factors(gradient_factors.unwrap_or_default())
             .written(written.unwrap_or_default())
             .user_data(user_data.unwrap_or_default())
-            .user_data_follows(user_data_follows);
+            .user_data_follows(user_data_follows)
+            .loss(loss);
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {

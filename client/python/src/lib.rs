@@ -19,6 +19,7 @@ mod plan;
 mod progress;
 mod report;
 mod runtime;
+mod spikes;
 mod transfer;
 
 use pyo3::prelude::*;

@@ -40,6 +40,11 @@ impl Report {
     }
 
     #[getter]
+    fn spike(&self) -> Option<&str> {
+        self.0.spike.as_deref()
+    }
+
+    #[getter]
     fn absent(&self) -> Vec<(usize, u32, bool)> {
         let absent = |absent: &Absent| (absent.tensor.index(), absent.rank, absent.everywhere);
         self.0.absent.iter().map(absent).collect()

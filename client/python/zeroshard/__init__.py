@@ -19,6 +19,7 @@ from ._pin import Pinned
 from ._report import TrainingReport, report
 from ._rewind import rewind
 from ._session import Session, init, shutdown, status
+from ._spikes import SpikePolicy
 from ._status import JobStatus, ServerStatus, Status
 from ._steps import Step, steps
 from .errors import (
@@ -113,6 +114,7 @@ __all__ = [
     "StaleEpochError",
     "StaleTermError",
     "StaticGraphError",
+    "SpikePolicy",
     "Status",
     "Step",
     "StepAbortedError",

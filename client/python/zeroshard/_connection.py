@@ -13,6 +13,7 @@ from ._averages import Average
 from ._native import CheckpointPolicy, Cluster, Job, Mesh, TensorSpec, Transfer, own_panes
 from ._rendezvous import ProcessGroup, Rendezvous
 from ._shown import own
+from ._spikes import SpikePolicy
 from ._status import JobStatus, Status, status_of
 from .errors import (
     Error,
@@ -98,6 +99,7 @@ class Connection:
         offload: bool = False,
         state_dtype: str = "f32",
         averages: Mapping[str, Average] | None = None,
+        spikes: SpikePolicy | None = None,
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
@@ -126,6 +128,7 @@ class Connection:
                     for name, one in averages.items()
                 ],
                 averages_skip=any(one.on_skip == "keep" for one in averages.values()),
+                spikes=None if spikes is None else spikes.as_tuple(),
             )
             job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         except (JobExistsError, RankTakenError) as error:

@@ -41,6 +41,7 @@ __version__: str
 #: A parameter group: the name and the hyperparameters of its optimizer (see :class:`Optimizer`).
 type _Group = tuple[str, Mapping[str, float]]
 type _Average = tuple[str, float | None, str | tuple[float, float] | None, int, int]
+type _Spikes = tuple[str, float | None, float | None, int, int, int, int, int]
 
 @final
 class Array:
@@ -306,6 +307,7 @@ class Cluster:
         state_dtype: str = "f32",
         averages: Sequence[_Average] | None = None,
         averages_skip: bool = False,
+        spikes: _Spikes | None = None,
     ) -> None:
         """Creates the job, unless a job with the same name and the same specification exists.
 
@@ -330,6 +332,8 @@ class Cluster:
 
         ``averages``: name, decay, warm-up, start and distance of updates of each running average,
         as :class:`zeroshard.Average` has them. ``averages_skip``: skipped steps do not count.
+
+        ``spikes``: the policy on spikes, as :class:`zeroshard.SpikePolicy` has it.
         """
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def save_checkpoint(self, name: str) -> tuple[int, int]:
@@ -545,6 +549,7 @@ class Job:
         targets: Sequence[tuple[int, Array]] | None = None,
         user_data: bytes | None = None,
         user_data_follows: bool = False,
+        loss: float | None = None,
     ) -> Report:
         """Flushes, commits this rank's contribution and waits until the step is decided.
 
@@ -554,6 +559,7 @@ class Job:
         ``targets`` receive the parameters of the new version.
         ``user_data``: data of this rank for a checkpoint of the new version, at most 16 MiB.
         ``user_data_follows``: this rank sends that data after the step.
+        ``loss``: that of this rank.
         """
     def pull(
         self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None
@@ -622,6 +628,9 @@ class Report:
     @property
     def resting(self) -> list[int]:
         """The ranks that rested, in order."""
+    @property
+    def spike(self) -> str | None:
+        """Why the policy on spikes skipped the step, if it did: the rest of a sentence."""
     @property
     def absent(self) -> list[tuple[int, int, bool]]:
         """The tensors without a gradient on some rank: tensor, lowest such rank, and whether no

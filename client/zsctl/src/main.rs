@@ -17,6 +17,7 @@ mod plan;
 mod rewind;
 mod shapes;
 mod status;
+mod steps;
 mod table;
 mod tensors;
 mod token;
@@ -97,6 +98,11 @@ enum Command {
         /// Name of the job; `zsctl status` lists the jobs
         job: String,
     },
+    /// Show how large each rank's gradient of each tensor was at a step, and when it arrived
+    ///
+    /// Use it to find the rank and the tensor that spoiled a step. The norms are those of the
+    /// gradients as the ranks sent them: before the mean over the ranks, and with the loss scale
+    Steps(steps::Arguments),
     /// Save jobs, and inspect, verify, export and remove their checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -202,6 +208,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
             let event = json!({"event": "hash", "job": job, "state_hash": hash});
             print(is_json, &event, &hash);
         }
+        Command::Steps(steps) => steps::run(steps, &cluster, is_json).await?,
         // These commands do not need a cluster, and have been handled above.
         Command::Token(_) | Command::Estimate(_) | Command::Completion(_) | Command::Doctor(_) => {}
         Command::Checkpoint(command) => checkpoint::online(command, &cluster, is_json).await?,

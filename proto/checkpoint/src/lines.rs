@@ -52,7 +52,21 @@ impl Storage {
     /// # Errors
     /// [`Error::Storage`], [`Error::CheckpointDamaged`].
     pub async fn latest(&self, job: &str, claim: Option<&Claim>) -> Result<Option<Manifest>> {
-        for version in self.versions(job).await?.into_iter().rev() {
+        self.latest_until(job, u64::MAX, claim).await
+    }
+
+    /// Reads the latest complete checkpoint like [`Self::latest`], of a version up to `until`.
+    ///
+    /// # Errors
+    /// Those of [`Self::latest`].
+    pub async fn latest_until(
+        &self,
+        job: &str,
+        until: u64,
+        claim: Option<&Claim>,
+    ) -> Result<Option<Manifest>> {
+        let versions = self.versions(job).await?.into_iter().rev();
+        for version in versions.filter(|of| of.version <= until) {
             if let Some(manifest) = self.admitted(job, version, claim).await? {
                 return Ok(Some(manifest));
             }

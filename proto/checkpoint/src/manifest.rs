@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, time::SystemTime};
 use blake3::Hash;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use zeroshard_model::{AppliedSteps, Error, JobSpec, Line, LineVersion, Result};
+use zeroshard_model::{AppliedSteps, Error, JobSpec, Line, LineVersion, RecentSteps, Result};
 use zeroshard_proto::pb;
 
 use crate::{
@@ -73,6 +73,9 @@ struct Contents {
     /// The ranks whose data was lost before the save.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     lost_ranks: Vec<u32>,
+    /// The figures of the steps before the version, if the job has a policy on spikes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    recent: Option<pb::RecentSteps>,
 }
 
 /// A file of a checkpoint.
@@ -137,7 +140,7 @@ impl Manifest {
     ) -> Result<Self> {
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
         let files = files.into_iter().map(|file| File::of_message(file, spec));
-        let is_first = line == 0 && spec.averages.is_empty();
+        let is_first = line == 0 && spec.averages.is_empty() && spec.spikes.is_none();
         let contents = Contents {
             format: if is_first { FIRST } else { FORMAT },
             job: spec.name.clone(),
@@ -150,6 +153,7 @@ impl Manifest {
             spec: spec.into(),
             files: files.collect::<Result<_>>()?,
             lost_ranks: Vec::new(),
+            recent: None,
         };
         Self::of(contents, spec.clone()).map_err(|cause| Error::Internal {
             cause: format!("the files of version {version} of job {:?}: {cause}", spec.name),
@@ -162,6 +166,12 @@ impl Manifest {
         if !self.contents.skips.is_empty() {
             self.contents.format = FORMAT;
         }
+        self
+    }
+
+    /// Adds the figures of the steps before the version, which a policy on spikes needs.
+    pub fn after(mut self, recent: &RecentSteps) -> Self {
+        self.contents.recent = self.spec.spikes.is_some().then(|| recent.into());
         self
     }
 
@@ -245,6 +255,15 @@ impl Manifest {
     /// [`Error::Invalid`] as for [`Line::new`].
     pub fn line(&self) -> Result<Line> {
         read_line(self.contents.line, &self.contents.skips)
+    }
+
+    /// Returns the figures of the steps before the version.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] as for [`RecentSteps::validate`].
+    pub fn recent(&self) -> Result<RecentSteps> {
+        let recent = self.contents.recent.clone();
+        recent.map_or_else(|| Ok(RecentSteps::default()), TryInto::try_into)
     }
 
     /// The number of the save.

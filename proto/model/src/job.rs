@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use crate::{
     CheckpointPolicy, DimPlacement, Error, Layout, Manifest, OnLoss, Optimizer, Policy,
-    ProcessMesh, Reduction, Result, RunningAverage, StateDType, TensorBox, TensorLayout,
-    TensorSpec, average,
+    ProcessMesh, Reduction, Result, RunningAverage, SpikeAction, SpikePolicy, StateDType,
+    TensorBox, TensorLayout, TensorSpec, average,
     geometry::Contributions,
     limits::{
         IDLE_TIMEOUTS, MAX_CONTRIBUTIONS, MAX_GROUP_SIZE, MAX_GROUPS, MAX_JOB_NAME, MAX_MESHES,
@@ -62,6 +62,8 @@ pub struct JobSpec {
     /// A skipped step does not count for the averages. Otherwise it does, as in a training loop
     /// that updates them after each step.
     pub averages_skip: bool,
+    /// When a step counts as a spike, and what the job does then. `None`: no step does.
+    pub spikes: Option<SpikePolicy>,
 }
 
 /// The effect of a rank that has left in order on ranks that wait for it.
@@ -95,6 +97,7 @@ impl JobSpec {
             state_dtype: StateDType::F32,
             averages: Arc::default(),
             averages_skip: false,
+            spikes: None,
         }
     }
 
@@ -159,6 +162,7 @@ impl JobSpec {
         }
         self.checkpoints.as_ref().map_or(Ok(()), CheckpointPolicy::validate)?;
         average::validate(&self.averages)?;
+        self.check_spikes()?;
         self.check_contributions()
     }
 
@@ -185,6 +189,22 @@ impl JobSpec {
                 group.state()
             ))),
         }
+    }
+
+    fn check_spikes(&self) -> Result<()> {
+        let Some(policy) = &self.spikes else { return Ok(()) };
+        policy.validate()?;
+        if let Some(group) = self.groups.iter().find(|group| !group.skips_overflow()) {
+            return Err(Error::refused(format!(
+                "a job with {group}, which skips no step, cannot have a policy on spikes"
+            )));
+        }
+        if matches!(policy.action, SpikeAction::Rewind { .. }) && self.checkpoints.is_none() {
+            return Err(Error::refused(
+                "a job that rewinds after a spike needs checkpoints; give it a checkpoint policy",
+            ));
+        }
+        Ok(())
     }
 
     fn check_contributions(&self) -> Result<()> {
@@ -288,6 +308,15 @@ impl JobSpec {
     pub fn describe_rank(&self, rank: u32) -> String {
         let mesh = self.meshes.iter().find(|mesh| mesh.coordinate(rank).is_some());
         mesh.map_or_else(|| format!("rank {rank}"), |mesh| mesh.describe(rank))
+    }
+
+    /// Describes the sender of a gradient: a rank, or in a job with groups the ranks whose sum it
+    /// sends a share of.
+    pub fn describe_contributor(&self, rank: u32) -> String {
+        match self.group_of(rank) {
+            group if group.len() == 1 => self.describe_rank(rank),
+            group => format!("the group of ranks {} to {}", group.start, group.end - 1),
+        }
     }
 
     /// The divisor of the summed gradient of tensor number `tensor`: see
@@ -401,6 +430,7 @@ impl JobSpec {
             ("state_dtype", self.state_dtype == other.state_dtype),
             ("averages", self.averages == other.averages),
             ("averages_skip", self.averages_skip == other.averages_skip),
+            ("policy on spikes", self.spikes == other.spikes),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }

@@ -22,6 +22,7 @@ pub mod placement;
 pub mod quota;
 pub mod role;
 pub mod size;
+pub mod spikes;
 pub mod splitmix;
 pub mod version;
 
@@ -41,6 +42,7 @@ pub use manifest::{Manifest, Policy, TensorId, TensorSpec};
 pub use optimizer::{AppliedSteps, Optimizer, StateDType};
 pub use placement::{Placement, Server};
 pub use role::Role;
+pub use spikes::{RecentSteps, Spike, SpikeAction, SpikePolicy, StepFigures};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

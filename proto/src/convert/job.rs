@@ -42,6 +42,7 @@ impl From<&JobSpec> for pb::JobSpec {
             .into(),
             averages: spec.averages.iter().map(Into::into).collect(),
             averages_skip: spec.averages_skip,
+            spikes: spec.spikes.as_ref().map(Into::into),
         }
     }
 }
@@ -86,6 +87,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             },
             averages: averages.collect::<Result<_>>()?,
             averages_skip: message.averages_skip,
+            spikes: message.spikes.map(TryInto::try_into).transpose()?,
         };
         spec.validate()?;
         Ok(spec)

@@ -166,6 +166,10 @@ impl Cluster {
                 let source = jobs.source_of(&job, cx.common);
                 jobs.visit_job(&job, cx, |job, cx| job.placed(placed, source, cx));
             }
+            Event::Searched { search, found } => {
+                let job = search.job.clone();
+                jobs.visit_job(&job, cx, |job, cx| job.searched(&search, found, cx));
+            }
             Event::Create { caller, job_id, create, wait } => {
                 admission::create(jobs, Waiter::new(caller, now, wait), job_id, *create, cx);
             }

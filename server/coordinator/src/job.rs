@@ -26,13 +26,16 @@ pub(crate) mod rewind;
 pub(crate) mod save;
 pub(crate) mod scrub;
 pub(crate) mod server_disconnects;
+pub(crate) mod spikes;
 pub(crate) mod step_decision;
 pub(crate) mod uneven_inputs;
 pub(crate) mod user_data;
 
 use std::{collections::BTreeSet, mem, sync::Arc};
 
-use zeroshard_model::{Attempt, Error, Fork, JobSpec, Line, Placement, Restore, Result, Server};
+use zeroshard_model::{
+    Attempt, Error, Fork, JobSpec, Line, Placement, RecentSteps, Restore, Result, Server,
+};
 
 use crate::{
     cluster::{
@@ -80,6 +83,8 @@ pub struct Job {
     pub epoch: u64,
     /// The line of its versions.
     pub line: Arc<Line>,
+    /// The figures of the steps before the open one, for the policy on spikes.
+    pub(crate) recent: RecentSteps,
     /// The time when the last lease ended; before the first lease, the time when workers could
     /// first join; or the time when the job failed. It has no meaning while a rank has a lease.
     pub unused_since: Now,
@@ -257,6 +262,8 @@ pub struct Open {
     pub replicas: Replicas,
     pub scrub: Scrub,
     pub lateness: Lateness,
+    /// The attempt that is a spike, while the checkpoint is searched to which the job returns.
+    pub spike: Option<Attempt>,
 }
 
 impl Open {
@@ -277,6 +284,7 @@ impl Open {
             replicas,
             scrub: Scrub::default(),
             lateness: Lateness::default(),
+            spike: None,
         }
     }
 

@@ -27,6 +27,7 @@ mod resting;
 mod restore;
 mod rewind;
 mod saves;
+mod spikes;
 mod user_data;
 mod visits;
 
@@ -38,7 +39,7 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_model::{
-    Attempt, DType, Error, Fork, JobSpec, Line, Manifest, Result, Server, TensorSpec,
+    Attempt, DType, Error, Fork, JobSpec, Line, Manifest, RecentSteps, Result, Server, TensorSpec,
     memory::Capacity,
 };
 
@@ -51,8 +52,8 @@ use crate::{
         calls::{Commit, Create, Discard, Join, Leave, Reduce, Reply, Rest, Save, Saved, Turn},
         commands::{About, Checkpoint, Command, ServerEvent},
         decision::{Decision, Report, Update},
-        events::{Action, Completion, Event, Placed, Placing},
-        gradient::{Absent, Norm, Overflow, Reduced},
+        events::{Action, Completion, Event, Placed, Placing, Search},
+        gradient::{Absent, Largest, Norm, Overflow, Reduced},
         ids::{Caller, JobRef, Lease, Link, Now},
         reports::{Files, JobStats, Stats},
     },
@@ -105,6 +106,11 @@ struct Script {
     /// The errors of the storage in which jobs look for it, the last one first.
     storage_errors: Vec<Error>,
     probed: Vec<Server>,
+    /// The factor of all gradients, and the rank with the largest ones.
+    spike: Option<(f64, u32)>,
+    /// The figures in the checkpoint that jobs find.
+    found_recent: RecentSteps,
+    searches: Vec<Search>,
 }
 
 impl Script {
@@ -182,7 +188,13 @@ impl Script {
                 let user_data = self.found_data.clone();
                 let Placing { ref line, returns, .. } = placing;
                 let line = Line::clone(line).numbered(line.number + u64::from(returns));
-                let placed = plan.map(|plan| Placed { plan, checkpoint: found, user_data, line });
+                let placed = plan.map(|plan| Placed {
+                    plan,
+                    checkpoint: found,
+                    user_data,
+                    line,
+                    recent: self.found_recent.clone(),
+                });
                 let placed = self.storage_errors.pop().map_or(placed, Err);
                 return Some(Event::Placed { job: placing.job, placed });
             }
@@ -199,9 +211,11 @@ impl Script {
             | Action::EndClaims { .. }
             | Action::SaveEnded { .. }
             | Action::Redundant { .. }
+            | Action::Spiked { .. }
             | Action::Alarm(..)
             | Action::Note(_) => {}
             Action::Complete(completion) => self.completions.push(completion),
+            Action::Search(search) => self.searches.push(search),
         }
         None
     }
@@ -443,8 +457,12 @@ impl Script {
         let manifest = spec(1).manifest;
         let slices =
             described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
-        let sums = slices.map(|slice| (slice as u32, slice as f64 + 1.0)).collect();
-        Reduced { sums, overflow: None, absent: Vec::new(), copies: 0 }
+        let (factor, rank) = self.spike.unwrap_or((1.0, 0));
+        let squares = |slice: u32| (f64::from(slice) + 1.0) * factor * factor;
+        let sums: Vec<_> = slices.map(|slice| (slice as u32, squares(slice as u32))).collect();
+        let largest =
+            sums.iter().map(|&(slice, squares)| Largest { slice, rank, squares }).collect();
+        Reduced { sums, overflow: None, absent: Vec::new(), largest, copies: 0 }
     }
 
     fn stored(&mut self, server: u64, epoch: u64, step: u64) {

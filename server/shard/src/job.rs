@@ -30,6 +30,8 @@ use super::{
     slice::{Holds, Memory, Reduced, Role, Slice, Upload},
 };
 use allocation::{Allocation, arena_of, check_placement};
+use contributions::Contributions;
+pub use contributions::StepContributions;
 use early::EarlyValues;
 use progress::Progress;
 pub use progress::{Decided, Ready};
@@ -40,6 +42,8 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::Attempt;
 
 mod allocation;
+mod arrivals;
+mod contributions;
 mod early;
 mod progress;
 mod ranks;
@@ -135,6 +139,8 @@ pub struct Job<B: Backend, D> {
     /// In a job with replicas: the version that can be read.
     served: AtomicU64,
     progress: Mutex<Progress<D>>,
+    /// The contributions to the last steps.
+    contributions: Mutex<Contributions>,
     ranks: RwLock<Ranks>,
     /// Notified when a slice has a new version, and when another attempt is open.
     changed: watch::Sender<()>,
@@ -213,6 +219,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
             slices,
             early: Mutex::default(),
             progress: Mutex::new(progress),
+            contributions: Mutex::default(),
             ranks: RwLock::default(),
             changed: watch::Sender::new(()),
             closed,
@@ -300,6 +307,18 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         })
     }
 
+    /// Returns the contributions to a step, if it is one of the last ones.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for any other step.
+    pub fn contributions(&self, step: u64) -> Result<StepContributions> {
+        self.recorded().of(&self.spec.name, step)
+    }
+
+    fn recorded(&self) -> MutexGuard<'_, Contributions> {
+        self.contributions.lock().expect("no holder of the lock panics")
+    }
+
     /// The first tensor and rank for which the open step, or the upload, waits.
     pub fn waiting_for(&self) -> Option<String> {
         let (index, what, rank) =
@@ -374,7 +393,11 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
     /// Adds a chunk of a rank's gradient. Returns the number of new elements.
     pub fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.primary_slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
+        let current = || {
+            self.check_attempt(attempt, slice)?;
+            self.progress().arrivals.note(chunk.rank, self.host.now());
+            Ok(())
+        };
         let added = slice.contribute(attempt, chunk, &self.budget, current);
         let (new, reduced) = self.note(index, added)?;
         self.contributed.notify_waiters();

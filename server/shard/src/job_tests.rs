@@ -493,3 +493,41 @@ fn new_values_of_slices_of_other_servers_are_refused() {
     let refused = subject.job.replace(at(3, 0, 0), 1, &chunk(0, 8.0));
     assert!(matches!(refused, Err(Error::NotHere { slice: 1, .. })), "{refused:?}");
 }
+
+#[test]
+fn the_contributions_to_the_last_steps_are_recorded() {
+    let mut subject = Subject::initialised(2, 2);
+    let refused = subject.job.contributions(0).unwrap_err();
+    assert!(refused.to_string().contains("decided no step"), "{refused}");
+    for step in 0..3 {
+        let attempt = Attempt::first(1, step);
+        for (slice, rank) in [(0, 1), (0, 0), (1, 0)] {
+            subject
+                .push(attempt, slice, rank, (step + 1) as f32 * 10f32.powi(rank as i32))
+                .unwrap();
+        }
+        subject.job.absent(attempt, 1, 1).unwrap();
+        let ready = subject.ready().expect("complete");
+        assert_eq!(ready.slices.len(), 2);
+        subject.decide(attempt).unwrap();
+    }
+    let found = subject.job.contributions(1).unwrap();
+    let squares: Vec<_> = found.figures.iter().map(|(key, tally)| (*key, tally.squares)).collect();
+    assert_eq!(squares, [((0, 0), 8.0), ((0, 1), 800.0), ((1, 0), 8.0)]);
+    assert_eq!(found.arrived.keys().copied().collect::<Vec<_>>(), [0, 1]);
+    let refused = subject.job.contributions(3).unwrap_err();
+    assert!(refused.to_string().contains("it has those to steps 0 to 2"), "{refused}");
+}
+
+#[test]
+fn an_attempt_that_is_made_again_is_recorded_once() {
+    let mut subject = Subject::initialised(1, 1);
+    let first = Attempt::first(1, 0);
+    subject.push(first, 0, 0, 100.0).unwrap();
+    let next = Attempt { number: 1, ..first };
+    subject.job.open_attempt(next, None).unwrap();
+    subject.push(next, 0, 0, 1.0).unwrap();
+    assert!(subject.ready().is_some());
+    subject.decide(next).unwrap();
+    assert_eq!(subject.job.contributions(0).unwrap().figures[&(0, 0)].squares, 2.0);
+}

@@ -7,6 +7,7 @@ use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
 use zeroshard_kernels::Backend;
+use zeroshard_loops::{Level, tally::Tally};
 use zeroshard_model::{DType, Error, Result, geometry::SliceContributors};
 
 use super::budget::Budget;
@@ -14,10 +15,12 @@ use total::{Figures, Total};
 use turns::{MAX_RANGES, Turns};
 
 mod absent;
+mod contribution;
 mod total;
 mod turns;
 
 pub use absent::Absent;
+pub use contribution::{Contributed, Largest};
 
 /// Consecutive elements of one rank's contribution, from the network buffer.
 #[derive(Debug, Clone)]
@@ -52,13 +55,15 @@ pub struct Round {
     figures: Figures,
     /// `true` if any rank has sent elements. INVARIANT: nothing is added before.
     touched: bool,
+    /// The instruction set that computes the figures of contributions.
+    level: Level,
 }
 
 impl Round {
     /// The round of slice number `slice` with `numel` elements.
     pub fn new(slice: u32, numel: usize, contributors: &[SliceContributors]) -> Self {
         let turns = contributors.iter().map(|each| Turns::new(slice, each)).collect();
-        Self { slice, turns, figures: Figures::new(numel), touched: false }
+        Self { slice, turns, figures: Figures::new(numel), touched: false, level: Level::best() }
     }
 
     /// Adds gradients that have arrived already again, from now on.
@@ -126,6 +131,9 @@ impl Round {
                 break;
             }
             let part = chunk.select(range.clone());
+            // The elements are in cache.
+            let first = contribution::first_element(self.slice) + range.start as u64;
+            let tally = Tally::of(self.level, &part.bytes, part.dtype, first);
             if in_turn {
                 turns.add(total, turn, range.clone(), Some(&part))?;
             } else if let Err(full) = turns.park(turn, part, budget) {
@@ -133,7 +141,9 @@ impl Round {
                 break;
             }
             new += range.len() as u64;
-            turns.contributions[turn].received.insert(range);
+            let contribution = &mut turns.contributions[turn];
+            contribution.received.insert(range);
+            contribution.tally.add(tally);
         }
         turns.unpark(total, turn)?;
         if !self.touched && !turns.contributions[turn].received.is_empty() {
@@ -166,6 +176,8 @@ fn too_many_ranges(slice: u32, rank: u32) -> Error {
     ))
 }
 
+#[cfg(test)]
+mod contribution_tests;
 #[cfg(test)]
 mod contributors_tests;
 #[cfg(test)]

@@ -19,7 +19,7 @@ use zeroshard_model::{
 use super::{
     budget::Budget,
     device::{Device, Home},
-    round::{Absent, Chunk, Round},
+    round::{Absent, Chunk, Contributed, Largest, Round},
 };
 use crate::tier::{Array, Kind, Tiers};
 use average::Averages;
@@ -171,6 +171,8 @@ pub struct Reduced {
     pub overflow: Option<Option<u32>>,
     /// The ranks without a gradient, if there are any.
     pub absent: Option<Absent>,
+    /// The contribution with the largest norm, if any rank has a gradient.
+    pub largest: Option<Largest>,
 }
 
 /// Memory by content, in bytes.
@@ -380,6 +382,14 @@ impl<B: Backend> Slice<B> {
         Ok(())
     }
 
+    /// Returns the contributions to the open step of which this server has the sum itself: those to
+    /// a slice of which it is the primary.
+    pub fn contributions(&self) -> Vec<Contributed> {
+        let inner = self.lock();
+        let open = inner.open.as_ref().filter(|_| self.role() == Role::Primary);
+        open.map(|open| open.round.contributions().collect()).unwrap_or_default()
+    }
+
     /// The first rank whose gradient is incomplete.
     pub fn missing_rank(&self) -> Option<u32> {
         self.lock().open.as_ref()?.round.missing_rank()
@@ -567,7 +577,12 @@ impl<B: Backend> Inner<B> {
         let sum_of_squares = open.round.sum_of_squares();
         let overflow = open.round.overflow();
         let overflow = (overflow.is_some() || !sum_of_squares.is_finite()).then_some(overflow);
-        Ok(Some(Reduced { sum_of_squares, overflow, absent: open.round.absentees(&self.done) }))
+        Ok(Some(Reduced {
+            sum_of_squares,
+            overflow,
+            absent: open.round.absentees(&self.done),
+            largest: open.round.largest(),
+        }))
     }
 }
 

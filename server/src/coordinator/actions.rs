@@ -1,7 +1,7 @@
 //! Carries out the actions of the state machine. This module runs under the driver's lock, so no
 //! function waits.
 
-use std::{collections::BTreeSet, task::Waker};
+use std::{collections::BTreeSet, task::Waker, time::Duration};
 
 use tokio::sync::mpsc::error::TrySendError;
 use zeroshard_checkpoint::{Claimant, Storage};
@@ -10,11 +10,11 @@ use zeroshard_coordinator::{
     placement::plan::Plan,
     vocabulary::{
         commands::Command,
-        events::{Action, Completion, Event, Placed, Placing},
+        events::{Action, Completion, Event, Placed, Placing, Search},
         ids::{JobRef, Link, ServerId},
     },
 };
-use zeroshard_model::{Line, Result, checkpoint::Start};
+use zeroshard_model::{Error, Line, Result, checkpoint::Start};
 
 use super::{
     driver::{Driver, Inner, MAX_COMMANDS, MemberStream},
@@ -22,6 +22,12 @@ use super::{
     traces,
 };
 use crate::metrics::CoordinatedJob;
+
+/// The number of searches for a checkpoint while the storage does not answer.
+const SEARCHES: usize = 12;
+
+/// The pause between two searches.
+const SEARCH_PAUSE: Duration = Duration::from_secs(5);
 
 impl Driver {
     pub(super) fn act(&self, inner: &mut Inner, actions: Vec<Action>) {
@@ -70,6 +76,8 @@ impl Driver {
                 }
                 Action::Tick(due) => self.arm(inner, due),
                 Action::Complete(completion) => self.complete(completion),
+                Action::Search(search) => self.search(search),
+                Action::Spiked { job } => inner.count(&job, CoordinatedJob::spiked),
                 Action::SaveEnded { job, complete } => inner.count(&job, |of| match complete {
                     Some((version, took)) => self.metrics.coordinator.saved(of, version, took),
                     None => of.not_saved(),
@@ -117,7 +125,7 @@ impl Driver {
     async fn plan(&self, placing: Placing) -> Result<Placed> {
         let job = &placing.job;
         self.claims_ended(&job.name).await;
-        let Found { checkpoint, user_data, line } = storage::find(&placing).await?;
+        let Found { checkpoint, user_data, line, recent } = storage::find(&placing).await?;
         for url in storage::places(&placing) {
             // A coordinator that has been replaced must not claim a line.
             self.read(|_| ())?;
@@ -131,7 +139,24 @@ impl Driver {
         let Placing { spec, live, zones, free_memory, .. } = placing;
         let plan = move || Plan::within(&spec, &live, &zones, &free_memory);
         let plan = self.failure.blocking("place a job", plan).await?;
-        Ok(Placed { plan, checkpoint, user_data, line })
+        Ok(Placed { plan, checkpoint, user_data, line, recent })
+    }
+
+    /// Searches for the checkpoint to which a job returns after a spike. Tries again for a while if
+    /// the storage does not answer.
+    fn search(&self, search: Search) {
+        let Some(driver) = self.me.upgrade() else { return };
+        tokio::spawn(async move {
+            let mut found = storage::search(&search).await;
+            for _ in 1..SEARCHES {
+                if !matches!(found, Err(Error::Storage { .. } | Error::Timeout { .. })) {
+                    break;
+                }
+                tokio::time::sleep(SEARCH_PAUSE).await;
+                found = storage::search(&search).await;
+            }
+            driver.tell(Event::Searched { search: Box::new(search), found });
+        });
     }
 
     /// Makes the line the owner of the checkpoints of its job's name at `url`.

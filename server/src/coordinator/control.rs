@@ -13,14 +13,15 @@ use zeroshard_coordinator::{
         commands::{About, Begins, Command, FailedThere, OpenJob, SavePlan, ServerEvent},
         decision::{Decision, Figures, Replicated, Update},
         events::Event,
-        gradient::{Absent, Overflow, Reduced},
+        gradient::{Absent, Largest, Overflow, Reduced},
         ids::{JobRef, Lease, Link},
         job_report::{JobReport, Ranks},
         reports::Files,
     },
 };
 use zeroshard_model::{
-    Attempt, Error, Fork, JobSpec, JobVersion, Line, Placement, Restore, Result, Server,
+    Attempt, Error, Fork, JobSpec, JobVersion, Line, Placement, RecentSteps, Restore, Result,
+    Server,
     limits::MAX_SERVER_NAME,
     memory::Capacity,
     name::{check_name, server_id},
@@ -323,6 +324,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         left: open.left.clone(),
         version: open.version,
         line: Some((&*open.line).into()),
+        recent: Some((&open.recent).into()),
         decision: open.decision.clone().map(|decision| {
             let job = JobRef { name: spec.name.clone(), id: *job_id };
             decide(job, *decision)
@@ -338,7 +340,8 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
         unclipped: update.unclipped,
         gradient_factors: update.gradient_factors,
     });
-    let Figures { scale, clip_coefficient, loss, resting, user_data } = decision.figures;
+    let Figures { scale, clip_coefficient, loss, resting, user_data, spike, recent } =
+        decision.figures;
     let (absent, report) = match decision.replicated.map(|of| *of) {
         Some(Replicated { absent, report }) => (absent, Some(report.message())),
         None => (Vec::new(), None),
@@ -357,6 +360,8 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
         absent,
         report,
         user_data,
+        recent: Some((&recent).into()),
+        spike: spike.unwrap_or_default(),
     }
 }
 
@@ -422,10 +427,15 @@ fn step_ready(ready: pb::StepReady) -> ServerEvent {
 }
 
 fn reduced(ready: pb::StepReady) -> Reduced {
-    let sum = |pb::ReducedSlice { slice, sum_of_squares }| (slice, sum_of_squares);
+    let sum = |of: &pb::ReducedSlice| (of.slice, of.sum_of_squares);
+    let largest = |of: &pb::ReducedSlice| {
+        let (slice, squares) = (of.slice, of.largest_squares);
+        of.largest_rank.map(|rank| Largest { slice, rank, squares })
+    };
     let absent = |pb::Absent { slice, rank, everywhere }| Absent { slice, rank, everywhere };
     Reduced {
-        sums: ready.slices.into_iter().map(sum).collect(),
+        sums: ready.slices.iter().map(sum).collect(),
+        largest: ready.slices.iter().filter_map(largest).collect(),
         overflow: ready.overflow.map(|pb::Overflow { slice, rank }| Overflow { slice, rank }),
         absent: ready.absent.into_iter().map(absent).collect(),
         copies: ready.copies,
@@ -452,6 +462,7 @@ pub(crate) fn job_report(mut job: pb::JobReport) -> Result<JobReport> {
     let rest = |pb::RankRests { rank, since, excluded, .. }| (rank, (since, excluded));
     let decision = job.decision.map(decision).transpose()?;
     let line = Arc::new(job.line.map(Line::try_from).transpose()?.unwrap_or_default());
+    let recent = job.recent.map(RecentSteps::try_from).transpose()?.unwrap_or_default();
     Ok(JobReport {
         id: job.job_id,
         term: 0,
@@ -460,6 +471,7 @@ pub(crate) fn job_report(mut job: pb::JobReport) -> Result<JobReport> {
         fork: from.map(|from| Arc::new(Fork { from, fresh_state })),
         restore,
         line,
+        recent,
         attempt: Attempt { epoch: job.epoch, step: job.step, number: job.attempt },
         published: job.published,
         initialised: job.initialised,
@@ -532,7 +544,9 @@ fn decision(decision: pb::Decision) -> Result<Decision> {
         })
     };
     let (resting, user_data) = (decision.resting, decision.user_data);
-    let figures = Figures { scale, clip_coefficient, loss, resting, user_data };
+    let spike = Some(decision.spike).filter(|why| !why.is_empty());
+    let recent = decision.recent.map(RecentSteps::try_from).transpose()?.unwrap_or_default();
+    let figures = Figures { scale, clip_coefficient, loss, resting, user_data, spike, recent };
     Ok(Decision {
         attempt: Attempt { epoch, step, number },
         update: decision.update.map(update).transpose()?,

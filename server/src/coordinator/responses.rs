@@ -76,6 +76,7 @@ impl Message<pb::CommitResponse> for Report {
             absent: report.absent.into_iter().map(Message::message).collect(),
             resting: report.resting,
             next_epoch: 0,
+            spike: report.spike.unwrap_or_default(),
         }
     }
 }
@@ -97,6 +98,7 @@ pub(super) fn report(report: pb::CommitResponse) -> Report {
         world: report.world,
         absent: report.absent.into_iter().map(absent).collect(),
         resting: report.resting,
+        spike: Some(report.spike).filter(|why| !why.is_empty()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The coordinator's part of a checkpoint in its storage: the data of the ranks, the manifest, and
 //! the removal of old checkpoints.
 
-use std::{collections::BTreeSet, ops::Range};
+use std::{collections::BTreeSet, ops::Range, slice};
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use prost::Message;
@@ -10,12 +10,12 @@ use zeroshard_coordinator::{
     state::user_data::UserData,
     vocabulary::{
         commands::{Checkpoint, SavePlan},
-        events::{Completion, Placing},
+        events::{Completion, Placing, Search, Target},
         ids::JobRef,
     },
 };
 use zeroshard_model::{
-    Error, JobLine, JobSpec, Line, LineVersion, Restore, RestoreVersion, Result,
+    Error, JobLine, JobSpec, Line, LineVersion, RecentSteps, Restore, RestoreVersion, Result,
     checkpoint::{Start, is_same_place},
 };
 use zeroshard_proto::pb;
@@ -32,6 +32,8 @@ pub(super) struct Found {
     pub(super) user_data: UserData,
     /// The line that begins.
     pub(super) line: Line,
+    /// The figures of the steps before the version of the checkpoint.
+    pub(super) recent: RecentSteps,
 }
 
 /// Finds the checkpoint from which a job starts. `None`: it starts without one.
@@ -73,6 +75,27 @@ pub(super) async fn target(
     let (job_id, version) = (manifest.job_id(), manifest.version());
     let skips = line.next(line.number, version.version, skip)?.skips().to_vec();
     Ok((Checkpoint { url: url.to_owned(), job: name.clone(), job_id, version }, skips))
+}
+
+/// Finds the newest checkpoint to which a job can return after a spike.
+///
+/// # Errors
+/// Those of [`target`]; [`Error::NoCheckpoint`].
+pub(super) async fn search(search: &Search) -> Result<Target> {
+    let Search { job, spec, line, until, skip, .. } = search;
+    let policy = spec.checkpoints.as_ref().expect("a policy that rewinds needs checkpoints");
+    let storage = existing(&policy.url)?;
+    let of = JobLine { job_id: job.id, line: line.number };
+    let own = storage.claim_of(&job.name, of).await?;
+    let found = storage.latest_until(&job.name, *until, Some(&own)).await?;
+    let found = found.ok_or_else(|| Error::NoCheckpoint {
+        url: policy.url.clone(),
+        job: job.name.clone(),
+        version: format!("a version until {until} of this run"),
+    })?;
+    let to = (policy.url.as_str(), found.version().version);
+    let (to, skips) = target((job, spec, line), to, slice::from_ref(skip)).await?;
+    Ok(Target { to, skips })
 }
 
 /// Opens a storage that exists.
@@ -147,7 +170,8 @@ async fn look_up(restore: &Restore, placing: &Placing) -> Result<Found> {
     let user_data = UserData::restored(ranks, manifest.lost_ranks());
     let (job_id, version) = (manifest.job_id(), manifest.version());
     let checkpoint = Checkpoint { url: url.clone(), job: job.clone(), job_id, version };
-    Ok(Found { checkpoint: Some(checkpoint), user_data, line })
+    let recent = manifest.recent()?;
+    Ok(Found { checkpoint: Some(checkpoint), user_data, line, recent })
 }
 
 /// Returns the line of a job that starts from a checkpoint of `owner`. A job that returns begins a
@@ -235,7 +259,7 @@ pub(super) async fn complete(
     completion: Completion,
     check_leader: impl Fn() -> Result<()>,
 ) -> Result<u64> {
-    let Completion { job, spec, line, plan, files, user_data, lost_ranks } = completion;
+    let Completion { job, spec, line, plan, files, user_data, lost_ranks, recent } = completion;
     let SavePlan { save, version, url, .. } = plan;
     let storage = Storage::open(&url)?;
     let files = files.into_iter().flat_map(|files| files.0).map(pb::CheckpointFile::decode);
@@ -247,7 +271,8 @@ pub(super) async fn complete(
     }
     let manifest = Manifest::new(&spec, job.id, version, save, files)?
         .without_data_of(lost_ranks)
-        .skipping(&line);
+        .skipping(&line)
+        .after(&recent);
     check_leader()?;
     let of = JobLine { job_id: job.id, line: line.number };
     if !storage.continue_claim(&job.name, of).await? {

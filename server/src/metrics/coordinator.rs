@@ -41,6 +41,9 @@ families! {
     job_steps: counters("job_steps_total", ["job", "outcome"]) =
         "Number of steps that were applied, skipped (overflow) or aborted (a rank or a server was \
          lost).";
+    spikes: counters("job_spikes_total", ["job"]) =
+        "Number of steps that the policy of the job found to be spikes, and for which it skipped \
+         the step, rewound the job or stopped it.";
     wait: histograms("job_step_wait_seconds", ["job", "for"]) =
         "Seconds of each step in which the coordinator waited for ranks (from the first to the \
          last commit) and then for servers (until the decision).";
@@ -127,6 +130,7 @@ impl Coordinator {
             applied,
             skipped,
             aborted,
+            spikes: self.spikes.with_label_values(&[job]),
             ranks: self.wait.with_label_values(&[job, "ranks"]),
             servers: self.wait.with_label_values(&[job, "servers"]),
             lateness: self.lateness.with_label_values(&[job]),
@@ -145,6 +149,7 @@ impl Coordinator {
         for state in JobState::ALL {
             let _ = self.state.remove_label_values(&[job, state.label()]);
         }
+        let _ = self.spikes.remove_label_values(&[job]);
         for outcome in OUTCOMES {
             let _ = self.job_steps.remove_label_values(&[job, outcome]);
         }
@@ -236,6 +241,7 @@ pub(crate) struct JobSeries {
     applied: Counted,
     skipped: Counted,
     aborted: Counted,
+    spikes: IntCounter,
     ranks: Histogram,
     servers: Histogram,
     lateness: Histogram,
@@ -277,6 +283,11 @@ impl JobSeries {
     /// Counts a step that was aborted.
     pub(crate) fn aborted(&self) {
         self.aborted.inc();
+    }
+
+    /// Counts a spike.
+    pub(crate) fn spiked(&self) {
+        self.spikes.inc();
     }
 
     /// Counts a save that was given up.

@@ -145,7 +145,8 @@ impl<B: Backend> Task<B> {
         let from = fork.as_ref().and_then(|fork| fork.from.clone());
         let fresh_state = fork.as_ref().is_some_and(|fork| fork.fresh_state);
         let line = open.line.take().unwrap_or_default();
-        let origin = Origin { from, fresh_state, restore: requested, line };
+        let recent = open.recent.take();
+        let origin = Origin { from, fresh_state, restore: requested, line, recent };
         let job = Arc::new(self.open(open, origin, restore.is_some()).await?);
         if let Some(fork) = fork {
             copy_fork(&self.store, &self.credentials, self.server, &job, fork).await?;

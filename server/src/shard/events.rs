@@ -66,9 +66,10 @@ pub(super) fn step_ready(
 ) -> pb::StepReady {
     let Ready { slices: mut reduced, copies } = ready;
     reduced.sort_unstable_by_key(|&(slice, _)| slice);
-    let slice = |&(slice, Reduced { sum_of_squares, .. }): &(u32, Reduced)| pb::ReducedSlice {
-        slice,
-        sum_of_squares,
+    let slice = |&(slice, Reduced { sum_of_squares, largest, .. }): &(u32, Reduced)| {
+        let largest_rank = largest.map(|of| of.rank);
+        let largest_squares = largest.map_or(0.0, |of| of.squares);
+        pb::ReducedSlice { slice, sum_of_squares, largest_rank, largest_squares }
     };
     let overflow = |&(slice, reduced): &(u32, Reduced)| {
         reduced.overflow.map(|rank| pb::Overflow { slice, rank })

@@ -37,6 +37,8 @@ pub(crate) struct Origin {
     pub(crate) restore: Option<pb::Restore>,
     /// The line of the job's versions.
     pub(crate) line: pb::Line,
+    /// The figures of the steps before the first version, for the policy on spikes.
+    pub(crate) recent: Option<pb::RecentSteps>,
 }
 
 /// A job on this server.

@@ -8,6 +8,7 @@
 mod background;
 pub(crate) mod commands;
 pub(crate) mod content;
+mod contributions;
 pub(crate) mod control;
 mod data;
 pub(crate) mod events;

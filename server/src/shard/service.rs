@@ -15,6 +15,7 @@ use zeroshard_proto::{
 };
 
 use super::{
+    contributions,
     measure::{self, measure},
     pin,
     store::Store,
@@ -123,6 +124,20 @@ impl<B: Backend> Service<B> {
         self.store.windows.prepare(&job, Some(rank))
     }
 
+    async fn contributed(
+        &self,
+        request: Request<pb::ContributionsRequest>,
+    ) -> Result<pb::ContributionsResponse> {
+        let deadline = self.deadline(&request);
+        Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
+        let pb::ContributionsRequest { job, job_id, step, line } = request.into_inner();
+        let job = self.store.job(&job, job_id)?;
+        let version = step.saturating_add(1);
+        job.check_line(line, version)?;
+        job.wait_for_version(version, deadline).await?;
+        Ok(contributions::message(&job.contributions(step)?))
+    }
+
     async fn applied_steps(&self, request: Request<pb::StepsRequest>) -> Result<pb::StepsResponse> {
         let deadline = self.deadline(&request);
         Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
@@ -165,6 +180,13 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
         request: Request<pb::StepsRequest>,
     ) -> Result<Response<pb::StepsResponse>, Status> {
         self.answer(self.applied_steps(request)).await
+    }
+
+    async fn contributions(
+        &self,
+        request: Request<pb::ContributionsRequest>,
+    ) -> Result<Response<pb::ContributionsResponse>, Status> {
+        self.answer(self.contributed(request)).await
     }
 
     type MeasureStream = MeasureStream;

@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    slice,
     time::Duration,
 };
 
@@ -14,12 +15,14 @@ use zeroshard_coordinator::{
     vocabulary::{
         calls::Rewind,
         commands::Checkpoint,
-        events::{Completion, Event, Placed, Placing},
+        events::{Completion, Event, Placed, Placing, Search, Target},
         ids::{Caller, JobRef},
     },
 };
 use zeroshard_kernels::Cpu;
-use zeroshard_model::{AppliedSteps, Error, Line, LineVersion, RestoreVersion, Result};
+use zeroshard_model::{
+    AppliedSteps, Error, Line, LineVersion, RecentSteps, RestoreVersion, Result,
+};
 use zeroshard_shard::events::JobEvent;
 
 use super::{
@@ -202,9 +205,31 @@ impl World {
         let placed = plan.and_then(|plan| {
             let (checkpoint, user_data, line) = found?;
             let user_data = UserData::restored(user_data, &[]);
-            Ok(Placed { plan, checkpoint, user_data, line })
+            Ok(Placed { plan, checkpoint, user_data, line, recent: RecentSteps::default() })
         });
         let event = Box::new(Event::Placed { job: placing.job, placed });
+        self.later(Happening::Event { life, stream: None, event });
+    }
+
+    /// The coordinator looks for the checkpoint to which a job returns after a spike.
+    pub(super) fn search(&mut self, life: u64, search: Search) {
+        let found = self.store.current().rev().find(|of| of.version <= search.until);
+        let none = || {
+            let (url, job, version) = (URL.to_owned(), JOB.to_owned(), "any version".to_owned());
+            Error::NoCheckpoint { url, job, version }
+        };
+        let found = found.ok_or_else(none).and_then(|version| {
+            let (url, job, job_id) =
+                (URL.to_owned(), JOB.to_owned(), self.store.complete[&version].0);
+            let next = search.line.next(
+                search.line.number,
+                version.version,
+                slice::from_ref(&search.skip),
+            )?;
+            let to = Checkpoint { url, job, job_id, version };
+            Ok(Target { to, skips: next.skips().to_vec() })
+        });
+        let event = Box::new(Event::Searched { search: Box::new(search), found });
         self.later(Happening::Event { life, stream: None, event });
     }
 

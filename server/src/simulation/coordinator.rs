@@ -390,6 +390,7 @@ impl World {
             Action::Dismiss(link) => self.dismiss(index, link),
             Action::Probe(server) => self.later(Happening::Probe { life, server }),
             Action::Complete(completion) => self.begin_manifest(life, completion),
+            Action::Search(search) => self.search(life, search),
             Action::Decided { job, step } => {
                 self.decisions.made(life, job.id, step.attempt);
             }
@@ -401,6 +402,7 @@ impl World {
             | Action::EndClaims { .. }
             | Action::SaveEnded { .. }
             | Action::Redundant { .. }
+            | Action::Spiked { .. }
             | Action::Alarm(..)
             | Action::Note(_) => {}
         }

@@ -47,6 +47,7 @@ mod same_bits;
 mod shared_reads;
 mod shortage;
 mod shutdown;
+mod spikes;
 mod status;
 mod steps;
 mod tiers;

@@ -26,13 +26,13 @@ fn spec_of(name: &str) -> JobSpec {
 }
 
 /// Returns a job that saves every second version.
-fn saved_often(name: &str, directory: &Path, keep: u32) -> JobSpec {
+pub(crate) fn saved_often(name: &str, directory: &Path, keep: u32) -> JobSpec {
     let checkpoints = CheckpointPolicy { keep, ..policy(directory, 2) };
     JobSpec { checkpoints: Some(checkpoints), ..spec_of(name) }
 }
 
 /// Trains an undisturbed job with these batches. Returns its state hash before and after each step.
-async fn hashes(batches: impl IntoIterator<Item = u64>) -> Vec<String> {
+pub(crate) async fn hashes(batches: impl IntoIterator<Item = u64>) -> Vec<String> {
     let cluster = Cluster::start(2);
     let jobs =
         start(cluster.address(), &JobSpec { min_servers: 2, ..spec_of("undisturbed") }).await;
@@ -52,7 +52,7 @@ async fn until_saved_on(directory: &Path, name: &str, version: u64, line: u64) {
 }
 
 /// Trains from step 0, and waits for each save: a job skips a save that is due during another one.
-async fn begin(jobs: &[Job], directory: &Path, steps: u64) {
+pub(crate) async fn begin(jobs: &[Job], directory: &Path, steps: u64) {
     for step in 0..steps {
         step_all(jobs, step).await;
         if step % 2 == 1 {
@@ -69,7 +69,7 @@ async fn train_all(jobs: &[Job], step: u64, end: u64) -> Vec<u64> {
     returned.into_iter().next().unwrap()
 }
 
-fn zsctl(cluster: &Cluster, arguments: &[&str]) -> std::process::Output {
+pub(crate) fn zsctl(cluster: &Cluster, arguments: &[&str]) -> std::process::Output {
     zeroshard_tests::run("zsctl", &[&["--address", cluster.address()], arguments].concat())
 }
 

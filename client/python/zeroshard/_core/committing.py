@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Generic
 
 from .._native import Report
+from .._spikes import SpikePolicy
 from .buffers import SharedBuffers
 from .clipping import Clipping
 from .entry import Entry
@@ -29,6 +30,7 @@ class Commit(Generic[T]):
         clipping: Clipping[T],
         buffers: SharedBuffers[T],
         rank_steps: RankSteps[T] | None,
+        spikes: SpikePolicy | None,
     ) -> None:
         self._job = job
         self._traffic = traffic
@@ -37,6 +39,7 @@ class Commit(Generic[T]):
         self._clipping = clipping
         self._buffers = buffers
         self._rank_steps = rank_steps
+        self._spikes = spikes
 
     def send_values(self, written: list[Entry[T]]) -> None:
         """Sends the values that the program has written, buffers, and new values of the parameters
@@ -65,6 +68,7 @@ class Commit(Generic[T]):
         hashes = hashes_of_written(job, written)
         if self._rank_steps is not None:
             hashes = self._rank_steps.hashes(hashes)
+        loss = None if self._spikes is None else self._spikes.loss_of_step()
         self._step.vote(job.version)
         with job.connection.activity.waiting("commit"):
             report: Report = job.job.commit(
@@ -77,6 +81,7 @@ class Commit(Generic[T]):
                 targets=arrays if self._traffic.group_size == 1 else [],
                 user_data=data[0],
                 user_data_follows=data[1],
+                loss=loss,
             )
         self._traffic.pull_decided(report.version, arrays)
         for _, incoming in received:

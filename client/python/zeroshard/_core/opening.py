@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from .._averages import Average
+from .._spikes import SpikePolicy
 from .._native import Job, Mesh
 from ..errors import InvalidArgumentError, JobExistsError, JobFailedError
 from .describing import describe
@@ -34,6 +35,8 @@ class JobSettings:
     state_dtype: str
     #: The running averages of the parameters, by name.
     averages: Mapping[str, Average]
+    #: The policy on spikes; None: the job has none.
+    spikes: SpikePolicy | None
     #: None: the job has no checkpoints.
     saving: Saving | None
 
@@ -152,6 +155,7 @@ class Opening(Generic[T]):
             offload=settings.offload,
             state_dtype=settings.state_dtype,
             averages=settings.averages,
+            spikes=settings.spikes,
         )
         job.end_others()
         self._traffic.begin_job(settings.bucket_numel)
@@ -212,6 +216,7 @@ class Opening(Generic[T]):
             **self._job.connection.wires,
             "state_dtype": settings.state_dtype,
             "ema": str(dict(settings.averages)),
+            "spikes": str(settings.spikes and settings.spikes.as_tuple()),
             "the URL of the checkpoints": str(settings.saving and settings.saving.url),
             **({} if optimizer.on_ranks is None else optimizer.on_ranks.alike()),
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._averages import Average
+from .._spikes import SpikePolicy
 from ..errors import InvalidArgumentError
 from .collectives import GroupSize
 from .modules import Modules
@@ -45,6 +46,7 @@ class Options:
     offload: bool
     state_dtype: str
     averages: Mapping[str, Average]
+    spikes: SpikePolicy | None
 
     def __post_init__(self) -> None:
         stage_of(self.level)

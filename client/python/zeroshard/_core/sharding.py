@@ -10,6 +10,7 @@ from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._native import Report
 from .._rendezvous import ProcessGroup
+from .._spikes import warn_of_spike
 from ..errors import InvalidArgumentError
 from .averaged import Averaged
 from .backward import Backward
@@ -85,6 +86,7 @@ class Sharding(Generic[T]):
             offload=options.offload,
             state_dtype=options.state_dtype,
             averages=options.averages,
+            spikes=options.spikes,
             saving=None if checkpoints is None else checkpoints.saving,
         )
         self._opening = Opening(self.job, self.traffic, settings)
@@ -137,7 +139,9 @@ class Sharding(Generic[T]):
         self._replaced = ReplacedGradients(
             job, traffic, step, gradients, self.changes, sends_early=early
         )
-        self._commit = Commit(job, traffic, step, gradients, self.clipping, self.buffers, ranks)
+        self._commit = Commit(
+            job, traffic, step, gradients, self.clipping, self.buffers, ranks, options.spikes
+        )
         self.uneven_loops = UnevenLoops(
             job,
             traffic,
@@ -272,6 +276,8 @@ class Sharding(Generic[T]):
         self.job.version += 1
         self.steps += 1
         self.job.connection.activity.steps += 1
+        if report.spike is not None and self.job.group.rank == 0:
+            warn_of_spike(report.version - 1, report.spike)
         self.backward.learn()
         self.gradients.end_step(report.clip_coefficient)
         self._versions.follow_step(report.resting)

@@ -84,7 +84,10 @@ class GradScaler(EnabledScaler):
         finally:
             optimizer.loss_scale = 1.0
         state["state"] = OptimizerState.STEPPED
-        self._zeroshard_stepped(not optimizer.last_report.applied, _States())
+        report = optimizer.last_report
+        # A step that was skipped because of a spike has finite gradients.
+        overflowed = not report.applied and report.overflow is not None
+        self._zeroshard_stepped(overflowed, _States())
 
     def _number(self) -> float:
         return float(self._zeroshard_scale.reshape([]))

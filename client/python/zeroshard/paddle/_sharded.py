@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 
 from .._averages import Average, averages_of
+from .._spikes import SpikePolicy, policy_of
 from .._checkpoints import Checkpoints
 from .._core.arguments import (
     check_class,
@@ -50,6 +51,7 @@ def group_sharded_parallel(
     group_size: GroupSize = 1,
     state_dtype: str = "f32",
     ema: Mapping[str, float | Average] | None = None,
+    spikes: SpikePolicy | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
@@ -98,6 +100,8 @@ def group_sharded_parallel(
             state, by name: the decay of an exponential moving average, or a
             :class:`zeroshard.Average`. Workers send and receive nothing for them. See
             :func:`averaged`, and ``average`` of :func:`pin`.
+        spikes: a :class:`zeroshard.SpikePolicy`, which skips steps whose gradient norm or loss is far
+            above those before, or returns to a checkpoint, or stops. None: every step counts.
         checkpoints: when and where the servers save the model and the optimizer, and from which
             checkpoint they start. If there is one, all values come from it. Parameters, parameter
             groups and their state cannot be replaced later. None: no checkpoints.
@@ -121,6 +125,7 @@ def group_sharded_parallel(
         offload=offload,
         state_dtype=state_dtype,
         averages=averages_of(ema),
+        spikes=policy_of(spikes),
     )
     if scaler is not None:
         check_class("scaler", scaler, paddle.amp.GradScaler, "paddle.amp.GradScaler")

@@ -51,7 +51,10 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             optimizer.loss_scale, optimizer.is_scaled = 1.0, False
         device = scaler_device(self)
-        skipped = not optimizer.is_waiting and not optimizer.last_report.applied
+        # A step that was skipped because of a spike has finite gradients.
+        report = optimizer.last_report
+        overflowed = not report.applied and report.overflow is not None
+        skipped = not optimizer.is_waiting and overflowed
         state["found_inf_per_device"] = {device: torch.full((1,), float(skipped), device=device)}
         state["stage"] = OptState.STEPPED
         return result

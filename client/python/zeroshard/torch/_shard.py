@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypedDict, Unpack
 
 from .._averages import Average
+from .._spikes import SpikePolicy
 from .._checkpoints import Checkpoints
 from .._core.collectives import GroupSize
 from .._core.options import LEVELS
@@ -43,6 +44,7 @@ class ShardOptions(TypedDict, total=False):
     group_size: GroupSize
     state_dtype: str
     ema: Mapping[str, float | Average] | None
+    spikes: SpikePolicy | None
     grad_clip: Any | None
     param_init_fn: Callable[[nn.Module], Any] | None
     checkpoint: str | os.PathLike[str] | None

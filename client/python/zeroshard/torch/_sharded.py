@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._averages import Average, averages_of
+from .._spikes import SpikePolicy, policy_of
 from .._checkpoints import Checkpoints
 from .._core.arguments import (
     check_class,
@@ -55,6 +56,7 @@ def group_sharded_parallel(
     group_size: GroupSize = 1,
     state_dtype: str = "f32",
     ema: Mapping[str, float | Average] | None = None,
+    spikes: SpikePolicy | None = None,
     grad_clip: Any | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -111,6 +113,8 @@ def group_sharded_parallel(
             state, by name: the decay of an exponential moving average, or a
             :class:`zeroshard.Average`. Workers send and receive nothing for them. See
             :func:`averaged`, and ``average`` of :func:`pin`.
+        spikes: a :class:`zeroshard.SpikePolicy`, which skips steps whose gradient norm or loss is far
+            above those before, or returns to a checkpoint, or stops. None: every step counts.
         grad_clip: a :class:`ClipGradByGlobalNorm` that clips every step.
         param_init_fn: initialises the parameters and buffers of the module that it is called with,
             without those of its children. It is called for each module that has some on the meta
@@ -150,6 +154,7 @@ def group_sharded_parallel(
         group_size=group_size,
         state_dtype=state_dtype,
         ema=ema,
+        spikes=spikes,
         grad_clip=grad_clip,
         param_init_fn=param_init_fn,
         checkpoint=checkpoint,
@@ -180,6 +185,7 @@ def open_sharding(
     group_size: GroupSize,
     state_dtype: str,
     ema: Mapping[str, float | Average] | None,
+    spikes: SpikePolicy | None,
     grad_clip: Any | None,
     param_init_fn: Callable[[nn.Module], Any] | None,
     checkpoint: str | os.PathLike[str] | None,
@@ -206,6 +212,7 @@ def open_sharding(
         offload=offload,
         state_dtype=state_dtype,
         averages=averages_of(ema),
+        spikes=policy_of(spikes),
     )
     check_no_views(model, optimizer, options.fetched(TORCH, model))
     ranks = process_group(group)

@@ -9,7 +9,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use zeroshard_model::{Error, Result};
+use zeroshard_model::{Error, RecentSteps, Result};
 
 use crate::{
     cluster::{context::Context, index::Name, startup::unknown_yet},
@@ -35,6 +35,7 @@ impl Job {
             id,
             epoch: 0,
             line: Arc::default(),
+            recent: RecentSteps::default(),
             unused_since: waiter.since,
             fork: fork.map(Arc::new),
             restore: restore.map(Arc::new),
@@ -153,8 +154,9 @@ impl Job {
 
     /// Tells the servers of the placement to open the job.
     fn open_on(&mut self, placed: Placed, source: Option<Source>, cx: &mut Context<'_>) {
-        let Placed { plan, checkpoint, user_data, line } = placed;
+        let Placed { plan, checkpoint, user_data, line, recent } = placed;
         self.line = Arc::new(line);
+        self.recent = recent.with_spikes_of(&self.recent);
         let Phase::Waiting { creators, interrupted, .. } = &mut self.phase else { return };
         let ranks = interrupted.as_ref().map(|interrupted| interrupted.ranks());
         let (leases, done, left) = ranks.unwrap_or_default();
@@ -177,6 +179,7 @@ impl Job {
                 left: left.clone(),
                 version: None,
                 decision: None,
+                recent: self.recent.clone(),
             };
             cx.command(server, Command::Open(open));
         }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_model::{Attempt, JobSpec};
+use zeroshard_model::{Attempt, JobSpec, RecentSteps};
 
 use crate::{
     job::{
@@ -30,6 +30,9 @@ pub(crate) struct Recovered {
     pub(crate) epoch: u64,
     /// The commands that some of the servers have not received.
     pub(crate) commands: Vec<(ServerId, Command)>,
+    /// The figures of the steps up to the last decision, if there was one since the servers opened
+    /// the job.
+    pub(crate) recent: Option<RecentSteps>,
 }
 
 impl Recovery {
@@ -73,6 +76,7 @@ impl Recovery {
             }
         }
         open.take_ranks(ranks(self.reports().values(), top), deadline);
+        let recent = decision.map(|decision| decision.figures.recent.clone());
         if let Some(decision) = decision {
             open.saves.learned(&decision.figures.user_data, &open.members);
         } else if open.step() > 0 {
@@ -86,7 +90,7 @@ impl Recovery {
             let lacks = lacks.map_err(|what| (server, what))?;
             commands.extend(lacks.into_iter().map(|command| (server, command)));
         }
-        Ok(Recovered { open, epoch: top.epoch, commands })
+        Ok(Recovered { open, epoch: top.epoch, commands, recent })
     }
 
     /// If version 0 has been published: the open attempt, and the ranks in it.

@@ -46,6 +46,7 @@ impl Job {
             id: report.id,
             epoch: 0,
             line: report.line.clone(),
+            recent: report.recent.clone(),
             unused_since: now,
             fork: report.fork.clone(),
             restore: report.restore.clone(),
@@ -64,6 +65,7 @@ impl Job {
                 if report.line.number > self.line.number {
                     self.line = report.line.clone();
                 }
+                self.recent = mem::take(&mut self.recent).with_spikes_of(&report.recent);
                 if let Some((other, difference)) = recovery.difference(&report) {
                     let [one, other] = [other, server].map(|server| cx.name(server));
                     let reason = format!("{one} and {other} describe different {difference}");
@@ -223,7 +225,7 @@ impl Job {
             Err((server, what)) => return self.contradicted(server, &what, cx),
         };
         let lost = recovery.lost().clone();
-        let Recovered { mut open, epoch, commands } = recovered;
+        let Recovered { mut open, epoch, commands, recent } = recovered;
         if spec.replicas > 1 {
             lost.keys().for_each(|&server| _ = open.version.initialised(server));
         }
@@ -239,6 +241,9 @@ impl Job {
         cx.push(Action::Tick(cx.now + RECOVERY));
         cx.common.epochs.see(epoch);
         (self.epoch, self.phase) = (epoch, Phase::Open(Box::new(open)));
+        if let Some(recent) = recent {
+            self.recent = recent;
+        }
         self.publish_if_initialised(cx);
         if self.return_without_data(cx) {
             return;

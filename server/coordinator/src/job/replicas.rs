@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_model::{Error, Fork, JobSpec, Line, Restore, Server};
+use zeroshard_model::{Error, Fork, JobSpec, Line, RecentSteps, Restore, Server};
 
 use crate::{
     cluster::context::Context,
@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// What a job was created from: the predecessor and the checkpoint, if any, and its line.
-type Origin = (Option<Arc<Fork>>, Option<Arc<Restore>>, Arc<Line>);
+type Origin = (Option<Arc<Fork>>, Option<Arc<Restore>>, Arc<Line>, RecentSteps);
 
 /// A change of the placement of a running job.
 #[derive(Debug, Clone, Copy)]
@@ -269,7 +269,8 @@ impl Job {
             epoch,
             cause: cause.clone(),
         };
-        let origin = (self.fork.clone(), self.restore.clone(), self.line.clone());
+        let origin =
+            (self.fork.clone(), self.restore.clone(), self.line.clone(), self.recent.clone());
         let announce = |open: &mut Open, epoch, out: &mut Vec<Action>| {
             let placement = open.plan.placement.clone();
             for server in placement.servers() {
@@ -325,7 +326,7 @@ impl Open {
     fn as_backup(
         &self,
         spec: &Arc<JobSpec>,
-        (fork, requested, line): &Origin,
+        (fork, requested, line, recent): &Origin,
         (job_id, epoch): (u64, u64),
         server: ServerId,
     ) -> OpenJob {
@@ -335,6 +336,7 @@ impl Open {
             job_id,
             epoch,
             line: line.clone(),
+            recent: recent.clone(),
             server,
             fork: fork.clone(),
             source: None,

@@ -1,6 +1,7 @@
-//! Rewinds: an operator returns a job to a checkpoint, where it begins a new line.
+//! Rewinds: a job returns to a checkpoint, where it begins a new line, because an operator asks for
+//! it or after a spike.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use zeroshard_model::{Error, Line, Restore, RestoreVersion, Result};
 
@@ -10,6 +11,7 @@ use crate::{
     operators::history::Severity,
     vocabulary::{
         calls::{Reply, Rewind},
+        commands::Checkpoint,
         events::Action,
         ids::{Caller, JobRef, Waiter},
     },
@@ -36,7 +38,7 @@ impl Job {
         if id != 0 && id != self.id {
             return Err(Error::JobReplaced { job: name });
         }
-        let Self { line, epoch, phase, progress, .. } = self;
+        let Self { line, phase, .. } = self;
         let is_returning = matches!(
             phase,
             Phase::Waiting { interrupted: Some(_), .. }
@@ -71,6 +73,26 @@ impl Job {
             let cause = "a save is being completed, which may remove old checkpoints".to_owned();
             return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         }
+        let waiter = Waiter::new(caller, cx.now, wait);
+        self.return_to(to, skips, Some(waiter), "as requested", cx)?;
+        Ok(None)
+    }
+
+    /// Interrupts an open job, which returns to a checkpoint. `skips`: all batches that the next
+    /// line skips. `why` ends a sentence about the return.
+    ///
+    /// # Errors
+    /// Those of [`Line::new`].
+    pub(crate) fn return_to(
+        &mut self,
+        to: Checkpoint,
+        skips: Vec<Range<u64>>,
+        waiter: Option<Waiter>,
+        why: &str,
+        cx: &mut Context<'_>,
+    ) -> Result<()> {
+        let Self { name, line, epoch, phase, progress, .. } = self;
+        let Phase::Open(open) = phase else { return Ok(()) };
         let next = Line::new(line.number, skips)?;
         let checkpoint = Arc::new(Restore {
             url: to.url,
@@ -78,19 +100,19 @@ impl Job {
             version: RestoreVersion::Exactly(to.version.version),
             line: Some(to.version.line),
         });
-        let (attempt, known) = (open.attempt(*epoch), *epoch);
+        let (attempt, known, current) = (open.attempt(*epoch), *epoch, open.step());
         let (interrupted, waiters) = open.interrupt(checkpoint, cx.now);
-        let waiter = Waiter::new(caller, cx.now, wait);
         let interrupted = Some(Box::new(interrupted.requested(next, waiter)));
         *phase = Phase::Waiting { creators: Vec::new(), placing: false, interrupted };
-        let cause = format!("it returns to version {}, as requested", to.version);
+        let cause = format!("it returns to version {}, {why}", to.version);
         progress.disturbed(Error::Unavailable { peer: format!("job {name:?}"), cause });
-        cx.refuse(waiters, &being_restored(&name));
-        let text =
-            format!("job {name:?} returns from version {current} to {}, as requested", to.version);
+        cx.refuse(waiters, &being_restored(name));
+        let text = format!("job {name:?} returns from version {current} to {}, {why}", to.version);
         cx.alarm(Severity::Warning, text);
-        cx.push(Action::Tick(waiter.deadline));
+        if let Some(waiter) = waiter {
+            cx.push(Action::Tick(waiter.deadline));
+        }
         self.interrupted((Some(attempt), known), cx);
-        Ok(None)
+        Ok(())
     }
 }

@@ -122,7 +122,7 @@ impl Job {
         let job = self.reference();
         let save = cx.common.saves.next();
         let line = self.line.number;
-        let Self { spec, phase: Phase::Open(open), .. } = self else { return };
+        let Self { spec, recent, phase: Phase::Open(open), .. } = self else { return };
         let Some(version) = open.version.current() else { return };
         if let Some(rank) = open.saves.lost_data(open.has_ended(spec.world)) {
             let error = Error::UserDataLost { job: job.name, version, rank };
@@ -130,7 +130,7 @@ impl Job {
         }
         let plan = SavePlan { save, version: LineVersion { version, line }, url, keep };
         open.send(&Command::Write { job, plan: plan.clone() }, cx.out);
-        open.saves.begin(plan, open.servers().collect(), waiters, cx.now);
+        open.saves.begin((plan, recent.clone()), open.servers().collect(), waiters, cx.now);
         cx.push(Action::Tick(cx.now + SAVE_LIMIT));
         self.complete_if_written(cx);
     }
@@ -258,6 +258,8 @@ impl Job {
         if let Some(Next { url, keep, waiters }) = open.saves.take_next() {
             self.begin_save(url, keep, waiters, cx);
         }
+        // A job that is to return after a spike waits for the end of the save.
+        self.decide(cx);
         self.delete_if_idle(cx);
     }
 

@@ -6,8 +6,11 @@ use zeroshard_model::{Attempt, Error, JobSpec, Optimizer, Result};
 
 use crate::{
     cluster::context::Context,
-    job::{Job, Open, Phase},
-    operators::history::Step,
+    job::{
+        Job, Open, Phase,
+        spikes::{Judged, Judging, Verdict},
+    },
+    operators::history::{Severity, Step},
     state::{decided::Decided, step_options::StepOptions},
     vocabulary::{
         commands::Command,
@@ -31,13 +34,20 @@ impl Open {
 }
 
 /// Computes the decision about a step, for the servers, and the report about it, for the ranks.
-fn decide(spec: &JobSpec, epoch: u64, open: &Open, options: &StepOptions) -> (Decision, Report) {
+fn decide(
+    spec: &JobSpec,
+    epoch: u64,
+    open: &Open,
+    options: &StepOptions,
+    judged: &Judged<'_>,
+) -> (Decision, Report) {
     let attempt = open.attempt(epoch);
     let gradient = open.gradient(spec);
     let scale = open.scale_of_mean(spec.world, options.loss_scale);
     let finite = gradient.norm(spec, scale).overflow.is_none();
     // All groups do, or none does.
-    let apply = finite || !options.groups.iter().all(Optimizer::skips_overflow);
+    let skips = options.groups.iter().all(Optimizer::skips_overflow);
+    let apply = !skips || finite && judged.spike.is_none();
     let clip = match options.max_norm {
         Some(max) if apply && finite => {
             let scaled = gradient.norm_of(spec, &options.gradient_factors) / scale;
@@ -53,7 +63,10 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, options: &StepOptions) -> (De
     });
     let (loss, resting) = (open.round.loss(), open.uneven_inputs.ranks().collect());
     let user_data = open.round.user_data().all().into_iter().collect();
-    let figures = Figures { scale, clip_coefficient: clip, loss, resting, user_data };
+    let recent = judged.recent_after(apply);
+    let spike = judged.spike.clone();
+    let figures =
+        Figures { scale, clip_coefficient: clip, loss, resting, user_data, spike, recent };
     let mut decision = Decision { attempt, update, figures, replicated: None };
     let report = decision.report(spec, gradient);
     if spec.replicas > 1 {
@@ -69,9 +82,11 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, options: &StepOptions) -> (De
 impl Job {
     /// Decides the open step, if every rank has committed it and every server is ready.
     pub(crate) fn decide(&mut self, cx: &mut Context<'_>) {
-        let Self { name, spec, id, epoch, progress, phase: Phase::Open(open), .. } = self else {
-            return;
-        };
+        let Self { name, spec, id, epoch, line, recent, progress, phase, .. } = self;
+        let Phase::Open(open) = phase else { return };
+        if open.spike == Some(open.attempt(*epoch)) {
+            return; // the checkpoint to which the job returns is being searched
+        }
         // A rank that is done or rests counts as having committed. If all ranks are done, the job
         // has ended.
         let voters = open.active(spec.world);
@@ -86,7 +101,20 @@ impl Job {
         if let Err(error) = check_written(name, spec, open, options) {
             return cx.refuse(open.round.withdraw_votes(), &error);
         }
-        let (decision, report) = decide(spec, *epoch, open, options);
+        let step = Judging { spec, line, recent, open, options };
+        let judged = match step.judge() {
+            Verdict::Decide(judged) => judged,
+            Verdict::Rewind { steps, spike } => return self.search(steps, spike, cx),
+            Verdict::Stop(spike) => return self.stop(&spike, cx),
+        };
+        let (decision, report) = decide(spec, *epoch, open, options, &judged);
+        *recent = decision.figures.recent.clone();
+        if let Some(spike) = &report.spike {
+            let skipped =
+                format!("step {} of job {name:?} is skipped, because {spike}", open.step());
+            cx.push(Action::Spiked { job: spec.name.clone() });
+            cx.alarm(Severity::Warning, skipped);
+        }
         let job = JobRef { name: spec.name.clone(), id: *id };
         open.send(&Command::Decide { job: job.clone(), decision: decision.clone() }, cx.out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
@@ -96,7 +124,8 @@ impl Job {
         let (attempt, began) = (decision.attempt, progress.since());
         let step = Step { version, attempt, began, applied, loss, norm: norm.value, waits };
         cx.push(Action::Decided { job, step });
-        if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
+        let by_overflow = !report.applied && report.spike.is_none();
+        if let Some(overflow) = report.norm.overflow.filter(|_| by_overflow) {
             cx.note(skipped(name, spec, open.step(), overflow));
         }
         open.saves.stepped(open.round.user_data());

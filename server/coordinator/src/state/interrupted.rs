@@ -110,9 +110,9 @@ impl Interrupted {
     }
 
     /// Marks the return as a rewind. `line`: the current one, with the batches that the next one
-    /// skips.
-    pub(crate) fn requested(self, line: Line, caller: Waiter) -> Self {
-        Self { line: Some(Arc::new(line)), callers: vec![caller], ..self }
+    /// skips. `caller`: the call that waits for it, if there is one.
+    pub(crate) fn requested(self, line: Line, caller: Option<Waiter>) -> Self {
+        Self { line: Some(Arc::new(line)), callers: caller.into_iter().collect(), ..self }
     }
 
     /// Returns the checkpoint to which the job returns.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use zeroshard_model::{CheckpointPolicy, Error, JobSpec, Line, LineVersion, Result};
+use zeroshard_model::{CheckpointPolicy, Error, JobSpec, Line, LineVersion, RecentSteps, Result};
 
 use crate::{
     state::{members::Members, user_data::UserData},
@@ -57,6 +57,7 @@ struct Saving {
     pending: BTreeSet<ServerId>,
     files: Vec<Files>,
     user_data: UserData,
+    recent: RecentSteps,
     waiters: Vec<Waiter>,
 }
 
@@ -118,10 +119,10 @@ impl Saves {
         Ok(false)
     }
 
-    /// Begins a save by `servers`.
+    /// Begins a save by `servers`. `recent`: the figures of the steps before the version.
     pub(crate) fn begin(
         &mut self,
-        plan: SavePlan,
+        (plan, recent): (SavePlan, RecentSteps),
         servers: BTreeSet<ServerId>,
         waiters: Vec<Waiter>,
         now: Now,
@@ -134,6 +135,7 @@ impl Saves {
             pending: servers,
             files: Vec::new(),
             user_data: self.user_data.clone(),
+            recent,
             waiters,
         });
     }
@@ -181,6 +183,7 @@ impl Saves {
             files: std::mem::take(&mut saving.files),
             user_data,
             lost_ranks,
+            recent: saving.recent.clone(),
         })
     }
 

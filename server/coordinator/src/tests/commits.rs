@@ -25,6 +25,7 @@ fn a_step_is_decided_when_all_ranks_have_committed_and_all_servers_are_ready() {
         world: 2,
         absent: Vec::new(),
         resting: Vec::new(),
+        spike: None,
     };
     assert_eq!((script.report(first), script.report(second)), (report.clone(), report));
     let decision = &script.decisions()[0].1;

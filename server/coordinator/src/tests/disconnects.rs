@@ -15,6 +15,7 @@ use crate::{
 
 /// The commands and reports of a server, in order.
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "a log of a few entries")]
 enum Entry {
     Told(Command),
     Initialised,
@@ -197,6 +198,7 @@ impl Play {
             fork: None,
             restore: None,
             line: Arc::default(),
+            recent: RecentSteps::default(),
             empty: BTreeSet::new(),
             copies: 0,
             attempt: Attempt::first(1, 0),
@@ -331,6 +333,7 @@ fn a_step_is_decided_and_reported_when_the_server_is_back() {
         fork: None,
         restore: None,
         line: Arc::default(),
+        recent: RecentSteps::default(),
         empty: BTreeSet::new(),
         copies: 0,
         attempt,

@@ -128,6 +128,7 @@ fn a_placement_on_a_restarted_server_is_computed_again() {
         checkpoint: None,
         user_data: UserData::default(),
         line: Line::default(),
+        recent: RecentSteps::default(),
     });
     script.event(Event::Placed { job: placing.job.clone(), placed });
     let Some((1, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };

@@ -38,6 +38,7 @@ impl Before {
             fork: None,
             restore: None,
             line: Arc::default(),
+            recent: RecentSteps::default(),
             empty: BTreeSet::new(),
             copies: 0,
             attempt: Attempt { epoch: 3, step: 4, number: 0 },
@@ -55,7 +56,7 @@ impl Before {
     fn reduced(&self, server: u64) -> Reduced {
         let slices = self.plan.trainable.get(&server).into_iter().flatten();
         let sums = slices.map(|&slice| (slice, f64::from(slice) + 1.0)).collect();
-        Reduced { sums, overflow: None, absent: Vec::new(), copies: 0 }
+        Reduced { sums, overflow: None, absent: Vec::new(), largest: Vec::new(), copies: 0 }
     }
 
     /// A server that has all gradients of step 4.
@@ -72,6 +73,8 @@ impl Before {
             loss: Some(7.0),
             resting: vec![],
             user_data: vec![],
+            spike: None,
+            recent: RecentSteps::default(),
         };
         let decision =
             Decision { attempt: report.attempt, update: None, figures, replicated: None };

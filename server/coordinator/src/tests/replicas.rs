@@ -296,6 +296,7 @@ fn report(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> JobRe
         fork: None,
         restore: None,
         line: Arc::default(),
+        recent: RecentSteps::default(),
         attempt,
         published: true,
         initialised: false,

@@ -3,7 +3,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use zeroshard_model::{
-    Attempt, Error, Fork, JobSpec, Line, LineVersion, Placement, Restore, memory::Capacity,
+    Attempt, Error, Fork, JobSpec, Line, LineVersion, Placement, RecentSteps, Restore,
+    memory::Capacity,
 };
 
 use crate::{
@@ -183,6 +184,8 @@ pub struct OpenJob {
     pub version: Option<u64>,
     /// The decision that has led to this version.
     pub decision: Option<Box<Decision>>,
+    /// The figures of the steps before the version of the checkpoint.
+    pub recent: RecentSteps,
 }
 
 /// The beginning of a rest.

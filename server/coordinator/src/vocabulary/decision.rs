@@ -1,6 +1,6 @@
 //! The decision about a step, which the servers carry out, and the report about it.
 
-use zeroshard_model::{Attempt, JobSpec, Optimizer};
+use zeroshard_model::{Attempt, JobSpec, Optimizer, RecentSteps};
 
 use crate::vocabulary::gradient::{Absent, Gradient, Norm};
 
@@ -38,6 +38,10 @@ pub struct Figures {
     pub resting: Vec<u32>,
     /// The ranks with data for checkpoints, ascending.
     pub user_data: Vec<u32>,
+    /// Why the step is a spike, if it is one.
+    pub spike: Option<String>,
+    /// The figures of the steps up to this one, for the policy on spikes.
+    pub recent: RecentSteps,
 }
 
 /// The update that a decision applies.
@@ -69,12 +73,14 @@ pub struct Report {
     pub absent: Vec<Absent>,
     /// The ranks that rested, ascending.
     pub resting: Vec<u32>,
+    /// Why the policy on spikes skipped the step, if it did.
+    pub spike: Option<String>,
 }
 
 impl Decision {
     /// The report of the step, whose reduced gradient is `gradient`.
     pub(crate) fn report(&self, spec: &JobSpec, gradient: Gradient) -> Report {
-        let Figures { scale, clip_coefficient, loss, ref resting, .. } = self.figures;
+        let Figures { scale, clip_coefficient, loss, ref resting, ref spike, .. } = self.figures;
         Report {
             version: self.attempt.step + 1,
             applied: self.update.is_some(),
@@ -84,6 +90,7 @@ impl Decision {
             world: spec.world,
             absent: gradient.absent,
             resting: resting.clone(),
+            spike: spike.clone(),
         }
     }
 }

@@ -5,12 +5,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ops::Range,
     sync::Arc,
     time::Duration,
 };
 
 use bytes::Bytes;
-use zeroshard_model::{Attempt, Error, JobSpec, Line, Restore, Result, Server};
+use zeroshard_model::{Attempt, Error, JobSpec, Line, RecentSteps, Restore, Result, Server};
 
 use crate::{
     operators::history::{Severity, Step},
@@ -72,6 +73,8 @@ pub enum Event {
     Save { caller: Caller, save: Save },
     /// RewindJob.
     Rewind { caller: Caller, rewind: Rewind },
+    /// The answer to [`Action::Search`].
+    Searched { search: Box<Search>, found: Result<Target> },
     /// SendUserData.
     UserData { caller: Caller, data: RankData },
     /// CordonServer. `server` is an address or an id.
@@ -159,6 +162,8 @@ pub struct Placed {
     pub user_data: UserData,
     /// The line that begins.
     pub line: Line,
+    /// The figures of the steps before the version of the checkpoint.
+    pub recent: RecentSteps,
 }
 
 /// An output of the state machine. Actions are carried out in their order.
@@ -184,6 +189,10 @@ pub enum Action {
     Decided { job: JobRef, step: Step },
     /// Complete a checkpoint, then send [`Event::Completed`].
     Complete(Completion),
+    /// Search for a checkpoint, then send [`Event::Searched`].
+    Search(Search),
+    /// Count a spike.
+    Spiked { job: String },
     /// Count the time without all replicas of a job.
     Redundant { after: Duration },
     /// Count a save. `complete`: its version and its duration, unless it was given up.
@@ -216,4 +225,30 @@ pub struct Completion {
     pub user_data: BTreeMap<u32, Bytes>,
     /// The ranks whose data was lost.
     pub lost_ranks: Vec<u32>,
+    /// The figures of the steps before the version.
+    pub recent: RecentSteps,
+}
+
+/// A search for the checkpoint to which a job returns after a spike.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Search {
+    pub job: JobRef,
+    pub spec: Arc<JobSpec>,
+    pub line: Arc<Line>,
+    /// The attempt at the step that is the spike.
+    pub attempt: Attempt,
+    /// The latest version to which the job may return.
+    pub until: u64,
+    /// The batches that the next line skips.
+    pub skip: Range<u64>,
+    /// The number of saves that have been completed: a later one may remove what is found.
+    pub completed: u64,
+}
+
+/// The checkpoint that a search has found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Target {
+    pub to: Checkpoint,
+    /// All batches that the next line skips.
+    pub skips: Vec<Range<u64>>,
 }

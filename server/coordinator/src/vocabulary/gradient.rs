@@ -20,6 +20,9 @@ pub(crate) fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Res
     if let Some(absent) = report.absent.iter().find(|absent| !is_own(absent.slice)) {
         return Err(format!("absent ranks for slice {}, which it does not hold", absent.slice));
     }
+    if let Some(largest) = report.largest.iter().find(|largest| !is_own(largest.slice)) {
+        return Err(format!("a contribution to slice {}, which it does not hold", largest.slice));
+    }
     match report.overflow {
         Some(overflow) if !is_own(overflow.slice) => {
             Err(format!("an overflow in slice {}, which it does not hold", overflow.slice))
@@ -37,8 +40,20 @@ pub struct Reduced {
     pub overflow: Option<Overflow>,
     /// The slices from which at least one rank is absent, ascending.
     pub absent: Vec<Absent>,
+    /// The largest contribution to each slice to which a rank has contributed, ascending by slice.
+    pub largest: Vec<Largest>,
     /// The number of the last command to copy slices that the server had received; 0: none.
     pub copies: u64,
+}
+
+/// The contribution with the largest norm to a slice.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Largest {
+    pub slice: u32,
+    /// The rank that pushed it; in a group, that of the share.
+    pub rank: u32,
+    /// The sum of squares of its elements.
+    pub squares: f64,
 }
 
 /// A gradient that contains inf or NaN.

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_model::{Attempt, Fork, JobSpec, Line, Restore};
+use zeroshard_model::{Attempt, Fork, JobSpec, Line, RecentSteps, Restore};
 
 use crate::{
     placement::plan::Plan,
@@ -28,6 +28,8 @@ pub struct JobReport {
     pub restore: Option<Arc<Restore>>,
     /// The current line.
     pub line: Arc<Line>,
+    /// The figures of the steps before the version with which the server opened the job.
+    pub recent: RecentSteps,
     /// The open attempt.
     pub attempt: Attempt,
     /// `true` if version 0 is published.

@@ -7,6 +7,7 @@ use std::{
 
 use zeroshard_model::Attempt;
 
+use super::arrivals::Arrivals;
 use crate::slice::Reduced;
 
 /// The number of incomplete slices, and the reduced gradients of the complete ones.
@@ -26,6 +27,8 @@ pub(super) struct Progress<D> {
     pub(super) last: Option<Decided<D>>,
     /// If the attempt is open because every rank has rested: the highest rank of the last step.
     pub(super) rested: Option<u32>,
+    /// The arrivals of the gradients.
+    pub(super) arrivals: Arrivals,
     /// The arrival of the first gradient; after the reduction, its end.
     phase_began: Option<Instant>,
 }
@@ -67,6 +70,7 @@ impl<D> Progress<D> {
             copies: 0,
             last: None,
             rested: None,
+            arrivals: Arrivals::default(),
             phase_began: None,
         }
     }

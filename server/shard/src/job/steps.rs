@@ -1,17 +1,22 @@
 //! The commands of the coordinator to a job: leases, epochs, attempts, version 0, decisions. The
 //! job's own task calls these methods one after the other.
 
-use std::sync::{
-    Arc, OnceLock,
-    atomic::{AtomicU64, AtomicUsize, Ordering},
-    mpsc,
+use std::{
+    mem,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+        mpsc,
+    },
 };
 
 use rayon::prelude::*;
 use zeroshard_kernels::Backend;
 use zeroshard_model::{Attempt, Error, Result};
 
-use super::{Job, Phase, Rest, of_slice, progress::Progress};
+use super::{
+    Job, Phase, Rest, arrivals::Arrivals, contributions::Collected, of_slice, progress::Progress,
+};
 use crate::{
     device::Device,
     events::JobEvent,
@@ -177,12 +182,14 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         if let Some(apply) = &apply {
             self.spec.validate_step(apply.groups)?;
         }
-        let next = self.begin_step(decision, attempt)?;
+        let (next, arrivals) = self.begin_step(decision, attempt)?;
+        let contributions = Collected::new(attempt.step, arrivals);
         let began = self.host.now();
-        let applied = self.apply(&Step { apply, next, absent });
+        let applied = self.apply(&Step { apply, next, absent }, &contributions);
         let took = self.host.now().saturating_duration_since(began);
         self.host.measured(Phase::Apply, attempt, took, applied.as_ref().err());
         applied?;
+        self.recorded().push(contributions);
         self.progress().version = Some(next.step);
         self.changed.send_replace(());
         if self.spec.compares_at(next.step) {
@@ -205,8 +212,9 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         self.tell(JobEvent::Hashes { epoch, version, slices });
     }
 
-    /// Checks and stores the decision. Returns the first attempt at the next step.
-    fn begin_step(&self, decision: &Arc<D>, attempt: Attempt) -> Result<Attempt> {
+    /// Checks and stores the decision. Returns the first attempt at the next step, and the arrivals
+    /// of the gradients of this one.
+    fn begin_step(&self, decision: &Arc<D>, attempt: Attempt) -> Result<(Attempt, Arrivals)> {
         let Attempt { epoch, step, .. } = attempt;
         let mut progress = self.progress();
         let took = progress.end_phase(self.host.now());
@@ -222,15 +230,17 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         // its gradients before the last slice has its version. Gradients therefore count from now
         // on, and the version when all slices have it.
         let next = Attempt::first(epoch, step + 1);
+        let arrivals = mem::take(&mut progress.arrivals);
         *progress = progress.after(decision.clone(), next, self.training_slices());
         drop(progress);
         self.tell(JobEvent::Stored { epoch, step });
-        Ok(next)
+        Ok((next, arrivals))
     }
 
-    fn apply(&self, step: &Step<'_>) -> Result<()> {
+    fn apply(&self, step: &Step<'_>, contributions: &Collected) -> Result<()> {
         let done = AtomicU64::new(0);
         let apply = |(index, slice): (u32, &Slice<B>)| {
+            contributions.add(slice);
             let reduced = of_slice(index, slice.step(index, step))?;
             self.finish_reduction(step.next, index, reduced);
             let numel = slice.spec.numel as u64;

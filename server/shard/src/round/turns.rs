@@ -10,6 +10,7 @@
 use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
+use zeroshard_loops::tally::Tally;
 use zeroshard_model::{Error, Result, geometry::SliceContributors};
 
 use super::{Chunk, total::Total};
@@ -43,6 +44,8 @@ pub(super) struct Contribution {
     /// The rank that has sent inf or NaN, if the contribution is the sum of a group; `Some(None)`:
     /// only the sum is not finite.
     pub(super) overflow: Option<Option<u32>>,
+    /// The figures of the elements that have arrived.
+    pub(super) tally: Tally,
 }
 
 /// The ranks that contribute to the same elements, one after the other.
@@ -61,6 +64,14 @@ pub(super) struct Turns {
     pub(super) lacks_ledger: bool,
 }
 
+impl Contribution {
+    /// Returns whether the rank has sent elements. Those of an absent rank may all be zeros that
+    /// the server has added.
+    pub(super) fn has_sent(&self) -> bool {
+        !self.received.is_empty() && (!self.absent || self.tally != Tally::default())
+    }
+}
+
 impl Turns {
     pub(super) fn new(slice: u32, of: &SliceContributors) -> Self {
         let contributions = of.ranks.iter().map(|_| Contribution::default()).collect();
@@ -76,6 +87,7 @@ impl Turns {
             contribution.parked.clear();
             contribution.absent = false;
             contribution.overflow = None;
+            contribution.tally = Tally::default();
         }
         self.absents = 0;
         self.zeroed.clear();

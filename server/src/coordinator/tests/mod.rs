@@ -15,11 +15,13 @@ use zeroshard_coordinator::{
         commands::{About, Command, OpenJob, ServerEvent},
         decision::{Decision, Figures, Report, Update},
         events::{Action, Event},
-        gradient::{Absent, Norm, Overflow},
+        gradient::{Absent, Largest, Norm, Overflow},
         ids::{Caller, JobRef, Lease, Link, Now},
     },
 };
-use zeroshard_model::{Attempt, Error, Fork, JobSpec, Manifest, Result, Server, TensorSpec};
+use zeroshard_model::{
+    Attempt, Error, Fork, JobSpec, Manifest, RecentSteps, Result, Server, TensorSpec,
+};
 
 /// The id of the job.
 const JOB: u64 = 0x7007;

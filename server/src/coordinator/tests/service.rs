@@ -213,7 +213,11 @@ async fn a_job_trains_a_step_over_the_wire() {
         epoch,
         step: 0,
         slices: [(0, 1.0), (2, 3.0)]
-            .map(|(slice, sum_of_squares)| pb::ReducedSlice { slice, sum_of_squares })
+            .map(|(slice, sum_of_squares)| pb::ReducedSlice {
+                slice,
+                sum_of_squares,
+                ..Default::default()
+            })
             .into(),
         overflow: None,
         absent: Vec::new(),

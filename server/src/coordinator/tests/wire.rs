@@ -21,7 +21,12 @@ fn a_report_of_gradients_is_converted_with_every_field() {
         epoch: 1,
         step: 2,
         attempt: 3,
-        slices: vec![pb::ReducedSlice { slice: 4, sum_of_squares: 5.0 }],
+        slices: vec![pb::ReducedSlice {
+            slice: 4,
+            sum_of_squares: 5.0,
+            largest_rank: Some(2),
+            largest_squares: 3.0,
+        }],
         overflow: Some(pb::Overflow { slice: 6, rank: Some(7) }),
         absent: vec![pb::Absent { slice: 8, rank: 9, everywhere: true }],
         copies: 10,
@@ -35,6 +40,12 @@ fn a_report_of_gradients_is_converted_with_every_field() {
     assert_eq!((reduced.sums, reduced.copies), (vec![(4, 5.0)], 10));
     assert_eq!(reduced.overflow, Some(Overflow { slice: 6, rank: Some(7) }));
     assert_eq!(reduced.absent, [Absent { slice: 8, rank: 9, everywhere: true }]);
+    assert_eq!(reduced.largest, [Largest { slice: 4, rank: 2, squares: 3.0 }]);
+}
+
+/// The figures of two steps.
+fn recent_steps() -> RecentSteps {
+    RecentSteps { norms: vec![1.0, 2.0], losses: vec![0.5], nonfinite: 3, spikes: vec![7] }
 }
 
 fn report() -> Report {
@@ -48,6 +59,7 @@ fn report() -> Report {
         world: 5,
         absent: vec![Absent { slice: 6, rank: 7, everywhere: false }],
         resting: vec![8, 9],
+        spike: Some("its norm is large".into()),
     }
 }
 
@@ -64,6 +76,7 @@ fn the_report_of_a_step_is_converted_with_every_field() {
         absent: vec![pb::Absent { slice: 6, rank: 7, everywhere: false }],
         resting: vec![8, 9],
         next_epoch: 0,
+        spike: "its norm is large".into(),
     };
     assert_eq!(report().message(), message);
     // Servers keep no norms of tensors.
@@ -119,8 +132,16 @@ fn commands_are_converted_with_every_field() {
         gradient_factors: vec![2.0, 3.0],
     };
     let (resting, user_data) = (vec![1], vec![0]);
-    let figures =
-        Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(3.0), resting, user_data };
+    let (spike, recent) = (report().spike, recent_steps());
+    let figures = Figures {
+        scale: 2.0,
+        clip_coefficient: 0.5,
+        loss: Some(3.0),
+        resting,
+        user_data,
+        spike,
+        recent,
+    };
     let replicated = Some(Box::new(Replicated { absent: vec![4], report: report() }));
     let decision = Decision { attempt, update: Some(update), figures, replicated };
     let sent = |command: Command| wire(command);
@@ -174,6 +195,8 @@ fn commands_are_converted_with_every_field() {
         user_data: vec![0],
         absent: vec![4],
         report: Some(report().message()),
+        recent: Some((&recent_steps()).into()),
+        spike: "its norm is large".into(),
     };
     assert_eq!(sent(Command::Decide { job: job(), decision }), Wire::Decide(decide));
 }
@@ -206,8 +229,10 @@ fn a_server_is_told_what_to_copy_from_which_server() {
             left: Vec::new(),
             version: None,
             decision: None,
+            recent: recent_steps(),
         };
         let Wire::Open(open) = wire(Command::Open(open)) else { panic!("OpenJob") };
+        assert_eq!(open.recent, Some((&recent_steps()).into()));
         let pb::Fork { from: source, servers, copies, .. } = open.fork.unwrap();
         assert_eq!(source, Some((&from).into()));
         assert_eq!(servers.iter().map(|server| server.id).collect::<Vec<_>>(), [1, 2]);
@@ -252,7 +277,7 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
     };
     assert!(job_report(report()).is_ok());
     let ready = |slice| {
-        let slices = vec![pb::ReducedSlice { slice, sum_of_squares: 1.0 }];
+        let slices = vec![pb::ReducedSlice { slice, sum_of_squares: 1.0, ..Default::default() }];
         Some(pb::StepReady { slices, ..Default::default() })
     };
     let rests = pb::RankRests { rank: 2, ..Default::default() };

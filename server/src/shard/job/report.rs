@@ -28,6 +28,7 @@ pub(crate) fn being_restored(open: &pb::OpenJob) -> Option<pb::JobReport> {
         left: open.left.clone(),
         restoring: true,
         line: open.line.clone(),
+        recent: open.recent.clone(),
         ..Default::default()
     })
 }
@@ -68,6 +69,7 @@ impl<B: Backend> Job<B> {
             fresh_state: self.origin.fresh_state,
             restore: self.origin.restore.clone(),
             line: Some(self.origin.line.clone()),
+            recent: self.origin.recent.clone(),
             restored: restored.map(|(epoch, version)| pb::Restored { epoch, version }),
             leases: leases.into_iter().map(|(rank, lease)| pb::RankLease { rank, lease }).collect(),
             done,

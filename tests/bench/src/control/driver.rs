@@ -18,7 +18,7 @@ use zeroshard_coordinator::{
         ids::{Caller, JobRef, Lease, Link, Now, ServerId},
     },
 };
-use zeroshard_model::Server;
+use zeroshard_model::{RecentSteps, Server};
 
 use super::LARGE;
 use crate::Error;
@@ -259,7 +259,13 @@ impl Driver {
             Action::Place(Placing { job, spec, live, zones, free_memory, .. }) => {
                 let plan = Plan::within(&spec, &live, &zones, &free_memory)?;
                 let (user_data, line) = Default::default();
-                let placed = Placed { plan, checkpoint: None, user_data, line };
+                let placed = Placed {
+                    plan,
+                    checkpoint: None,
+                    user_data,
+                    line,
+                    recent: RecentSteps::default(),
+                };
                 return Ok(Some(Event::Placed { job, placed: Ok(placed) }));
             }
             Action::End(_, Some(error)) => return Err(error.into()),

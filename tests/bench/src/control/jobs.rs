@@ -160,7 +160,13 @@ impl Job {
     fn ready(&self, driver: &mut Driver) -> Result<(), Error> {
         self.sums.iter().try_for_each(|(server, sums)| {
             let (job, attempt, sums) = (self.job.clone(), self.attempt(), sums.clone());
-            let reduced = Reduced { sums, overflow: None, absent: Vec::new(), copies: 0 };
+            let reduced = Reduced {
+                sums,
+                overflow: None,
+                absent: Vec::new(),
+                largest: Vec::new(),
+                copies: 0,
+            };
             driver.say(*server, ServerEvent::Ready { job, attempt, reduced })
         })
     }

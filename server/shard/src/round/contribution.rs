@@ -1,0 +1,57 @@
+//! What each rank has contributed: how large it is, and its hash.
+
+use zeroshard_loops::tally::Tally;
+
+use super::{Round, turns::Turns};
+
+/// The bits of the number of an element within a slice, which has at most 2^22 elements.
+const SLICE_BITS: u32 = 22;
+
+/// The number of the first element of a slice, for hashes: the elements of other slices have other
+/// numbers.
+pub(super) fn first_element(slice: u32) -> u64 {
+    u64::from(slice) << SLICE_BITS
+}
+
+/// The contribution of one rank to a slice.
+#[derive(Debug, Clone, Copy)]
+pub struct Contributed {
+    /// The rank that pushed it; in a group, that of the share.
+    pub rank: u32,
+    /// Its figures.
+    pub tally: Tally,
+}
+
+/// The largest contribution to a slice.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Largest {
+    /// The rank that pushed it; in a group, that of the share.
+    pub rank: u32,
+    /// The sum of squares of its elements.
+    pub squares: f64,
+}
+
+impl Round {
+    /// Returns the contributions of ranks that have sent elements, by turn within each set of
+    /// contributors.
+    pub fn contributions(&self) -> impl Iterator<Item = Contributed> {
+        self.turns.iter().flat_map(Turns::contributed)
+    }
+
+    /// Returns the contribution with the largest norm; that of the lowest rank, if several are
+    /// equal. NaN counts as the largest.
+    pub fn largest(&self) -> Option<Largest> {
+        let largest = |one: Contributed| Largest { rank: one.rank, squares: one.tally.squares };
+        let all = self.contributions().map(largest);
+        // NaN is above infinity in this order.
+        all.max_by(|a, b| a.squares.abs().total_cmp(&b.squares.abs()).then(b.rank.cmp(&a.rank)))
+    }
+}
+
+impl Turns {
+    fn contributed(&self) -> impl Iterator<Item = Contributed> {
+        let turns = self.contributions.iter().enumerate();
+        let sent = turns.filter(|(_, one)| one.has_sent());
+        sent.map(|(turn, one)| Contributed { rank: self.rank(turn), tally: one.tally })
+    }
+}
