@@ -20,9 +20,9 @@ pub struct SpikePolicy {
     /// What happens to the step and the job.
     pub action: SpikeAction,
     /// A step is a spike if the norm of its gradient is more than this factor times the median,
-    /// greater than 1. `None`: norms are not compared.
+    /// greater than 1. Only a positive median is compared. `None`: norms are not compared.
     pub norm_factor: Option<f64>,
-    /// The same for the mean loss of the ranks. A loss is compared only with a positive median.
+    /// The same for the mean loss of the ranks.
     pub loss_factor: Option<f64>,
     /// The number of steps before it of which the median is taken. The job judges no step before it
     /// has as many.
@@ -177,6 +177,7 @@ impl RecentSteps {
         }
         let window = policy.window as usize;
         if let Some((factor, median)) = policy.norm_factor.zip(median(&self.norms, window))
+            && median > 0.0
             && norm > factor * median
         {
             return Some(SpikeCause::Norm { norm, median });

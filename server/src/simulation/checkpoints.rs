@@ -58,6 +58,8 @@ pub(super) struct Store {
     written: BTreeMap<u64, Slices>,
     /// The complete checkpoints, with the ids of their jobs.
     complete: BTreeMap<LineVersion, (u64, Slices)>,
+    /// The figures in them, for the policy on spikes.
+    recent: BTreeMap<LineVersion, RecentSteps>,
     /// The lines that have been claimed, and the version from which each of them begins.
     lines: BTreeMap<u64, (LineVersion, Line)>,
     /// The line that owns the checkpoints.
@@ -155,6 +157,13 @@ impl World {
         self.later(Happening::Event { life, stream: None, event });
     }
 
+    /// From now on the gradients of a rank are far too large for the batch after the next one. That
+    /// one may have been sent already.
+    pub(super) fn spike(&mut self, rank: u32) {
+        let next = self.workers.iter().map(|worker| worker.batch(worker.step + 2)).max();
+        self.spikes.insert(next.expect("there are workers"), rank);
+    }
+
     /// A server begins to write slices.
     pub(super) fn write(&mut self, server: usize, job: u64, save: u64, slices: Result<Slices>) {
         let life = self.servers[server].life;
@@ -204,8 +213,10 @@ impl World {
             if fails { Err(failure("list", "it is not reachable")) } else { self.find(&placing) };
         let placed = plan.and_then(|plan| {
             let (checkpoint, user_data, line) = found?;
+            let saved = checkpoint.as_ref().and_then(|of| self.store.recent.get(&of.version));
+            let recent = saved.cloned().unwrap_or_default();
             let user_data = UserData::restored(user_data, &[]);
-            Ok(Placed { plan, checkpoint, user_data, line, recent: RecentSteps::default() })
+            Ok(Placed { plan, checkpoint, user_data, line, recent })
         });
         let event = Box::new(Event::Placed { job: placing.job, placed });
         self.later(Happening::Event { life, stream: None, event });
@@ -308,7 +319,7 @@ impl World {
         if self.running(life).is_none() {
             return;
         }
-        let Completion { job, plan, user_data, .. } = completion;
+        let Completion { job, plan, user_data, recent, .. } = completion;
         let fails = self.faults.loses(&mut self.rng);
         let outcome = match (fails, self.store.complete.get(&plan.version)) {
             (true, _) => Err("the disk is full"),
@@ -319,6 +330,7 @@ impl World {
                 let slices = self.store.written.remove(&plan.save).unwrap_or_default();
                 self.check_saved(plan.version, &slices);
                 self.store.complete.insert(plan.version, (job.id, slices));
+                self.store.recent.insert(plan.version, recent);
                 // The job continues on this line, whatever a coordinator that was lost has claimed.
                 self.store.line = plan.version.line;
                 self.store.keep(plan.keep as usize);

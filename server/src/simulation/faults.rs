@@ -34,6 +34,8 @@ pub(super) enum Fault {
     Still { server: usize, duration: Duration },
     /// An operator rewinds the job, to the last checkpoint or to an earlier one.
     Rewind { back: usize, skips: bool },
+    /// The gradients of a rank are far too large for a later batch.
+    Spike { rank: u32 },
     /// There are two coordinators, and the network between them and the rest changes so many times.
     Pair { left: u32 },
 }
@@ -102,7 +104,7 @@ impl Fault {
         let down = Duration::from_micros(rng.u64(..scale));
         let can_lose = size.replicas > 1 || size.save_every.is_some();
         let can_rewind = size.save_every.is_some();
-        match rng.u32(..8) {
+        match rng.u32(..9) {
             0 => Self::Coordinator { down },
             1 if can_lose => Self::Server { server, down },
             2 if can_lose => Self::Both { server, down },
@@ -111,6 +113,7 @@ impl Fault {
             5 if can_lose => Self::Still { server, duration: down * 12 },
             5 => Self::Still { server, duration: down * 3 },
             6 if can_rewind => Self::Rewind { back: rng.usize(..3), skips: rng.bool() },
+            7 if can_rewind => Self::Spike { rank },
             _ => Self::Stream { server },
         }
     }
@@ -171,6 +174,7 @@ impl World {
             fault if !self.has_begun => self.after(WAIT, Happening::Fault(fault)),
             Fault::Pair { left } => self.disturb_pair(left),
             Fault::Rewind { back, skips } => self.rewind(back, skips),
+            Fault::Spike { rank } => self.spike(rank),
             Fault::Coordinator { down } => self.end_coordinator(down),
             fault if fault.may_lose(self).is_some_and(|server| !self.can_lose(server)) => {
                 self.after(WAIT, Happening::Fault(fault));

@@ -147,6 +147,11 @@ impl Worker {
         self.version.is_some()
     }
 
+    /// The batch of a step on the line that it knows.
+    pub(super) fn batch(&self, step: u64) -> u64 {
+        self.line.batch(step)
+    }
+
     /// From now on the gradients are wrong, and no step is committed.
     pub(super) fn doom(&mut self) {
         self.is_doomed = true;

@@ -14,7 +14,7 @@ use zeroshard_coordinator::vocabulary::{
 };
 use zeroshard_model::{
     CheckpointPolicy, JobSpec, Line, Manifest, OnLoss, OnMemoryShortage, RunningAverage, Server,
-    TensorSpec,
+    SpikeAction, SpikePolicy, TensorSpec,
 };
 use zeroshard_proto::pb::{serve_request, serve_response};
 
@@ -155,6 +155,8 @@ pub(super) struct World {
     pub(super) workers: Vec<Worker>,
     pub(super) store: Store,
     pub(super) faults: Faults,
+    /// The batches whose gradients are far too large, and the rank that sends them.
+    pub(super) spikes: BTreeMap<u64, u32>,
     /// `true` if no server has held the job at some time, so that a new coordinator may not know
     /// it.
     pub(super) nobody_held: bool,
@@ -174,6 +176,18 @@ pub(super) struct World {
 }
 
 /// Tensors of one slice each, of different sizes; one is frozen.
+/// A job with checkpoints returns to the last one before a spike. The median of one step is never
+/// unknown after a checkpoint.
+const SPIKES: SpikePolicy = SpikePolicy {
+    action: SpikeAction::Rewind { steps: 1 },
+    norm_factor: Some(1e3),
+    loss_factor: None,
+    window: 1,
+    nonfinite_steps: 0,
+    limit: 100,
+    limit_batches: 1,
+};
+
 pub(super) fn spec(size: Size) -> JobSpec {
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
     let tensors = [("a", 3), ("b", 4), ("c", 1), ("d", 6)];
@@ -197,6 +211,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
             on_memory_shortage: OnMemoryShortage::default(),
         }),
         averages: [RunningAverage::exponential("slow", 0.9)].into(),
+        spikes: size.save_every.map(|_| SPIKES),
         ..JobSpec::new(JOB, manifest, vec![adamw])
     }
 }
@@ -217,6 +232,7 @@ impl World {
             workers: (0..size.world).map(|_| Worker::new()).collect(),
             store: Store::default(),
             faults,
+            spikes: BTreeMap::new(),
             nobody_held: false,
             has_begun: false,
             record,
