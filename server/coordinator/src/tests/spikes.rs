@@ -5,10 +5,11 @@
 use zeroshard_model::{SpikeAction, SpikePolicy};
 
 use super::{
+    recovery::Before,
     saves::{found, policy},
     *,
 };
-use crate::vocabulary::events::Target;
+use crate::vocabulary::{events::Target, job_report::JobReport};
 
 /// A job of two ranks that is saved every second step, with a policy on spikes whose median is over
 /// three steps.
@@ -175,4 +176,20 @@ fn the_figures_are_in_decisions_checkpoints_and_new_coordinators() {
     script.write_all();
     let saved = script.completions.pop().expect("a save of version 2");
     assert_eq!((saved.plan.version.version, saved.recent.norms.len()), (2, 2));
+}
+
+#[test]
+fn a_new_coordinator_learns_the_figures_with_the_last_decision_or_from_the_opening() {
+    let before = Before::new();
+    let opened = RecentSteps { norms: vec![3.0], spikes: vec![1], ..RecentSteps::default() };
+    let decided = RecentSteps { norms: vec![3.0, 4.0], ..opened.clone() };
+    let reports = |server| {
+        let mut report = before.decided(server);
+        report.recent = opened.clone();
+        report.decided.as_mut().unwrap().0.figures.recent = decided.clone();
+        report
+    };
+    assert_eq!(*before.recover([reports(1), reports(2)]).recent(), decided);
+    let reports = || JobReport { recent: opened.clone(), ..before.report() };
+    assert_eq!(*before.recover([reports(), reports()]).recent(), opened, "no step since");
 }
