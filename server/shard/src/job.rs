@@ -31,6 +31,7 @@ use super::{
 };
 use allocation::{Allocation, arena_of, check_placement};
 use early::EarlyValues;
+use followers::Followers;
 use progress::Progress;
 pub use progress::{Decided, Ready};
 use ranks::Ranks;
@@ -41,6 +42,7 @@ use zeroshard_model::Attempt;
 
 mod allocation;
 mod early;
+mod followers;
 mod progress;
 mod ranks;
 mod replicas;
@@ -132,6 +134,7 @@ pub struct Job<B: Backend, D> {
     /// placement the server may get more slices.
     slices: Vec<OnceLock<Slice<B>>>,
     early: Mutex<EarlyValues>,
+    followers: Followers,
     /// In a job with replicas: the version that can be read.
     served: AtomicU64,
     progress: Mutex<Progress<D>>,
@@ -212,6 +215,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
             host,
             slices,
             early: Mutex::default(),
+            followers: Followers::default(),
             progress: Mutex::new(progress),
             ranks: RwLock::default(),
             changed: watch::Sender::new(()),

@@ -178,6 +178,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
             self.spec.validate_step(apply.groups)?;
         }
         let next = self.begin_step(decision, attempt)?;
+        self.end_follows();
         let began = self.host.now();
         let applied = self.apply(&Step { apply, next, absent });
         let took = self.host.now().saturating_duration_since(began);
