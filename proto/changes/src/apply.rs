@@ -17,30 +17,45 @@ pub struct Place {
     pub first: u64,
 }
 
+/// What a change does to a slice.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Effect {
+    /// The hash after the change less the one before it.
+    pub difference: u64,
+    /// The number of elements that change.
+    pub changed: u64,
+}
+
 /// The difference that `change` makes to the hash of `values`: little-endian bytes. The values are
 /// not changed. The hash of other values than those from which the change was recorded, plus this
 /// difference, is not the hash of the new values.
 ///
 /// # Errors
 /// [`Malformed`].
-pub fn hash_change(place: Place, values: &[u8], change: &[u8]) -> Result<u64, Malformed> {
+pub fn hash_change(place: Place, values: &[u8], change: &[u8]) -> Result<Effect, Malformed> {
     match place.dtype {
         DType::F32 => hash_change_of::<u32>(place, values, change),
         DType::Bf16 | DType::F16 => hash_change_of::<u16>(place, values, change),
     }
 }
 
-fn hash_change_of<T: Bits>(place: Place, values: &[u8], change: &[u8]) -> Result<u64, Malformed> {
+fn hash_change_of<T: Bits>(
+    place: Place,
+    values: &[u8],
+    change: &[u8],
+) -> Result<Effect, Malformed> {
     let mut blocks = Blocks::new(place.dtype, values.len() / T::SIZE, change);
-    let (mut block, mut sum) = (Block::default(), 0u64);
+    let (mut block, mut effect) = (Block::default(), Effect::default());
     while blocks.next(&mut block)? {
+        effect.changed += block.positions.len() as u64;
         for (&position, &difference) in block.positions.iter().zip(&block.differences) {
             let position = block.start + usize::from(position);
             let before = T::read(&values[position * T::SIZE..]);
-            sum = sum.wrapping_add(term_change(place, position, before, difference));
+            let term = term_change(place, position, before, difference);
+            effect.difference = effect.difference.wrapping_add(term);
         }
     }
-    Ok(sum)
+    Ok(effect)
 }
 
 /// The difference that the change of one element makes to the hash.

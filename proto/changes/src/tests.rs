@@ -7,7 +7,7 @@ use zeroshard_model::DType;
 
 use crate::{
     Blocks, Recorder,
-    apply::{self, Place, apply, hash_change},
+    apply::{self, Effect, Place, apply, hash_change},
     block::{BLOCK, Block, most_bytes, unchanged},
     hash, merge,
 };
@@ -67,7 +67,7 @@ proptest! {
         prop_assert_eq!(old.wrapping_add(recorded.hash_difference), new);
         prop_assert_eq!(
             hash_change(place(dtype), &before, &recorded.change).unwrap(),
-            recorded.hash_difference
+            Effect { difference: recorded.hash_difference, changed: recorded.changed }
         );
         let mut values = before.clone();
         apply(dtype, &mut values, &recorded.change).unwrap();
@@ -159,8 +159,8 @@ fn values_that_somebody_else_has_written_have_another_hash() {
     let mut written = before.clone();
     let changed = before.iter().zip(&after).position(|(before, after)| before != after).unwrap();
     written[changed] ^= 1;
-    let difference = hash_change(place(DType::Bf16), &written, &recorded.change).unwrap();
-    assert_ne!(difference, recorded.hash_difference);
+    let effect = hash_change(place(DType::Bf16), &written, &recorded.change).unwrap();
+    assert_ne!(effect.difference, recorded.hash_difference);
 }
 
 #[test]
