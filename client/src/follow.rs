@@ -66,6 +66,8 @@ pub struct Follower {
     of: Description,
     /// What the reader's arrays have; `None`: they need a full copy.
     held: Option<Held>,
+    /// The last version that [`Self::next`] has returned.
+    shown: Option<u64>,
     /// The full copies, by reason.
     copies: BTreeMap<Copied, u64>,
     /// The reason for the next full copy.
@@ -92,7 +94,7 @@ impl Cluster {
         owners(&of.spec.manifest, &follow)?;
         let (cluster, job) = (self.clone(), job.to_owned());
         let (copies, reason) = (BTreeMap::new(), Copied::Joined);
-        Ok(Follower { cluster, job, follow, of, held: None, copies, reason })
+        Ok(Follower { cluster, job, follow, of, held: None, shown: None, copies, reason })
     }
 }
 
@@ -143,9 +145,9 @@ impl Follower {
         Ok(owners.flat_map(|owner| manifest.slices_of(owner)).map(|slice| slice as u32))
     }
 
-    /// Waits for a version after the one that the reader's arrays have, and returns the newest one.
-    /// Versions in between are part of it. Nothing is written to the arrays before
-    /// [`Self::apply`].
+    /// Waits for a version after the last one that was returned, and returns the newest one: what it
+    /// has changed since the version that the reader's arrays have. Nothing is written to the arrays
+    /// before [`Self::apply`].
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::JobFailed`]; [`Error::Timeout`] if there is no newer version
@@ -158,6 +160,7 @@ impl Follower {
             let Some(Held { version, .. }) = self.held else {
                 let reason = self.reason;
                 let pinned = self.pinned(deadline).await?;
+                self.shown = Some(pinned.version());
                 return Ok(FollowedVersion::full(self.of.line, pinned, reason));
             };
             let wait = CALL.min(deadline.left());
@@ -167,6 +170,7 @@ impl Follower {
             match since {
                 Ok(Since::Changed { version: newer, slices }) => {
                     let numel = self.numel()?;
+                    self.shown = Some(newer);
                     return Ok(FollowedVersion::changed(
                         self.of.line,
                         (version, newer),
@@ -215,6 +219,7 @@ impl Follower {
         let is_same = (of.id, of.line) == (self.of.id, self.of.line);
         self.of = of;
         if !is_same {
+            self.shown = None;
             self.lose(Copied::Rewound);
         }
         Ok(())
@@ -227,14 +232,19 @@ impl Follower {
         }
     }
 
-    /// Pins the newest version, after all servers have begun to record changes.
+    /// Pins the newest version, after all servers have begun to record changes. Waits for one after
+    /// the last one that was returned.
     async fn pinned(&mut self, deadline: Deadline) -> Result<Pinned> {
         let mut tries = Tries::until(deadline);
         loop {
             let begun = self.begin(deadline.left().min(CALL));
-            let waiting_for = || format!("the first version of job {:?}", self.job);
+            let waiting_for = || format!("the next version of job {:?}", self.job);
             match tries.limit(waiting_for, begun).await? {
-                Ok(()) => break,
+                Ok(newest) if newest > self.shown => break,
+                Ok(_) if deadline.left().is_zero() => {
+                    return Err(deadline.timeout(format!("the next version of job {:?}", self.job)));
+                }
+                Ok(_) => self.describe().await?,
                 Err(error) => self.after(error, &mut tries).await?,
             }
         }

@@ -23,7 +23,8 @@ impl Follower {
     /// Writes a version to the arrays of the reader: all tensors that are followed, as a whole, in
     /// their dtype ([`Self::dtype_of`]). Before the first value is written, the hashes of all slices
     /// are compared with those of the servers. If they differ, because somebody else has written to
-    /// the arrays, a full copy of the newest version follows, and `version` then has its number.
+    /// the arrays, a full copy of the newest version follows, and `version` then has its number. So
+    /// it does after [`Self::apply_gathered`] has found that.
     ///
     /// # Errors
     /// [`Error::Invalid`] for missing arrays, and arrays of another size or dtype;
@@ -37,7 +38,9 @@ impl Follower {
         targets: Vec<Target<'_>>,
     ) -> Result<()> {
         let mut arrays = self.arrays(targets)?;
-        if let Content::Changes { from, slices } = &version.content {
+        if let Content::Changes { from, slices } = &version.content
+            && self.held.is_some()
+        {
             let held = self.held_at(*from)?;
             match self.checked(held, slices, &mut arrays)? {
                 Some(changed) => {
@@ -71,15 +74,15 @@ impl Follower {
 
     /// Replaces old values by those of `version`. `gathered`: the values at [`Self::positions`], of
     /// all tensors that are followed and own their storage. Returns `false`, and replaces nothing
-    /// that counts, if the hashes differ: apply the next version, which is a full copy. Otherwise the
-    /// caller writes the values to its arrays, which then have this version.
+    /// that counts, if the hashes differ: [`Self::apply`] then fetches a full copy. Otherwise the caller
+    /// writes the values to its arrays, which then have this version.
     ///
     /// # Errors
     /// Those of [`Self::apply`].
     pub fn apply_gathered(
         &mut self,
         version: &mut FollowedVersion,
-        gathered: &mut BTreeMap<usize, Vec<u8>>,
+        gathered: &mut BTreeMap<usize, &mut [u8]>,
     ) -> Result<bool> {
         let Content::Changes { from, slices } = &version.content else {
             return Err(Error::refused("a full copy cannot be applied to some elements"));
@@ -89,7 +92,7 @@ impl Follower {
         for tensor in self.tensors()? {
             let dtype = self.dtype_of(tensor);
             let Some(values) = gathered.get_mut(&tensor) else { return Err(self.missing(tensor)) };
-            let mut values = &mut values[..];
+            let mut values = &mut **values;
             for (slice, spec, change) in self.changes_of(slices, tensor) {
                 let place = Place { dtype, first: spec.offset as u64 };
                 let numel = apply::positions(dtype, spec.numel, &change.change);
@@ -223,12 +226,13 @@ impl Follower {
         loop {
             if !matches!(version.content, Content::Full(..)) {
                 let reason = self.reason;
+                self.shown = None;
                 let pinned = self.pinned(deadline).await?;
                 *version = FollowedVersion::full(self.of.line, pinned, reason);
             }
             let Content::Full(pinned, reason) = &version.content else { continue };
             let reason = *reason;
-            self.held = None;
+            (self.held, self.shown) = (None, None);
             self.reason = Copied::Interrupted;
             match self.pull(pinned, arrays).await {
                 Ok(()) => {
@@ -236,6 +240,7 @@ impl Follower {
                     version.bytes = bytes.sum();
                     let hashes = self.hashes(arrays);
                     self.held = Some(Held { version: version.number, hashes, unread: 1 });
+                    self.shown = Some(version.number);
                     *self.copies.entry(reason).or_default() += 1;
                     return Ok(());
                 }

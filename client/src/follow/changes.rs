@@ -68,26 +68,28 @@ impl Follower {
         Ok(requests.collect())
     }
 
-    /// Asks all servers to record changes, once there is a version.
-    pub(super) async fn begin(&self, wait: Duration) -> Result<()> {
-        let wait_ms = wait.as_millis() as u32;
+    /// Asks all servers to record changes, once there is a version. Returns the newest one. Waits
+    /// for one after the last one that was returned.
+    pub(super) async fn begin(&self, wait: Duration) -> Result<Option<u64>> {
+        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
         let calls = self.requests()?.into_iter().map(|(server, request)| {
-            self.ask(server, pb::ChangesRequest { wait_ms, ..request }, wait)
+            self.ask(server, pb::ChangesRequest { wait_ms, newer_than, ..request }, wait)
         });
-        try_join_all(calls).await.map(drop)
+        Ok(try_join_all(calls).await?.iter().map(|answer| answer.version).max())
     }
 
     /// The changes since `from`, to the newest version that any of the servers has.
     pub(super) async fn changes_since(&self, from: u64, wait: Duration) -> Result<Since> {
-        let wait_ms = wait.as_millis() as u32;
+        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
         let calls = self.requests()?.into_iter().map(|(server, request)| {
-            self.ask(server, pb::ChangesRequest { from: Some(from), wait_ms, ..request }, wait)
+            let from = Some(from);
+            self.ask(server, pb::ChangesRequest { from, wait_ms, newer_than, ..request }, wait)
         });
         let answers = try_join_all(calls).await?;
         let Some(version) = answers.iter().map(|answer| answer.version).max() else {
             return Ok(Since::Same);
         };
-        if version <= from {
+        if version <= from.max(self.shown.unwrap_or_default()) {
             return Ok(Since::Same);
         }
         let completed = answers.into_iter().map(|answer| self.complete(answer, from, version));

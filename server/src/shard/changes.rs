@@ -60,7 +60,7 @@ pub(super) async fn changes<B: Backend>(
     request: pb::ChangesRequest,
     deadline: Deadline,
 ) -> Result<impl Stream<Item = Result<pb::ChangesResponse>> + Send + use<B>> {
-    let pb::ChangesRequest { line, from, to, wait_ms, .. } = request;
+    let pb::ChangesRequest { line, from, to, wait_ms, newer_than, .. } = request;
     job.check_line(line, to.or(from).unwrap_or_default())?;
     if let (Some(from), Some(to)) = (from, to)
         && to < from
@@ -81,7 +81,7 @@ pub(super) async fn changes<B: Backend>(
             job.wait_for_version(to, deadline).await?;
             to
         }
-        None => newest(&job, from, deadline.at_most(wait)).await?,
+        None => newest(&job, newer_than.or(from), deadline.at_most(wait)).await?,
     };
     slices.reverse();
     let from = match from.filter(|&from| from < version || to.is_some()) {
@@ -161,14 +161,14 @@ async fn begin<B: Backend>(
     store.failure.blocking("hash slices", work).await
 }
 
-/// The newest version that can be read. Waits for one after `from`.
+/// The newest version that can be read. Waits for one after `than`.
 ///
 /// # Errors
 /// [`Error::Timeout`] if there is no version yet.
-async fn newest<B: Backend>(job: &Job<B>, from: Option<u64>, deadline: Deadline) -> Result<u64> {
+async fn newest<B: Backend>(job: &Job<B>, than: Option<u64>, deadline: Deadline) -> Result<u64> {
     let newer = || {
         let version = job.readable_version();
-        Ok(version.filter(|&version| from.is_none_or(|from| version > from)))
+        Ok(version.filter(|&version| than.is_none_or(|than| version > than)))
     };
     let waiting_for = || format!("the next version of job {:?}", job.spec.name);
     match job.wait_for(deadline, newer, waiting_for).await {
