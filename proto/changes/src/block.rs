@@ -95,18 +95,32 @@ impl Block {
     }
 
     fn write_bits(&self, dtype: DType, [gaps, magnitudes]: [u32; 2], out: &mut Vec<u8>) {
-        let mut bits = Writer::new(out);
+        let (mut bits, width) = (Writer::new(out), width(dtype));
         let mut next = 0;
         for (&position, &difference) in self.positions.iter().zip(&self.differences) {
             let gap = u32::from(position) - next;
             next = u32::from(position) + 1;
-            bits.unary(gap >> gaps);
-            bits.write(gap & ((1 << gaps) - 1), gaps);
-            let (magnitude, is_negative) = magnitude(dtype, difference);
+            let (zeros, rest) = (gap >> gaps, gap & ((1 << gaps) - 1));
+            let (magnitude, is_negative) = magnitude(width, difference);
             let coded = u64::from(magnitude) + (1 << magnitudes);
             let most = 63 - coded.leading_zeros();
-            bits.unary(most - magnitudes);
-            bits.write((coded & ((1 << most) - 1)) as u32, most);
+            let (more, low) = (most - magnitudes, (coded & ((1 << most) - 1)) as u32);
+            // The five parts of most changes are written as one.
+            let lengths = [zeros + 1, gaps, more + 1, most, 1];
+            if lengths.iter().sum::<u32>() <= 32 {
+                let parts = [1 << zeros, rest, 1 << more, low, u32::from(is_negative)];
+                let (mut all, mut length) = (0, 0);
+                for (part, of) in parts.into_iter().zip(lengths) {
+                    all |= u64::from(part) << length;
+                    length += of;
+                }
+                bits.write(all as u32, length);
+                continue;
+            }
+            bits.unary(zeros);
+            bits.write(rest, gaps);
+            bits.unary(more);
+            bits.write(low, most);
             bits.write(u32::from(is_negative), 1);
         }
         bits.finish();
@@ -115,9 +129,9 @@ impl Block {
     /// The parameter of the exponential Golomb code for which the magnitudes take about the fewest
     /// bits.
     fn magnitude_parameter(&self, dtype: DType) -> u32 {
-        let mut lengths = [0u32; 33];
+        let (mut lengths, width) = ([0u32; 33], width(dtype));
         for &difference in &self.differences {
-            let (magnitude, _) = magnitude(dtype, difference);
+            let (magnitude, _) = magnitude(width, difference);
             lengths[(u32::BITS - magnitude.leading_zeros()) as usize] += 1;
         }
         let bits = |parameter: u32| -> u64 {
@@ -128,7 +142,7 @@ impl Block {
             let counted = (0u32..).zip(lengths);
             counted.map(|(length, count)| u64::from(of_length(length)) * u64::from(count)).sum()
         };
-        (0..width(dtype)).min_by_key(|&parameter| bits(parameter)).unwrap_or_default()
+        (0..width).min_by_key(|&parameter| bits(parameter)).unwrap_or_default()
     }
 
     /// Reads the block from the beginning of `bytes`. Returns the rest.
@@ -212,10 +226,10 @@ impl Block {
     }
 }
 
-/// The magnitude of a difference less one, and whether the difference is negative.
+/// The magnitude of a difference of `width` bits less one, and whether the difference is negative.
 #[inline]
-fn magnitude(dtype: DType, difference: u32) -> (u32, bool) {
-    let unused = u32::BITS - width(dtype);
+fn magnitude(width: u32, difference: u32) -> (u32, bool) {
+    let unused = u32::BITS - width;
     let signed = (difference << unused) as i32 >> unused;
     (signed.unsigned_abs() - 1, signed < 0)
 }

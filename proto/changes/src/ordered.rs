@@ -20,6 +20,9 @@ pub(crate) trait Bits: Copy + Eq {
     /// The bits, widened.
     fn widen(self) -> u32;
 
+    /// The element whose widened bits these are.
+    fn narrow(bits: u32) -> Self;
+
     /// `ordered(after) - ordered(self)`, modulo 2 to the number of bits.
     fn difference_to(self, after: Self) -> u32;
 
@@ -46,6 +49,11 @@ macro_rules! bits {
             #[inline(always)]
             fn widen(self) -> u32 {
                 u32::from(self)
+            }
+
+            #[inline(always)]
+            fn narrow(bits: u32) -> Self {
+                bits as Self
             }
 
             #[inline(always)]

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
+use zeroshard_loops::Level;
 use zeroshard_model::DType;
 
 use crate::{
@@ -17,7 +18,7 @@ type Values = Vec<u8>;
 
 fn recorded(dtype: DType, before: &[u8], after: &[u8]) -> crate::Recorded {
     let numel = before.len() / dtype.size();
-    let mut recorder = Recorder::new(dtype, 1_000, numel);
+    let mut recorder = Recorder::new(Level::best(), dtype, 1_000, numel);
     // In pieces as a step has them, and more than the slice has at the end.
     let piece = 128 * dtype.size();
     before.chunks(piece).zip(after.chunks(piece)).for_each(|(b, a)| recorder.compare(b, a));
@@ -165,7 +166,7 @@ fn values_that_somebody_else_has_written_have_another_hash() {
 
 #[test]
 fn a_slice_that_was_not_seen_whole_has_no_change() {
-    let mut recorder = Recorder::new(DType::F32, 0, 3);
+    let mut recorder = Recorder::new(Level::best(), DType::F32, 0, 3);
     recorder.compare(&[0; 8], &[1; 8]);
     assert_eq!((recorder.missing(), recorder.finish()), (1, None));
 }

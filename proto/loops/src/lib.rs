@@ -1,5 +1,5 @@
-//! Loops over numbers, compiled for each instruction set: casts between dtypes ([`convert`]), and
-//! tiles of int8 ([`int8`]). Clients and servers use the same ones.
+//! Loops over numbers, compiled for each instruction set: casts between dtypes ([`convert`]),
+//! comparisons ([`differ`]), and tiles of int8 ([`int8`]). Clients and servers use the same ones.
 //!
 //! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and
 //! selected at run time: see [`vectorised!`]. The compiler vectorises it. Because it never
@@ -11,6 +11,7 @@
 #![allow(unsafe_code)]
 
 pub mod convert;
+pub mod differ;
 pub mod int8;
 
 /// An instruction set that this machine has.

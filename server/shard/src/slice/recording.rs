@@ -36,9 +36,10 @@ impl Recording {
         dtypes: impl Iterator<Item = DType>,
     ) -> Self {
         let (first, numel) = (spec.offset as u64, spec.numel);
-        let recorders = dtypes.map(|dtype| (dtype, Recorder::new(dtype, first, numel))).collect();
-        let [before, after] = [(); 2].map(|()| Cast::default());
         let level = Level::best();
+        let recorder = |dtype| (dtype, Recorder::new(level, dtype, first, numel));
+        let recorders = dtypes.map(recorder).collect();
+        let [before, after] = [(); 2].map(|()| Cast::default());
         Self { published, recorders, numel, level, before, after, is_unknown: false }
     }
 
