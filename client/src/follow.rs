@@ -1,10 +1,10 @@
 //! Followers: readers that receive only what each step of a job has changed.
 //!
-//! A follower joins with a full copy of one version, which it pins. Afterwards it asks all servers of
-//! its slices for the changes since its version. They answer when there is a newer one: the follower
-//! lets those that have answered an older version than others complete theirs, and has then one
-//! change for each slice, all to the same version. It keeps no copy of the values: changes are
-//! applied to the caller's own arrays, after the hashes of all slices have been compared.
+//! A follower joins with a full copy of one version, which it pins. Afterwards it asks all servers
+//! of its slices for the changes since its version. They answer when there is a newer one: the
+//! follower lets those that have answered an older version than others complete theirs, and has
+//! then one change for each slice, all to the same version. It keeps no copy of the values: changes
+//! are applied to the caller's own arrays, after the hashes of all slices have been compared.
 //!
 //! Whatever does not fit ends with another full copy: another line or another job of the name, a
 //! server that does not know the changes, and arrays that somebody else has written to.
@@ -145,9 +145,9 @@ impl Follower {
         Ok(owners.flat_map(|owner| manifest.slices_of(owner)).map(|slice| slice as u32))
     }
 
-    /// Waits for a version after the last one that was returned, and returns the newest one: what it
-    /// has changed since the version that the reader's arrays have. Nothing is written to the arrays
-    /// before [`Self::apply`].
+    /// Waits for a version after the last one that was returned, and returns the newest one: what
+    /// it has changed since the version that the reader's arrays have. Nothing is written to the
+    /// arrays before [`Self::apply`].
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::JobFailed`]; [`Error::Timeout`] if there is no newer version

@@ -21,10 +21,10 @@ type Arrays<'a> = BTreeMap<usize, Slots<'a>>;
 
 impl Follower {
     /// Writes a version to the arrays of the reader: all tensors that are followed, as a whole, in
-    /// their dtype ([`Self::dtype_of`]). Before the first value is written, the hashes of all slices
-    /// are compared with those of the servers. If they differ, because somebody else has written to
-    /// the arrays, a full copy of the newest version follows, and `version` then has its number. So
-    /// it does after [`Self::apply_gathered`] has found that.
+    /// their dtype ([`Self::dtype_of`]). Before the first value is written, the hashes of all
+    /// slices are compared with those of the servers. If they differ, because somebody else has
+    /// written to the arrays, a full copy of the newest version follows, and `version` then has its
+    /// number. So it does after [`Self::apply_gathered`] has found that.
     ///
     /// # Errors
     /// [`Error::Invalid`] for missing arrays, and arrays of another size or dtype;
@@ -74,8 +74,8 @@ impl Follower {
 
     /// Replaces old values by those of `version`. `gathered`: the values at [`Self::positions`], of
     /// all tensors that are followed and own their storage. Returns `false`, and replaces nothing
-    /// that counts, if the hashes differ: [`Self::apply`] then fetches a full copy. Otherwise the caller
-    /// writes the values to its arrays, which then have this version.
+    /// that counts, if the hashes differ: [`Self::apply`] then fetches a full copy. Otherwise the
+    /// caller writes the values to its arrays, which then have this version.
     ///
     /// # Errors
     /// Those of [`Self::apply`].

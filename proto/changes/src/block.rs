@@ -1,18 +1,17 @@
 //! The code of a change: one block after the other, each in the smallest of three forms.
 //!
-//! | first byte | rest of the block |
-//! |---|---|
-//! | 0 | nothing: no element has changed |
-//! | 1 | the difference of each element, as a little-endian integer |
-//! | 2 | a byte for the parameter of the gaps, one for that of the magnitudes, the number of changes less one in two bytes, and the bits of each change |
+//! - 0: no element has changed.
+//! - 1, and the difference of each element, as a little-endian integer.
+//! - 2, a byte for the parameter of the gaps, one for that of the magnitudes, the number of changes
+//!   less one in two bytes, and the bits of each change.
 //!
 //! The bits of a change are: the number of unchanged elements before it, in a Rice code; the
 //! magnitude of the difference less one, in an exponential Golomb code; and a one if the difference
 //! is negative. Bits fill bytes from the lowest one. The parameters of the codes are chosen for the
 //! block from its number of changes and its magnitudes.
 //!
-//! 77 to 90% of the changes of a fine-tuning step are one unit in the last place. They take two bits
-//! and the gap.
+//! 77 to 90% of the changes of a fine-tuning step are one unit in the last place. They take two
+//! bits and the gap.
 
 use zeroshard_model::DType;
 

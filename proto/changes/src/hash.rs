@@ -1,9 +1,9 @@
 //! The hash of the content of a slice: a sum over its elements.
 //!
-//! Because it is a sum, a change of a few elements changes it by a few terms: neither a server nor a
-//! reader reads the whole slice again after a step. Each term depends on the position of the element
-//! in its tensor and on all of its bits. It detects mistakes, not forgery: a reader trusts its
-//! servers.
+//! Because it is a sum, a change of a few elements changes it by a few terms: neither a server nor
+//! a reader reads the whole slice again after a step. Each term depends on the position of the
+//! element in its tensor and on all of its bits. It detects mistakes, not forgery: a reader trusts
+//! its servers.
 
 use zeroshard_model::DType;
 

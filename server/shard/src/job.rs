@@ -42,6 +42,7 @@ use zeroshard_model::Attempt;
 
 mod allocation;
 mod early;
+mod follow;
 mod followers;
 mod progress;
 mod ranks;

@@ -514,7 +514,7 @@ fn changes_are_recorded_until_nobody_has_asked_for_them_for_a_minute() {
         job.slices().map(|(_, slice)| known(slice)).collect::<Vec<_>>()
     };
     step(0);
-    assert_eq!((is_known(0), job.history_bytes()), (vec![false; 2], 0));
+    assert_eq!((is_known(0), budget.used()), (vec![false; 2], 0));
     job.note_follower(dtype);
     for index in 0..2 {
         let unhashed = job.follow(index, dtype, &budget).unwrap().unwrap();
@@ -529,7 +529,7 @@ fn changes_are_recorded_until_nobody_has_asked_for_them_for_a_minute() {
     subject.ahead.store(118, Ordering::Relaxed);
     step(3);
     assert_eq!(is_known(1), [true; 2]);
-    assert!(job.history_bytes() > 0 && job.history_bytes() == budget.used());
+    assert!(budget.used() > 0);
     subject.ahead.store(119, Ordering::Relaxed);
     step(4);
     assert_eq!((is_known(1), is_known(4), budget.used()), (vec![false; 2], vec![false; 2], 0));

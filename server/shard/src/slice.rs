@@ -34,6 +34,7 @@ use versioned::{Versioned, in_memory};
 mod average;
 mod backup;
 mod factors;
+mod follow;
 mod fork;
 mod forked;
 mod history;
@@ -52,7 +53,8 @@ mod upload;
 mod versioned;
 
 pub use backup::Role;
-pub use history::{Since, Unhashed};
+pub use follow::Unhashed;
+pub use history::Since;
 pub use hold::Holds;
 pub use saved::HeldSlice;
 pub use step::{Apply, Step};

@@ -228,8 +228,8 @@ pub struct Resources {
     #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES")]
     pub pinned_bytes: Option<u64>,
     /// Maximum number of bytes of what steps have changed, for readers that follow jobs; beyond it
-    /// readers that are behind fetch the parameters in full. By default a thirty-second of --memory,
-    /// and at most 1 GiB. Used only while somebody follows a job
+    /// readers that are behind fetch the parameters in full. By default a thirty-second of
+    /// --memory, and at most 1 GiB. Used only while somebody follows a job
     #[arg(long, env = "ZEROSHARD_HISTORY_BYTES", value_name = "BYTES")]
     pub history_bytes: Option<u64>,
     /// Maximum number of bytes of second copies of slices, which the steps of all jobs need during

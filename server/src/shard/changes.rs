@@ -50,9 +50,9 @@ impl Drop for Follower {
 /// of the response. `turns`: those to hash slices.
 ///
 /// # Errors
-/// [`Error::VersionGone`] for another line; [`Error::NotHere`] for a slice of which another server is
-/// the primary; [`Error::Refused`], [`Error::Invalid`] for a malformed request; [`Error::Timeout`];
-/// [`Error::OutOfMemory`].
+/// [`Error::VersionGone`] for another line; [`Error::NotHere`] for a slice of which another server
+/// is the primary; [`Error::Refused`], [`Error::Invalid`] for a malformed request;
+/// [`Error::Timeout`]; [`Error::OutOfMemory`].
 pub(super) async fn changes<B: Backend>(
     store: &Arc<Store<B>>,
     turns: &Arc<Semaphore>,

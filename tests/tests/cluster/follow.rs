@@ -11,15 +11,18 @@ use std::{
 
 use half::{bf16, f16};
 use zeroshard_client::{
-    Cluster as Client, Copied, Error, Follow, FollowedVersion, Follower, Job, Slots, Target,
-    TensorId,
+    Cluster as Client, Commit, Copied, Error, Follow, FollowedVersion, Follower, Job, Slots,
+    Target, TensorData, TensorId,
 };
 use zeroshard_model::{DType, JobSpec, TensorSpec, geometry::blocks::SLICE};
 use zeroshard_tests::{Cluster, synthetic, training};
 
 use crate::{
-    adamw, connect, job,
+    adamw,
+    checkpoints::{directory, policy, until_saved},
+    connect, job,
     replicas::{replace, step, until_redundant},
+    restored::train,
     sgd, start, until,
 };
 
@@ -241,4 +244,45 @@ async fn arrays_that_somebody_has_written_to_get_a_full_copy() {
         truth.check(&reader).await;
     }
     assert_eq!(reader.follower.copies()[&Copied::Differed], 1);
+}
+
+#[tokio::test]
+async fn a_skipped_step_is_an_empty_change_and_a_rewind_a_full_copy() {
+    const NUMEL: usize = 40_000;
+    let (directory, cluster) = (directory(), Cluster::start(2));
+    let tensors = vec![TensorSpec::new("w", [NUMEL as u64])];
+    let checkpoints = Some(policy(directory.path(), 2));
+    let spec = JobSpec { checkpoints, ..job("back", 1, sgd(0.1), tensors) };
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let mut reader = Reader::new(&client, "back", DType::F32).await;
+    reader.next().await;
+    step(&trainer, 0).await;
+    assert_eq!(reader.next().await.copied(), None);
+    let gradient = TensorData::new(TensorId::new(0), vec![f32::NAN; NUMEL]);
+    trainer.attempt(1).unwrap().push(vec![gradient]).await.unwrap();
+    let report = training::commit(&trainer, 1, Commit::default()).await.unwrap();
+    assert!(!report.applied);
+    let before = reader.arrays.clone();
+    let skipped = reader.next().await;
+    assert_eq!((skipped.version().version, skipped.changed_fraction()), (2, Some(0.0)));
+    assert!(skipped.bytes() < 10 && reader.arrays == before, "{} bytes", skipped.bytes());
+    until_saved(directory.path(), "back", 2).await;
+    truth.train(&trainer, 2..4).await;
+    truth.record(&trainer, 4).await;
+    assert_eq!(reader.next().await.version().version, 4);
+    truth.check(&reader).await;
+    assert_eq!(client.rewind("back", 2, None, &[]).await.unwrap(), 1);
+    assert_eq!(train(&trainer, 4, 5).await, [2]);
+    truth.record(&trainer, 5).await;
+    let rewound = reader.next().await;
+    let version = rewound.version();
+    assert_eq!((version.version, version.line), (5, 1));
+    assert_eq!(rewound.copied(), Some(Copied::Rewound));
+    truth.check(&reader).await;
+    truth.train(&trainer, 5..6).await;
+    truth.record(&trainer, 6).await;
+    let next = reader.next().await;
+    assert_eq!((next.version().version, next.copied()), (6, None));
+    truth.check(&reader).await;
 }
