@@ -198,8 +198,8 @@ impl Follower {
             // The coordinator knows whether the job goes on, on other servers.
             true => Some(error),
             false => match error {
-                // The job has returned to an earlier version.
-                error @ Error::VersionGone { .. } => Some(error),
+                // The job has returned to an earlier version, or was created again.
+                error @ (Error::VersionGone { .. } | Error::JobReplaced { .. }) => Some(error),
                 error => match tries.next(error).await? {
                     Next::Again(_) => None,
                     Next::Refresh(error) => Some(error),

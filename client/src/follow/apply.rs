@@ -224,13 +224,13 @@ impl Follower {
     async fn copy(&mut self, version: &mut FollowedVersion, arrays: &mut Arrays<'_>) -> Result<()> {
         let deadline = Deadline::after(self.cluster.options.timeout);
         loop {
-            if !matches!(version.content, Content::Full(..)) {
+            if !matches!(version.content, Content::Full(Some(_), _)) {
                 let reason = self.reason;
                 self.shown = None;
                 let pinned = self.pinned(deadline).await?;
                 *version = FollowedVersion::full(self.of.line, pinned, reason);
             }
-            let Content::Full(pinned, reason) = &version.content else { continue };
+            let Content::Full(Some(pinned), reason) = &version.content else { continue };
             let reason = *reason;
             (self.held, self.shown) = (None, None);
             self.reason = Copied::Interrupted;
@@ -242,6 +242,8 @@ impl Follower {
                     self.held = Some(Held { version: version.number, hashes, unread: 1 });
                     self.shown = Some(version.number);
                     *self.copies.entry(reason).or_default() += 1;
+                    // The servers need not keep it any longer.
+                    version.content = Content::Full(None, reason);
                     return Ok(());
                 }
                 // The pin has ended, or its server: another version is pinned.
@@ -255,7 +257,7 @@ impl Follower {
                 }
                 Err(error) => return Err(error),
             }
-            version.content = Content::Changes { from: version.number, slices: BTreeMap::new() };
+            version.content = Content::Full(None, reason);
             Self::pause().await;
             self.describe().await?;
         }

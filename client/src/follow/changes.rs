@@ -15,9 +15,6 @@ use zeroshard_proto::{
 
 use super::{Follower, version::SliceChange};
 
-/// The time for a server to send what it has, after it has waited.
-const MARGIN: Duration = Duration::from_secs(30);
-
 /// What the servers know about the versions after the reader's.
 pub(super) enum Since {
     /// There is no newer version.
@@ -152,7 +149,9 @@ impl Follower {
     ) -> Result<Answer> {
         let shard = self.cluster.shards.get(&server)?;
         let failed = |status: tonic::Status| from_status(&status, &shard.peer);
-        let client = ShardServiceClient::new(shard.pull.within(wait + MARGIN));
+        // The server waits, and has then the time of any other operation to send what it has.
+        let left = wait + self.cluster.options.timeout;
+        let client = ShardServiceClient::new(shard.pull.within(left));
         let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
         let mut call = client.changes(request.clone()).await.map_err(failed)?.into_inner();
         let (mut version, mut parts, mut is_unknown) = (None, Parts::default(), false);

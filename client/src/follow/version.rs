@@ -46,8 +46,9 @@ pub(super) struct SliceChange {
 
 #[derive(Debug)]
 pub(super) enum Content {
-    /// All values, which the servers keep.
-    Full(Box<Pinned>, Copied),
+    /// All values, which the servers keep until they are applied. `None`: they have been, or the
+    /// servers keep them no longer.
+    Full(Option<Box<Pinned>>, Copied),
     /// The changes since a version.
     Changes { from: u64, slices: BTreeMap<u32, SliceChange> },
 }
@@ -69,7 +70,7 @@ pub struct FollowedVersion {
 impl FollowedVersion {
     pub(super) fn full(line: Option<u64>, pinned: Pinned, reason: Copied) -> Self {
         let number = pinned.version();
-        let content = Content::Full(Box::new(pinned), reason);
+        let content = Content::Full(Some(Box::new(pinned)), reason);
         Self { number, line, content, numel: 0, bytes: 0, changed: None }
     }
 
