@@ -11,7 +11,7 @@ use std::{
 
 use half::{bf16, f16};
 use zeroshard_client::{
-    Cluster as Client, Commit, Copied, Error, Follow, FollowedVersion, Follower, Job, Slots,
+    Cluster as Client, Commit, Copied, Error, Follow, FollowedVersion, Follower, Job, Pin, Slots,
     Target, TensorData, TensorId,
 };
 use zeroshard_model::{DType, JobSpec, TensorSpec, geometry::blocks::SLICE};
@@ -31,12 +31,27 @@ use crate::{
 struct Truth(Mutex<HashMap<(u64, DType), u64>>);
 
 impl Truth {
-    /// Pulls a version, and makes the step after it.
+    /// Pulls a version as a rank.
     async fn record(&self, job: &Job, version: u64) {
-        let values = training::pull(job, version).await.unwrap();
+        self.insert(job.spec(), version, &training::pull(job, version).await.unwrap());
+    }
+
+    /// Pulls the newest version, which is this one, as a reader.
+    async fn record_pinned(&self, client: &Client, job: &str, version: u64) {
+        let pinned = client.pin(job, &Pin::default()).await.unwrap();
+        assert_eq!(pinned.version(), version);
+        let tensors = pinned.spec().manifest.tensors().iter();
+        let mut values: Vec<_> = tensors.map(|of| vec![f32::NAN; of.numel() as usize]).collect();
+        let targets = values.iter_mut().enumerate();
+        let targets = targets.map(|(tensor, data)| Target::new(TensorId::new(tensor), data));
+        pinned.pull(targets.collect()).await.unwrap();
+        self.insert(pinned.spec(), version, &values);
+    }
+
+    fn insert(&self, spec: &JobSpec, version: u64, values: &[Vec<f32>]) {
         let mut hashes = Vec::new();
         for dtype in DType::ALL {
-            let hash = hash_of(job.spec(), dtype, |tensor| {
+            let hash = hash_of(spec, dtype, |tensor| {
                 values[tensor].iter().flat_map(|&value| encoded(value, dtype)).collect()
             });
             hashes.push(((version, dtype), hash));
@@ -274,14 +289,14 @@ async fn a_skipped_step_is_an_empty_change_and_a_rewind_a_full_copy() {
     truth.check(&reader).await;
     assert_eq!(client.rewind("back", 2, None, &[]).await.unwrap(), 1);
     assert_eq!(train(&trainer, 4, 5).await, [2]);
-    truth.record(&trainer, 5).await;
+    truth.record_pinned(&client, "back", 5).await;
     let rewound = reader.next().await;
     let version = rewound.version();
     assert_eq!((version.version, version.line), (5, 1));
     assert_eq!(rewound.copied(), Some(Copied::Rewound));
     truth.check(&reader).await;
-    truth.train(&trainer, 5..6).await;
-    truth.record(&trainer, 6).await;
+    step(&trainer, 5).await;
+    truth.record_pinned(&client, "back", 6).await;
     let next = reader.next().await;
     assert_eq!((next.version().version, next.copied()), (6, None));
     truth.check(&reader).await;
