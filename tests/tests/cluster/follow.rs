@@ -295,6 +295,9 @@ async fn a_skipped_step_is_an_empty_change_and_a_rewind_a_full_copy() {
     assert_eq!((version.version, version.line), (5, 1));
     assert_eq!(rewound.copied(), Some(Copied::Rewound));
     truth.check(&reader).await;
+    // A rank whose window is that of the job before the rewind has the same values.
+    truth.record(&trainer, 5).await;
+    truth.check(&reader).await;
     step(&trainer, 5).await;
     truth.record_pinned(&client, "back", 6).await;
     let next = reader.next().await;
