@@ -33,6 +33,7 @@ NETWORK = ["tonic", "tokio", "hyper", "rustls"]
 WITHOUT = {
     "zeroshard-model": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
     "zeroshard-loops": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
+    "zeroshard-changes": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],
     "zeroshard-shm": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-model"],
     "zeroshard-proto": ["opentelemetry", "prometheus", "zeroshard-net"],
     "zeroshard-coordinator": [*NETWORK, "prost", "prometheus", "tracing", "zeroshard-proto"],

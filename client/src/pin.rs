@@ -257,6 +257,11 @@ impl Pinned {
         self.version
     }
 
+    /// The job whose version is pinned.
+    pub(crate) fn description(&self) -> &Description {
+        &self.of
+    }
+
     /// The spec of the job.
     pub fn spec(&self) -> &JobSpec {
         &self.of.spec
@@ -299,6 +304,14 @@ impl Pinned {
         let wire = self.cluster.options.wire_of_parameters();
         let parts = pull::by_wire(manifest, wire, targets);
         self.pull_all(StateSelector::Parameters, parts).await
+    }
+
+    /// Fills the targets with the pinned version, each as its encoding.
+    ///
+    /// # Errors
+    /// Those of [`Self::pull`].
+    pub(crate) async fn pull_encoded(&self, targets: Vec<(Wire, Vec<Target<'_>>)>) -> Result<()> {
+        self.pull_all(StateSelector::Parameters, targets).await
     }
 
     /// Fills the targets with a part of the pinned version, as exact f32 numbers: the parameters,

@@ -166,6 +166,17 @@ impl<'a> Slots<'a> {
         self.bytes.is_empty()
     }
 
+    /// The memory of the slots, to be written.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.own();
+        self.bytes
+    }
+
+    /// The same slots, for a while.
+    pub(crate) fn reborrow(&mut self) -> Slots<'_> {
+        Slots { bytes: self.bytes, dtype: self.dtype, pane: self.pane.clone() }
+    }
+
     /// Splits off the first `count` slots.
     pub(crate) fn split_off(&mut self, count: usize) -> Self {
         let (first, rest) = std::mem::take(&mut self.bytes).split_at_mut(count * self.dtype.size());

@@ -19,6 +19,8 @@ const MAX_HELD: u64 = 256 << 20;
 const MAX_OUTBOXES: u64 = 1 << 30;
 /// The memory for versions that readers have pinned, unless the operator chooses it.
 const MAX_PINNED: u64 = 1 << 30;
+/// The memory for the changes of steps, unless the operator chooses it.
+const MAX_HISTORY: u64 = 1 << 30;
 /// The smallest reserve: the program, and the data of connections.
 const MIN_RESERVE: u64 = 64 << 20;
 
@@ -33,6 +35,8 @@ pub(crate) struct Budgets {
     pub(crate) parked: u64,
     /// Versions that readers have pinned.
     pub(crate) pinned: u64,
+    /// The changes of steps, for readers that follow a job.
+    pub(crate) history: u64,
     /// Pulls that hold slices.
     pub(crate) held: u64,
     /// Second copies of slices that are being saved.
@@ -50,10 +54,11 @@ impl Budgets {
         let parked = config.parked_bytes;
         let pinned = config.pinned_bytes.unwrap_or(part(16).min(MAX_PINNED));
         let snapshots = config.snapshot_bytes.unwrap_or(part(8));
+        let history = config.history_bytes.unwrap_or(part(32).min(MAX_HISTORY));
         let held = part(16).min(MAX_HELD);
         // A step writes to new memory beside the versions that pulls hold.
         let outboxes = part(16).min(MAX_OUTBOXES);
-        let others = [parked, pinned, snapshots, held, held, outboxes];
+        let others = [parked, pinned, snapshots, history, held, held, outboxes];
         let arrays = match memory {
             None => u64::MAX,
             Some(memory) => others.iter().fold(memory, |left, &other| left.saturating_sub(other)),
@@ -63,6 +68,7 @@ impl Budgets {
             arrays,
             parked,
             pinned,
+            history,
             held,
             snapshots,
             outboxes,
@@ -137,9 +143,13 @@ mod tests {
         let budgets = Budgets::new(&config, Some(1));
         assert_eq!((budgets.pinned, budgets.held), (100 * MIB, 100 * MIB));
         assert_eq!((budgets.parked, budgets.snapshots), (64 * MIB, 200 * MIB));
-        assert_eq!(budgets.arrays, (1600 - 64 - 4 * 100 - 200) * MIB);
-        let chosen = Resources { pinned_bytes: Some(0), snapshot_bytes: Some(0), ..config };
-        assert_eq!(Budgets::new(&chosen, None).arrays, (1600 - 64 - 3 * 100) * MIB);
+        assert_eq!(budgets.history, 50 * MIB);
+        assert_eq!(budgets.arrays, (1600 - 64 - 4 * 100 - 50 - 200) * MIB);
+        let none = Some(0);
+        let chosen = Resources { pinned_bytes: none, snapshot_bytes: none, ..config.clone() };
+        assert_eq!(Budgets::new(&chosen, None).arrays, (1600 - 64 - 3 * 100 - 50) * MIB);
+        let chosen = Resources { history_bytes: none, ..config };
+        assert_eq!(Budgets::new(&chosen, None).arrays, (1600 - 64 - 4 * 100 - 200) * MIB);
     }
 
     #[test]

@@ -24,6 +24,7 @@ KINDS = {
         "checkpoints",
         "ddp",
         "deepspeed",
+        "follow",
         "gan",
         "init",
         "load_weights",

@@ -10,10 +10,11 @@ use zeroshard_net::transport::tls::{Tls, TlsFiles};
 use zeroshard_server::embedded;
 
 use crate::{
-    array::TensorSpec,
+    array::{TensorSpec, parse_dtype},
     average::{self, Average},
     checkpoint::CheckpointPolicy,
     error::raise,
+    follow::Follower,
     job::Job,
     mesh::Mesh,
     optimizer::{Group, optimizers},
@@ -266,6 +267,21 @@ impl Cluster {
         let pin = client::Pin { version, tensors, optimizer_state, averages, limit };
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.pin(&name, &pin).await }).map(Pinned::new)
+    }
+
+    #[pyo3(signature = (name, *, dtype, tensors=None, seconds=600.0))]
+    fn follow(
+        &self,
+        py: Python<'_>,
+        name: String,
+        dtype: &str,
+        tensors: Option<Vec<String>>,
+        seconds: f64,
+    ) -> PyResult<Follower> {
+        let dtype = parse_dtype("dtype of a follower", dtype)?;
+        let follow = client::Follow { dtype, tensors, wait: self::seconds("seconds", seconds)? };
+        let cluster = self.cluster.clone();
+        Follower::new(wait(py, async move { cluster.follow(&name, follow).await })?)
     }
 
     fn state_hash(&self, py: Python<'_>, name: String) -> PyResult<String> {

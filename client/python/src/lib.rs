@@ -9,6 +9,7 @@ mod checkpoint;
 mod cluster;
 mod error;
 mod exchange;
+mod follow;
 mod hash;
 mod job;
 mod mesh;
@@ -36,6 +37,8 @@ mod _native {
     use cluster::Cluster;
     #[pymodule_export]
     use exchange::Exchange;
+    #[pymodule_export]
+    use follow::{FollowedVersion, Follower};
     #[pymodule_export]
     use hash::{hashes, looks};
     #[pymodule_export]

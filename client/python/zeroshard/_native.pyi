@@ -15,6 +15,8 @@ __all__ = [
     "CheckpointPolicy",
     "Cluster",
     "Exchange",
+    "FollowedVersion",
+    "Follower",
     "Job",
     "Layout",
     "Mesh",
@@ -37,6 +39,9 @@ __all__ = [
     "user_data",
 ]
 __version__: str
+
+#: A property has the name of the type.
+type _Bytes = bytes
 
 #: A parameter group: the name and the hyperparameters of its optimizer (see :class:`Optimizer`).
 type _Group = tuple[str, Mapping[str, float]]
@@ -355,6 +360,15 @@ class Cluster:
     ) -> Pinned:
         """Keeps a version of the parameters, and of the optimizer state if requested, on the
         servers; the latest one by default."""
+    def follow(
+        self,
+        name: str,
+        *,
+        dtype: str,
+        tensors: Sequence[str] | None = None,
+        seconds: float = 600.0,
+    ) -> Follower:
+        """Follows a job in a dtype. ``seconds``: the longest wait for a version."""
     def state_hash(self, name: str) -> str: ...
     def traffic(self) -> tuple[int, int]:
         """Payload bytes pulled and pushed so far."""
@@ -381,6 +395,47 @@ class Pinned:
         """As :meth:`Job.applied_steps`, at the pinned version, if the optimizer state is pinned."""
     def close(self) -> None:
         """Releases the version."""
+
+@final
+class Follower:
+    """Receives the versions of a job: what each has changed."""
+
+    @property
+    def tensors(self) -> list[tuple[str, list[int], str, int]]:
+        """Name, shape, dtype of the reader's values, and index of the tensor that owns the storage,
+        of all tensors that are followed."""
+    def next(self) -> FollowedVersion:
+        """Waits for the next version, and returns the newest one."""
+    def copies(self) -> dict[str, int]:
+        """The number of full copies for each reason."""
+
+@final
+class FollowedVersion:
+    """A version of a job that a follower has received."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def line(self) -> int: ...
+    @property
+    def bytes(self) -> int:
+        """The bytes that the servers have sent. Of a full copy, once it is applied."""
+    @property
+    def changed_fraction(self) -> float | None:
+        """The fraction of the elements that have changed, once the version is applied."""
+    @property
+    def copied(self) -> str | None:
+        """The reason for a full copy; None if the version has changes only."""
+    def apply(self, arrays: Sequence[tuple[int, Array]]) -> None:
+        """Writes the version to the arrays, which are given by the indices of their tensors: all
+        tensors that are followed and own their storage, with the values of the version that was
+        applied before."""
+    def positions(self, tensor: int) -> _Bytes | None:
+        """The positions of the changed elements of a tensor, as int64; None for a full copy."""
+    def apply_gathered(self, arrays: Sequence[tuple[int, Array]]) -> bool:
+        """Replaces the old values at the positions of all tensors by the new ones. Returns False if
+        they are not those of the version that was applied before: :meth:`apply` then fetches a full
+        copy."""
 
 @final
 class Exchange:

@@ -1,6 +1,6 @@
-//! Loops over numbers, compiled for each instruction set: casts between dtypes ([`convert`]), tiles
-//! of int8 ([`int8`]), and sums of squares with hashes ([`tally`]). Clients and servers use the
-//! same ones.
+//! Loops over numbers, compiled for each instruction set: casts between dtypes ([`convert`]),
+//! comparisons ([`differ`]), tiles of int8 ([`int8`]), and sums of squares with hashes ([`tally`]).
+//! Clients and servers use the same ones.
 //!
 //! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and
 //! selected at run time: see [`vectorised!`]. The compiler vectorises it. Because it never
@@ -12,6 +12,7 @@
 #![allow(unsafe_code)]
 
 pub mod convert;
+pub mod differ;
 pub mod int8;
 pub mod tally;
 

@@ -11,7 +11,7 @@ use zeroshard_shm::Arena;
 use super::failure::DeviceName;
 use super::loops::{Level, sum};
 use super::memory::Memory;
-use super::{Backend, Failure, Output, Result, Update};
+use super::{Backend, Failure, Output, Record, Result, Update};
 use crate::layout::Layout;
 
 mod coded;
@@ -279,8 +279,9 @@ impl Backend for Cpu {
         state: Vec<Output<'_, Buffer>>,
         gradient: Option<&Buffer>,
         published: Option<&mut Buffer>,
+        record: Option<&mut dyn Record>,
     ) -> Result<()> {
-        step::apply(self, update, master, state, gradient, published);
+        step::apply(self, update, master, state, gradient, published, record);
         Ok(())
     }
 

@@ -20,7 +20,7 @@ use zeroshard_model::{
 };
 
 use super::{
-    Backend, Failure, Output, Result, Update, Usage, failure::DeviceName, layout::Layout,
+    Backend, Failure, Output, Record, Result, Update, Usage, failure::DeviceName, layout::Layout,
     loops::Level,
 };
 use launch::{Address, Array, Launch, Published, dtype_number};
@@ -414,6 +414,7 @@ impl<D: Device> Backend for Cuda<D> {
         state: Vec<Output<'_, Self::Buffer>>,
         gradient: Option<&Self::Buffer>,
         published: Option<&mut Self::Buffer>,
+        _: Option<&mut dyn Record>,
     ) -> Result<()> {
         assert_eq!(state.len(), update.optimizer.state().len(), "the state tensors");
         let is_coded = state.iter().any(|of| of.buffer.layout.code().is_some());

@@ -195,6 +195,9 @@ pub trait Backend: Send + Sync + 'static {
     /// `gradient`: `None` if it is in `master.buffer`, where the new values replace it, and the
     /// earlier values are elsewhere. Only optimizers that [read it once](reads_gradient_once) can
     /// do this.
+    ///
+    /// `record`: receives the old and the new master while both are in cache. A device whose memory
+    /// this process cannot read does not call it.
     fn apply(
         &self,
         update: &Update<'_>,
@@ -202,6 +205,7 @@ pub trait Backend: Send + Sync + 'static {
         state: Vec<Output<'_, Self::Buffer>>,
         gradient: Option<&Self::Buffer>,
         published: Option<&mut Self::Buffer>,
+        record: Option<&mut dyn Record>,
     ) -> Result<()>;
 
     /// Moves a running average by the fraction `weight` towards `values`, which is f32 and of the
@@ -230,6 +234,12 @@ pub struct Usage {
     pub downloaded: u64,
     /// The time in kernels.
     pub kernels: Duration,
+}
+
+/// Receives the parameters of a step, in the order of the elements.
+pub trait Record {
+    /// Receives the next elements: the values before and after the step.
+    fn record(&mut self, before: &[f32], after: &[f32]);
 }
 
 /// An array that a step reads and writes.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_kernels::{Backend, Cpu, DeviceName, Failure, Output, Result, Update};
+use zeroshard_kernels::{Backend, Cpu, DeviceName, Failure, Output, Record, Result, Update};
 use zeroshard_model::{DType, Elements, optimizer::Code};
 
 type Buffer = <Cpu as Backend>::Buffer;
@@ -138,8 +138,9 @@ impl Backend for Instrumented {
         state: Vec<Output<'_, Buffer>>,
         gradient: Option<&Buffer>,
         published: Option<&mut Buffer>,
+        record: Option<&mut dyn Record>,
     ) -> Result<()> {
-        self.cpu.apply(update, master, state, gradient, published)
+        self.cpu.apply(update, master, state, gradient, published, record)
     }
 
     fn average(

@@ -33,6 +33,7 @@ use allocation::{Allocation, arena_of, check_placement};
 use contributions::Contributions;
 pub use contributions::StepContributions;
 use early::EarlyValues;
+use followers::Followers;
 use progress::Progress;
 pub use progress::{Decided, Ready};
 use ranks::Ranks;
@@ -45,6 +46,8 @@ mod allocation;
 mod arrivals;
 mod contributions;
 mod early;
+mod follow;
+mod followers;
 mod progress;
 mod ranks;
 mod replicas;
@@ -136,6 +139,7 @@ pub struct Job<B: Backend, D> {
     /// placement the server may get more slices.
     slices: Vec<OnceLock<Slice<B>>>,
     early: Mutex<EarlyValues>,
+    followers: Followers,
     /// In a job with replicas: the version that can be read.
     served: AtomicU64,
     progress: Mutex<Progress<D>>,
@@ -218,6 +222,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
             host,
             slices,
             early: Mutex::default(),
+            followers: Followers::default(),
             progress: Mutex::new(progress),
             contributions: Mutex::default(),
             ranks: RwLock::default(),

@@ -15,7 +15,7 @@ use super::*;
 use crate::{
     fair::Resources,
     round::Absent,
-    slice::Apply,
+    slice::{Apply, Since},
     state_selector::StateSelector,
     tier::{
         Tiers,
@@ -31,14 +31,15 @@ const UPLOAD: Upload = Upload { state: None, applied: AppliedSteps::new(0) };
 struct Subject {
     job: Job<Cpu, Attempt>,
     said: UnboundedReceiver<JobEvent>,
+    ahead: Arc<AtomicU64>,
 }
 
-/// Keeps the events of a job.
-struct Listener(UnboundedSender<JobEvent>);
+/// Keeps the events of a job. Its clock is ahead by this number of seconds.
+struct Listener(UnboundedSender<JobEvent>, Arc<AtomicU64>);
 
 impl Host for Listener {
     fn now(&self) -> Instant {
-        Instant::now()
+        Instant::now() + Duration::from_secs(self.1.load(Ordering::Relaxed))
     }
 
     fn tell(&self, event: JobEvent) {
@@ -91,7 +92,9 @@ impl Subject {
             shares: Resources::new().shares(),
             budget: Budget::new(1 << 20),
         };
-        Ok(Self { job: Job::open(opening, Arc::new(Listener(events)))?, said })
+        let ahead = Arc::<AtomicU64>::default();
+        let job = Job::open(opening, Arc::new(Listener(events, ahead.clone())))?;
+        Ok(Self { job, said, ahead })
     }
 
     /// A job at version 0 whose elements are 0.
@@ -405,7 +408,8 @@ fn opening_stops_when_the_job_is_closed() {
         shares: Resources::new().shares(),
         budget: Budget::new(0),
     };
-    let opened = Job::<_, Attempt>::open(opening, Arc::new(Listener(unbounded_channel().0)));
+    let opened =
+        Job::<_, Attempt>::open(opening, Arc::new(Listener(unbounded_channel().0, Arc::default())));
     assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));
 }
 
@@ -530,4 +534,41 @@ fn an_attempt_that_is_made_again_is_recorded_once() {
     assert!(subject.ready().is_some());
     subject.decide(next).unwrap();
     assert_eq!(subject.job.contributions(0).unwrap().figures[&(0, 0)].squares, 2.0);
+}
+
+#[test]
+fn changes_are_recorded_until_nobody_has_asked_for_them_for_a_minute() {
+    let subject = Subject::initialised(2, 1);
+    let (job, budget) = (&subject.job, Budget::new(1 << 20));
+    let dtype = zeroshard_model::DType::F32;
+    let step = |version| {
+        (0..2).for_each(|slice| _ = subject.push(at(1, version, 0), slice, 0, 1.0).unwrap());
+        subject.decide(at(1, version, 0)).unwrap();
+    };
+    let is_known = |from| {
+        let known = |slice: &Slice<Cpu>| {
+            matches!(slice.changes(dtype, from, from + 1), Since::Known { .. })
+        };
+        job.slices().map(|(_, slice)| known(slice)).collect::<Vec<_>>()
+    };
+    step(0);
+    assert_eq!((is_known(0), budget.used()), (vec![false; 2], 0));
+    job.note_follower(dtype);
+    for index in 0..2 {
+        let unhashed = job.follow(index, dtype, &budget).unwrap().unwrap();
+        unhashed.compute(job.slice(index).unwrap().backend()).unwrap();
+    }
+    step(1);
+    assert_eq!((is_known(1), job.readable_version()), (vec![true; 2], Some(2)));
+    subject.ahead.store(59, Ordering::Relaxed);
+    step(2);
+    assert_eq!(is_known(2), [true; 2]);
+    job.note_follower(dtype);
+    subject.ahead.store(118, Ordering::Relaxed);
+    step(3);
+    assert_eq!(is_known(1), [true; 2]);
+    assert!(budget.used() > 0);
+    subject.ahead.store(119, Ordering::Relaxed);
+    step(4);
+    assert_eq!((is_known(1), is_known(4), budget.used()), (vec![false; 2], vec![false; 2], 0));
 }

@@ -24,6 +24,7 @@ use super::{
 use crate::tier::{Array, Kind, Tiers};
 use average::Averages;
 use forked::Forked;
+use history::History;
 use hold::Hold;
 use received::Received;
 use replacement::Replacement;
@@ -33,12 +34,15 @@ use versioned::{Versioned, in_memory};
 mod average;
 mod backup;
 mod factors;
+mod follow;
 mod fork;
 mod forked;
+mod history;
 mod hold;
 mod home;
 mod read;
 mod received;
+mod recording;
 mod replace;
 mod replacement;
 mod rotate;
@@ -49,6 +53,8 @@ mod upload;
 mod versioned;
 
 pub use backup::Role;
+pub use follow::Unhashed;
+pub use history::Since;
 pub use hold::Holds;
 pub use saved::HeldSlice;
 pub use step::{Apply, Step};
@@ -132,6 +138,8 @@ struct Inner<B: Backend> {
     last_save: Option<(Arc<Holds>, u32)>,
     /// Of a backup: the elements of the reduced gradient that have arrived.
     from_primary: usize,
+    /// The changes of the last steps, in each dtype in which somebody follows the job.
+    histories: Vec<History>,
     /// The failure of the disk in a step, after which the content has elements of two versions.
     broken: Option<Error>,
 }
@@ -458,6 +466,7 @@ impl<B: Backend> Slice<B> {
     pub fn publish(&self, version: u64) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
+        inner.histories.clear();
         inner.encode_all_staged(&self.backend)?;
         inner.cast(&self.backend)?;
         self.begin_averages(inner)?;
@@ -497,6 +506,7 @@ impl<B: Backend> Inner<B> {
             hold: Weak::new(),
             last_save: None,
             from_primary: 0,
+            histories: Vec::new(),
             broken: None,
         }
     }
@@ -592,6 +602,8 @@ mod average_tests;
 mod contributors_tests;
 #[cfg(test)]
 mod disk_tests;
+#[cfg(test)]
+mod history_tests;
 #[cfg(test)]
 mod hold_tests;
 #[cfg(test)]

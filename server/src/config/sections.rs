@@ -227,6 +227,11 @@ pub struct Resources {
     /// default a sixteenth of --memory, and at most 1 GiB
     #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES")]
     pub pinned_bytes: Option<u64>,
+    /// Maximum number of bytes of what steps have changed, for readers that follow jobs; beyond it
+    /// readers that are behind fetch the parameters in full. By default a thirty-second of
+    /// --memory, and at most 1 GiB. Used only while somebody follows a job
+    #[arg(long, env = "ZEROSHARD_HISTORY_BYTES", value_name = "BYTES")]
+    pub history_bytes: Option<u64>,
     /// Maximum number of bytes of second copies of slices, which the steps of all jobs need during
     /// saves. Where they are exhausted, the step waits or the save is given up, as the policy of
     /// the job says; by default an eighth of --memory

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use prometheus::{Histogram, IntCounter};
+use prometheus::{Histogram, IntCounter, IntGauge};
 use zeroshard_kernels::{DeviceName, Usage};
 use zeroshard_shard::tier::{Counter, Traffic};
 
@@ -25,6 +25,10 @@ families! {
          which duplicate bytes were skipped).";
     job_payload: counters("job_payload_bytes_total", ["job", "operation"]) =
         "Payload bytes of the job's pulls (sent) and pushes (received).";
+    job_changes: counters("job_change_bytes_total", ["job"]) =
+        "Bytes of the changes of the job's steps that readers who follow it have received.";
+    followers: gauges("followers", ["job"]) =
+        "Number of readers that wait for the next version of the job, or receive its changes.";
     phase: histograms("job_step_phase_seconds", ["job", "phase"]) =
         "Seconds of the phases of each step on this server: reduce (first gradient to last sum), \
          decide (report to decision), apply (optimizer).";
@@ -32,8 +36,8 @@ families! {
         "Number of pulls that were ended because their client read nothing.";
     memory: gauges("memory_bytes", ["kind"]) = "Memory of all jobs in bytes, by content.";
     limits: gauges("memory_limit_bytes", ["kind"]) =
-        "Budgets of this server in bytes: memory is the whole of it (--memory); parked, pinned and \
-         snapshot limit the kinds of zeroshard_memory_bytes; device, host and disk limit the tiers \
+        "Budgets of this server in bytes: memory is the whole of it (--memory); parked, pinned, \
+         snapshot and history limit the kinds of zeroshard_memory_bytes; device, host and disk limit the tiers \
          of zeroshard_tier_bytes. A budget without a limit has no series.";
     tiers: gauges("tier_bytes", ["tier"]) =
         "Arrays of slices in bytes, by the tier in which they are, on a server with budgets for \
@@ -83,6 +87,8 @@ pub(crate) struct JobSeries {
     job_push_received: IntCounter,
     window_pull: IntCounter,
     window_push: IntCounter,
+    changes: IntCounter,
+    followers: IntGauge,
     /// From the first gradient to the last completed sum of a slice, once per step, in seconds.
     pub(crate) reduce: Histogram,
     /// From the report to the coordinator to its decision, in seconds.
@@ -178,7 +184,11 @@ impl Shard {
             OPERATIONS.map(|operation| self.window_bytes.with_label_values(&[operation]));
         let [reduce, decide, apply] =
             PHASES.map(|phase| self.phase.with_label_values(&[job, phase]));
+        let changes = self.job_changes.with_label_values(&[job]);
+        let followers = self.followers.with_label_values(&[job]);
         JobSeries {
+            changes,
+            followers,
             pull_sent,
             push_received,
             push_duplicate,
@@ -213,6 +223,8 @@ impl Shard {
         for operation in OPERATIONS {
             let _ = self.job_payload.remove_label_values(&[job, operation]);
         }
+        let _ = self.job_changes.remove_label_values(&[job]);
+        let _ = self.followers.remove_label_values(&[job]);
         for phase in PHASES {
             let _ = self.phase.remove_label_values(&[job, phase]);
         }
@@ -224,6 +236,16 @@ impl JobSeries {
     pub(crate) fn sent(&self, bytes: u64) {
         self.pull_sent.inc_by(bytes);
         self.job_pull_sent.inc_by(bytes);
+    }
+
+    /// Counts bytes of changes that were sent to a reader.
+    pub(crate) fn sent_changes(&self, bytes: u64) {
+        self.changes.inc_by(bytes);
+    }
+
+    /// The number of readers that follow the job.
+    pub(crate) fn followers(&self) -> &IntGauge {
+        &self.followers
     }
 
     /// Counts bytes of gradients and initial parameters that were received, including duplicates.

@@ -119,6 +119,7 @@ pub(super) fn pull<B: Backend>(
     let pin = pinned(&job, request)?;
     // A mapped parameter is not rounded.
     let window = store.windows.get(job.id, request.window)?.filter(|_| wire != Wire::Int8);
+    let window = window.filter(|window| window.shows(job.arena()));
     let wanted = request
         .extents
         .iter()

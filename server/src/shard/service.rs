@@ -15,7 +15,7 @@ use zeroshard_proto::{
 };
 
 use super::{
-    contributions,
+    changes, contributions,
     measure::{self, measure},
     pin,
     store::Store,
@@ -23,6 +23,7 @@ use super::{
 use crate::access::Caller;
 
 type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
+type ChangesStream = BoxStream<'static, Result<pb::ChangesResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
 /// The number of slices, of up to 256 MiB together, that are read in one turn. Between turns, the
@@ -103,6 +104,16 @@ impl<B: Backend> Service<B> {
         Ok(held.until_released().take_until(shutdown).boxed())
     }
 
+    async fn changed(&self, request: Request<pb::ChangesRequest>) -> Result<ChangesStream> {
+        let deadline = self.deadline(&request);
+        Caller::of(request.extensions())?.check_read(&request.get_ref().job)?;
+        let request = request.into_inner();
+        let job = self.store.job(&request.job, request.job_id)?;
+        let changes = changes::changes(&self.store, &self.digests, job, request, deadline).await?;
+        let shutdown = self.shutdown.clone().cancelled_owned();
+        Ok(changes.map(|message| message.map_err(to_status)).take_until(shutdown).boxed())
+    }
+
     fn window(&self, request: Request<pb::OpenWindowRequest>) -> Result<pb::OpenWindowResponse> {
         let caller = Caller::of(request.extensions())?;
         let pb::OpenWindowRequest { job, job_id, rank, lease, pin } = request.into_inner();
@@ -166,6 +177,15 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
 
     async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<PinStream>, Status> {
         self.answer(self.pinned(request)).await
+    }
+
+    type ChangesStream = ChangesStream;
+
+    async fn changes(
+        &self,
+        request: Request<pb::ChangesRequest>,
+    ) -> Result<Response<ChangesStream>, Status> {
+        self.answer(self.changed(request)).await
     }
 
     async fn open_window(

@@ -39,6 +39,8 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) held: Arc<Budget>,
     /// The budget for the versions that readers have pinned.
     pub(crate) pinned: Arc<Budget>,
+    /// The budget for the changes of steps, for readers that follow a job.
+    pub(crate) history: Arc<Budget>,
     /// The budget for second copies of slices that are being saved.
     pub(crate) snapshots: Arc<Budget>,
     pub(crate) readers: Readers,
@@ -63,6 +65,7 @@ impl<B: Backend> Store<B> {
             budget: Budget::new(limits.budgets.parked),
             held: Budget::new(limits.budgets.held),
             pinned: Budget::new(limits.budgets.pinned),
+            history: Budget::new(limits.budgets.history),
             snapshots: Budget::new(limits.budgets.snapshots),
             readers: Readers::default(),
             windows: Arc::new(Windows::new(limits.budgets.outboxes, metrics.shard.clone())),
@@ -144,6 +147,7 @@ impl<B: Backend> Store<B> {
         let mut stats = pb::Stats { parked_bytes: self.budget.used(), ..Default::default() };
         let mut windows = self.windows.by_job();
         for job in self.jobs() {
+            job.end_follows();
             let memory = job.memory();
             stats.master_bytes += memory.master;
             stats.state_bytes += memory.state;
@@ -179,6 +183,7 @@ impl<B: Backend> Store<B> {
             ("parked", stats.parked_bytes),
             ("pinned", self.pinned.used()),
             ("snapshot", self.snapshots.used()),
+            ("history", self.history.used()),
         ] {
             metrics.show_memory(kind, bytes);
         }
@@ -202,9 +207,12 @@ impl<B: Backend> Store<B> {
     fn show_limits(&self) {
         let metrics = &self.metrics.shard;
         metrics.show_limit("memory", self.limits.budgets.memory);
-        for (kind, budget) in
-            [("parked", &self.budget), ("pinned", &self.pinned), ("snapshot", &self.snapshots)]
-        {
+        for (kind, budget) in [
+            ("parked", &self.budget),
+            ("pinned", &self.pinned),
+            ("snapshot", &self.snapshots),
+            ("history", &self.history),
+        ] {
             metrics.show_limit(kind, budget.limit());
         }
         for (tier, _, limit) in self.tiers() {

@@ -61,6 +61,7 @@ impl Subject {
                 arrays: u64::MAX,
                 parked: 0,
                 pinned: 0,
+                history: 0,
                 held: u64::MAX,
                 snapshots: 0,
                 outboxes: 1 << 30,

@@ -142,6 +142,12 @@ impl<B: Backend> Window<B> {
         self.socket.run(|hold| self.end_hold(hold)).await
     }
 
+    /// Returns whether the process maps this memory of a job. A job that has returned to a
+    /// checkpoint has other memory than before, and windows of the earlier one may still be open.
+    pub(super) fn shows(&self, parameters: Option<&Arc<Arena>>) -> bool {
+        parameters.is_some_and(|parameters| Arc::ptr_eq(parameters, &self.parameters))
+    }
+
     /// Returns whether a further hold may last.
     pub(super) fn has_room(&self) -> bool {
         let holds = self.holds();

@@ -151,7 +151,7 @@ impl<'a, B: Backend> Bench<'a, B> {
         let update = Update::after(AppliedSteps::new(1), optimizer, 0.5);
         self.measure(|gradient| {
             let state = state.iter_mut().map(Into::into).collect();
-            self.gpu.apply(&update, (&mut master).into(), state, Some(gradient), None)
+            self.gpu.apply(&update, (&mut master).into(), state, Some(gradient), None, None)
         })
     }
 

@@ -185,7 +185,7 @@ impl Slice {
             (_, StateDType::Int8) => &mut self.coded[..optimizer.state().len()],
         };
         let state = state.iter_mut().map(Into::into).collect();
-        cpu.apply(&update, master.into(), state, Some(&self.gradient), None).expect(WORKS);
+        cpu.apply(&update, master.into(), state, Some(&self.gradient), None, None).expect(WORKS);
     }
 }
 

@@ -230,6 +230,26 @@ def test_another_program_reads_a_version(block: Block, processes: dict[str, str]
     ranks.run(1, _read, block, processes["ZEROSHARD_ADDRESS"], init=None)
 
 
+def _follow(rank: int, block: Block, address: str) -> None:
+    with zs.init(address, name="train"):
+        names = parts()
+        zs.shard(names["model"], names["optimizer"])
+        check_trains(names)
+        reader = parts()
+        for parameter in reader["model"].parameters():
+            parameter.data = parameter.data.bfloat16()
+        block = changed(block, {"127.0.0.1:7400": address, "generate(model)": "break"})
+        block.run(reader)
+        assert reader["version"].number == 1
+        expected, found = names["model"].state_dict(), reader["model"].state_dict()
+        assert all(torch.equal(expected[of].to(value.dtype), value) for of, value in found.items())
+
+
+@pytest.mark.parametrize("block", of_kinds("follow"), ids=str)
+def test_another_program_follows_the_job(block: Block, processes: dict[str, str]) -> None:
+    ranks.run(1, _follow, block, processes["ZEROSHARD_ADDRESS"], init=None)
+
+
 def _session(rank: int, block: Block) -> None:
     names = parts()
     block.run(names)

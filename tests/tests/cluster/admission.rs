@@ -41,7 +41,8 @@ async fn a_job_of_2_to_the_44_elements_is_refused_with_the_numbers_and_costs_no_
 
 #[tokio::test]
 async fn memory_is_counted_until_a_job_is_deleted_and_is_free_at_once() {
-    let budgets = ["--parked-bytes", "0", "--pinned-bytes", "0", "--snapshot-bytes", "0"];
+    let budgets = ["--parked-bytes", "--pinned-bytes", "--snapshot-bytes", "--history-bytes"];
+    let budgets = budgets.map(|budget| [budget, "0"]).concat();
     // A sixteenth each is for pulls, for the steps beside them, and for outboxes.
     let flags = [&budgets[..], &["--memory", "172MiB"]].concat();
     let cluster = Cluster::start_with(1, &flags);

@@ -19,6 +19,7 @@ mod eight_bits;
 mod election;
 mod exactly_once;
 mod faults;
+mod follow;
 mod fork;
 mod gpus;
 mod groups;

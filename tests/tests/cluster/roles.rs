@@ -16,7 +16,7 @@ use zeroshard_net::{
 use zeroshard_proto::{
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient,
-        data_service_client::DataServiceClient,
+        data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
     },
     status::from_status,
 };
@@ -178,6 +178,13 @@ async fn a_shard_server_checks_the_token_of_each_pull_and_push() {
     assert_eq!(pull("job:a:read").await, Ok(()));
     assert_eq!(pull("job:a").await, Ok(()));
     forbidden(pull("job:b").await);
+    let follow = async |role: &str| {
+        let mut client = ShardServiceClient::new(guarded.connection(shard, role));
+        let changes = client.changes(pb::ChangesRequest { job: "a".into(), ..Default::default() });
+        changes.await.map(drop).map_err(|status| from_status(&status, "shard server"))
+    };
+    assert_eq!(follow("job:a:read").await, Ok(()));
+    forbidden(follow("job:b").await);
     let push = async |role: &str| {
         let contents = Some(stock::gradients(3));
         let begin = pb::PushBegin { job: "a".into(), epoch: 1, contents, ..Default::default() };

@@ -9,6 +9,7 @@ from ._clip import ClipGradByGlobalNorm, clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
 from ._dist_model import DistModel, to_static
+from ._follow import FollowedVersion, Versions, follow
 from ._join import join
 from ._layer import shard_layer
 from ._load import load_weights
@@ -28,6 +29,7 @@ __all__ = [
     "ClipGradByGlobalNorm",
     "DataParallel",
     "DistModel",
+    "FollowedVersion",
     "GradScaler",
     "GroupSharded",
     "Partial",
@@ -41,8 +43,10 @@ __all__ = [
     "ShardingStage2",
     "ShardingStage3",
     "Strategy",
+    "Versions",
     "averaged",
     "clip_grad_norm_",
+    "follow",
     "fused_allreduce_gradients",
     "group_sharded_parallel",
     "join",

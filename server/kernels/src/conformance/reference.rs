@@ -116,7 +116,7 @@ fn on_the_cpu(update: &Update<'_>, w: &mut [f32], state: &mut Vec<Vec<f32>>, gra
     let (mut master, gradient) = (of(w), of(gradient));
     let mut buffers: Vec<_> = state.iter().map(|values| of(values)).collect();
     let states = buffers.iter_mut().map(Into::into).collect();
-    cpu.apply(update, (&mut master).into(), states, Some(&gradient), None).unwrap();
+    cpu.apply(update, (&mut master).into(), states, Some(&gradient), None, None).unwrap();
     w.copy_from_slice(master.values());
     *state = buffers.iter().map(|buffer| buffer.values().to_vec()).collect();
 }

@@ -13,7 +13,7 @@ use zeroshard_model::{
 };
 
 use super::{assert_same, buffer_of, codes, contents, from_bytes, numbers, reference, to_bytes};
-use crate::{Backend, Output, Position, Update, optim::golden};
+use crate::{Backend, DeviceName, Output, Position, Record, Update, optim::golden};
 
 /// What the cases of the golden vectors do not reach, or not in their first steps.
 const FURTHER: [&str; 15] = [
@@ -89,7 +89,7 @@ fn parts_of_a_tensor_are_rounded_like_the_whole<B: Backend>(backend: &B) {
         let mut state: Vec<_> =
             codes.map(|&code| backend.allocate_coded(code, range.len()).unwrap()).collect();
         let outputs = state.iter_mut().map(Into::into).collect();
-        backend.apply(&update, (&mut master).into(), outputs, Some(&of_range), None).unwrap();
+        backend.apply(&update, (&mut master).into(), outputs, Some(&of_range), None, None).unwrap();
         let read = |buffer| backend.read(&Arc::new(buffer), 0..range.len(), DType::F32).unwrap();
         state.into_iter().map(read).collect::<Vec<_>>()
     };
@@ -99,6 +99,28 @@ fn parts_of_a_tensor_are_rounded_like_the_whole<B: Backend>(backend: &B) {
         assert!(*whole == parts, "state tensor {position}");
     }
     assert!(step(0..1_003, 128) != whole, "other elements are rounded differently");
+}
+
+/// What a step has recorded.
+#[derive(Default)]
+struct Seen {
+    before: Vec<f32>,
+    after: Vec<f32>,
+}
+
+impl Record for Seen {
+    fn record(&mut self, before: &[f32], after: &[f32]) {
+        self.before.extend_from_slice(before);
+        self.after.extend_from_slice(after);
+    }
+}
+
+impl Seen {
+    fn assert_is(&self, before: &[f32], after: &[f32]) {
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&self.before) == bits(before), "the old parameters are recorded");
+        assert!(bits(&self.after) == bits(after), "the new parameters are recorded");
+    }
 }
 
 /// A few steps with different learning rates and coefficients give the same parameters, state and
@@ -156,7 +178,9 @@ fn steps_equal_the_reference<B: Backend>(
         let [master, state @ ..] = &mut outputs[..] else { unreachable!("there is a master") };
         let state = state.iter_mut().map(output).collect();
         let (master, published_to) = (output(master), published.as_mut());
-        backend.apply(&update, master, state, gradient.as_ref(), published_to).unwrap();
+        let (mut seen, gradient) = (Seen::default(), gradient.as_ref());
+        let record = Some(&mut seen as &mut dyn Record);
+        backend.apply(&update, master, state, gradient, published_to, record).unwrap();
         let mut before = vec![expected.clone()];
         before.extend(expected_state.iter().cloned());
         reference::apply(&update, state_dtype, &mut expected, &mut expected_state, &values);
@@ -164,6 +188,9 @@ fn steps_equal_the_reference<B: Backend>(
             *values = codes::stepped(code, values, &update, position);
         }
 
+        if backend.device() == DeviceName::Cpu {
+            seen.assert_is(&before[0], &expected);
+        }
         let what = format!("{optimizer:?}, {state_dtype} state, shape {shape:?}, step {step}");
         let names = ["master"].into_iter().chain(optimizer.state().iter().copied());
         let after = [&expected].into_iter().chain(&expected_state);
@@ -220,7 +247,9 @@ fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
         let gradient = vec![gradient; 5];
         let gradients = buffer_of(backend, &gradient, DType::F32);
         let moments = moments.iter_mut().map(Into::into).collect();
-        backend.apply(&update, (&mut master).into(), moments, Some(&gradients), None).unwrap();
+        backend
+            .apply(&update, (&mut master).into(), moments, Some(&gradients), None, None)
+            .unwrap();
         reference::apply(&update, F32, &mut expected, &mut expected_state, &gradient);
         assert!(expected.iter().all(|value| value.is_finite()));
         assert_contents(backend, master, &expected, "LAMB with a zero norm");

@@ -11,7 +11,7 @@ use crate::loops::{
     sum::{self, Lanes},
 };
 use crate::{
-    Output,
+    Output, Record,
     kernel::{self, Update},
 };
 
@@ -33,10 +33,12 @@ pub(super) fn apply(
     mut state: Vec<Output<'_, Buffer>>,
     gradient: Option<&Buffer>,
     published: Option<&mut Buffer>,
+    record: Option<&mut dyn Record>,
 ) {
     let gradient = gradient.map(Buffer::values);
     let (master, state) = (Array::of(&mut master), State::of(&mut state));
-    let arrays = Arrays { master, state, gradient, published };
+    let record = record.map(|record| record as _);
+    let arrays = Arrays { master, state, gradient, published, record };
     arrays.check(update);
     kernel::of(update.optimizer).step(cpu, update, arrays);
 }
@@ -171,6 +173,8 @@ pub(crate) struct Arrays<'a> {
     /// `None`: it is in `master.values`.
     gradient: Option<&'a [f32]>,
     pub(crate) published: Option<&'a mut Buffer>,
+    /// Receives the old and the new parameters.
+    pub(crate) record: Option<&'a mut dyn Record>,
 }
 
 impl<'a> Arrays<'a> {
@@ -217,6 +221,7 @@ impl<'a> Arrays<'a> {
             state: State::Values(self.state.values().iter_mut().map(Array::first_pass).collect()),
             gradient: self.gradient,
             published: None,
+            record: None,
         }
     }
 }
@@ -243,11 +248,12 @@ impl Cpu {
         state: Vec<A>,
         mut step: impl FnMut(Range<usize>, &mut [f32], &mut [A; N], &[f32]),
     ) {
-        let Arrays { mut master, gradient, mut published, .. } = arrays;
+        let Arrays { mut master, gradient, mut published, mut record, .. } = arrays;
         let state: Result<[A; N], _> = state.try_into();
         let mut state = state.ok().expect("`check` counted the state tensors");
         let numel = master.values.len();
         let mut replaced = [0.0; TILE];
+        let mut before = [0.0; TILE];
         for start in (0..numel).step_by(TILE) {
             let tile = start..(start + TILE).min(numel);
             let ahead = (tile.start + AHEAD).min(numel)..(tile.end + AHEAD).min(numel);
@@ -267,7 +273,14 @@ impl Cpu {
                 }
             };
             let parameter = master.tile(tile.clone());
+            let before = &mut before[..tile.len()];
+            if record.is_some() {
+                before.copy_from_slice(parameter);
+            }
             step(tile.clone(), parameter, &mut state, gradient);
+            if let Some(record) = &mut record {
+                record.record(before, parameter);
+            }
             if let Some(published) = &mut published {
                 let dtype = published.dtype();
                 self.encode(parameter, published.bytes_mut(tile), dtype);

@@ -101,7 +101,7 @@ fn train<D: Device>(cuda: &Cuda<D>) -> Result<Vec<u8>> {
         let state = [&mut first, &mut second];
         let state = state.map(|of| of.as_mut().map_err(|e| e.clone()).map(Into::into));
         let state = state.into_iter().collect::<Result<_>>()?;
-        cuda.apply(&update, output, state, Some(&gradient), Some(&mut published))?;
+        cuda.apply(&update, output, state, Some(&gradient), Some(&mut published), None)?;
         cuda.read(&earlier, all(), DType::F32)?;
         master = Ok(next);
     }

@@ -133,7 +133,7 @@ fn step_matrices(
     columns: &mut [f32],
 ) {
     let gradient = arrays.gradient();
-    let Arrays { master, mut published, .. } = arrays;
+    let Arrays { master, mut published, mut record, .. } = arrays;
     let master = master.all();
     let numel = master.len();
     if numel == 0 {
@@ -165,6 +165,7 @@ fn step_matrices(
     }
     let parameter_squares = sum::of_squares(cpu.level, master);
     let minus_lr = s.minus_lr(parameter_squares, update_squares, numel);
+    let mut before = vec![0.0; if record.is_some() { width } else { 0 }];
     let mut starts = (0..numel).step_by(width);
     for (rows, columns) in rows.chunks(height).zip(columns.chunks(width)) {
         let mean = s.mean(rows);
@@ -172,7 +173,13 @@ fn step_matrices(
             let at = start..start + width;
             let (parameter, gradient) = (&mut master[at.clone()], &gradient[at.clone()]);
             let moments = Row { row, columns, mean };
+            if record.is_some() {
+                before.copy_from_slice(parameter);
+            }
             descend(cpu.level, s, parameter, gradient, moments, minus_lr);
+            if let Some(record) = &mut record {
+                record.record(&before, parameter);
+            }
             if let Some(published) = &mut published {
                 let dtype = published.dtype();
                 cpu.encode(parameter, published.bytes_mut(at), dtype);

@@ -96,7 +96,7 @@ fn run<B: Backend>(backend: &B, index: &Index, case: &Case, tensor: usize) -> Ve
         let update = Update { at, ..Update::after(applied, &optimizer, 1.0) };
         applied = update.applied();
         let states = state.iter_mut().map(Into::into).collect();
-        backend.apply(&update, (&mut master).into(), states, Some(&gradient), None).unwrap();
+        backend.apply(&update, (&mut master).into(), states, Some(&gradient), None, None).unwrap();
         if index.recorded.contains(&step) {
             let shared = Arc::new(master);
             let bytes = backend.read(&shared, 0..size, DType::F32).unwrap();

@@ -184,6 +184,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         }
         let (next, arrivals) = self.begin_step(decision, attempt)?;
         let contributions = Collected::new(attempt.step, arrivals);
+        self.end_follows();
         let began = self.host.now();
         let applied = self.apply(&Step { apply, next, absent }, &contributions);
         let took = self.host.now().saturating_duration_since(began);

@@ -50,6 +50,9 @@ impl<B: Backend> Slice<B> {
         if role == Role::Copying {
             inner.forget_staged();
         }
+        if !role.has_content() {
+            inner.histories.clear();
+        }
         self.role.store(role as u8, Ordering::Release);
     }
 
@@ -57,6 +60,7 @@ impl<B: Backend> Slice<B> {
     pub fn begin_empty(&self, attempt: Attempt) {
         let mut inner = self.lock();
         inner.attempt = attempt;
+        inner.histories.clear();
         self.role.store(Role::Empty as u8, Ordering::Release);
         self.set_version(attempt.step);
     }

@@ -361,3 +361,24 @@ fn a_failing_disk_is_an_error_that_names_slice_and_file_and_the_slice_is_not_rea
         }
     }
 }
+
+#[test]
+fn steps_record_the_same_changes_wherever_the_arrays_are() {
+    for (dtype, numel) in [(DType::F32, NUMEL), (DType::Bf16, NUMEL), (DType::F32, 5)] {
+        let subjects = cases().map(|places| Subject::new(job(dtype, numel), places));
+        let budget = Budget::new(u64::MAX);
+        for subject in &subjects {
+            subject.initialise().unwrap();
+            let unhashed = subject.slice.follow(DType::Bf16, &budget).unwrap().unwrap();
+            unhashed.compute(&subject.backend).unwrap();
+        }
+        for version in 1..4 {
+            let [expected, others @ ..] = subjects.each_ref().map(|subject| {
+                subject.step().unwrap();
+                subject.slice.changes(DType::Bf16, version - 1, version)
+            });
+            assert!(matches!(expected, Since::Known { .. }), "{dtype} {numel} {version}");
+            assert!(others.iter().all(|other| *other == expected), "{dtype} {numel} {version}");
+        }
+    }
+}

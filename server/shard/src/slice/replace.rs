@@ -9,7 +9,7 @@ use zeroshard_model::{
 };
 
 use super::{Inner, Slice, received::Received, replacement::Replacement, versioned::Versioned};
-use crate::round::Chunk;
+use crate::{round::Chunk, tier::Array};
 
 impl<B: Backend> Slice<B> {
     /// Stores a chunk of the values that replace the slice's values when the open step is decided,
@@ -52,16 +52,15 @@ impl<B: Backend> Slice<B> {
 
 impl<B: Backend> Inner<B> {
     /// Takes over the new values, if they are complete. Readers of the old values hold a reference
-    /// to them. Returns whether there were new values.
-    pub(super) fn take_replacement(&mut self, contributors: &[SliceContributors]) -> bool {
+    /// to them. Returns the old values if there were new ones.
+    pub(super) fn take_replacement(
+        &mut self,
+        contributors: &[SliceContributors],
+    ) -> Option<Array<B>> {
         let complete =
             |replacement: &Replacement<B>| replacement.received.is_complete(contributors);
-        match self.replacement.take().filter(complete) {
-            Some(replacement) => {
-                self.master = Versioned::new(replacement.values);
-                true
-            }
-            None => false,
-        }
+        let replacement = self.replacement.take().filter(complete)?;
+        let new = Versioned::new(replacement.values);
+        Some(std::mem::replace(&mut self.master, new).into_current())
     }
 }

@@ -61,7 +61,9 @@ impl<B: Backend> Slice<B> {
             Role::Backup | Role::Copying => step.absent.binary_search(&index).is_ok(),
             Role::Empty => true,
         };
+        let mut recording = self.recording(&inner.histories);
         let replaced = inner.take_replacement(&self.contributors);
+        let mut is_same = false;
         if let Some((group, open)) = self.group.zip(inner.open.as_ref())
             && let Some(apply) = step.apply
             && !is_absent(open)
@@ -96,21 +98,33 @@ impl<B: Backend> Slice<B> {
                     let state = state.into_iter().map(in_memory).collect();
                     let sum = sum.memory().expect("all arrays are in memory");
                     let sum = (!rotates).then_some(&**sum);
-                    self.backend.apply(&update, in_memory(master), state, sum, published)?;
+                    let record = recording.as_mut().map(|recording| recording as _);
+                    let master = in_memory(master);
+                    self.backend.apply(&update, master, state, sum, published, record)?;
                 }
                 Some(steps) => {
                     let state_codes = &self.state_codes[..state.len().min(self.state_codes.len())];
-                    let arrays = Arrays { master, state, state_codes, sum, published };
+                    let record = recording.as_mut().map(|recording| recording as _);
+                    let arrays = Arrays { master, state, state_codes, sum, published, record };
                     steps.apply(&self.backend, &update, self.spec.numel, arrays)?;
                 }
             }
             let averaged = inner.applied.averaged;
             inner.applied = AppliedSteps { averaged, ..update.applied() };
             inner.hold = Weak::new();
-        } else if replaced {
+            if let Some((recording, _)) = recording.as_mut().zip(replaced) {
+                // What was recorded begins with the values that replaced those of the version.
+                recording.is_unknown();
+            }
+        } else if let Some(old) = replaced {
             inner.cast(&self.backend)?;
             inner.settle(&self.backend)?;
             inner.hold = Weak::new();
+            if let Some(recording) = &mut recording {
+                recording.compare(&*self.backend, [&old, inner.master.current()])?;
+            }
+        } else {
+            is_same = true;
         }
         self.average(inner, step.apply.is_some())?;
         inner.buffers().for_each(Versioned::release);
@@ -118,6 +132,11 @@ impl<B: Backend> Slice<B> {
             hold.free();
         }
         inner.restart(&self.backend, step.next, role)?;
+        if let Some(recording) = recording {
+            // A history with an unknown step begins again when a reader asks for it.
+            let mut changes = recording.finish(is_same);
+            inner.histories.retain_mut(|history| history.push(changes.next().flatten()));
+        }
         self.set_version(step.next.step);
         inner.reduced(&self.backend, role)
     }

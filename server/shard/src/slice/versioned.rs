@@ -29,6 +29,11 @@ impl<B: Backend> Versioned<B> {
         &self.current
     }
 
+    /// The current version, of an array that is not needed any more.
+    pub(super) fn into_current(self) -> Array<B> {
+        self.current
+    }
+
     /// Returns whether memory for another version is reserved.
     pub(super) fn has_spare(&self) -> bool {
         self.spare.is_some()

@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use zeroshard_kernels::{Backend, Position, Update};
+use zeroshard_kernels::{Backend, Position, Record, Update};
 use zeroshard_model::direct::{PAGE, Pages};
 use zeroshard_model::{DType, Error, Result, geometry::blocks::TILE, optimizer::Code};
 
@@ -65,6 +65,8 @@ pub struct Arrays<'a, B: Backend> {
     pub sum: &'a Array<B>,
     /// In memory.
     pub published: Option<&'a mut B::Buffer>,
+    /// Receives the old and the new master weights.
+    pub record: Option<&'a mut dyn Record>,
 }
 
 /// An array that a step changes.
@@ -301,7 +303,9 @@ fn apply_piece<B: Backend>(
     let element = update.at.element + range.start as u64;
     let update = Update { at: Position { element, ..update.at }, ..*update };
     let buffers = state.iter_mut().map(|piece| exclusive(piece).into()).collect();
-    backend.apply(&update, exclusive(master).into(), buffers, Some(gradient), None)?;
+    // The last piece ends behind the slice, where nothing is recorded.
+    let record = arrays.record.as_mut().map(|record| &mut **record as _);
+    backend.apply(&update, exclusive(master).into(), buffers, Some(gradient), None, record)?;
     if let Some(published) = &mut arrays.published {
         let values = backend.read(master, 0..range.len(), DType::F32)?;
         backend.store(published, range.clone(), &values, DType::F32)?;

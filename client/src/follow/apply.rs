@@ -1,0 +1,298 @@
+//! Writes a version to the arrays of a reader, after its hashes have been checked.
+
+use std::collections::BTreeMap;
+
+use zeroshard_changes::{
+    apply::{self, Place},
+    hash,
+};
+use zeroshard_model::{Error, Result, SliceSpec, TensorId};
+use zeroshard_net::Deadline;
+
+use super::{
+    Copied, FollowedVersion, Follower, Held, READ_EVERY,
+    changes::malformed,
+    version::{Content, SliceChange},
+};
+use crate::{Pinned, Slots, Target, pull, retry::is_answer};
+
+/// The arrays of a reader, by the tensor that owns the storage.
+type Arrays<'a> = BTreeMap<usize, Slots<'a>>;
+
+impl Follower {
+    /// Writes a version to the arrays of the reader: all tensors that are followed, as a whole, in
+    /// their dtype ([`Self::dtype_of`]). Before the first value is written, the hashes of all
+    /// slices are compared with those of the servers. If they differ, because somebody else has
+    /// written to the arrays, a full copy of the newest version follows, and `version` then has its
+    /// number. So it does after [`Self::apply_gathered`] has found that.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for missing arrays, and arrays of another size or dtype;
+    /// [`Error::Refused`] for a version that does not follow the one that the arrays have. Then
+    /// nothing is written. After an error of a full copy ([`Error::Unavailable`],
+    /// [`Error::OutOfMemory`], [`Error::Timeout`] and those of [`crate::Pinned::pull`]) the arrays
+    /// have values of several versions; the next version is a full copy.
+    pub async fn apply(
+        &mut self,
+        version: &mut FollowedVersion,
+        targets: Vec<Target<'_>>,
+    ) -> Result<()> {
+        let mut arrays = self.arrays(targets)?;
+        if let Content::Changes { from, slices } = &version.content
+            && self.held.is_some()
+        {
+            let held = self.held_at(*from)?;
+            match self.checked(held, slices, &mut arrays)? {
+                Some(changed) => {
+                    self.write(slices, &mut arrays)?;
+                    version.changed = Some(changed);
+                    self.hold(version);
+                    return Ok(());
+                }
+                None => self.lose(Copied::Differed),
+            }
+        }
+        self.copy(version, &mut arrays).await
+    }
+
+    /// The positions of the changed elements of a tensor, ascending, for arrays that are not in the
+    /// memory of this process. `None` for a full copy.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a malformed change.
+    pub fn positions(&self, version: &FollowedVersion, tensor: usize) -> Result<Option<Vec<u64>>> {
+        let Content::Changes { slices, .. } = &version.content else { return Ok(None) };
+        let mut all = Vec::new();
+        for (slice, spec, change) in self.changes_of(slices, tensor) {
+            let dtype = self.dtype_of(tensor);
+            let positions = apply::positions(dtype, spec.numel, &change.change);
+            let positions = positions.map_err(|error| malformed(slice, &error))?;
+            all.extend(positions.into_iter().map(|position| position + spec.offset as u64));
+        }
+        Ok(Some(all))
+    }
+
+    /// Replaces old values by those of `version`. `gathered`: the values at [`Self::positions`], of
+    /// all tensors that are followed and own their storage. Returns `false`, and replaces nothing
+    /// that counts, if the hashes differ: [`Self::apply`] then fetches a full copy. Otherwise the
+    /// caller writes the values to its arrays, which then have this version.
+    ///
+    /// # Errors
+    /// Those of [`Self::apply`].
+    pub fn apply_gathered(
+        &mut self,
+        version: &mut FollowedVersion,
+        gathered: &mut BTreeMap<usize, &mut [u8]>,
+    ) -> Result<bool> {
+        let Content::Changes { from, slices } = &version.content else {
+            return Err(Error::refused("a full copy cannot be applied to some elements"));
+        };
+        let held = self.held_at(*from)?;
+        let (mut changed, mut is_equal) = (0, true);
+        for tensor in self.tensors()? {
+            let dtype = self.dtype_of(tensor);
+            let Some(values) = gathered.get_mut(&tensor) else { return Err(self.missing(tensor)) };
+            let mut values = &mut **values;
+            for (slice, spec, change) in self.changes_of(slices, tensor) {
+                let place = Place { dtype, first: spec.offset as u64 };
+                let numel = apply::positions(dtype, spec.numel, &change.change);
+                let numel = numel.map_err(|error| malformed(slice, &error))?.len();
+                changed += numel as u64;
+                let bytes = (numel * dtype.size()).min(values.len());
+                let (of_slice, rest) = std::mem::take(&mut values).split_at_mut(bytes);
+                values = rest;
+                let difference = apply::apply_gathered(place, spec.numel, of_slice, &change.change);
+                let difference = difference.map_err(|error| malformed(slice, &error))?;
+                is_equal &= held.hashes.get(&slice).map(|hash| hash.wrapping_add(difference))
+                    == Some(change.hash);
+            }
+        }
+        match is_equal {
+            true => {
+                version.changed = Some(changed);
+                self.hold(version);
+            }
+            false => self.lose(Copied::Differed),
+        }
+        Ok(is_equal)
+    }
+
+    /// The changes of the slices of a tensor.
+    fn changes_of<'a>(
+        &'a self,
+        slices: &'a BTreeMap<u32, SliceChange>,
+        tensor: usize,
+    ) -> impl Iterator<Item = (u32, &'a SliceSpec, &'a SliceChange)> {
+        let manifest = &self.of.spec.manifest;
+        let of = manifest.slices_of(tensor).map(|slice| slice as u32);
+        of.filter_map(|slice| {
+            Some((slice, &manifest.slices()[slice as usize], slices.get(&slice)?))
+        })
+    }
+
+    fn held_at(&self, from: u64) -> Result<&Held> {
+        self.held.as_ref().filter(|held| held.version == from).ok_or_else(|| {
+            let has = self.version().map_or("none".to_owned(), |version| version.to_string());
+            Error::refused(format!(
+                "the version has the changes since version {from}, and the arrays have {has}; apply \
+                 the one that the follower returns next"
+            ))
+        })
+    }
+
+    /// The arrays have the version from now on.
+    fn hold(&mut self, version: &FollowedVersion) {
+        let Content::Changes { slices, .. } = &version.content else { return };
+        let hashes = slices.iter().map(|(slice, of)| (*slice, of.hash)).collect();
+        let unread = self.held.as_ref().map_or(0, |held| (held.unread + 1) % READ_EVERY);
+        self.held = Some(Held { version: version.number, hashes, unread });
+    }
+
+    fn missing(&self, tensor: usize) -> Error {
+        let name = &self.of.spec.manifest.tensors()[tensor].name;
+        Error::refused(format!("the follower needs an array for tensor {name:?}"))
+    }
+
+    /// The arrays of the tensors that are followed.
+    fn arrays<'a>(&self, targets: Vec<Target<'a>>) -> Result<Arrays<'a>> {
+        let manifest = &self.of.spec.manifest;
+        let mut arrays = Arrays::new();
+        for Target { tensor, bounds, data } in targets {
+            let Some(spec) = manifest.tensors().get(tensor.index()) else {
+                return Err(Error::refused(
+                    "the follower got an array for a tensor that is not there",
+                ));
+            };
+            let (name, dtype) = (&spec.name, self.dtype_of(tensor.index()));
+            if bounds.is_some() || data.len() as u64 != spec.numel() || data.dtype() != dtype {
+                return Err(Error::invalid(
+                    format!("array for tensor {name:?}"),
+                    format!("{} elements of {}", data.len(), data.dtype()),
+                    format!("all {} elements of the tensor as {dtype}", spec.numel()),
+                ));
+            }
+            // Tied tensors have one storage.
+            arrays.insert(manifest.owner(tensor.index()), data);
+        }
+        match self.tensors()?.into_iter().find(|tensor| !arrays.contains_key(tensor)) {
+            None => Ok(arrays),
+            Some(tensor) => Err(self.missing(tensor)),
+        }
+    }
+
+    /// Compares the hashes of all slices after their changes with those of the servers. Returns the
+    /// number of changed elements, or `None` if a hash differs.
+    fn checked(
+        &self,
+        held: &Held,
+        slices: &BTreeMap<u32, SliceChange>,
+        arrays: &mut Arrays<'_>,
+    ) -> Result<Option<u64>> {
+        let mut changed = 0;
+        for (tensor, array) in arrays {
+            let dtype = self.dtype_of(*tensor);
+            for (slice, spec, change) in self.changes_of(slices, *tensor) {
+                let values = part(array, spec);
+                let place = Place { dtype, first: spec.offset as u64 };
+                let before = held.hashes.get(&slice).copied().unwrap_or_default();
+                if held.unread == 0 && hash::of(dtype, place.first, values) != before {
+                    return Ok(None);
+                }
+                let found = apply::hash_change(place, values, &change.change);
+                let found = found.map_err(|error| malformed(slice, &error))?;
+                if before.wrapping_add(found.difference) != change.hash {
+                    return Ok(None);
+                }
+                changed += found.changed;
+            }
+        }
+        Ok(Some(changed))
+    }
+
+    fn write(&self, slices: &BTreeMap<u32, SliceChange>, arrays: &mut Arrays<'_>) -> Result<()> {
+        for (tensor, array) in arrays {
+            let dtype = self.dtype_of(*tensor);
+            for (slice, spec, change) in self.changes_of(slices, *tensor) {
+                apply::apply(dtype, part(array, spec), &change.change)
+                    .map_err(|error| malformed(slice, &error))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fetches all values, of the version that is pinned or of the newest one.
+    async fn copy(&mut self, version: &mut FollowedVersion, arrays: &mut Arrays<'_>) -> Result<()> {
+        let deadline = Deadline::after(self.cluster.options.timeout);
+        loop {
+            if !matches!(version.content, Content::Full(Some(_), _)) {
+                let reason = self.reason;
+                self.shown = None;
+                let pinned = self.pinned(deadline).await?;
+                *version = FollowedVersion::full(self.of.line, pinned, reason);
+            }
+            let Content::Full(Some(pinned), reason) = &version.content else { continue };
+            let reason = *reason;
+            (self.held, self.shown) = (None, None);
+            self.reason = Copied::Interrupted;
+            match self.pull(pinned, arrays).await {
+                Ok(()) => {
+                    let bytes = arrays.values_mut().map(|array| array.bytes_mut().len() as u64);
+                    version.bytes = bytes.sum();
+                    let hashes = self.hashes(arrays);
+                    self.held = Some(Held { version: version.number, hashes, unread: 1 });
+                    self.shown = Some(version.number);
+                    *self.copies.entry(reason).or_default() += 1;
+                    // The servers need not keep it any longer.
+                    version.content = Content::Full(None, reason);
+                    return Ok(());
+                }
+                // The pin has ended, or its server: another version is pinned.
+                Err(error @ (Error::VersionGone { .. } | Error::Unavailable { .. }))
+                    if !deadline.left().is_zero() =>
+                {
+                    tracing::debug!(%error, "a full copy was interrupted");
+                }
+                Err(error) if !is_answer(&error) && !deadline.left().is_zero() => {
+                    tracing::debug!(%error, "a full copy was interrupted");
+                }
+                Err(error) => return Err(error),
+            }
+            version.content = Content::Full(None, reason);
+            Self::pause().await;
+            self.describe().await?;
+        }
+    }
+
+    async fn pull(&self, pinned: &Pinned, arrays: &mut Arrays<'_>) -> Result<()> {
+        let targets = arrays.iter_mut().map(|(tensor, array)| Target {
+            tensor: TensorId::new(*tensor),
+            bounds: None,
+            data: array.reborrow(),
+        });
+        let manifest = &self.of.spec.manifest;
+        pinned
+            .pull_encoded(pull::by_wire(manifest, self.follow.dtype.into(), targets.collect()))
+            .await
+    }
+
+    /// The hashes of all slices.
+    fn hashes(&self, arrays: &mut Arrays<'_>) -> BTreeMap<u32, u64> {
+        let manifest = &self.of.spec.manifest;
+        let mut hashes = BTreeMap::new();
+        for (tensor, array) in arrays {
+            let dtype = self.dtype_of(*tensor);
+            for slice in manifest.slices_of(*tensor) {
+                let spec = &manifest.slices()[slice];
+                let found = hash::of(dtype, spec.offset as u64, part(array, spec));
+                hashes.insert(slice as u32, found);
+            }
+        }
+        hashes
+    }
+}
+
+/// The values of a slice in the array of its tensor.
+fn part<'a>(array: &'a mut Slots<'_>, slice: &SliceSpec) -> &'a mut [u8] {
+    let size = array.dtype().size();
+    &mut array.bytes_mut()[slice.offset * size..(slice.offset + slice.numel) * size]
+}

@@ -1,0 +1,107 @@
+//! Bits in bytes, the lowest bit of each byte first.
+
+/// Appends bits to bytes.
+pub(crate) struct Writer<'a> {
+    out: &'a mut Vec<u8>,
+    /// The bits that are not in `out` yet, the first one lowest.
+    pending: u64,
+    /// INVARIANT: less than 32.
+    count: u32,
+}
+
+impl<'a> Writer<'a> {
+    pub(crate) fn new(out: &'a mut Vec<u8>) -> Self {
+        Self { out, pending: 0, count: 0 }
+    }
+
+    /// Appends the lowest `count` bits of `value`, whose other bits are 0. At most 32.
+    #[inline]
+    pub(crate) fn write(&mut self, value: u32, count: u32) {
+        self.pending |= u64::from(value) << self.count;
+        self.count += count;
+        if self.count >= 32 {
+            self.out.extend_from_slice(&(self.pending as u32).to_le_bytes());
+            self.pending >>= 32;
+            self.count -= 32;
+        }
+    }
+
+    /// Appends this number of zeros, and a one.
+    #[inline]
+    pub(crate) fn unary(&mut self, mut zeros: u32) {
+        while zeros >= 31 {
+            self.write(0, 31);
+            zeros -= 31;
+        }
+        self.write(1 << zeros, zeros + 1);
+    }
+
+    /// Fills the last byte with zeros.
+    pub(crate) fn finish(self) {
+        let bytes = self.count.div_ceil(8) as usize;
+        self.out.extend_from_slice(&self.pending.to_le_bytes()[..bytes]);
+    }
+}
+
+/// Reads bits from bytes. Behind the end there are zeros, which [`Reader::end`] finds.
+pub(crate) struct Reader<'a> {
+    bytes: &'a [u8],
+    /// The number of bits that have been read.
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    /// The next bits: at least 57, with zeros behind the end.
+    #[inline]
+    fn peek(&self) -> u64 {
+        let start = self.at / 8;
+        let word = match self.bytes.get(start..start + 8) {
+            Some(word) => u64::from_le_bytes(word.try_into().expect("eight bytes")),
+            None => {
+                let mut word = [0; 8];
+                let rest = self.bytes.get(start..).unwrap_or_default();
+                word[..rest.len()].copy_from_slice(rest);
+                u64::from_le_bytes(word)
+            }
+        };
+        word >> (self.at % 8)
+    }
+
+    /// The next `count` bits, at most 32.
+    #[inline]
+    pub(crate) fn read(&mut self, count: u32) -> u32 {
+        let value = self.peek() & ((1 << count) - 1);
+        self.at += count as usize;
+        value as u32
+    }
+
+    /// The number of zeros before the next one, which is read as well; `None` if there are more
+    /// than `most`.
+    #[inline]
+    pub(crate) fn unary(&mut self, most: u32) -> Option<u32> {
+        let mut zeros = 0;
+        loop {
+            let next = self.peek().trailing_zeros();
+            if next < 57 {
+                self.at += next as usize + 1;
+                zeros += next;
+                return (zeros <= most).then_some(zeros);
+            }
+            self.at += 56;
+            zeros += 56;
+            if zeros > most {
+                return None;
+            }
+        }
+    }
+
+    /// The number of bytes that have been read from, if there were that many.
+    pub(crate) fn end(&self) -> Option<usize> {
+        let bytes = self.at.div_ceil(8);
+        (bytes <= self.bytes.len()).then_some(bytes)
+    }
+}

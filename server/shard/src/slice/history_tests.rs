@@ -1,0 +1,197 @@
+//! The history of a slice: the changes between any two of its versions, and their hashes.
+
+use zeroshard_changes::{apply::apply, hash, merge};
+use zeroshard_model::{Manifest, StateDType, TensorSpec};
+use zeroshard_shm::Arena;
+
+use super::{
+    tests::{PARAMETERS, Subject, chunk},
+    *,
+};
+use crate::state_selector::StateSelector;
+
+/// Large enough for an arena, and more than a block of a change.
+const SHAPE: [u64; 2] = [150, 128];
+const NUMEL: usize = 150 * 128;
+
+/// Those with a loop of their own, with several passes, and with 8-bit state.
+const OPTIMIZERS: [(&str, StateDType); 6] = [
+    ("adamw", StateDType::F32),
+    ("adamw", StateDType::Int8),
+    ("sgd", StateDType::F32),
+    ("lamb", StateDType::F32),
+    ("adafactor", StateDType::F32),
+    ("lion", StateDType::Int8),
+];
+
+fn numbers(random: &mut fastrand::Rng, scale: f32) -> Vec<f32> {
+    (0..NUMEL).map(|_| scale * (random.f32() - 0.5)).collect()
+}
+
+fn subject(tensor: TensorSpec, optimizer: &str, state_dtype: StateDType) -> Subject {
+    let arena = Arena::create("test", 6 * NUMEL * size_of::<f32>()).unwrap();
+    let manifest = Manifest::new(vec![tensor]).unwrap();
+    let groups = vec![optimizer.parse().unwrap()];
+    let job = JobSpec { state_dtype, ..JobSpec::new("job", manifest, groups) };
+    Subject::in_arena(job, Some(&arena))
+}
+
+/// A slice that is followed, with the values of all of its versions as readers get them.
+struct Followed {
+    subject: Subject,
+    versions: [Vec<bytes::Bytes>; DType::ALL.len()],
+    /// The pairs of versions of which the change is not known, and those of which it is.
+    counts: [usize; 2],
+}
+
+impl Followed {
+    fn new(subject: Subject, budget: &Arc<Budget>) -> Self {
+        let followed = Self { subject, versions: Default::default(), counts: [0; 2] };
+        followed.follow(budget);
+        followed
+    }
+
+    fn follow(&self, budget: &Arc<Budget>) {
+        for dtype in DType::ALL {
+            if let Some(unhashed) = self.subject.slice.follow(dtype, budget).unwrap() {
+                let pending = self.subject.slice.changes(dtype, 0, 0);
+                assert!(matches!(pending, Since::Pending | Since::Unknown), "{pending:?}");
+                unhashed.compute(self.subject.slice.backend()).unwrap();
+            }
+        }
+    }
+
+    /// Keeps the values of the version, and checks the changes that lead to it.
+    fn check(&mut self, version: u64) {
+        let slice = &self.subject.slice;
+        let array = self.subject.held(StateSelector::Parameters, version);
+        for (dtype, versions) in DType::ALL.into_iter().zip(&mut self.versions) {
+            let to = array.read(slice.backend(), 0..NUMEL, dtype).unwrap();
+            versions.push(to.to_vec().into());
+            for (before, from) in (0..).zip(versions.iter()) {
+                let Since::Known { changes, hash } = slice.changes(dtype, before, version) else {
+                    self.counts[0] += 1;
+                    continue;
+                };
+                self.counts[1] += 1;
+                let what = format!("{dtype}: version {before} to {version}");
+                assert_eq!(hash, hash::of(dtype, slice.spec.offset as u64, &to), "{what}");
+                let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
+                assert_eq!(parts.len() as u64, version - before, "{what}");
+                let mut values = from.to_vec();
+                apply(dtype, &mut values, &merge(dtype, NUMEL, &parts).unwrap()).unwrap();
+                assert!(values == to, "{what}");
+            }
+            let ahead = slice.changes(dtype, version, version + 1);
+            assert_eq!(ahead, Since::Unknown, "{dtype}: the next version");
+        }
+    }
+}
+
+#[test]
+fn the_history_has_the_changes_of_all_steps_of_all_optimizers() {
+    let budget = Budget::new(u64::MAX);
+    let mut random = fastrand::Rng::with_seed(3);
+    for ((optimizer, state), dtype) in
+        OPTIMIZERS.into_iter().flat_map(|optimizer| DType::ALL.map(|dtype| (optimizer, dtype)))
+    {
+        let tensor = TensorSpec { dtype, ..TensorSpec::new("w", SHAPE) };
+        let subject = subject(tensor, optimizer, state);
+        assert!(subject.slice.follow(dtype, &budget).unwrap().is_none(), "it has no content");
+        subject.upload_chunk(PARAMETERS, &chunk(0, 0, &numbers(&mut random, 1.0))).unwrap();
+        let mut followed = Followed::new(subject, &budget);
+        followed.check(0);
+        let mut held = None;
+        for version in 0..8 {
+            let subject = &followed.subject;
+            match version {
+                3 => subject.skip(version),
+                4 => {
+                    subject.absent(0);
+                    subject.step(version, 1.0, 1.0);
+                }
+                5 => {
+                    // An optimizer on the ranks.
+                    subject.replace_chunk(&chunk(0, 0, &numbers(&mut random, 1.0)));
+                    subject.absent(0);
+                    subject.step(version, 1.0, 1.0);
+                }
+                _ => {
+                    subject.push(0, &numbers(&mut random, 1.0));
+                    subject.step(version, 0.5, 0.5);
+                }
+            }
+            // A reader holds every other version, so that steps rotate, or write to other memory.
+            held = held.xor(Some(subject.held(StateSelector::Parameters, version + 1)));
+            followed.check(version + 1);
+        }
+        // 45 pairs in each of three dtypes. Where steps change all of an f32 slice, the changes of
+        // more than one take more than the slice.
+        assert!(followed.counts[1] >= 3 * 9, "{optimizer} {dtype}: {:?}", followed.counts);
+    }
+}
+
+#[test]
+fn replaced_values_beside_a_gradient_leave_a_gap_after_which_a_history_begins_again() {
+    let (budget, mut random) = (Budget::new(u64::MAX), fastrand::Rng::with_seed(4));
+    let subject = subject(TensorSpec::new("w", SHAPE), "sgd", StateDType::F32);
+    subject.upload_chunk(PARAMETERS, &chunk(0, 0, &numbers(&mut random, 1.0))).unwrap();
+    let mut followed = Followed::new(subject, &budget);
+    followed.check(0);
+    let subject = &followed.subject;
+    subject.replace_chunk(&chunk(0, 0, &numbers(&mut random, 1.0)));
+    subject.push(0, &numbers(&mut random, 1.0));
+    subject.step(0, 1.0, 1.0);
+    assert_eq!(followed.counts, [0, 3]);
+    followed.check(1);
+    assert_eq!(followed.counts, [3 + 3, 3], "nothing is known about version 1");
+    followed.follow(&budget);
+    followed.subject.push(0, &numbers(&mut random, 1.0));
+    followed.subject.step(1, 1.0, 1.0);
+    followed.check(2);
+    assert_eq!(followed.counts, [6 + 3, 3 + 6], "the changes since version 1 are known");
+}
+
+#[test]
+fn a_full_budget_drops_the_oldest_changes_and_keeps_the_hash() {
+    let mut random = fastrand::Rng::with_seed(5);
+    for bytes in [0, 3_000, 60_000, 200_000] {
+        let budget = Budget::new(bytes);
+        let subject = subject(TensorSpec::new("w", SHAPE), "sgd", StateDType::F32);
+        subject.upload_chunk(PARAMETERS, &chunk(0, 0, &numbers(&mut random, 1.0))).unwrap();
+        let mut followed = Followed::new(subject, &budget);
+        followed.check(0);
+        for version in 0..10 {
+            // Smaller and smaller steps have smaller and smaller changes.
+            followed.subject.push(0, &numbers(&mut random, 1.0));
+            followed.subject.step(version, 0.1f64.powi(version as i32), 1.0);
+            followed.check(version + 1);
+            assert!(budget.used() <= bytes);
+        }
+        // The hash of the last version is known without any change.
+        for dtype in DType::ALL {
+            let last = followed.subject.slice.changes(dtype, 10, 10);
+            assert!(matches!(last, Since::Known { .. }), "{bytes}: {last:?}");
+        }
+        drop(followed);
+        assert_eq!(budget.used(), 0);
+    }
+}
+
+#[test]
+fn nobody_who_follows_leaves_no_history() {
+    let (budget, mut random) = (Budget::new(u64::MAX), fastrand::Rng::with_seed(6));
+    let subject = subject(TensorSpec::new("w", SHAPE), "sgd", StateDType::F32);
+    subject.upload_chunk(PARAMETERS, &chunk(0, 0, &numbers(&mut random, 1.0))).unwrap();
+    let followed = Followed::new(subject, &budget);
+    followed.subject.push(0, &numbers(&mut random, 1.0));
+    followed.subject.step(0, 1.0, 1.0);
+    assert!(budget.used() > 0);
+    let slice = &followed.subject.slice;
+    DType::ALL.into_iter().for_each(|dtype| slice.unfollow(dtype));
+    assert_eq!((budget.used(), slice.changes(DType::F32, 0, 1)), (0, Since::Unknown));
+    // The content of another version of the same number begins another history.
+    followed.follow(&budget);
+    slice.publish(1).unwrap();
+    assert_eq!(slice.changes(DType::F32, 1, 1), Since::Unknown);
+}

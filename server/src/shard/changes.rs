@@ -1,0 +1,248 @@
+//! `Changes`: what the steps between two versions have changed in slices, for readers that follow a
+//! job. The slices record it; this file waits for versions, adds the changes of several steps, and
+//! sends them.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use futures_util::{Stream, stream};
+use prometheus::IntGauge;
+use tokio::sync::Semaphore;
+use zeroshard_changes::merge;
+use zeroshard_kernels::Backend;
+use zeroshard_model::{DType, Error, Result};
+use zeroshard_net::Deadline;
+use zeroshard_proto::{Wire, pb};
+use zeroshard_shard::{fair::end_after_others, slice::Since};
+
+use super::{job::Job, store::Store};
+
+/// The bytes of a change in one message.
+const PART: usize = 1 << 20;
+
+/// The pause before a hash is looked for again that another call computes.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// What is to be sent.
+struct Changes<B: Backend> {
+    store: Arc<Store<B>>,
+    job: Arc<Job<B>>,
+    /// The slices that have not been sent, the last one first.
+    rest: Vec<(u32, DType)>,
+    from: u64,
+    to: u64,
+    deadline: Deadline,
+    /// The rest of a change, with the hash after it.
+    part: Option<(u32, Bytes, u64)>,
+    _follower: Option<Follower>,
+}
+
+/// A reader in the metrics.
+struct Follower(IntGauge);
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// Checks the request, records changes from now on, waits for the version, and returns the messages
+/// of the response. `turns`: those to hash slices.
+///
+/// # Errors
+/// [`Error::VersionGone`] for another line; [`Error::NotHere`] for a slice of which another server
+/// is the primary; [`Error::Refused`], [`Error::Invalid`] for a malformed request;
+/// [`Error::Timeout`]; [`Error::OutOfMemory`].
+pub(super) async fn changes<B: Backend>(
+    store: &Arc<Store<B>>,
+    turns: &Arc<Semaphore>,
+    job: Arc<Job<B>>,
+    request: pb::ChangesRequest,
+    deadline: Deadline,
+) -> Result<impl Stream<Item = Result<pb::ChangesResponse>> + Send + use<B>> {
+    let pb::ChangesRequest { line, from, to, wait_ms, newer_than, .. } = request;
+    job.check_line(line, to.or(from).unwrap_or_default())?;
+    if let (Some(from), Some(to)) = (from, to)
+        && to < from
+    {
+        let expected = format!("at least the version of the reader, {from}");
+        return Err(Error::invalid("version of a reader's request", to, expected));
+    }
+    let mut slices = slices(&job, &request.slices)?;
+    let mut follower = None;
+    job.count(|series| {
+        series.followers().inc();
+        follower = Some(Follower(series.followers().clone()));
+    });
+    begin(store, turns, &job, &slices, deadline).await?;
+    let wait = Duration::from_millis(wait_ms.into());
+    let version = match to {
+        Some(to) => {
+            job.wait_for_version(to, deadline).await?;
+            to
+        }
+        None => newest(&job, newer_than.or(from), deadline.at_most(wait)).await?,
+    };
+    slices.reverse();
+    let from = match from.filter(|&from| from < version || to.is_some()) {
+        Some(from) => from,
+        None => {
+            slices.clear();
+            version
+        }
+    };
+    let (store, rest, to) = (store.clone(), slices, version);
+    let changes = Changes { store, job, rest, from, to, deadline, part: None, _follower: follower };
+    let first = pb::ChangesResponse { version: Some(version), ..Default::default() };
+    let parts = stream::try_unfold(changes, |mut changes| async {
+        let next = changes.next_message().await?;
+        Ok(next.map(|message| (message, changes)))
+    });
+    Ok(futures_util::StreamExt::chain(stream::iter([Ok(first)]), parts))
+}
+
+/// The slices of a request, with the dtype of the reader.
+fn slices<B: Backend>(job: &Job<B>, messages: &[pb::FollowedSlices]) -> Result<Vec<(u32, DType)>> {
+    let mut all = Vec::new();
+    for message in messages {
+        let wire = Wire::of_message(message.dtype, || "dtype of a reader".to_owned())?;
+        let Wire::Plain(dtype) = wire else {
+            return Err(Error::invalid("dtype of a reader", wire, "f32, bf16 or f16"));
+        };
+        if !message.slices.is_sorted_by(|one, other| one < other) {
+            return Err(Error::refused("the slices of a reader's request are not ascending"));
+        }
+        for &slice in &message.slices {
+            job.primary_slice(slice)?;
+            all.push((slice, dtype));
+        }
+        job.note_follower(dtype);
+    }
+    if all.len() > job.spec.manifest.slices().len() {
+        return Err(Error::refused("a reader's request has a slice in more than one dtype"));
+    }
+    Ok(all)
+}
+
+/// Records the changes of slices from now on. Hashes those of which nothing is recorded yet.
+async fn begin<B: Backend>(
+    store: &Arc<Store<B>>,
+    turns: &Arc<Semaphore>,
+    job: &Arc<Job<B>>,
+    slices: &[(u32, DType)],
+    deadline: Deadline,
+) -> Result<()> {
+    let (job, budget) = (job.clone(), store.history.clone());
+    let new: Vec<_> = slices
+        .iter()
+        .copied()
+        .filter(|&(index, dtype)| {
+            job.primary_slice(index).is_ok_and(|slice| !slice.is_followed(dtype))
+        })
+        .collect();
+    if new.is_empty() {
+        return Ok(());
+    }
+    let name = job.spec.name.clone();
+    let waiting_for = || format!("other calls that hash slices, at job {name:?}");
+    let turn = deadline.limit(waiting_for, turns.clone().acquire_owned()).await?;
+    let work = move || {
+        // The turn lasts until this thread has finished, even if the call has ended.
+        let _turn = turn.expect("the semaphore is never closed");
+        for (index, dtype) in new {
+            let unhashed = job.note(index, job.follow(index, dtype, &budget))?;
+            if let Some(unhashed) = unhashed {
+                let backend = job.primary_slice(index)?.backend();
+                job.note(index, unhashed.compute(backend))?;
+            }
+        }
+        Ok(())
+    };
+    store.failure.blocking("hash slices", work).await
+}
+
+/// The newest version that can be read. Waits for one after `than`.
+///
+/// # Errors
+/// [`Error::Timeout`] if there is no version yet.
+async fn newest<B: Backend>(job: &Job<B>, than: Option<u64>, deadline: Deadline) -> Result<u64> {
+    let newer = || {
+        let version = job.readable_version();
+        Ok(version.filter(|&version| than.is_none_or(|than| version > than)))
+    };
+    let waiting_for = || format!("the next version of job {:?}", job.spec.name);
+    match job.wait_for(deadline, newer, waiting_for).await {
+        Err(error @ Error::Timeout { .. }) => job.readable_version().ok_or(error),
+        version => version,
+    }
+}
+
+impl<B: Backend> Changes<B> {
+    async fn next_message(&mut self) -> Result<Option<pb::ChangesResponse>> {
+        if self.part.is_none() && !self.next_slice().await? {
+            let is_unknown = !self.rest.is_empty();
+            self.rest.clear();
+            let last = pb::ChangesResponse { is_unknown, ..Default::default() };
+            return Ok(is_unknown.then_some(last));
+        }
+        let mut message = pb::ChangesResponse::default();
+        let mut room = PART;
+        // Small changes share a message.
+        while let Some((slice, mut change, hash)) = self.part.take() {
+            let part = change.split_to(change.len().min(room));
+            room -= part.len();
+            let is_last = change.is_empty();
+            if !is_last {
+                self.part = Some((slice, change, hash));
+            }
+            let hash = is_last.then_some(hash);
+            message.changes.push(pb::SliceChange { slice, change: part, hash });
+            if room == 0 || is_last && !self.next_slice().await? {
+                break;
+            }
+        }
+        let bytes = (PART - room) as u64;
+        end_after_others(self.job.shares.network.turn(bytes).await).await;
+        self.job.count(|series| series.sent_changes(bytes));
+        Ok(Some(message))
+    }
+
+    /// Adds the changes of the next slice. Returns `false` after the last one, and if the change is
+    /// not known; the slice then stays among the rest.
+    async fn next_slice(&mut self) -> Result<bool> {
+        let Some(&(index, dtype)) = self.rest.last() else { return Ok(false) };
+        let (changes, hash) = loop {
+            if self.job.closed().is_cancelled() {
+                return Err(self.job.closed_error());
+            }
+            match self.job.primary_slice(index)?.changes(dtype, self.from, self.to) {
+                Since::Unknown => return Ok(false),
+                Since::Known { changes, hash } => break (changes, hash),
+                Since::Pending if self.deadline.left().is_zero() => {
+                    let waiting_for = format!("the hash of slice {index}");
+                    return Err(self.deadline.timeout(waiting_for));
+                }
+                Since::Pending => tokio::time::sleep(PAUSE).await,
+            }
+        };
+        self.rest.pop();
+        let change = match &changes[..] {
+            [change] => change.clone(),
+            _ => self.merged(index, dtype, changes).await?,
+        };
+        self.part = Some((index, change, hash));
+        Ok(true)
+    }
+
+    /// The sum of the changes of several steps, or of none.
+    async fn merged(&self, index: u32, dtype: DType, changes: Vec<Bytes>) -> Result<Bytes> {
+        let numel = self.job.primary_slice(index)?.spec.numel;
+        let work = move || {
+            let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
+            let merged = merge(dtype, numel, &parts);
+            let merged = merged.map_err(|error| Error::Internal { cause: error.to_string() })?;
+            Ok(Bytes::from(merged))
+        };
+        self.store.failure.blocking("add changes", work).await
+    }
+}

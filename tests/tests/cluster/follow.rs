@@ -1,0 +1,306 @@
+//! Readers that follow a job: they receive what its steps have changed.
+//!
+//! promise: consistent-reads
+
+use std::{
+    collections::{BTreeMap, HashMap, hash_map::DefaultHasher},
+    hash::{Hash, Hasher},
+    ops::Range,
+    sync::Mutex,
+};
+
+use half::{bf16, f16};
+use zeroshard_client::{
+    Cluster as Client, Commit, Copied, Error, Follow, FollowedVersion, Follower, Job, Pin, Slots,
+    Target, TensorData, TensorId,
+};
+use zeroshard_model::{DType, JobSpec, TensorSpec, geometry::blocks::SLICE};
+use zeroshard_tests::{Cluster, synthetic, training};
+
+use crate::{
+    adamw,
+    checkpoints::{directory, policy, until_saved},
+    connect, job,
+    replicas::{replace, step, until_redundant},
+    restored::train,
+    sgd, start, until,
+};
+
+/// The hashes of the values of each version, in each dtype, as the trainer has pulled them.
+#[derive(Default)]
+struct Truth(Mutex<HashMap<(u64, DType), u64>>);
+
+impl Truth {
+    /// Pulls a version as a rank.
+    async fn record(&self, job: &Job, version: u64) {
+        self.insert(job.spec(), version, &training::pull(job, version).await.unwrap());
+    }
+
+    /// Pulls the newest version, which is this one, as a reader.
+    async fn record_pinned(&self, client: &Client, job: &str, version: u64) {
+        let pinned = client.pin(job, &Pin::default()).await.unwrap();
+        assert_eq!(pinned.version(), version);
+        let tensors = pinned.spec().manifest.tensors().iter();
+        let mut values: Vec<_> = tensors.map(|of| vec![f32::NAN; of.numel() as usize]).collect();
+        let targets = values.iter_mut().enumerate();
+        let targets = targets.map(|(tensor, data)| Target::new(TensorId::new(tensor), data));
+        pinned.pull(targets.collect()).await.unwrap();
+        self.insert(pinned.spec(), version, &values);
+    }
+
+    fn insert(&self, spec: &JobSpec, version: u64, values: &[Vec<f32>]) {
+        let mut hashes = Vec::new();
+        for dtype in DType::ALL {
+            let hash = hash_of(spec, dtype, |tensor| {
+                values[tensor].iter().flat_map(|&value| encoded(value, dtype)).collect()
+            });
+            hashes.push(((version, dtype), hash));
+        }
+        self.0.lock().unwrap().extend(hashes);
+    }
+
+    async fn train(&self, job: &Job, steps: Range<u64>) {
+        for number in steps {
+            self.record(job, number).await;
+            step(job, number).await;
+        }
+    }
+
+    /// Waits until the trainer has pulled a version.
+    async fn until(&self, version: u64) {
+        let has = || self.0.lock().unwrap().contains_key(&(version, DType::F32));
+        until(&format!("the trainer has pulled version {version}"), has).await;
+    }
+
+    /// Compares a version with what the trainer has pulled, or is about to pull.
+    async fn check(&self, reader: &Reader) {
+        let (version, dtype) = (reader.follower.version().unwrap(), reader.dtype);
+        self.until(version).await;
+        let found = hash_of(reader.follower.spec(), dtype, |tensor| reader.arrays[&tensor].clone());
+        assert_eq!(found, self.0.lock().unwrap()[&(version, dtype)], "{dtype}: version {version}");
+    }
+}
+
+fn encoded(value: f32, dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F32 => value.to_le_bytes().to_vec(),
+        DType::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+        DType::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+    }
+}
+
+/// A hash of all parameters.
+fn hash_of(spec: &JobSpec, dtype: DType, values: impl Fn(usize) -> Vec<u8>) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    let tensors = spec.manifest.tensors().iter().enumerate();
+    for (tensor, of) in tensors.filter(|(_, of)| !of.buffer && of.alias_of.is_none()) {
+        let values = values(tensor);
+        assert_eq!(values.len(), of.numel() as usize * dtype.size());
+        values.hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+/// A reader with arrays of its own.
+struct Reader {
+    follower: Follower,
+    dtype: DType,
+    arrays: BTreeMap<usize, Vec<u8>>,
+    /// The versions that were applied.
+    seen: Vec<u64>,
+    /// The bytes of changes, without full copies.
+    bytes: u64,
+}
+
+impl Reader {
+    async fn new(client: &Client, job: &str, dtype: DType) -> Self {
+        let follow = Follow { dtype, ..Follow::default() };
+        let follower = client.follow(job, follow).await.unwrap();
+        let tensors = follower.tensors().unwrap().into_iter();
+        let arrays = tensors.map(|tensor| {
+            let numel = follower.spec().manifest.tensors()[tensor].numel() as usize;
+            (tensor, vec![0xaa; numel * follower.dtype_of(tensor).size()])
+        });
+        let arrays = arrays.collect();
+        Self { follower, dtype, arrays, seen: Vec::new(), bytes: 0 }
+    }
+
+    async fn apply(&mut self, version: &mut FollowedVersion) -> Result<(), Error> {
+        let dtypes: BTreeMap<usize, DType> =
+            self.arrays.keys().map(|&tensor| (tensor, self.follower.dtype_of(tensor))).collect();
+        let targets = self.arrays.iter_mut().map(|(&tensor, array)| Target {
+            tensor: TensorId::new(tensor),
+            bounds: None,
+            data: Slots::new(array, dtypes[&tensor]).unwrap(),
+        });
+        let targets = targets.collect();
+        self.follower.apply(version, targets).await?;
+        self.seen.push(version.version().version);
+        if version.copied().is_none() {
+            self.bytes += version.bytes();
+        }
+        Ok(())
+    }
+
+    /// Applies the next version.
+    async fn next(&mut self) -> FollowedVersion {
+        let mut version = self.follower.next().await.unwrap();
+        self.apply(&mut version).await.unwrap();
+        assert_eq!(self.follower.version(), Some(version.version().version));
+        version
+    }
+
+    /// Follows until `end`, and checks every version. `skips`: waits for this number of versions
+    /// between two requests.
+    async fn follow(mut self, end: u64, skips: u64, truth: &Truth) -> Self {
+        loop {
+            let version = self.next().await.version().version;
+            truth.check(&self).await;
+            if version == end {
+                assert!(self.seen.is_sorted_by(|one, other| one < other), "{:?}", self.seen);
+                return self;
+            }
+            let wanted = end.min(version + skips);
+            truth.until(wanted).await;
+        }
+    }
+}
+
+/// Tensors of several dtypes, one of which has more than one slice.
+fn tensors() -> Vec<TensorSpec> {
+    let mut tensors = synthetic::kinds_and_large(&adamw());
+    for tensor in &mut tensors {
+        match &*tensor.name {
+            "bias" | "large" => tensor.dtype = DType::Bf16,
+            "one" => tensor.dtype = DType::F16,
+            _ => {}
+        }
+    }
+    tensors
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn readers_have_every_version_that_they_report_while_a_server_is_killed() {
+    const STEPS: u64 = 50;
+    let mut cluster = Cluster::start(2);
+    let spec = JobSpec { min_servers: 2, replicas: 2, ..job("live", 1, adamw(), tensors()) };
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let training = async {
+        truth.train(&trainer, 0..10).await;
+        truth.train(&trainer, 10..25).await;
+        until_redundant(&cluster.coordinator, "live").await;
+        replace(&mut cluster, 0);
+        truth.train(&trainer, 25..STEPS).await;
+        truth.record(&trainer, STEPS).await;
+    };
+    let early = async {
+        let reader = Reader::new(&client, "live", DType::Bf16).await;
+        reader.follow(STEPS, 0, &truth).await
+    };
+    let slow = async {
+        let reader = Reader::new(&client, "live", DType::F32).await;
+        reader.follow(STEPS, 4, &truth).await
+    };
+    let late = async {
+        truth.until(12).await;
+        let reader = Reader::new(&client, "live", DType::F16).await;
+        reader.follow(STEPS, 0, &truth).await
+    };
+    let ((), early, slow, late) = tokio::join!(training, early, slow, late);
+    for reader in [&early, &slow, &late] {
+        let copies: u64 = reader.follower.copies().values().sum();
+        assert_eq!(reader.follower.copies()[&Copied::Joined], 1);
+        println!(
+            "{}: {} versions, {copies} full copies {:?}, {} bytes of changes",
+            reader.dtype,
+            reader.seen.len(),
+            reader.follower.copies(),
+            reader.bytes
+        );
+    }
+    let slow = slow.seen.len() as u64;
+    assert!(slow <= STEPS / 4 + 2, "a reader that asks seldom skips versions: {slow}");
+    let [copied, applied] =
+        [early.follower.copies().values().sum::<u64>(), early.seen.len() as u64];
+    assert!(copied < applied / 2, "{copied} of {applied} versions were full copies");
+}
+
+#[tokio::test]
+async fn arrays_that_somebody_has_written_to_get_a_full_copy() {
+    let cluster = Cluster::start(2);
+    let tensors = vec![TensorSpec::new("w", [SLICE as u64 + 10]), TensorSpec::new("b", [3])];
+    let spec = job("written", 1, sgd(0.1), tensors);
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let mut reader = Reader::new(&client, "written", DType::Bf16).await;
+    truth.record(&trainer, 0).await;
+    assert_eq!(reader.next().await.copied(), Some(Copied::Joined));
+    truth.check(&reader).await;
+    for number in 0..4 {
+        step(&trainer, number).await;
+        truth.record(&trainer, number + 1).await;
+        if number == 2 {
+            reader.arrays.get_mut(&1).unwrap()[1] ^= 1;
+        }
+        let before = reader.arrays.clone();
+        let mut version = reader.follower.next().await.unwrap();
+        assert_eq!(reader.arrays, before, "nothing is written before `apply`");
+        assert_eq!(version.copied(), None);
+        reader.apply(&mut version).await.unwrap();
+        truth.check(&reader).await;
+        let expected = (number == 2).then_some(Copied::Differed);
+        assert_eq!((version.copied(), version.version().version), (expected, number + 1));
+        // The same version again is no version of these arrays.
+        if version.copied().is_none() {
+            let again = reader.apply(&mut version).await;
+            assert!(matches!(again, Err(Error::Refused { .. })), "{again:?}");
+        }
+        truth.check(&reader).await;
+    }
+    assert_eq!(reader.follower.copies()[&Copied::Differed], 1);
+}
+
+#[tokio::test]
+async fn a_skipped_step_is_an_empty_change_and_a_rewind_a_full_copy() {
+    const NUMEL: usize = 40_000;
+    let (directory, cluster) = (directory(), Cluster::start(2));
+    let tensors = vec![TensorSpec::new("w", [NUMEL as u64])];
+    let checkpoints = Some(policy(directory.path(), 2));
+    let spec = JobSpec { checkpoints, ..job("back", 1, sgd(0.1), tensors) };
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let mut reader = Reader::new(&client, "back", DType::F32).await;
+    reader.next().await;
+    step(&trainer, 0).await;
+    assert_eq!(reader.next().await.copied(), None);
+    let gradient = TensorData::new(TensorId::new(0), vec![f32::NAN; NUMEL]);
+    trainer.attempt(1).unwrap().push(vec![gradient]).await.unwrap();
+    let report = training::commit(&trainer, 1, Commit::default()).await.unwrap();
+    assert!(!report.applied);
+    let before = reader.arrays.clone();
+    let skipped = reader.next().await;
+    assert_eq!((skipped.version().version, skipped.changed_fraction()), (2, Some(0.0)));
+    assert!(skipped.bytes() < 10 && reader.arrays == before, "{} bytes", skipped.bytes());
+    until_saved(directory.path(), "back", 2).await;
+    truth.train(&trainer, 2..4).await;
+    truth.record(&trainer, 4).await;
+    assert_eq!(reader.next().await.version().version, 4);
+    truth.check(&reader).await;
+    assert_eq!(client.rewind("back", 2, None, &[]).await.unwrap(), 1);
+    assert_eq!(train(&trainer, 4, 5).await, [2]);
+    truth.record_pinned(&client, "back", 5).await;
+    let rewound = reader.next().await;
+    let version = rewound.version();
+    assert_eq!((version.version, version.line), (5, 1));
+    assert_eq!(rewound.copied(), Some(Copied::Rewound));
+    truth.check(&reader).await;
+    // A rank whose window is that of the job before the rewind has the same values.
+    truth.record(&trainer, 5).await;
+    truth.check(&reader).await;
+    step(&trainer, 5).await;
+    truth.record_pinned(&client, "back", 6).await;
+    let next = reader.next().await;
+    assert_eq!((next.version().version, next.copied()), (6, None));
+    truth.check(&reader).await;
+}
