@@ -28,14 +28,14 @@ class SpikePolicy:
     #: :func:`zeroshard.steps` skip the batches of the last ``rewind_steps`` steps; it needs
     #: ``checkpoints``. ``"stop"``: the job fails, and every rank gets a ``JobFailedError``.
     action: Literal["skip", "rewind", "stop"] = "skip"
-    #: A step is a spike if the norm of its gradient is more than this factor times the median. None:
-    #: norms are not compared.
+    #: A step is a spike if the norm of its gradient is more than this factor times the median.
+    #: None: norms are not compared.
     norm_factor: float | None = 10.0
     #: The same for the mean loss of the ranks, which ``loss`` returns. A loss is compared only with
     #: a positive median. None: losses are not compared.
     loss_factor: float | None = None
-    #: Returns the loss of this rank at the step that ``optimizer.step()`` makes. It is called there,
-    #: on every rank. A loss with inf or NaN counts for ``nonfinite_steps``.
+    #: Returns the loss of this rank at the step that ``optimizer.step()`` makes. It is called
+    #: there, on every rank. A loss with inf or NaN counts for ``nonfinite_steps``.
     loss: Callable[[], float] | None = None
     #: The number of steps of which the median is taken, 1 to 1000. No step is judged before there
     #: are as many.
