@@ -176,7 +176,8 @@ impl ShardServer {
         let BeingOpened { message: open, commands } = opened;
         let (id, epoch, leases) = (open.job_id, open.epoch, open.leases);
         let line = open.line.unwrap_or_default();
-        let origin = Origin { restore: open.requested, line, ..Origin::default() };
+        let (restore, recent) = (open.requested, open.recent);
+        let origin = Origin { restore, line, recent, ..Origin::default() };
         let opening = Opening {
             id,
             spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
