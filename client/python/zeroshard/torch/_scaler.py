@@ -52,9 +52,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.loss_scale, optimizer.is_scaled = 1.0, False
         device = scaler_device(self)
         # A step that was skipped because of a spike has finite gradients.
-        report = optimizer.last_report
-        overflowed = not report.applied and report.overflow is not None
-        skipped = not optimizer.is_waiting and overflowed
+        report = None if optimizer.is_waiting else optimizer.last_report
+        skipped = report is not None and not report.applied and report.overflow is not None
         state["found_inf_per_device"] = {device: torch.full((1,), float(skipped), device=device)}
         state["stage"] = OptState.STEPPED
         return result
