@@ -1,4 +1,4 @@
-//! The contributions to a step: which rank sent how large a gradient, and when.
+//! Asks servers who contributed to a step: which rank sent how large a gradient, and when.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -13,30 +13,29 @@ use crate::{Cluster, state::ask};
 pub struct StepContributions {
     /// The step, which took version `step` to `step + 1`.
     pub step: u64,
-    /// By tensor in manifest order, then by rank.
+    /// The contributions, ordered by tensor as in the manifest, then by rank.
     pub contributions: Vec<Contribution>,
-    /// By rank: the time from the first gradient of the step to the last one of the rank, at the
-    /// server that waited longest.
+    /// The arrival of each rank's last gradient, as the time since the first gradient of the step
+    /// arrived. If servers differ, the longest time.
     pub arrived: BTreeMap<u32, Duration>,
 }
 
-/// What a rank contributed to a tensor.
+/// One rank's contribution to a tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Contribution {
     /// The name of the tensor.
     pub tensor: String,
-    /// The rank that pushed the gradient. In a job with groups it is a part of the group's sum.
+    /// The rank that pushed it. In a job with groups, the rank stands for its share of the sum.
     pub rank: u32,
-    /// The L2 norm of what it pushed: before the mean over the ranks, and with the loss scale.
+    /// The L2 norm before ZeroShard takes the mean over the ranks and removes the loss scale.
     pub norm: f64,
-    /// A hash of what it pushed. Runs that send equal gradients have equal hashes.
+    /// A hash of the gradient. Two runs that send the same gradient show the same hash.
     pub hash: u64,
 }
 
 impl Cluster {
-    /// Returns the contributions to a step of a job. `None`: to the last one that was decided. The
-    /// servers keep those to the last steps: up to 1,000 steps, and 65,536 contributions on each
-    /// server.
+    /// Returns the contributions to a step of a job. `None`: the last decided step. Each server
+    /// keeps up to 1,000 steps, and up to 65,536 contributions in all of them.
     ///
     /// # Errors
     /// [`Error::UnknownJob`]; [`Error::Refused`] if no step has been decided, or if a server does

@@ -1,25 +1,25 @@
-//! Followers: readers that receive only what each step of a job has changed.
+//! Follows a job: a reader receives only what each step has changed.
 //!
-//! A follower joins with a full copy of one version, which it pins. Afterwards it asks all servers
-//! of its slices for the changes since its version. They answer when there is a newer one: the
-//! follower lets those that have answered an older version than others complete theirs, and has
-//! then one change for each slice, all to the same version. It keeps no copy of the values: changes
-//! are applied to the caller's own arrays, after the hashes of all slices have been compared.
+//! A follower pins one version and copies it in full. Afterwards it asks all servers of its slices
+//! for the changes since its version. The servers answer when they have a newer version. If some
+//! answer with an older version than others, the follower asks them for the rest, so that all
+//! changes lead to the same version. It keeps no copy of the values. It compares the hashes of all
+//! slices, and then applies the changes to the caller's own arrays.
 //!
-//! Whatever does not fit ends with another full copy: another line or another job of the name, a
-//! server that does not know the changes, and arrays that somebody else has written to.
+//! The follower makes another full copy if the job is on another line or is another job of the same
+//! name, if a server does not know the changes, or if somebody else has written to the arrays.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
-use tokio::time::sleep;
+use twox_hash::XxHash3_64;
 use zeroshard_model::{DType, Error, JobSpec, Manifest, Result};
 use zeroshard_net::Deadline;
 
 use crate::{
-    Cluster, Description, Pin, Pinned, pull,
+    Cluster, Description, Pin, pull,
     retry::{Next, Tries, drops_job},
 };
 use changes::Since;
@@ -29,21 +29,21 @@ mod apply;
 mod changes;
 mod version;
 
-/// The longest wait of one call for the next version. The coordinator is then asked again for the
-/// servers of the job.
+/// How long one call waits for the next version. The follower then asks the coordinator for the
+/// servers of the job again.
 const CALL: Duration = Duration::from_secs(10);
 
-/// The pause before a job is described again whose slices have moved.
+/// The pause before the job is described again, after its slices have moved or a copy has failed.
 const REFRESH: Duration = Duration::from_millis(20);
 
-/// The number of versions after which a follower reads its arrays in full and compares their hash,
-/// which finds what somebody else has written to elements that no step has changed since.
+/// The number of versions after which the follower hashes its arrays in full. This detects writes
+/// by somebody else to elements that no step has changed since.
 const READ_EVERY: u64 = 64;
 
-/// What a reader wants to follow.
+/// The tensors that a reader follows, and their dtype.
 #[derive(Debug, Clone)]
 pub struct Follow {
-    /// The dtype of the reader's parameters. Its buffers are f32.
+    /// The dtype of the reader's parameters. Buffers are always f32.
     pub dtype: DType,
     /// The tensors, by name; `None`: all tensors of the job.
     pub tensors: Option<Vec<String>>,
@@ -64,7 +64,7 @@ pub struct Follower {
     job: String,
     follow: Follow,
     of: Description,
-    /// What the reader's arrays have; `None`: they need a full copy.
+    /// The version in the reader's arrays; `None`: they need a full copy.
     held: Option<Held>,
     /// The last version that [`Self::next`] has returned.
     shown: Option<u64>,
@@ -74,13 +74,13 @@ pub struct Follower {
     reason: Copied,
 }
 
-/// The version that a reader's arrays have.
+/// The version in a reader's arrays.
 #[derive(Debug, Clone)]
 struct Held {
     version: u64,
-    /// The hashes of all slices that are followed.
+    /// The hashes of all followed slices.
     hashes: BTreeMap<u32, u64>,
-    /// The number of versions since the arrays were read in full.
+    /// The number of versions since the arrays were hashed in full.
     unread: u64,
 }
 
@@ -98,7 +98,7 @@ impl Cluster {
     }
 }
 
-/// The tensors that are followed: those that own their storage.
+/// Returns the followed tensors that own their storage.
 fn owners(manifest: &Manifest, follow: &Follow) -> Result<BTreeSet<usize>> {
     match &follow.tensors {
         None => Ok((0..manifest.tensors().len()).map(|tensor| manifest.owner(tensor)).collect()),
@@ -115,14 +115,29 @@ impl Follower {
         &self.of.spec
     }
 
-    /// The dtype of the reader's values of a tensor: [`Follow::dtype`], or f32 for a buffer.
+    /// The description of the job. Its id and its spec change if somebody deletes the job and
+    /// creates it again.
+    pub fn description(&self) -> &Description {
+        &self.of
+    }
+
+    /// The dtype of a tensor in the reader's arrays: [`Follow::dtype`], or f32 for a buffer.
     pub fn dtype_of(&self, tensor: usize) -> DType {
         pull::wire_of(&self.of.spec.manifest, self.follow.dtype.into(), tensor).decoded()
     }
 
-    /// The version that the reader's arrays have; `None` if they need a full copy.
+    /// The version in the reader's arrays; `None` if they need a full copy.
     pub fn version(&self) -> Option<u64> {
         self.held.as_ref().map(|held| held.version)
+    }
+
+    /// Returns a hash of the values in the reader's arrays, or `None` if they need a full copy.
+    /// Readers that follow the same tensors in the same dtype have equal hashes if their values are
+    /// bitwise identical.
+    pub fn hash(&self) -> Option<u64> {
+        let held = self.held.as_ref()?;
+        let words = held.hashes.iter().flat_map(|(&slice, &hash)| [u64::from(slice), hash]);
+        Some(XxHash3_64::oneshot(&words.flat_map(u64::to_le_bytes).collect::<Vec<u8>>()))
     }
 
     /// The number of full copies for each reason.
@@ -130,24 +145,24 @@ impl Follower {
         &self.copies
     }
 
-    /// The tensors that are followed: those that own their storage.
+    /// Returns the followed tensors that own their storage.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the job, which was created again, does not have one of the names.
+    /// [`Error::Invalid`] if the job was created again without one of the tensors.
     pub fn tensors(&self) -> Result<BTreeSet<usize>> {
         owners(&self.of.spec.manifest, &self.follow)
     }
 
-    /// The slices that are followed.
+    /// Returns the followed slices.
     fn slices(&self) -> Result<impl Iterator<Item = u32> + use<'_>> {
         let manifest = &self.of.spec.manifest;
-        let owners = owners(manifest, &self.follow)?.into_iter();
+        let owners = self.tensors()?.into_iter();
         Ok(owners.flat_map(|owner| manifest.slices_of(owner)).map(|slice| slice as u32))
     }
 
-    /// Waits for a version after the last one that was returned, and returns the newest one: what
-    /// it has changed since the version that the reader's arrays have. Nothing is written to the
-    /// arrays before [`Self::apply`].
+    /// Waits for a version after the last one that this method returned. Returns the newest one,
+    /// with the changes since the version in the reader's arrays. Only [`Self::apply`] writes to
+    /// the arrays.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::JobFailed`]; [`Error::Timeout`] if there is no newer version
@@ -158,30 +173,23 @@ impl Follower {
         let mut tries = Tries::until(deadline);
         loop {
             let Some(Held { version, .. }) = self.held else {
-                let reason = self.reason;
-                let pinned = self.pinned(deadline).await?;
-                self.shown = Some(pinned.version());
-                return Ok(FollowedVersion::full(self.of.line, pinned, reason));
+                let full = self.pinned(deadline).await?;
+                self.shown = Some(full.number);
+                return Ok(full);
             };
             let wait = CALL.min(deadline.left());
             let waiting_for = || format!("a version of job {:?} after {version}", self.job);
             let since = self.changes_since(version, wait);
-            let since = tries.limit(waiting_for, since).await?;
-            match since {
+            match tries.limit(waiting_for, since).await? {
                 Ok(Since::Changed { version: newer, slices }) => {
                     let numel = self.numel()?;
                     self.shown = Some(newer);
-                    return Ok(FollowedVersion::changed(
-                        self.of.line,
-                        (version, newer),
-                        slices,
-                        numel,
-                    ));
+                    let versions = (version, newer);
+                    return Ok(FollowedVersion::changed(self.of.line, versions, slices, numel));
                 }
                 Ok(Since::Unknown) => self.lose(Copied::Behind),
                 Ok(Since::Same) if deadline.left().is_zero() => {
-                    let waiting_for = format!("a version of job {:?} after {version}", self.job);
-                    return Err(deadline.timeout(waiting_for));
+                    return Err(deadline.timeout(waiting_for()));
                 }
                 Ok(Since::Same) => self.describe().await?,
                 Err(error) => self.after(error, &mut tries).await?,
@@ -189,31 +197,27 @@ impl Follower {
         }
     }
 
-    /// Waits after an error of a server, and asks the coordinator for the servers of the job.
+    /// Pauses after an error of a server, and asks the coordinator for the servers of the job.
     ///
     /// # Errors
     /// `error`, if it is final.
     async fn after(&mut self, error: Error, tries: &mut Tries) -> Result<()> {
-        let pause = match drops_job(&error) {
-            // The coordinator knows whether the job goes on, on other servers.
-            true => Some(error),
-            false => match error {
-                // The job has returned to an earlier version, or was created again.
-                error @ (Error::VersionGone { .. } | Error::JobReplaced { .. }) => Some(error),
-                error => match tries.next(error).await? {
-                    Next::Again(_) => None,
-                    Next::Refresh(error) => Some(error),
-                },
-            },
+        // The job may continue on other servers, may have returned to an earlier version, or may
+        // have been created again. Only the coordinator knows.
+        let is_elsewhere = drops_job(&error)
+            || matches!(error, Error::VersionGone { .. } | Error::JobReplaced { .. });
+        let next = match is_elsewhere {
+            true => Next::Refresh(error),
+            false => tries.next(error).await?,
         };
-        if let Some(error) = pause {
+        if let Next::Refresh(error) = next {
             tries.change(error, REFRESH).await?;
         }
         self.describe().await
     }
 
-    /// Asks for the servers of the job, and whether its versions are still those of the line that
-    /// the reader has.
+    /// Asks the coordinator for the servers of the job. The reader needs a full copy if the job is
+    /// on another line.
     async fn describe(&mut self) -> Result<()> {
         let of = self.cluster.describe_job(&self.job).await?;
         let is_same = (of.id, of.line) == (self.of.id, self.of.line);
@@ -225,16 +229,17 @@ impl Follower {
         Ok(())
     }
 
-    /// The reader needs a full copy.
+    /// Notes that the reader needs a full copy.
     fn lose(&mut self, reason: Copied) {
         if self.held.take().is_some() {
             self.reason = reason;
         }
     }
 
-    /// Pins the newest version, after all servers have begun to record changes. Waits for one after
-    /// the last one that was returned.
-    async fn pinned(&mut self, deadline: Deadline) -> Result<Pinned> {
+    /// Waits for a version after the last one that [`Self::next`] returned. Pins the newest one. By
+    /// then all servers record changes.
+    async fn pinned(&mut self, deadline: Deadline) -> Result<FollowedVersion> {
+        let reason = self.reason;
         let mut tries = Tries::until(deadline);
         loop {
             let begun = self.begin(deadline.left().min(CALL));
@@ -242,7 +247,7 @@ impl Follower {
             match tries.limit(waiting_for, begun).await? {
                 Ok(newest) if newest > self.shown => break,
                 Ok(_) if deadline.left().is_zero() => {
-                    return Err(deadline.timeout(format!("the next version of job {:?}", self.job)));
+                    return Err(deadline.timeout(waiting_for()));
                 }
                 Ok(_) => self.describe().await?,
                 Err(error) => self.after(error, &mut tries).await?,
@@ -253,17 +258,12 @@ impl Follower {
         let waiting_for = || format!("a pin of job {:?}", self.job);
         let pinned = tries.limit(waiting_for, pinned).await??;
         self.of = pinned.description().clone();
-        Ok(pinned)
+        Ok(FollowedVersion::full(self.of.line, pinned, reason))
     }
 
-    /// The number of elements that are followed.
+    /// Returns the number of followed elements.
     fn numel(&self) -> Result<u64> {
         let slices = self.of.spec.manifest.slices();
         Ok(self.slices()?.map(|slice| slices[slice as usize].numel as u64).sum())
-    }
-
-    /// Gives servers time to end a pin that has failed.
-    async fn pause() {
-        sleep(REFRESH).await;
     }
 }

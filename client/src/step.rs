@@ -123,7 +123,8 @@ pub struct StepReport {
     pub absent: Vec<Absent>,
     /// The ranks that rested (see [`crate::Attempt::rest`]), ascending.
     pub resting: Vec<u32>,
-    /// Why the job's policy on spikes skipped the step, if it did: the rest of a sentence.
+    /// The reason why the job's policy on spikes skipped the step, if it did. It completes the
+    /// sentence "The step was skipped, because ...".
     pub spike: Option<String>,
 }
 

@@ -19,7 +19,7 @@ const MAX_HELD: u64 = 256 << 20;
 const MAX_OUTBOXES: u64 = 1 << 30;
 /// The memory for versions that readers have pinned, unless the operator chooses it.
 const MAX_PINNED: u64 = 1 << 30;
-/// The memory for the changes of steps, unless the operator chooses it.
+/// The memory for what steps have changed, unless the operator chooses it.
 const MAX_HISTORY: u64 = 1 << 30;
 /// The smallest reserve: the program, and the data of connections.
 const MIN_RESERVE: u64 = 64 << 20;
@@ -35,7 +35,7 @@ pub(crate) struct Budgets {
     pub(crate) parked: u64,
     /// Versions that readers have pinned.
     pub(crate) pinned: u64,
-    /// The changes of steps, for readers that follow a job.
+    /// What steps have changed, for readers that follow a job.
     pub(crate) history: u64,
     /// Pulls that hold slices.
     pub(crate) held: u64,

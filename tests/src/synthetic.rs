@@ -21,12 +21,11 @@ fn tensors(
     manifest: &Manifest,
     wanted: impl Fn(&TensorSpec) -> bool,
     seed: u64,
-) -> Vec<TensorData> {
-    let numbered = manifest.tensors().iter().enumerate().filter(|(_, spec)| wanted(spec));
-    let data = |(tensor, spec): (usize, &TensorSpec)| {
-        TensorData::new(TensorId::new(tensor), values(seed + tensor as u64, spec.numel() as usize))
-    };
-    numbered.map(data).collect()
+) -> impl Iterator<Item = (TensorId, Vec<f32>)> {
+    let numbered = manifest.tensors().iter().enumerate().filter(move |(_, spec)| wanted(spec));
+    numbered.map(move |(tensor, spec)| {
+        (TensorId::new(tensor), values(seed + tensor as u64, spec.numel() as usize))
+    })
 }
 
 /// The tensors at these positions.
@@ -36,15 +35,17 @@ pub fn tensor_ids(indices: impl IntoIterator<Item = usize>) -> Vec<TensorId> {
 
 /// The initial parameters of all tensors that own their storage.
 pub fn parameters(manifest: &Manifest) -> Vec<TensorData> {
-    tensors(manifest, |spec| spec.alias_of.is_none(), 1 << 40)
+    let all = tensors(manifest, |spec| spec.alias_of.is_none(), 1 << 40);
+    all.map(|(tensor, values)| TensorData::new(tensor, values)).collect()
 }
 
 /// The gradients of `rank` for `step`, of all trained tensors.
 pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<TensorData> {
-    tensors(manifest, TensorSpec::trains, (u64::from(rank) << 48) | ((step + 1) << 20))
+    let all = scaled_gradients(manifest, rank, step, 1.0).into_iter();
+    all.map(|(tensor, values)| TensorData::new(tensor, values)).collect()
 }
 
-/// The same gradients, multiplied by `factor`.
+/// The same gradients as values by tensor, multiplied by `factor`.
 pub fn scaled_gradients(
     manifest: &Manifest,
     rank: u32,
@@ -52,12 +53,9 @@ pub fn scaled_gradients(
     factor: f32,
 ) -> Vec<(TensorId, Vec<f32>)> {
     let seed = (u64::from(rank) << 48) | ((step + 1) << 20);
-    let trained = manifest.tensors().iter().enumerate().filter(|(_, spec)| spec.trains());
-    let scaled = |(tensor, spec): (usize, &TensorSpec)| {
-        let values = values(seed + tensor as u64, spec.numel() as usize);
-        (TensorId::new(tensor), values.into_iter().map(|value| value * factor).collect())
-    };
-    trained.map(scaled).collect()
+    let scaled = |values: Vec<f32>| values.into_iter().map(|value| value * factor).collect();
+    let all = tensors(manifest, TensorSpec::trains, seed);
+    all.map(|(tensor, values)| (tensor, scaled(values))).collect()
 }
 
 /// A job with one parameter group and `world` ranks.

@@ -1,4 +1,4 @@
-//! Followers: versions of a job as they are made, for readers.
+//! Followers: give readers the versions of a job as they appear.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -18,8 +18,8 @@ type Shared = Arc<Mutex<client::Follower>>;
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Follower {
     follower: Shared,
-    /// Name, shape, dtype of the reader's values, and index of the tensor that owns the storage, of
-    /// all tensors that are followed.
+    /// For each followed tensor its name, its shape, the dtype of the reader's values, and the
+    /// index of the tensor that owns the storage.
     tensors: Vec<(String, Vec<u64>, String, usize)>,
 }
 

@@ -685,7 +685,8 @@ class Report:
         """The ranks that rested, in order."""
     @property
     def spike(self) -> str | None:
-        """Why the policy on spikes skipped the step, if it did: the rest of a sentence."""
+        """The reason why the policy on spikes skipped the step, if it did. It completes the
+        sentence "The step was skipped, because ..."."""
     @property
     def absent(self) -> list[tuple[int, int, bool]]:
         """The tensors without a gradient on some rank: tensor, lowest such rank, and whether no

@@ -1,4 +1,4 @@
-"""The policy of a job on spikes: steps whose gradient norm or loss is far above those before."""
+"""Policies on spikes: steps whose gradient norm or loss is far larger than before."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ _ACTIONS = ("skip", "rewind", "stop")
 
 @dataclass(frozen=True)
 class SpikePolicy:
-    """When a step counts as a spike, and what happens then, for ``spikes`` of
+    """Says when a step counts as a spike, and what happens then. Pass it as ``spikes`` to
     :func:`zeroshard.shard`.
 
-    The coordinator judges each step before the servers apply it. The event that it logs, and the
-    error of a job that stops, name the tensor with the largest gradient and the rank that
-    contributed most to it. Steps are compared with the median of the ``window`` applied steps
-    before them, which checkpoints keep, so that a run that is resumed judges as one that went on.
+    The coordinator judges each step before the servers apply it, by the median of the last
+    ``window`` applied steps. Its log, and the error of a job that stops, name the tensor with the
+    largest gradient and the rank that contributed most to it. Checkpoints store the figures, so a
+    resumed run judges steps as the interrupted one would have.
     """
 
-    #: ``"skip"``: the step is skipped, and training goes on with the next batch. ``"rewind"``: the
-    #: job returns to its newest checkpoint that is at least ``rewind_steps`` back, and loops over
-    #: :func:`zeroshard.steps` skip the batches of the last ``rewind_steps`` steps; it needs
-    #: ``checkpoints``. ``"stop"``: the job fails, and every rank gets a ``JobFailedError``.
+    #: ``"skip"`` skips the step, and training goes on with the next batch. ``"rewind"`` returns the
+    #: job to the newest checkpoint that is at least ``rewind_steps`` back, and loops over
+    #: :func:`zeroshard.steps` skip the batches of the last ``rewind_steps`` steps; you must pass
+    #: ``checkpoints``, too. ``"stop"`` fails the job, and every rank raises ``JobFailedError``.
     action: Literal["skip", "rewind", "stop"] = "skip"
-    #: A step is a spike if the norm of its gradient is more than this factor times the median.
-    #: None: norms are not compared.
+    #: A step is a spike if its gradient norm exceeds the median by this factor. None: the job does
+    #: not compare norms.
     norm_factor: float | None = 10.0
-    #: The same for the mean loss of the ranks, which ``loss`` returns. A loss is compared only with
-    #: a positive median. None: losses are not compared.
+    #: The same factor for the mean loss over the ranks, which ``loss`` returns. A median that is
+    #: not positive allows any loss. None: the job does not compare losses.
     loss_factor: float | None = None
-    #: Returns the loss of this rank at the step that ``optimizer.step()`` makes. It is called
-    #: there, on every rank. A loss with inf or NaN counts for ``nonfinite_steps``.
+    #: Returns this rank's loss. ``optimizer.step()`` calls it on every rank. A loss with inf or NaN
+    #: counts for ``nonfinite_steps``.
     loss: Callable[[], float] | None = None
-    #: The number of steps of which the median is taken, 1 to 1000. No step is judged before there
-    #: are as many.
+    #: The median covers this many applied steps, 1 to 1000. The job judges no step before it has
+    #: made as many.
     window: int = 100
-    #: A step is a spike if it is the last of this many steps in a row with inf or NaN; 0: they are
-    #: not counted.
+    #: A step is a spike if it completes this many steps in a row with inf or NaN. 0: the job does
+    #: not count them.
     nonfinite_steps: int = 0
-    #: With ``"rewind"``: the number of steps to go back, at least.
+    #: With ``"rewind"``, the job returns at least this many steps.
     rewind_steps: int = 100
-    #: The job stops at a spike if it has had this many within the last ``limit_batches`` batches.
+    #: At the next spike after this many within the last ``limit_batches`` batches, the job stops.
     limit: int = 3
-    #: The number of batches for which ``limit`` counts.
+    #: The number of batches within which ``limit`` counts spikes.
     limit_batches: int = 1000
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class SpikePolicy:
     def as_tuple(
         self,
     ) -> tuple[str, float | None, float | None, int, int, int, int, int]:
-        """The numbers, as the extension module takes them."""
+        """Returns the fields in the order that the extension module expects."""
         return (
             self.action,
             self.norm_factor,
@@ -91,15 +91,15 @@ class SpikePolicy:
         )
 
     def loss_of_step(self) -> float | None:
-        """The loss of this rank, if the policy compares losses."""
+        """Returns the loss of this rank, if the policy compares losses."""
         return None if self.loss is None else float(self.loss())
 
 
 def policy_of(spikes: object) -> SpikePolicy | None:
-    """The policy that a program has passed.
+    """Returns the policy that your script has passed.
 
     Raises:
-        InvalidArgumentError: it is not a policy.
+        InvalidArgumentError: the argument is not a policy.
     """
     if spikes is None or isinstance(spikes, SpikePolicy):
         return spikes
@@ -109,5 +109,5 @@ def policy_of(spikes: object) -> SpikePolicy | None:
 
 
 def warn_of_spike(step: int, why: str) -> None:
-    """Tells the program that a step was skipped."""
+    """Warns that a step was skipped."""
     warnings.warn(f"step {step} was skipped by the policy on spikes, because {why}", stacklevel=2)

@@ -1,7 +1,8 @@
-//! Writes a version to the arrays of a reader, after its hashes have been checked.
+//! Checks the hashes of a version, and writes it to the arrays of a reader.
 
 use std::collections::BTreeMap;
 
+use tokio::time::sleep;
 use zeroshard_changes::{
     apply::{self, Place},
     hash,
@@ -10,28 +11,28 @@ use zeroshard_model::{Error, Result, SliceSpec, TensorId};
 use zeroshard_net::Deadline;
 
 use super::{
-    Copied, FollowedVersion, Follower, Held, READ_EVERY,
+    Copied, FollowedVersion, Follower, Held, READ_EVERY, REFRESH,
     changes::malformed,
     version::{Content, SliceChange},
 };
 use crate::{Pinned, Slots, Target, pull, retry::is_answer};
 
-/// The arrays of a reader, by the tensor that owns the storage.
+/// The arrays of a reader, by the index of the tensor that owns the storage.
 type Arrays<'a> = BTreeMap<usize, Slots<'a>>;
 
 impl Follower {
-    /// Writes a version to the arrays of the reader: all tensors that are followed, as a whole, in
-    /// their dtype ([`Self::dtype_of`]). Before the first value is written, the hashes of all
-    /// slices are compared with those of the servers. If they differ, because somebody else has
-    /// written to the arrays, a full copy of the newest version follows, and `version` then has its
-    /// number. So it does after [`Self::apply_gathered`] has found that.
+    /// Writes a version to the reader's arrays. Pass the whole array of each followed tensor, in
+    /// its dtype ([`Self::dtype_of`]). Before it writes the first value, this method compares the
+    /// hashes of all slices with those of the servers. If they differ, somebody else has written to
+    /// the arrays: the method then fetches a full copy of the newest version, and `version` gets
+    /// its number. It does the same if [`Self::apply_gathered`] has returned `false`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for missing arrays, and arrays of another size or dtype;
-    /// [`Error::Refused`] for a version that does not follow the one that the arrays have. Then
-    /// nothing is written. After an error of a full copy ([`Error::Unavailable`],
-    /// [`Error::OutOfMemory`], [`Error::Timeout`] and those of [`crate::Pinned::pull`]) the arrays
-    /// have values of several versions; the next version is a full copy.
+    /// [`Error::Refused`] and [`Error::Invalid`] if an array is missing or has another size or
+    /// dtype; [`Error::Refused`] if the version does not follow the one in the arrays. In these
+    /// cases nothing is written. If a full copy fails ([`Error::Unavailable`],
+    /// [`Error::OutOfMemory`], [`Error::Timeout`] and those of [`crate::Pinned::pull`]), the arrays
+    /// hold values of several versions, and the next version is a full copy.
     pub async fn apply(
         &mut self,
         version: &mut FollowedVersion,
@@ -55,16 +56,16 @@ impl Follower {
         self.copy(version, &mut arrays).await
     }
 
-    /// The positions of the changed elements of a tensor, ascending, for arrays that are not in the
-    /// memory of this process. `None` for a full copy.
+    /// Returns the positions of the changed elements of a tensor, ascending, or `None` for a full
+    /// copy. Use it with [`Self::apply_gathered`] if the arrays are outside the memory of this
+    /// process.
     ///
     /// # Errors
     /// [`Error::Internal`] for a malformed change.
     pub fn positions(&self, version: &FollowedVersion, tensor: usize) -> Result<Option<Vec<u64>>> {
         let Content::Changes { slices, .. } = &version.content else { return Ok(None) };
-        let mut all = Vec::new();
+        let (mut all, dtype) = (Vec::new(), self.dtype_of(tensor));
         for (slice, spec, change) in self.changes_of(slices, tensor) {
-            let dtype = self.dtype_of(tensor);
             let positions = apply::positions(dtype, spec.numel, &change.change);
             let positions = positions.map_err(|error| malformed(slice, &error))?;
             all.extend(positions.into_iter().map(|position| position + spec.offset as u64));
@@ -72,10 +73,10 @@ impl Follower {
         Ok(Some(all))
     }
 
-    /// Replaces old values by those of `version`. `gathered`: the values at [`Self::positions`], of
-    /// all tensors that are followed and own their storage. Returns `false`, and replaces nothing
-    /// that counts, if the hashes differ: [`Self::apply`] then fetches a full copy. Otherwise the
-    /// caller writes the values to its arrays, which then have this version.
+    /// Replaces old values with those of `version`. `gathered` has the values at
+    /// [`Self::positions`], for each followed tensor that owns its storage. After `true`, write the
+    /// values to your arrays, which then have this version. After `false`, the hashes differ:
+    /// discard the values, and call [`Self::apply`] to fetch a full copy.
     ///
     /// # Errors
     /// Those of [`Self::apply`].
@@ -95,16 +96,13 @@ impl Follower {
             let mut values = &mut **values;
             for (slice, spec, change) in self.changes_of(slices, tensor) {
                 let place = Place { dtype, first: spec.offset as u64 };
-                let numel = apply::positions(dtype, spec.numel, &change.change);
-                let numel = numel.map_err(|error| malformed(slice, &error))?.len();
-                changed += numel as u64;
-                let bytes = (numel * dtype.size()).min(values.len());
-                let (of_slice, rest) = std::mem::take(&mut values).split_at_mut(bytes);
-                values = rest;
-                let difference = apply::apply_gathered(place, spec.numel, of_slice, &change.change);
-                let difference = difference.map_err(|error| malformed(slice, &error))?;
-                is_equal &= held.hashes.get(&slice).map(|hash| hash.wrapping_add(difference))
-                    == Some(change.hash);
+                let effect = apply::apply_gathered(place, spec.numel, values, &change.change);
+                let effect = effect.map_err(|error| malformed(slice, &error))?;
+                changed += effect.changed;
+                values = &mut values[effect.changed as usize * dtype.size()..];
+                let hash = held.hashes.get(&slice);
+                is_equal &=
+                    hash.map(|hash| hash.wrapping_add(effect.difference)) == Some(change.hash);
             }
         }
         match is_equal {
@@ -117,7 +115,7 @@ impl Follower {
         Ok(is_equal)
     }
 
-    /// The changes of the slices of a tensor.
+    /// Returns the slices of a tensor with their changes.
     fn changes_of<'a>(
         &'a self,
         slices: &'a BTreeMap<u32, SliceChange>,
@@ -140,7 +138,7 @@ impl Follower {
         })
     }
 
-    /// The arrays have the version from now on.
+    /// Notes that the arrays have the version.
     fn hold(&mut self, version: &FollowedVersion) {
         let Content::Changes { slices, .. } = &version.content else { return };
         let hashes = slices.iter().map(|(slice, of)| (*slice, of.hash)).collect();
@@ -153,7 +151,7 @@ impl Follower {
         Error::refused(format!("the follower needs an array for tensor {name:?}"))
     }
 
-    /// The arrays of the tensors that are followed.
+    /// Checks that there is an array for each followed tensor, of its size and dtype.
     fn arrays<'a>(&self, targets: Vec<Target<'a>>) -> Result<Arrays<'a>> {
         let manifest = &self.of.spec.manifest;
         let mut arrays = Arrays::new();
@@ -180,8 +178,8 @@ impl Follower {
         }
     }
 
-    /// Compares the hashes of all slices after their changes with those of the servers. Returns the
-    /// number of changed elements, or `None` if a hash differs.
+    /// Computes the hash of each slice after its change, and compares it with the server's. Returns
+    /// the number of changed elements, or `None` if a hash differs.
     fn checked(
         &self,
         held: &Held,
@@ -220,15 +218,13 @@ impl Follower {
         Ok(())
     }
 
-    /// Fetches all values, of the version that is pinned or of the newest one.
+    /// Fetches all values of the pinned version, or of the newest one if none is pinned.
     async fn copy(&mut self, version: &mut FollowedVersion, arrays: &mut Arrays<'_>) -> Result<()> {
         let deadline = Deadline::after(self.cluster.options.timeout);
         loop {
             if !matches!(version.content, Content::Full(Some(_), _)) {
-                let reason = self.reason;
                 self.shown = None;
-                let pinned = self.pinned(deadline).await?;
-                *version = FollowedVersion::full(self.of.line, pinned, reason);
+                *version = self.pinned(deadline).await?;
             }
             let Content::Full(Some(pinned), reason) = &version.content else { continue };
             let reason = *reason;
@@ -242,23 +238,21 @@ impl Follower {
                     self.held = Some(Held { version: version.number, hashes, unread: 1 });
                     self.shown = Some(version.number);
                     *self.copies.entry(reason).or_default() += 1;
-                    // The servers need not keep it any longer.
+                    // Releases the pin.
                     version.content = Content::Full(None, reason);
                     return Ok(());
                 }
-                // The pin has ended, or its server: another version is pinned.
-                Err(error @ (Error::VersionGone { .. } | Error::Unavailable { .. }))
-                    if !deadline.left().is_zero() =>
+                // The pin or its server is gone: pin another version.
+                Err(error)
+                    if (matches!(error, Error::VersionGone { .. }) || !is_answer(&error))
+                        && !deadline.left().is_zero() =>
                 {
-                    tracing::debug!(%error, "a full copy was interrupted");
-                }
-                Err(error) if !is_answer(&error) && !deadline.left().is_zero() => {
                     tracing::debug!(%error, "a full copy was interrupted");
                 }
                 Err(error) => return Err(error),
             }
             version.content = Content::Full(None, reason);
-            Self::pause().await;
+            sleep(REFRESH).await;
             self.describe().await?;
         }
     }
@@ -275,7 +269,7 @@ impl Follower {
             .await
     }
 
-    /// The hashes of all slices.
+    /// Computes the hashes of all slices.
     fn hashes(&self, arrays: &mut Arrays<'_>) -> BTreeMap<u32, u64> {
         let manifest = &self.of.spec.manifest;
         let mut hashes = BTreeMap::new();
@@ -291,7 +285,7 @@ impl Follower {
     }
 }
 
-/// The values of a slice in the array of its tensor.
+/// Returns the values of a slice in the array of its tensor.
 fn part<'a>(array: &'a mut Slots<'_>, slice: &SliceSpec) -> &'a mut [u8] {
     let size = array.dtype().size();
     &mut array.bytes_mut()[slice.offset * size..(slice.offset + slice.numel) * size]

@@ -1,4 +1,4 @@
-//! The calls of a follower: changes from all servers, to one version.
+//! Calls the servers for a follower: fetches changes from all of them, to one version.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,30 +15,28 @@ use zeroshard_proto::{
 
 use super::{Follower, version::SliceChange};
 
-/// What the servers know about the versions after the reader's.
+/// The changes since the reader's version, as far as the servers know them.
 pub(super) enum Since {
     /// There is no newer version.
     Same,
-    /// A server does not know the changes.
+    /// At least one server does not know the changes.
     Unknown,
-    Changed {
-        version: u64,
-        slices: BTreeMap<u32, SliceChange>,
-    },
+    /// The changes of all followed slices.
+    Changed { version: u64, slices: BTreeMap<u32, SliceChange> },
 }
 
 /// The answer of one server.
 struct Answer {
-    /// The part of a request that says what the server was asked for.
+    /// The request to which the server answered.
     request: pb::ChangesRequest,
     server: Server,
     version: u64,
-    /// `None`: the server does not know them.
+    /// The changes; `None`: the server does not know them.
     slices: Option<BTreeMap<u32, SliceChange>>,
 }
 
 impl Follower {
-    /// The servers of the slices that are followed, each with a request without versions.
+    /// Returns the servers of the followed slices, each with a request that has no versions yet.
     fn requests(&self) -> Result<Vec<(Server, pb::ChangesRequest)>> {
         let (manifest, placement) = (&self.of.spec.manifest, &self.of.placement);
         let mut of_server = vec![BTreeMap::<DType, Vec<u32>>::new(); placement.servers().len()];
@@ -65,24 +63,16 @@ impl Follower {
         Ok(requests.collect())
     }
 
-    /// Asks all servers to record changes, once there is a version. Returns the newest one. Waits
-    /// for one after the last one that was returned.
+    /// Makes all servers record changes. Waits for a version after the last one that
+    /// [`Self::next`] returned, and returns the newest one.
     pub(super) async fn begin(&self, wait: Duration) -> Result<Option<u64>> {
-        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
-        let calls = self.requests()?.into_iter().map(|(server, request)| {
-            self.ask(server, pb::ChangesRequest { wait_ms, newer_than, ..request }, wait)
-        });
-        Ok(try_join_all(calls).await?.iter().map(|answer| answer.version).max())
+        let answers = self.ask_all(None, wait).await?;
+        Ok(answers.iter().map(|answer| answer.version).max())
     }
 
-    /// The changes since `from`, to the newest version that any of the servers has.
+    /// Fetches the changes since `from`, up to the newest version that any server has.
     pub(super) async fn changes_since(&self, from: u64, wait: Duration) -> Result<Since> {
-        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
-        let calls = self.requests()?.into_iter().map(|(server, request)| {
-            let from = Some(from);
-            self.ask(server, pb::ChangesRequest { from, wait_ms, newer_than, ..request }, wait)
-        });
-        let answers = try_join_all(calls).await?;
+        let answers = self.ask_all(Some(from), wait).await?;
         let Some(version) = answers.iter().map(|answer| answer.version).max() else {
             return Ok(Since::Same);
         };
@@ -104,7 +94,8 @@ impl Follower {
         }
     }
 
-    /// The changes of a server to `version`, which it may not have had when it answered.
+    /// Returns a server's changes up to `version`. If it answered before it had this version, asks
+    /// for the rest.
     async fn complete(
         &self,
         answer: Answer,
@@ -123,7 +114,7 @@ impl Follower {
         if had == from {
             return Ok(Some(rest));
         }
-        let slices = &self.of.spec.manifest.slices();
+        let slices = self.of.spec.manifest.slices();
         let mut merged = BTreeMap::new();
         for (slice, SliceChange { change, hash }) in rest {
             let of = &slices[slice as usize];
@@ -140,7 +131,17 @@ impl Follower {
         Ok(Some(merged))
     }
 
-    /// Asks one server, which waits at most for `wait` before it answers.
+    /// Asks all servers. Each waits at most for `wait` for a version after the last one that
+    /// [`Self::next`] returned.
+    async fn ask_all(&self, from: Option<u64>, wait: Duration) -> Result<Vec<Answer>> {
+        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
+        let calls = self.requests()?.into_iter().map(|(server, request)| {
+            self.ask(server, pb::ChangesRequest { from, wait_ms, newer_than, ..request }, wait)
+        });
+        try_join_all(calls).await
+    }
+
+    /// Asks one server. It waits at most for `wait` before it answers.
     async fn ask(
         &self,
         server: Server,
@@ -149,7 +150,7 @@ impl Follower {
     ) -> Result<Answer> {
         let shard = self.cluster.shards.get(&server)?;
         let failed = |status: tonic::Status| from_status(&status, &shard.peer);
-        // The server waits, and has then the time of any other operation to send what it has.
+        // After its wait, the server has as long to send the changes as for any other operation.
         let left = wait + self.cluster.options.timeout;
         let client = ShardServiceClient::new(shard.pull.within(left));
         let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
@@ -169,11 +170,11 @@ impl Follower {
     }
 }
 
-/// The parts of changes that have arrived from one server.
+/// The changes that have arrived from one server.
 #[derive(Default)]
 struct Parts {
     complete: BTreeMap<u32, SliceChange>,
-    /// The change of which the last part is missing.
+    /// The change whose last part has not arrived yet.
     open: Option<(u32, BytesMut)>,
 }
 
@@ -203,7 +204,7 @@ impl Parts {
     }
 }
 
-/// The error for a change that a server should not have sent.
+/// Returns the error for a malformed change.
 pub(super) fn malformed(slice: u32, cause: &dyn std::fmt::Display) -> Error {
     Error::Internal { cause: format!("the change of slice {slice} is malformed: {cause}") }
 }

@@ -1,4 +1,4 @@
-//! A version that a follower has received and not applied yet.
+//! A version that a follower has received but not applied yet.
 
 use std::collections::BTreeMap;
 
@@ -11,20 +11,20 @@ use crate::Pinned;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Copied {
-    /// The reader had no version.
+    /// The follower had no version yet.
     Joined,
     /// The servers do not know the changes since the reader's version.
     Behind,
     /// The job has returned to a checkpoint, or is another job of the same name.
     Rewound,
-    /// The hash of the reader's values differs: somebody else has written to them.
+    /// A hash of the reader's values differs, because somebody else has written to them.
     Differed,
-    /// A full copy was interrupted.
+    /// An earlier full copy was interrupted.
     Interrupted,
 }
 
 impl Copied {
-    /// The name of the reason.
+    /// Returns the name of the reason.
     pub fn name(self) -> &'static str {
         match self {
             Self::Joined => "joined",
@@ -40,14 +40,13 @@ impl Copied {
 #[derive(Debug, Clone)]
 pub(super) struct SliceChange {
     pub(super) change: Bytes,
-    /// The hash of the slice after it.
+    /// The hash of the slice after the change.
     pub(super) hash: u64,
 }
 
 #[derive(Debug)]
 pub(super) enum Content {
-    /// All values, which the servers keep until they are applied. `None`: they have been, or the
-    /// servers keep them no longer.
+    /// A full copy of a pinned version. `None`: it has been applied, or its pin is gone.
     Full(Option<Box<Pinned>>, Copied),
     /// The changes since a version.
     Changes { from: u64, slices: BTreeMap<u32, SliceChange> },
@@ -60,10 +59,11 @@ pub struct FollowedVersion {
     pub(super) number: u64,
     pub(super) line: Option<u64>,
     pub(super) content: Content,
-    /// The number of elements that are followed.
+    /// The number of followed elements.
     pub(super) numel: u64,
+    /// The number of bytes received from the servers.
     pub(super) bytes: u64,
-    /// The number of elements that differ from the reader's version, once it is known.
+    /// The number of elements that differ from the reader's earlier version, once it is known.
     pub(super) changed: Option<u64>,
 }
 
@@ -85,12 +85,12 @@ impl FollowedVersion {
         Self { number, line, content, numel, bytes, changed: None }
     }
 
-    /// The version and its line.
+    /// Returns the version and its line.
     pub fn version(&self) -> LineVersion {
         LineVersion { version: self.number, line: self.line.unwrap_or_default() }
     }
 
-    /// The reason, if this is a full copy.
+    /// Returns the reason if this is a full copy.
     pub fn copied(&self) -> Option<Copied> {
         match &self.content {
             Content::Full(_, reason) => Some(*reason),
@@ -98,13 +98,14 @@ impl FollowedVersion {
         }
     }
 
-    /// The bytes that the servers have sent for it: of a full copy, once it is applied.
+    /// Returns the number of bytes received from the servers. For a full copy it is 0 until the
+    /// version is applied.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The fraction of the elements that differ from the version that the reader had, once the
-    /// version is applied: 1 for a full copy.
+    /// Returns the fraction of the elements that differ from the reader's earlier version. It is 1
+    /// for a full copy, and `None` for changes that are not applied yet.
     pub fn changed_fraction(&self) -> Option<f64> {
         match self.content {
             Content::Full(..) => Some(1.0),

@@ -1,4 +1,4 @@
-//! `zsctl steps`: which rank sent how large a gradient.
+//! `zsctl steps` shows which rank sent how large a gradient.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,15 +15,15 @@ const SHOWN: usize = 10;
 pub(crate) struct Arguments {
     /// Name of the job; `zsctl status` lists the jobs
     job: String,
-    /// The step [default: the last one]. The servers keep the last steps only
+    /// The step [default: the last one]. Servers keep only the last steps
     #[arg(long)]
     step: Option<u64>,
-    /// Print the contributions to all tensors, not only the largest ones
+    /// Print all contributions, not only the ten largest
     #[arg(long)]
     all: bool,
 }
 
-/// What a rank contributed to all tensors.
+/// One rank's contributions to all tensors.
 struct OfRank<'a> {
     squares: f64,
     hash: u64,
@@ -59,7 +59,7 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
     Ok(())
 }
 
-/// The table of the ranks, with all tensors together.
+/// Returns a table with a row for each rank.
 fn by_rank(found: &StepContributions) -> comfy_table::Table {
     let mut ranks = BTreeMap::<u32, OfRank<'_>>::new();
     for one in &found.contributions {
@@ -84,7 +84,7 @@ fn by_rank(found: &StepContributions) -> comfy_table::Table {
     rows
 }
 
-/// The table of the contributions: the largest ones, or all of them in manifest order.
+/// Returns a table of the largest contributions, or of `all` contributions in manifest order.
 fn by_tensor(contributions: &[Contribution], all: bool) -> comfy_table::Table {
     let mut shown: Vec<&Contribution> = contributions.iter().collect();
     if !all {
@@ -98,7 +98,7 @@ fn by_tensor(contributions: &[Contribution], all: bool) -> comfy_table::Table {
     rows
 }
 
-/// A norm with four digits.
+/// Formats a norm with four digits.
 fn number(norm: f64) -> String {
     match norm {
         norm if norm != 0.0 && !(1e-3..1e5).contains(&norm) => format!("{norm:.3e}"),

@@ -1,14 +1,14 @@
-//! Applies changes to the values of a reader.
+//! Checks a change against a reader's values, and applies it to them.
 
 use zeroshard_model::DType;
 
 use crate::{
-    block::{Block, Blocks, Malformed},
+    block::{BLOCK, Block, Blocks, Malformed},
     hash,
     ordered::Bits,
 };
 
-/// The values of a slice in a reader, and where they are.
+/// The type and position of a slice's values.
 #[derive(Debug, Clone, Copy)]
 pub struct Place {
     /// The dtype of the values.
@@ -17,18 +17,29 @@ pub struct Place {
     pub first: u64,
 }
 
-/// What a change does to a slice.
+/// The effect of a change on a slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Effect {
-    /// The hash after the change less the one before it.
+    /// The hash after the change minus the hash before it, modulo 2^64.
     pub difference: u64,
     /// The number of elements that change.
     pub changed: u64,
 }
 
-/// The difference that `change` makes to the hash of `values`: little-endian bytes. The values are
-/// not changed. The hash of other values than those from which the change was recorded, plus this
-/// difference, is not the hash of the new values.
+impl Effect {
+    /// Adds the element at `position` of the slice.
+    #[inline]
+    fn add<T: Bits>(&mut self, place: Place, position: usize, [before, after]: [T; 2]) {
+        let index = place.first + position as u64;
+        let term = hash::term_change(index, before.widen(), after.widen());
+        self.difference = self.difference.wrapping_add(term);
+        self.changed += 1;
+    }
+}
+
+/// Computes how `change` would alter `values`, which are little-endian bytes, without writing to
+/// them. Add the difference to the hash of the old values, and compare the sum with the hash that
+/// the server sent. If somebody has written to an element that changes, the two differ.
 ///
 /// # Errors
 /// [`Malformed`].
@@ -47,29 +58,19 @@ fn hash_change_of<T: Bits>(
     let mut blocks = Blocks::new(place.dtype, values.len() / T::SIZE, change);
     let (mut block, mut effect) = (Block::default(), Effect::default());
     while blocks.next(&mut block)? {
-        effect.changed += block.positions.len() as u64;
         for (&position, &difference) in block.positions.iter().zip(&block.differences) {
             let position = block.start + usize::from(position);
             let before = T::read(&values[position * T::SIZE..]);
-            let term = term_change(place, position, before, difference);
-            effect.difference = effect.difference.wrapping_add(term);
+            effect.add(place, position, [before, before.moved(difference)]);
         }
     }
     Ok(effect)
 }
 
-/// The difference that the change of one element makes to the hash.
-#[inline]
-fn term_change<T: Bits>(place: Place, position: usize, before: T, difference: u32) -> u64 {
-    let index = place.first + position as u64;
-    let [new, old] = [before.moved(difference), before].map(|of| hash::term(index, of.widen()));
-    new.wrapping_sub(old)
-}
-
-/// Applies `change` to `values`: little-endian bytes.
+/// Applies `change` to `values`, which are little-endian bytes.
 ///
 /// # Errors
-/// [`Malformed`], after which some values may have been changed: call [`hash_change`] before.
+/// [`Malformed`]. Some values may have changed by then, so call [`hash_change`] first.
 pub fn apply(dtype: DType, values: &mut [u8], change: &[u8]) -> Result<(), Malformed> {
     match dtype {
         DType::F32 => apply_to::<u32>(dtype, values, change),
@@ -89,8 +90,8 @@ fn apply_to<T: Bits>(dtype: DType, values: &mut [u8], change: &[u8]) -> Result<(
     Ok(())
 }
 
-/// The positions of the changed elements in the slice, ascending, for values that are not in the
-/// memory of this process.
+/// Returns the positions of the changed elements in the slice, ascending. Callers whose values are
+/// outside the memory of this process gather the elements there for [`apply_gathered`].
 ///
 /// # Errors
 /// [`Malformed`].
@@ -104,17 +105,17 @@ pub fn positions(dtype: DType, numel: usize, change: &[u8]) -> Result<Vec<u64>, 
     Ok(positions)
 }
 
-/// Replaces the old values at the [`positions`] of a change by the new ones: `gathered` has them in
-/// the same order. Returns the difference to the hash of the slice.
+/// Replaces old values with new ones. `gathered` starts with the old values at the [`positions`] of
+/// the change, in the same order.
 ///
 /// # Errors
-/// [`Malformed`].
+/// [`Malformed`]. Some values may have been replaced by then.
 pub fn apply_gathered(
     place: Place,
     numel: usize,
     gathered: &mut [u8],
     change: &[u8],
-) -> Result<u64, Malformed> {
+) -> Result<Effect, Malformed> {
     match place.dtype {
         DType::F32 => apply_to_gathered::<u32>(place, numel, gathered, change),
         DType::Bf16 | DType::F16 => apply_to_gathered::<u16>(place, numel, gathered, change),
@@ -126,23 +127,24 @@ fn apply_to_gathered<T: Bits>(
     numel: usize,
     gathered: &mut [u8],
     change: &[u8],
-) -> Result<u64, Malformed> {
+) -> Result<Effect, Malformed> {
     let mut blocks = Blocks::new(place.dtype, numel, change);
     let mut values = gathered.chunks_exact_mut(T::SIZE);
-    let (mut block, mut sum) = (Block::default(), 0u64);
+    let (mut block, mut effect) = (Block::default(), Effect::default());
     while blocks.next(&mut block)? {
         for (&position, &difference) in block.positions.iter().zip(&block.differences) {
             let position = block.start + usize::from(position);
             let Some(value) = values.next() else {
                 return Err(Malformed {
-                    block: position,
+                    block: block.start / BLOCK,
                     cause: "it has more changes than values",
                 });
             };
             let before = T::read(value);
-            sum = sum.wrapping_add(term_change(place, position, before, difference));
-            before.moved(difference).write(value);
+            let after = before.moved(difference);
+            effect.add(place, position, [before, after]);
+            after.write(value);
         }
     }
-    Ok(sum)
+    Ok(effect)
 }

@@ -1,11 +1,11 @@
-//! Bits in bytes, the lowest bit of each byte first.
+//! Writes and reads bits, starting with the lowest bit of each byte.
 
 /// Appends bits to bytes.
 pub(crate) struct Writer<'a> {
     out: &'a mut Vec<u8>,
-    /// The bits that are not in `out` yet, the first one lowest.
+    /// The bits that are not in `out` yet. The first one is the lowest.
     pending: u64,
-    /// INVARIANT: less than 32.
+    /// The number of pending bits. INVARIANT: less than 32.
     count: u32,
 }
 
@@ -14,7 +14,7 @@ impl<'a> Writer<'a> {
         Self { out, pending: 0, count: 0 }
     }
 
-    /// Appends the lowest `count` bits of `value`, whose other bits are 0. At most 32.
+    /// Appends the lowest `count` bits of `value`, at most 32. The other bits of `value` are 0.
     #[inline]
     pub(crate) fn write(&mut self, value: u32, count: u32) {
         self.pending |= u64::from(value) << self.count;
@@ -26,7 +26,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Appends this number of zeros, and a one.
+    /// Appends `zeros` zeros, and a one.
     #[inline]
     pub(crate) fn unary(&mut self, mut zeros: u32) {
         while zeros >= 31 {
@@ -43,7 +43,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Reads bits from bytes. Behind the end there are zeros, which [`Reader::end`] finds.
+/// Reads bits from bytes, and zeros after the last byte. [`Reader::end`] tells whether it has read
+/// past the end.
 pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
     /// The number of bits that have been read.
@@ -55,7 +56,7 @@ impl<'a> Reader<'a> {
         Self { bytes, at: 0 }
     }
 
-    /// The next bits: at least 57, with zeros behind the end.
+    /// Returns the next bits, at least 57, without consuming them.
     #[inline]
     fn peek(&self) -> u64 {
         let start = self.at / 8;
@@ -71,7 +72,7 @@ impl<'a> Reader<'a> {
         word >> (self.at % 8)
     }
 
-    /// The next `count` bits, at most 32.
+    /// Reads the next `count` bits, at most 32.
     #[inline]
     pub(crate) fn read(&mut self, count: u32) -> u32 {
         let value = self.peek() & ((1 << count) - 1);
@@ -79,8 +80,8 @@ impl<'a> Reader<'a> {
         value as u32
     }
 
-    /// The number of zeros before the next one, which is read as well; `None` if there are more
-    /// than `most`.
+    /// Reads zeros up to the next one, and the one. Returns the number of zeros, or `None` if there
+    /// are more than `most`.
     #[inline]
     pub(crate) fn unary(&mut self, most: u32) -> Option<u32> {
         let mut zeros = 0;
@@ -99,7 +100,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The number of bytes that have been read from, if there were that many.
+    /// Returns how many bytes the bits were read from, or `None` if there were fewer.
     pub(crate) fn end(&self) -> Option<usize> {
         let bytes = self.at.div_ceil(8);
         (bytes <= self.bytes.len()).then_some(bytes)

@@ -1,37 +1,42 @@
-//! The code of a change: one block after the other, each in the smallest of three forms.
+//! Encodes a change of a slice block by block, each block in the smallest of three forms. The first
+//! byte is the number of the form:
 //!
-//! - 0: no element has changed.
-//! - 1, and the difference of each element, as a little-endian integer.
-//! - 2, a byte for the parameter of the gaps, one for that of the magnitudes, the number of changes
-//!   less one in two bytes, and the bits of each change.
+//! - Empty: a zero. No element has changed.
+//! - Raw: a one, and the difference of each element as a little-endian integer.
+//! - Coded: a two, the parameter of the gap code (one byte), the parameter of the magnitude code
+//!   (one byte), the number of changed elements minus one (two bytes), and the bits of each changed
+//!   element.
 //!
-//! The bits of a change are: the number of unchanged elements before it, in a Rice code; the
-//! magnitude of the difference less one, in an exponential Golomb code; and a one if the difference
-//! is negative. Bits fill bytes from the lowest one. The parameters of the codes are chosen for the
-//! block from its number of changes and its magnitudes.
+//! A changed element has three parts. A Rice code counts the unchanged elements before it. An
+//! exponential Golomb code has the magnitude of its difference, minus one. A final bit is one if
+//! the difference is negative. Bits fill each byte from its lowest bit. The encoder chooses both
+//! parameters for each block, from its number of changed elements and their magnitudes.
 //!
-//! 77 to 90% of the changes of a fine-tuning step are one unit in the last place. They take two
-//! bits and the gap.
+//! In a fine-tuning step, 77 to 90% of the changed elements move by one unit in the last place.
+//! These take two bits besides the gap.
 
 use zeroshard_model::DType;
 
 use crate::{
     bits::{Reader, Writer},
-    ordered::width,
+    ordered::{mask, width},
 };
 
-/// The elements of a block. At a hundredth of changed elements, the five bytes before the bits are
-/// 2.5% of a block, and the differences of a block stay in the cache of a core.
+/// The number of elements in a block. If 1% of the elements change, the five bytes before the bits
+/// are 2.5% of the block. The differences of a block fit into the cache of a core.
 pub const BLOCK: usize = 16_384;
 
-/// The largest parameter of gaps: all gaps are smaller than a block.
+/// The largest parameter of the gap code, because every gap is smaller than a block.
 const MOST_GAP_BITS: u32 = BLOCK.trailing_zeros();
 
 const EMPTY: u8 = 0;
 const RAW: u8 = 1;
 const CODED: u8 = 2;
 
-/// Bytes that are no change of a slice.
+/// The cause if the bytes end within a block.
+const SHORT: &str = "it ends early";
+
+/// The bytes are not a valid change of the slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("block {block} of the change is malformed: {cause}; fetch the slice in full")]
 pub struct Malformed {
@@ -44,11 +49,11 @@ pub struct Malformed {
 /// The changed elements of one block.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Block {
-    /// The number of the block's first element in the slice.
+    /// The position of the block's first element in the slice.
     pub start: usize,
     /// The positions of the changed elements in the block, ascending.
     pub positions: Vec<u16>,
-    /// Their differences; never 0.
+    /// The difference of each changed element, never 0.
     pub differences: Vec<u32>,
 }
 
@@ -65,7 +70,7 @@ impl Block {
         self.differences.push(difference);
     }
 
-    /// Appends the code of the block, which has `len` elements.
+    /// Encodes the block, which has `len` elements, and appends it to `out`.
     pub(crate) fn encode(&self, dtype: DType, len: usize, out: &mut Vec<u8>) {
         let start = out.len();
         let Some(less_one) = self.positions.len().checked_sub(1) else {
@@ -104,7 +109,7 @@ impl Block {
             let coded = u64::from(magnitude) + (1 << magnitudes);
             let most = 63 - coded.leading_zeros();
             let (more, low) = (most - magnitudes, (coded & ((1 << most) - 1)) as u32);
-            // The five parts of most changes are written as one.
+            // The five parts almost always fit into one write.
             let lengths = [zeros + 1, gaps, more + 1, most, 1];
             if lengths.iter().sum::<u32>() <= 32 {
                 let parts = [1 << zeros, rest, 1 << more, low, u32::from(is_negative)];
@@ -125,8 +130,7 @@ impl Block {
         bits.finish();
     }
 
-    /// The parameter of the exponential Golomb code for which the magnitudes take about the fewest
-    /// bits.
+    /// Returns the parameter with which the exponential Golomb code takes about the fewest bits.
     fn magnitude_parameter(&self, dtype: DType) -> u32 {
         let (mut lengths, width) = ([0u32; 33], width(dtype));
         for &difference in &self.differences {
@@ -144,14 +148,13 @@ impl Block {
         (0..width).min_by_key(|&parameter| bits(parameter)).unwrap_or_default()
     }
 
-    /// Reads the block from the beginning of `bytes`. Returns the rest.
+    /// Decodes the block at the beginning of `bytes`. Returns the remaining bytes.
     fn decode<'a>(
         &mut self,
         dtype: DType,
         len: usize,
         bytes: &'a [u8],
     ) -> Result<&'a [u8], &'static str> {
-        const SHORT: &str = "it ends early";
         self.clear();
         let (&form, bytes) = bytes.split_first().ok_or(SHORT)?;
         match form {
@@ -179,7 +182,7 @@ impl Block {
                 if changes > len {
                     return Err("it has more changes than elements");
                 }
-                // A change takes at least three bits, so what is allocated is within the input.
+                // A change takes at least three bits, so the input limits what is allocated.
                 if changes * 3 > bytes.len() * 8 {
                     return Err(SHORT);
                 }
@@ -202,8 +205,7 @@ impl Block {
         self.positions.reserve(changes);
         self.differences.reserve(changes);
         let mut bits = Reader::new(bytes);
-        let (mut next, width) = (0, width(dtype));
-        let mask = u32::MAX >> (u32::BITS - width);
+        let (mut next, width, mask) = (0, width(dtype), mask(dtype));
         for _ in 0..changes {
             let high = bits.unary(BLOCK as u32 >> gaps).ok_or(OUTSIDE)?;
             let position = next + ((high << gaps) | bits.read(gaps)) as usize;
@@ -221,11 +223,12 @@ impl Block {
             let difference = if is_negative { magnitude.wrapping_neg() } else { magnitude };
             self.push(position, difference & mask);
         }
-        bits.end().ok_or("it ends early")
+        bits.end().ok_or(SHORT)
     }
 }
 
-/// The magnitude of a difference of `width` bits less one, and whether the difference is negative.
+/// Returns the magnitude of a difference of `width` bits minus one, and `true` if the difference is
+/// negative.
 #[inline]
 fn magnitude(width: u32, difference: u32) -> (u32, bool) {
     let unused = u32::BITS - width;
@@ -233,8 +236,8 @@ fn magnitude(width: u32, difference: u32) -> (u32, bool) {
     (signed.unsigned_abs() - 1, signed < 0)
 }
 
-/// The parameter of the Rice code for the gaps between `changes` of `len` elements: the smallest k
-/// with `(1 - changes / len)^(2^k)` at most 0.618, which is the best one for random positions.
+/// Returns the parameter of the Rice code if `changes` of `len` elements change: the smallest k
+/// with `(1 - changes / len)^(2^k) <= 0.618`. It takes the fewest bits if positions are random.
 fn gap_parameter(len: usize, changes: usize) -> u32 {
     /// 0.618 as a fraction of 2^32.
     const GOLDEN: u64 = 2_654_435_769;
@@ -247,19 +250,19 @@ fn gap_parameter(len: usize, changes: usize) -> u32 {
     parameter
 }
 
-/// Decodes a change of a slice block by block.
+/// Decodes a change block by block.
 #[derive(Debug, Clone)]
 pub struct Blocks<'a> {
     dtype: DType,
-    /// The number of elements of the slice.
+    /// The number of elements in the slice.
     numel: usize,
-    /// The number of blocks that have been read.
+    /// The number of blocks read so far.
     read: usize,
     rest: &'a [u8],
 }
 
 impl<'a> Blocks<'a> {
-    /// The blocks of a change of `numel` elements.
+    /// Decodes the change of a slice with `numel` elements.
     pub fn new(dtype: DType, numel: usize, change: &'a [u8]) -> Self {
         Self { dtype, numel, read: 0, rest: change }
     }
@@ -267,7 +270,7 @@ impl<'a> Blocks<'a> {
     /// Reads the next block. Returns `false` after the last one.
     ///
     /// # Errors
-    /// [`Malformed`] if the bytes are not the code of a change of the slice.
+    /// [`Malformed`] if the bytes are not a change of the slice.
     pub fn next(&mut self, block: &mut Block) -> Result<bool, Malformed> {
         let malformed = |cause| Malformed { block: self.read, cause };
         let start = self.read * BLOCK;
@@ -285,12 +288,13 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// The change of a slice of `numel` elements of which none has changed.
+/// Returns the change of a slice with `numel` elements if none of them changes.
 pub fn unchanged(numel: usize) -> Vec<u8> {
     vec![EMPTY; numel.div_ceil(BLOCK)]
 }
 
-/// The largest number of bytes of a change of `numel` elements: 0.01% more than their values.
+/// Returns the maximum size in bytes of a change of `numel` elements: one byte per block more than
+/// their values.
 pub fn most_bytes(dtype: DType, numel: usize) -> usize {
     numel * dtype.size() + numel.div_ceil(BLOCK)
 }

@@ -1,18 +1,18 @@
-//! The hash of the content of a slice: a sum over its elements.
+//! Hashes the values of a slice as a sum over its elements.
 //!
-//! Because it is a sum, a change of a few elements changes it by a few terms: neither a server nor
-//! a reader reads the whole slice again after a step. Each term depends on the position of the
-//! element in its tensor and on all of its bits. It detects mistakes, not forgery: a reader trusts
-//! its servers.
+//! If a step changes a few elements, only their terms of the sum change. So neither a server nor a
+//! reader reads the whole slice again after a step. Each term depends on the element's position in
+//! its tensor and on all of its bits. The hash detects mistakes but not forgery: readers trust
+//! their servers.
 
 use zeroshard_model::DType;
 
 use crate::ordered::Bits;
 
-/// The term of an element: `index` is its position in the tensor.
+/// Returns the term of the element at position `index` of its tensor.
 #[inline(always)]
-pub(crate) fn term(index: u64, bits: u32) -> u64 {
-    // The finalizer of MurmurHash3 after an injective combination: 2^64 / the golden ratio is odd.
+fn term(index: u64, bits: u32) -> u64 {
+    // The factor is odd, so it keeps positions distinct. The rest is the finalizer of MurmurHash3.
     let mut x = index.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (u64::from(bits) << 16);
     x ^= x >> 33;
     x = x.wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -21,8 +21,15 @@ pub(crate) fn term(index: u64, bits: u32) -> u64 {
     x ^ (x >> 33)
 }
 
-/// The hash of consecutive elements of a tensor as little-endian bytes of `dtype`: the sum of their
-/// terms. `first`: the position of the first one in the tensor.
+/// Returns by how much the hash grows, modulo 2^64, when an element changes from the bits `before`
+/// to `after`.
+#[inline(always)]
+pub(crate) fn term_change(index: u64, before: u32, after: u32) -> u64 {
+    term(index, after).wrapping_sub(term(index, before))
+}
+
+/// Returns the hash of consecutive elements of a tensor, given as little-endian bytes of `dtype`.
+/// `first` is the position of the first element in the tensor.
 pub fn of(dtype: DType, first: u64, values: &[u8]) -> u64 {
     fn sum<T: Bits>(first: u64, values: &[u8]) -> u64 {
         let elements = (first..).zip(values.chunks_exact(T::SIZE));

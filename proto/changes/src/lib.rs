@@ -1,16 +1,17 @@
-//! The change of a slice from one version to a later one, as bytes, and the hash that proves that a
-//! reader has applied it to the right values.
+//! Encodes how a slice changes from one version to a later one, and hashes its values, so that a
+//! reader can check that it applies a change to the right values.
 //!
-//! A server records a change while a step has the old and the new values in cache ([`Recorder`]). A
-//! reader checks it ([`apply::hash_change`]) and applies it ([`apply::apply`]). Changes of
-//! consecutive versions are added without the values ([`merge`]). All three are functions of values
-//! and positions only, so that every server and every path through versions gives the same bytes.
+//! A server records a change while a step has the old and the new values in cache ([`Recorder`]).
+//! A reader checks it ([`apply::hash_change`]) and applies it ([`apply::apply`]). [`merge`] adds
+//! the changes of consecutive versions without the values. The bytes depend only on old values, new
+//! values and positions, so every server and every path through the versions gives the same bytes.
 //!
-//! The float bits of an element are mapped to integers of the same order ([`ordered`]). The change
-//! of an element is the difference of two such integers modulo 2^16 or 2^32: one unit in the last
-//! place is 1, also across zero and between two exponents. [`block`] codes the differences.
+//! [`ordered`] maps the bits of a float to an integer, and larger floats to larger integers. The
+//! difference of an element is the new integer minus the old one, modulo 2^16 or 2^32. One unit in
+//! the last place is therefore always 1 or -1, also across zero and between two exponents.
+//! [`block`] encodes the differences.
 //!
-//! This crate knows no messages, and the decoder trusts no bytes.
+//! This crate knows no messages. Its decoder accepts any bytes, and refuses malformed ones.
 
 pub mod apply;
 mod bits;

@@ -1,21 +1,21 @@
-//! Adds consecutive changes of a slice, without its values.
+//! Adds consecutive changes of a slice without its values.
 
 use zeroshard_model::DType;
 
 use crate::{
     block::{BLOCK, Block, Blocks, Malformed},
-    ordered::width,
+    ordered::mask,
 };
 
-/// The change from the version before the first one of `changes` to that after the last one:
-/// bitwise the change that a comparison of these two versions gives.
+/// Adds consecutive `changes`. The result is bitwise identical to the change that a comparison of
+/// the first version with the last one would record.
 ///
 /// # Errors
 /// [`Malformed`].
 pub fn merge(dtype: DType, numel: usize, changes: &[&[u8]]) -> Result<Vec<u8>, Malformed> {
     let mut changes: Vec<_> =
         changes.iter().map(|change| Blocks::new(dtype, numel, change)).collect();
-    let mask = u32::MAX >> (u32::BITS - width(dtype));
+    let mask = mask(dtype);
     let mut sums = vec![0u32; BLOCK.min(numel)];
     let (mut block, mut merged) = (Block::default(), Vec::new());
     for start in (0..numel).step_by(BLOCK) {
@@ -33,7 +33,7 @@ pub fn merge(dtype: DType, numel: usize, changes: &[&[u8]]) -> Result<Vec<u8>, M
         }
         block.encode(dtype, len, &mut merged);
     }
-    // What is behind the last block is found here.
+    // Refuses bytes after the last block.
     changes.iter_mut().try_for_each(|change| change.next(&mut block).map(drop))?;
     Ok(merged)
 }

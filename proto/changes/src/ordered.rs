@@ -1,8 +1,7 @@
-//! Floats as integers of the same order.
+//! Maps floats to integers that keep their order.
 //!
-//! The mapping is a bijection on bit patterns, NaN and -0.0 included: the integers of the negative
-//! floats come first, in their order, followed by those of the positive ones. -0.0 and 0.0 are
-//! neighbours.
+//! The mapping is a bijection on bit patterns, including those of NaN and -0.0. Negative floats map
+//! to the smaller integers, positive floats to the larger ones, and -0.0 is the neighbour of 0.0.
 
 use zeroshard_model::DType;
 
@@ -11,22 +10,29 @@ pub(crate) trait Bits: Copy + Eq {
     /// The number of bytes.
     const SIZE: usize;
 
-    /// The element at the beginning of `bytes`.
+    /// The sign bit.
+    const SIGN: Self;
+
+    /// Reads the element at the beginning of `bytes`.
     fn read(bytes: &[u8]) -> Self;
 
     /// Stores the element at the beginning of `bytes`.
     fn write(self, bytes: &mut [u8]);
 
-    /// The bits, widened.
+    /// Widens the bits with zeros.
     fn widen(self) -> u32;
 
-    /// The element whose widened bits these are.
+    /// Returns the element from its widened bits.
     fn narrow(bits: u32) -> Self;
 
-    /// `ordered(after) - ordered(self)`, modulo 2 to the number of bits.
+    /// Returns the integer to which the float maps.
+    fn ordered(self) -> Self;
+
+    /// Returns `after.ordered() - self.ordered()`, modulo 2^16 or 2^32.
     fn difference_to(self, after: Self) -> u32;
 
-    /// The element that differs by `difference`, of which the upper bits are not read.
+    /// Returns the element that is `difference` further in the order. Reads only as many low bits
+    /// of `difference` as an element has.
     fn moved(self, difference: u32) -> Self;
 }
 
@@ -34,6 +40,7 @@ macro_rules! bits {
     ($unsigned:ident, $signed:ident) => {
         impl Bits for $unsigned {
             const SIZE: usize = size_of::<Self>();
+            const SIGN: Self = 1 << (Self::BITS - 1);
 
             #[inline(always)]
             fn read(bytes: &[u8]) -> Self {
@@ -57,22 +64,20 @@ macro_rules! bits {
             }
 
             #[inline(always)]
+            fn ordered(self) -> Self {
+                // A negative float has all bits inverted, any other float only the sign.
+                self ^ ((self as $signed >> ($unsigned::BITS - 1)) as $unsigned | Self::SIGN)
+            }
+
+            #[inline(always)]
             fn difference_to(self, after: Self) -> u32 {
-                let order = |bits: Self| {
-                    const SIGN: $unsigned = 1 << ($unsigned::BITS - 1);
-                    // All bits of a negative float are inverted, of another one the sign.
-                    bits ^ ((bits as $signed >> ($unsigned::BITS - 1)) as $unsigned | SIGN)
-                };
-                u32::from(order(after).wrapping_sub(order(self)))
+                u32::from(after.ordered().wrapping_sub(self.ordered()))
             }
 
             #[inline(always)]
             fn moved(self, difference: u32) -> Self {
-                const SIGN: $unsigned = 1 << ($unsigned::BITS - 1);
-                let ordered =
-                    self ^ ((self as $signed >> ($unsigned::BITS - 1)) as $unsigned | SIGN);
-                let moved = ordered.wrapping_add(difference as $unsigned);
-                if moved & SIGN != 0 { moved ^ SIGN } else { !moved }
+                let moved = self.ordered().wrapping_add(difference as $unsigned);
+                if moved & Self::SIGN != 0 { moved ^ Self::SIGN } else { !moved }
             }
         }
     };
@@ -81,9 +86,14 @@ macro_rules! bits {
 bits!(u16, i16);
 bits!(u32, i32);
 
-/// The number of bits of an element.
+/// The number of bits in an element.
 pub(crate) fn width(dtype: DType) -> u32 {
     8 * dtype.size() as u32
+}
+
+/// A mask of the low bits of a `u32` that an element fills.
+pub(crate) fn mask(dtype: DType) -> u32 {
+    u32::MAX >> (u32::BITS - width(dtype))
 }
 
 #[cfg(test)]

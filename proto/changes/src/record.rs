@@ -1,7 +1,7 @@
-//! Records the change that a step makes, from the old and the new values of consecutive elements.
+//! Records the change that a step makes, by comparing the old and the new values.
 //!
-//! It runs inside the step, so it goes over unchanged elements by vectors, and does what changed
-//! elements need in loops over the changes of a block.
+//! The recorder runs inside the step. It therefore skips unchanged elements with vector
+//! instructions, and processes the changed elements of a whole block at a time.
 
 use zeroshard_loops::{
     Level,
@@ -15,15 +15,15 @@ use crate::{
     ordered::Bits,
 };
 
-/// The elements that are compared at once: those of a tile of a step, or more.
+/// The maximum number of elements that are compared at once. A step usually passes a tile.
 const COMPARED: usize = 512;
 
-/// The change of a slice from a version to the next.
+/// The recorded change of a slice from one version to the next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recorded {
-    /// The code of the change.
+    /// The encoded change.
     pub change: Vec<u8>,
-    /// The hash of the new values less that of the old ones.
+    /// The hash of the new values minus the hash of the old ones, modulo 2^64.
     pub hash_difference: u64,
     /// The number of elements that have changed.
     pub changed: u64,
@@ -37,49 +37,50 @@ pub struct Recorder {
     /// The position of the slice's first element in its tensor.
     first: u64,
     numel: usize,
-    /// The number of elements that have been compared.
+    /// The number of elements compared so far.
     seen: usize,
-    /// The changes of the block that is being compared. Their differences are computed at its end.
+    /// The changed elements of the current block. Their differences are computed at its end.
     block: Block,
-    /// The bits before and after each of them.
+    /// The bits of each changed element of the block, before and after the step.
     bits: Vec<[u32; 2]>,
     recorded: Recorded,
 }
 
 impl Recorder {
-    /// Records a slice of `numel` elements.
+    /// Records a slice of `numel` elements. `first` is the position of its first element in the
+    /// tensor.
     pub fn new(level: Level, dtype: DType, first: u64, numel: usize) -> Self {
         let recorded = Recorded { change: Vec::new(), hash_difference: 0, changed: 0 };
         let (block, bits) = (Block::default(), Vec::new());
         Self { level, dtype, first, numel, seen: 0, block, bits, recorded }
     }
 
-    /// The number of elements that have not been compared.
+    /// The number of elements not compared yet.
     pub fn missing(&self) -> usize {
         self.numel - self.seen
     }
 
-    /// Compares the next elements: little-endian bytes of the dtype. Elements behind the end of the
-    /// slice are not read.
-    pub fn compare(&mut self, mut before: &[u8], mut after: &[u8]) {
+    /// Compares the next elements, given as little-endian bytes of the dtype. Ignores elements past
+    /// the end of the slice.
+    pub fn compare(&mut self, before: &[u8], after: &[u8]) {
         debug_assert_eq!(before.len(), after.len(), "an old and a new value of each element");
-        let size = self.dtype.size();
+        match self.dtype {
+            DType::F32 => self.compare_as::<u32>(before, after),
+            DType::Bf16 | DType::F16 => self.compare_as::<u16>(before, after),
+        }
+    }
+
+    fn compare_as<T: Bits>(&mut self, mut before: &[u8], mut after: &[u8]) {
         while self.missing() > 0 && !after.is_empty() {
             let room = BLOCK.min(self.numel - self.block.start) + self.block.start - self.seen;
-            let bytes = after.len().min(room.min(COMPARED) * size);
+            let bytes = after.len().min(room.min(COMPARED) * T::SIZE);
             let (old, rest_before) = before.split_at(bytes);
             let (new, rest_after) = after.split_at(bytes);
             (before, after) = (rest_before, rest_after);
-            match self.dtype {
-                DType::F32 => self.compare_some::<u32>(old, new),
-                DType::Bf16 | DType::F16 => self.compare_some::<u16>(old, new),
-            }
-            self.seen += bytes / size;
-            if bytes == room * size {
-                match self.dtype {
-                    DType::F32 => self.end_block::<u32>(),
-                    DType::Bf16 | DType::F16 => self.end_block::<u16>(),
-                }
+            self.compare_some::<T>(old, new);
+            self.seen += bytes / T::SIZE;
+            if bytes == room * T::SIZE {
+                self.end_block::<T>();
             }
         }
     }
@@ -92,7 +93,7 @@ impl Recorder {
         let masks = &mut masks[..after.len().div_ceil(group)];
         differ(self.level, before, after, masks);
         if let Some(last) = masks.get_mut(whole) {
-            // The rest of the group is equal.
+            // The padding is equal.
             let padded = |of: &[u8]| {
                 let mut padded = [0; GROUP * size_of::<u32>()];
                 padded[..of.len() - whole * group].copy_from_slice(&of[whole * group..]);
@@ -120,8 +121,7 @@ impl Recorder {
         block.differences.extend(differences);
         let first = self.first + block.start as u64;
         let terms = block.positions.iter().zip(&*bits).map(|(&position, &[before, after])| {
-            let index = first + u64::from(position);
-            hash::term(index, after).wrapping_sub(hash::term(index, before))
+            hash::term_change(first + u64::from(position), before, after)
         });
         let difference = terms.fold(0, u64::wrapping_add);
         recorded.hash_difference = recorded.hash_difference.wrapping_add(difference);
@@ -132,7 +132,7 @@ impl Recorder {
         bits.clear();
     }
 
-    /// The change; `None` unless all elements have been compared.
+    /// Returns the change, or `None` unless all elements were compared.
     pub fn finish(self) -> Option<Recorded> {
         (self.missing() == 0).then_some(self.recorded)
     }

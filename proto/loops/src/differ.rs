@@ -2,12 +2,12 @@
 
 use crate::vectorised;
 
-/// The elements of one mask.
+/// The number of elements per mask.
 pub const GROUP: usize = 16;
 
 vectorised! {
-    /// Compares elements of 2 bytes. Bit `i` of a mask is set if element `i` of its [`GROUP`]
-    /// differs. Only whole groups are compared.
+    /// Compares elements of 2 bytes, and writes a mask for each [`GROUP`] of them. Sets bit `i` if
+    /// element `i` of the group differs. Ignores an incomplete last group.
     pub fn differ16(before: &[u8], after: &[u8], masks: &mut [u16]) {
         let (before, after) = (before.as_chunks::<32>().0, after.as_chunks::<32>().0);
         for ((before, after), mask) in before.iter().zip(after).zip(masks) {

@@ -1,14 +1,14 @@
-//! Figures of an array that arrives in parts: the sum of its squares, and a hash.
+//! Tallies an array that arrives in parts: its sum of squares, and a hash.
 //!
 //! The hash is linear: element `i` with the bits `b` adds `b * key(i)` modulo 2^64, so that parts
 //! may arrive in any size and order. A key is a random number of 32 bits for the position within a
-//! tile of 256 elements, times a random odd number for the tile. Equal arrays have equal hashes;
-//! two arrays that differ by chance have the same hash with a probability of about 2^-32. It is no
-//! protection against somebody who chooses the values.
+//! tile of 256 elements, times a random odd number for the tile. Equal arrays have equal hashes. If
+//! two arrays differ by chance, their hashes are equal with a probability of about 2^-32. Somebody
+//! who chooses the values can make them equal.
 //!
-//! The squares of a tile are added in f32, which is twice as fast as f64 and has a relative error
-//! of at most 2^-19. If their sum is near the ends of the range of f32, they are added in f64
-//! instead. The sums of tiles are added in f64, in the order of arrival.
+//! A tile adds its squares in f32, which is twice as fast as f64 and has a relative error of at
+//! most 2^-19. If the sum is close to the smallest or the largest f32, the tile adds them in f64
+//! instead. The tiles' sums add up in f64, in the order of arrival.
 
 use std::ops::Range;
 
@@ -30,8 +30,8 @@ const TILE: usize = 256;
 /// which is five times slower.
 const LANES: usize = 8;
 
-/// The sums of squares in f32 that lack nothing: no square of an element that matters has been
-/// rounded to zero, and none was too large.
+/// The range in which a sum of squares in f32 is reliable: no square that matters was rounded to
+/// zero, and none has overflowed.
 const EXACT: Range<f32> = 1e-30..1e37;
 
 /// The keys of the positions within a tile.
@@ -45,7 +45,7 @@ static KEYS: [u32; TILE] = {
     keys
 };
 
-/// The figures of the elements so far.
+/// The sum of squares and the hash of some elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tally {
     /// The sum of squares.
@@ -55,8 +55,8 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Returns the figures of consecutive elements: `bytes` has whole elements of `dtype`, little
-    /// endian. `first`: the number of the first one.
+    /// Tallies consecutive elements. `bytes` has whole little-endian elements of `dtype`. `first`:
+    /// the number of the first element.
     pub fn of(level: Level, bytes: &[u8], dtype: DType, first: u64) -> Self {
         match dtype {
             DType::F32 => tally::<F32>(level, bytes, first),
@@ -65,7 +65,7 @@ impl Tally {
         }
     }
 
-    /// Adds the figures of other elements of the array.
+    /// Adds the tally of other elements in the same array.
     pub fn add(&mut self, other: Self) {
         self.squares += other.squares;
         self.hash = self.hash.wrapping_add(other.hash);

@@ -310,8 +310,8 @@ impl JobSpec {
         mesh.map_or_else(|| format!("rank {rank}"), |mesh| mesh.describe(rank))
     }
 
-    /// Describes the sender of a gradient: a rank, or in a job with groups the ranks whose sum it
-    /// sends a share of.
+    /// Describes who sent a gradient: a rank or, in a job with groups, the group that it belongs
+    /// to.
     pub fn describe_contributor(&self, rank: u32) -> String {
         match self.group_of(rank) {
             group if group.len() == 1 => self.describe_rank(rank),

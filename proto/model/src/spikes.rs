@@ -1,8 +1,8 @@
-//! Spikes: steps whose gradient norm or loss is far above that of the steps before, and the policy
-//! of a job on them.
+//! Spikes: a job judges each step by the steps before it, and a step with a far larger gradient
+//! norm or loss is a spike.
 //!
-//! [`RecentSteps`] is a function of the decisions about the steps before. Servers and checkpoints
-//! keep it, so that the next coordinator judges a step as this one would have.
+//! [`RecentSteps`] is a pure function of earlier decisions. Servers and checkpoints keep it, so the
+//! next coordinator judges a step exactly as this one would have.
 
 use std::fmt;
 
@@ -19,21 +19,21 @@ const MAX_LIMIT: u32 = 100;
 pub struct SpikePolicy {
     /// What happens to the step and the job.
     pub action: SpikeAction,
-    /// A step is a spike if the norm of its gradient is more than this factor times the median,
-    /// greater than 1. Only a positive median is compared. `None`: norms are not compared.
+    /// A step is a spike if its gradient norm exceeds the median by this factor, which is greater
+    /// than 1. A median of 0 allows any norm. `None`: the job does not compare norms.
     pub norm_factor: Option<f64>,
-    /// The same for the mean loss of the ranks.
+    /// The same factor for the mean loss over the ranks. A median that is not positive
+    /// allows any loss. `None`: the job does not compare losses.
     pub loss_factor: Option<f64>,
-    /// The number of steps before it of which the median is taken. The job judges no step before it
-    /// has as many.
+    /// The median covers this many applied steps. The job judges no step before it has made as
+    /// many.
     pub window: u32,
-    /// A step is a spike if it is the last of this many steps in a row with inf or NaN. 0: they are
-    /// not counted.
+    /// A step is a spike if it completes this many steps in a row with inf or NaN. 0: the job does
+    /// not count them.
     pub nonfinite_steps: u32,
-    /// The job stops at a spike if it has had this many spikes already within the last
-    /// `limit_batches` batches.
+    /// At the next spike after this many within the last `limit_batches` batches, the job stops.
     pub limit: u32,
-    /// The number of batches for which `limit` counts spikes.
+    /// The number of batches within which `limit` counts spikes.
     pub limit_batches: u64,
 }
 
@@ -42,22 +42,22 @@ pub struct SpikePolicy {
 pub enum SpikeAction {
     /// The step is skipped.
     Skip,
-    /// The job returns to its newest checkpoint that is at least this many steps back, and skips
-    /// the batches of the last this many steps, including the spike's.
+    /// The job returns to the newest checkpoint that is at least `steps` back. It skips the batches
+    /// that the last `steps` steps used, including the spike's.
     Rewind {
         /// The number of steps, at least 1.
         steps: u64,
     },
-    /// The job fails with an error that describes the spike. Its checkpoints remain.
+    /// The job fails with an error that describes the spike, and keeps its checkpoints.
     Stop,
 }
 
-/// The figures of the steps before a version, as far as a policy on spikes needs them.
+/// Everything that a policy on spikes needs to know about earlier steps.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RecentSteps {
     /// The gradient norms of the last applied steps, oldest first.
     pub norms: Vec<f64>,
-    /// Their losses, as far as they are known.
+    /// The losses of these steps. A step without a loss has no entry.
     pub losses: Vec<f64>,
     /// The number of steps in a row with inf or NaN.
     pub nonfinite: u32,
@@ -79,27 +79,27 @@ pub struct StepFigures {
 /// A step that is a spike.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spike {
-    /// Why.
+    /// The reason.
     pub cause: SpikeCause,
-    /// `true` if the job has reached its limit of spikes, and stops.
+    /// `true` if the job must stop, because it has reached its limit.
     pub is_over_limit: bool,
 }
 
-/// Why a step is a spike.
+/// The reason why a step is a spike.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum SpikeCause {
-    /// The norm of the gradient is far above those before.
+    /// The gradient norm is too large.
     Norm {
         /// The norm.
         norm: f64,
-        /// The median of the norms before.
+        /// The median of earlier norms.
         median: f64,
     },
-    /// The loss is far above those before.
+    /// The loss is too large.
     Loss {
         /// The loss.
         loss: f64,
-        /// The median of the losses before.
+        /// The median of earlier losses.
         median: f64,
     },
     /// Too many steps in a row had inf or NaN.
@@ -110,7 +110,7 @@ pub enum SpikeCause {
 }
 
 impl SpikePolicy {
-    /// A policy that skips steps with a gradient norm of more than ten times the median.
+    /// Creates a policy that takes `action` if a gradient norm exceeds ten times the median.
     pub fn new(action: SpikeAction) -> Self {
         Self {
             action,
@@ -159,7 +159,7 @@ impl SpikePolicy {
 }
 
 impl RecentSteps {
-    /// Judges a step by those before it.
+    /// Judges a step. Returns `None` unless it is a spike.
     pub fn judge(&self, policy: &SpikePolicy, step: StepFigures) -> Option<Spike> {
         let cause = self.cause(policy, step)?;
         let first = step.batch.saturating_sub(policy.limit_batches.saturating_sub(1));
@@ -188,8 +188,7 @@ impl RecentSteps {
         is_spike.then_some(SpikeCause::Loss { loss, median })
     }
 
-    /// Adds a step that was decided. `applied`: it was not skipped; a skipped one does not count
-    /// for the medians.
+    /// Adds a decided step. Only an applied step counts for the medians.
     pub fn add(&mut self, policy: &SpikePolicy, step: StepFigures, applied: bool) {
         self.nonfinite = if step.is_finite() { 0 } else { self.nonfinite.saturating_add(1) };
         if !applied || !step.is_finite() {
@@ -206,7 +205,7 @@ impl RecentSteps {
         }
     }
 
-    /// Adds a spike.
+    /// Adds a spike at this batch. Adding the same batch again changes nothing.
     pub fn add_spike(&mut self, policy: &SpikePolicy, batch: u64) {
         self.spikes.retain(|&earlier| earlier != batch);
         self.spikes.push(batch);
@@ -214,8 +213,8 @@ impl RecentSteps {
         self.spikes.drain(..self.spikes.len().saturating_sub(policy.limit.max(1) as usize));
     }
 
-    /// Adds the spikes of the same job at a later version: a job that returns to a checkpoint does
-    /// not forget why.
+    /// Adds the spikes that the same job has had at a later version. A job that returns to a
+    /// checkpoint must not forget its spikes, or it would never reach its limit.
     pub fn with_spikes_of(mut self, later: &Self) -> Self {
         self.spikes.extend(&later.spikes);
         self.spikes.sort_unstable();
@@ -224,11 +223,11 @@ impl RecentSteps {
         self
     }
 
-    /// Checks figures from the network or a file.
+    /// Checks figures that come from the network or a file.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for more of them than any policy keeps, and for figures that no applied
-    /// step has.
+    /// [`Error::Invalid`] if there are more than any policy keeps, or if an applied step cannot
+    /// have them.
     pub fn validate(&self) -> Result<()> {
         for (what, values) in [("norms", &self.norms), ("losses", &self.losses)] {
             let is_valid = |value: &f64| value.is_finite() && (what == "losses" || *value >= 0.0);
@@ -253,8 +252,8 @@ impl StepFigures {
     }
 }
 
-/// The median of the last `window` values; `None` if there are fewer. Of an even number it is the
-/// lower one of the middle two, as in `torch.median`.
+/// Returns the median of the last `window` values; `None` if there are fewer. If `window` is even,
+/// returns the lower of the two middle values, as `torch.median` does.
 fn median(values: &[f64], window: usize) -> Option<f64> {
     let last = &values[values.len().checked_sub(window)?..];
     let mut sorted = last.to_vec();

@@ -262,7 +262,7 @@ pub struct Open {
     pub replicas: Replicas,
     pub scrub: Scrub,
     pub lateness: Lateness,
-    /// The attempt that is a spike, while the checkpoint is searched to which the job returns.
+    /// The attempt at a step that is a spike, while the driver searches for a checkpoint.
     pub spike: Option<Attempt>,
 }
 

@@ -399,8 +399,8 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
     pub fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.primary_slice(index)?;
         let current = || {
-            self.check_attempt(attempt, slice)?;
-            self.progress().arrivals.note(chunk.rank, self.host.now());
+            let mut progress = self.check_attempt(attempt, slice)?;
+            progress.arrivals.note(chunk.rank, self.host.now());
             Ok(())
         };
         let added = slice.contribute(attempt, chunk, &self.budget, current);
@@ -419,30 +419,34 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         named: (u32, Option<u32>),
     ) -> Result<()> {
         let slice = self.primary_slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
+        let current = || self.check_attempt(attempt, slice).map(drop);
         self.note(index, slice.name_overflow(attempt, named, current))
     }
 
     /// Records that a rank has nothing more to send of a trained slice.
     pub fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.primary_slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
+        let current = || self.check_attempt(attempt, slice).map(drop);
         let reduced = self.note(index, slice.absent(attempt, rank, current))?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(())
     }
 
-    /// Checks the attempt of a push.
+    /// Checks the attempt of a push. Returns the progress of the attempt.
     ///
     /// # Errors
     /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] unless `attempt` is
     /// open and `slice` is at its version.
-    fn check_attempt(&self, attempt: Attempt, slice: &Slice<B>) -> Result<()> {
-        self.check_open(attempt)?;
+    fn check_attempt(
+        &self,
+        attempt: Attempt,
+        slice: &Slice<B>,
+    ) -> Result<MutexGuard<'_, Progress<D>>> {
+        let progress = self.check_open(attempt)?;
         match slice.version() {
-            _ if self.host.lacks(Safeguard::Fence) => Ok(()),
-            Some(version) if version == attempt.step => Ok(()),
+            _ if self.host.lacks(Safeguard::Fence) => Ok(progress),
+            Some(version) if version == attempt.step => Ok(progress),
             version => Err(Error::StepMismatch {
                 job: self.spec.name.clone(),
                 step: attempt.step,
@@ -451,20 +455,20 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         }
     }
 
-    /// Checks that `attempt` is open.
+    /// Checks that `attempt` is open. Returns its progress.
     ///
     /// # Errors
     /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`].
-    fn check_open(&self, attempt: Attempt) -> Result<()> {
+    fn check_open(&self, attempt: Attempt) -> Result<MutexGuard<'_, Progress<D>>> {
         let mut progress = self.progress();
         if self.host.lacks(Safeguard::Fence) {
-            return Ok(());
+            return Ok(progress);
         }
         if progress.attempt != attempt {
             return Err(attempt.refusal(&self.spec.name, progress.attempt));
         }
         progress.begin_phase(|| self.host.now());
-        Ok(())
+        Ok(progress)
     }
 
     /// Counts a slice whose gradient is complete.

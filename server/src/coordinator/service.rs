@@ -14,7 +14,7 @@ use zeroshard_coordinator::{
     job::Job,
     vocabulary::{
         calls::{Attach, Join, Leave, Reply, Rewind, Saved},
-        events::Event,
+        events::{Event, Target},
         ids::{self, JobRef, Lease},
     },
 };
@@ -232,7 +232,7 @@ impl coordinator_service_server::CoordinatorService for Service {
             let ((job, spec, line, url), completed) = known?;
             let skips: Vec<_> = request.skips.iter().copied().map(Range::from).collect();
             let to = (url.as_str(), request.version);
-            let (to, skips) = storage::target((&job, &spec, &line), to, &skips).await?;
+            let Target { to, skips } = storage::target((&job, &spec, &line), to, &skips).await?;
             let from = request.from_line;
             let rewind = Rewind { job, from, to, completed, skips, wait };
             match self.driver.call(|caller| Event::Rewind { caller, rewind }).await? {

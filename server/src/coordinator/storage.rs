@@ -63,7 +63,7 @@ pub(super) async fn target(
     (job, spec, line): (&JobRef, &JobSpec, &Line),
     (url, version): (&str, u64),
     skip: &[Range<u64>],
-) -> Result<(Checkpoint, Vec<Range<u64>>)> {
+) -> Result<Target> {
     let storage = existing(url)?;
     let name = &job.name;
     // The job has claimed every line at the place of its policy, but perhaps not at `url`.
@@ -71,10 +71,20 @@ pub(super) async fn target(
     let of = JobLine { job_id: job.id, line: line.number };
     let own = policy.as_ref().unwrap_or(&storage).claim_of(name, of).await?;
     let manifest = storage.checkpoint(name, (version, None), Some(&own)).await?;
-    check_fits(&manifest, spec)?;
-    let (job_id, version) = (manifest.job_id(), manifest.version());
+    target_at(&manifest, url, (spec, line), skip)
+}
+
+/// Returns a checkpoint as the target of a return: see [`target`].
+fn target_at(
+    manifest: &Manifest,
+    url: &str,
+    (spec, line): (&JobSpec, &Line),
+    skip: &[Range<u64>],
+) -> Result<Target> {
+    check_fits(manifest, spec)?;
+    let (job, job_id, version) = (spec.name.clone(), manifest.job_id(), manifest.version());
     let skips = line.next(line.number, version.version, skip)?.skips().to_vec();
-    Ok((Checkpoint { url: url.to_owned(), job: name.clone(), job_id, version }, skips))
+    Ok(Target { to: Checkpoint { url: url.to_owned(), job, job_id, version }, skips })
 }
 
 /// Finds the newest checkpoint to which a job can return after a spike.
@@ -93,9 +103,7 @@ pub(super) async fn search(search: &Search) -> Result<Target> {
         job: job.name.clone(),
         version: format!("a version until {until} of this run"),
     })?;
-    let to = (policy.url.as_str(), found.version().version);
-    let (to, skips) = target((job, spec, line), to, slice::from_ref(skip)).await?;
-    Ok(Target { to, skips })
+    target_at(&found, &policy.url, (spec, line), slice::from_ref(skip))
 }
 
 /// Opens a storage that exists.

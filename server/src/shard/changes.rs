@@ -1,6 +1,5 @@
-//! `Changes`: what the steps between two versions have changed in slices, for readers that follow a
-//! job. The slices record it; this file waits for versions, adds the changes of several steps, and
-//! sends them.
+//! `Changes`: sends readers what the steps between two versions have changed. The slices record the
+//! changes. This file waits for the version, adds the changes of several steps, and sends the sum.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,28 +16,35 @@ use zeroshard_shard::{fair::end_after_others, slice::Since};
 
 use super::{job::Job, store::Store};
 
-/// The bytes of a change in one message.
+/// The maximum number of bytes of changes in one message.
 const PART: usize = 1 << 20;
 
-/// The pause before a hash is looked for again that another call computes.
+/// The pause before a call looks again for a hash that another call computes.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// What is to be sent.
+/// The changes still to be sent.
 struct Changes<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
-    /// The slices that have not been sent, the last one first.
+    /// The slices still to be sent, last one first.
     rest: Vec<(u32, DType)>,
     from: u64,
     to: u64,
     deadline: Deadline,
-    /// The rest of a change, with the hash after it.
+    /// The rest of the current change: its slice, its bytes, and the hash after it.
     part: Option<(u32, Bytes, u64)>,
     _follower: Option<Follower>,
 }
 
-/// A reader in the metrics.
+/// Counts a reader in the metrics while the call lasts.
 struct Follower(IntGauge);
+
+impl Follower {
+    fn new(gauge: &IntGauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
 
 impl Drop for Follower {
     fn drop(&mut self) {
@@ -46,12 +52,12 @@ impl Drop for Follower {
     }
 }
 
-/// Checks the request, records changes from now on, waits for the version, and returns the messages
-/// of the response. `turns`: those to hash slices.
+/// Checks the request, makes the slices record changes, waits for the version, and returns the
+/// messages of the response. A call that hashes slices takes one of `turns`.
 ///
 /// # Errors
-/// [`Error::VersionGone`] for another line; [`Error::NotHere`] for a slice of which another server
-/// is the primary; [`Error::Refused`], [`Error::Invalid`] for a malformed request;
+/// [`Error::VersionGone`] if the job is on another line; [`Error::NotHere`] if another server is
+/// the primary of a slice; [`Error::Refused`] and [`Error::Invalid`] for a malformed request;
 /// [`Error::Timeout`]; [`Error::OutOfMemory`].
 pub(super) async fn changes<B: Backend>(
     store: &Arc<Store<B>>,
@@ -70,10 +76,7 @@ pub(super) async fn changes<B: Backend>(
     }
     let mut slices = slices(&job, &request.slices)?;
     let mut follower = None;
-    job.count(|series| {
-        series.followers().inc();
-        follower = Some(Follower(series.followers().clone()));
-    });
+    job.count(|series| follower = Some(Follower::new(series.followers())));
     begin(store, turns, &job, &slices, deadline).await?;
     let wait = Duration::from_millis(wait_ms.into());
     let version = match to {
@@ -101,7 +104,7 @@ pub(super) async fn changes<B: Backend>(
     Ok(futures_util::StreamExt::chain(stream::iter([Ok(first)]), parts))
 }
 
-/// The slices of a request, with the dtype of the reader.
+/// Returns the slices of a request, each with the reader's dtype.
 fn slices<B: Backend>(job: &Job<B>, messages: &[pb::FollowedSlices]) -> Result<Vec<(u32, DType)>> {
     let mut all = Vec::new();
     for message in messages {
@@ -124,7 +127,7 @@ fn slices<B: Backend>(job: &Job<B>, messages: &[pb::FollowedSlices]) -> Result<V
     Ok(all)
 }
 
-/// Records the changes of slices from now on. Hashes those of which nothing is recorded yet.
+/// Makes slices record changes from now on, and hashes those that did not do so before.
 async fn begin<B: Backend>(
     store: &Arc<Store<B>>,
     turns: &Arc<Semaphore>,
@@ -147,7 +150,7 @@ async fn begin<B: Backend>(
     let waiting_for = || format!("other calls that hash slices, at job {name:?}");
     let turn = deadline.limit(waiting_for, turns.clone().acquire_owned()).await?;
     let work = move || {
-        // The turn lasts until this thread has finished, even if the call has ended.
+        // Keeps the turn until this thread has finished, even if the call ends earlier.
         let _turn = turn.expect("the semaphore is never closed");
         for (index, dtype) in new {
             let unhashed = job.note(index, job.follow(index, dtype, &budget))?;
@@ -161,7 +164,8 @@ async fn begin<B: Backend>(
     store.failure.blocking("hash slices", work).await
 }
 
-/// The newest version that can be read. Waits for one after `than`.
+/// Waits for a readable version after `than`. Returns the newest one, which is not after `than` if
+/// the wait ends first.
 ///
 /// # Errors
 /// [`Error::Timeout`] if there is no version yet.
@@ -207,8 +211,8 @@ impl<B: Backend> Changes<B> {
         Ok(Some(message))
     }
 
-    /// Adds the changes of the next slice. Returns `false` after the last one, and if the change is
-    /// not known; the slice then stays among the rest.
+    /// Prepares the change of the next slice. Returns `false` after the last slice, and if the
+    /// change is unknown. In this case the slice stays in `rest`.
     async fn next_slice(&mut self) -> Result<bool> {
         let Some(&(index, dtype)) = self.rest.last() else { return Ok(false) };
         let (changes, hash) = loop {
@@ -234,7 +238,7 @@ impl<B: Backend> Changes<B> {
         Ok(true)
     }
 
-    /// The sum of the changes of several steps, or of none.
+    /// Adds the changes of several steps, or of none.
     async fn merged(&self, index: u32, dtype: DType, changes: Vec<Bytes>) -> Result<Bytes> {
         let numel = self.job.primary_slice(index)?.spec.numel;
         let work = move || {

@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    slice,
+    ops::Range,
     time::Duration,
 };
 
@@ -92,6 +92,15 @@ impl Store {
         self.complete.retain(|version, _| stays(version));
     }
 
+    /// Returns a checkpoint to which a job on `line` can return. The next line skips these batches,
+    /// too.
+    fn target(&self, version: LineVersion, line: &Line, skip: Range<u64>) -> Result<Target> {
+        let next = line.next(line.number, version.version, &[skip])?;
+        let (url, job, job_id) = (URL.to_owned(), JOB.to_owned(), self.complete[&version].0);
+        let to = Checkpoint { url, job, job_id, version };
+        Ok(Target { to, skips: next.skips().to_vec() })
+    }
+
     /// The latest version of the current line, and the id of its job.
     pub(super) fn latest(&self) -> Option<(LineVersion, u64)> {
         let version = self.current().next_back()?;
@@ -144,10 +153,8 @@ impl World {
         let first = line.batch(version.version);
         let skip = if skips { first..first + 1 } else { first..first };
         // The last claim may be for a line that this coordinator does not know yet.
-        let Ok(next) = line.next(line.number, version.version, &[skip]) else { return };
-        let (url, job, job_id) = (URL.to_owned(), JOB.to_owned(), self.store.complete[&version].0);
-        let to = Checkpoint { url, job: job.clone(), job_id, version };
-        let (job, skips) = (JobRef { name: job, id: 0 }, next.skips().to_vec());
+        let Ok(Target { to, skips }) = self.store.target(version, &line, skip) else { return };
+        let job = JobRef { name: JOB.to_owned(), id: 0 };
         let coordinator = &mut self.coordinators[index];
         let cluster = coordinator.cluster.as_ref().expect("it has a job");
         let completed = cluster.common().saves.number_completed();
@@ -229,17 +236,8 @@ impl World {
             let (url, job, version) = (URL.to_owned(), JOB.to_owned(), "any version".to_owned());
             Error::NoCheckpoint { url, job, version }
         };
-        let found = found.ok_or_else(none).and_then(|version| {
-            let (url, job, job_id) =
-                (URL.to_owned(), JOB.to_owned(), self.store.complete[&version].0);
-            let next = search.line.next(
-                search.line.number,
-                version.version,
-                slice::from_ref(&search.skip),
-            )?;
-            let to = Checkpoint { url, job, job_id, version };
-            Ok(Target { to, skips: next.skips().to_vec() })
-        });
+        let target = |version| self.store.target(version, &search.line, search.skip.clone());
+        let found = found.ok_or_else(none).and_then(target);
         let event = Box::new(Event::Searched { search: Box::new(search), found });
         self.later(Happening::Event { life, stream: None, event });
     }

@@ -1,5 +1,5 @@
 # promise: consistent-reads
-"""Programs that follow a job: they receive what each step has changed."""
+"""Programs follow a job, and receive what each step has changed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def rounded(model: nn.Module) -> nn.Module:
-    """Rounds the parameters, and not the buffers."""
+    """Rounds the parameters but not the buffers."""
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     return model
 
 
 def scattered(model: nn.Module) -> nn.Module:
-    """The same model, with parameters whose elements are not in the order of their rows."""
+    """Stores the parameters by columns, so that they are not contiguous."""
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data = parameter.data.transpose(0, 1).contiguous().transpose(0, 1)

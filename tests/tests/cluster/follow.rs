@@ -1,4 +1,4 @@
-//! Readers that follow a job: they receive what its steps have changed.
+//! Readers follow a job, and receive what its steps have changed.
 //!
 //! promise: consistent-reads
 
@@ -26,7 +26,7 @@ use crate::{
     sgd, start, until,
 };
 
-/// The hashes of the values of each version, in each dtype, as the trainer has pulled them.
+/// A hash of all values per version and dtype, as the trainer has pulled them.
 #[derive(Default)]
 struct Truth(Mutex<HashMap<(u64, DType), u64>>);
 
@@ -36,7 +36,7 @@ impl Truth {
         self.insert(job.spec(), version, &training::pull(job, version).await.unwrap());
     }
 
-    /// Pulls the newest version, which is this one, as a reader.
+    /// Pulls the newest version as a reader, and checks its number.
     async fn record_pinned(&self, client: &Client, job: &str, version: u64) {
         let pinned = client.pin(job, &Pin::default()).await.unwrap();
         assert_eq!(pinned.version(), version);
@@ -72,7 +72,7 @@ impl Truth {
         until(&format!("the trainer has pulled version {version}"), has).await;
     }
 
-    /// Compares a version with what the trainer has pulled, or is about to pull.
+    /// Compares a reader's version with the trainer's, and waits until the trainer has pulled it.
     async fn check(&self, reader: &Reader) {
         let (version, dtype) = (reader.follower.version().unwrap(), reader.dtype);
         self.until(version).await;
@@ -89,7 +89,7 @@ fn encoded(value: f32, dtype: DType) -> Vec<u8> {
     }
 }
 
-/// A hash of all parameters.
+/// Returns a hash of all parameters.
 fn hash_of(spec: &JobSpec, dtype: DType, values: impl Fn(usize) -> Vec<u8>) -> u64 {
     let mut hasher = DefaultHasher::new();
     let tensors = spec.manifest.tensors().iter().enumerate();
@@ -108,7 +108,7 @@ struct Reader {
     arrays: BTreeMap<usize, Vec<u8>>,
     /// The versions that were applied.
     seen: Vec<u64>,
-    /// The bytes of changes, without full copies.
+    /// The number of bytes of changes, without full copies.
     bytes: u64,
 }
 
@@ -150,7 +150,7 @@ impl Reader {
         version
     }
 
-    /// Follows until `end`, and checks every version. `skips`: waits for this number of versions
+    /// Follows the job until version `end`, and checks every version. Waits for `skips` versions
     /// between two requests.
     async fn follow(mut self, end: u64, skips: u64, truth: &Truth) -> Self {
         loop {
@@ -251,7 +251,7 @@ async fn arrays_that_somebody_has_written_to_get_a_full_copy() {
         truth.check(&reader).await;
         let expected = (number == 2).then_some(Copied::Differed);
         assert_eq!((version.copied(), version.version().version), (expected, number + 1));
-        // The same version again is no version of these arrays.
+        // The arrays have the version already, so it cannot be applied again.
         if version.copied().is_none() {
             let again = reader.apply(&mut version).await;
             assert!(matches!(again, Err(Error::Refused { .. })), "{again:?}");
@@ -295,7 +295,7 @@ async fn a_skipped_step_is_an_empty_change_and_a_rewind_a_full_copy() {
     assert_eq!((version.version, version.line), (5, 1));
     assert_eq!(rewound.copied(), Some(Copied::Rewound));
     truth.check(&reader).await;
-    // A rank whose window is that of the job before the rewind has the same values.
+    // The trainer, whose window is from before the rewind, reads the same values.
     truth.record(&trainer, 5).await;
     truth.check(&reader).await;
     step(&trainer, 5).await;

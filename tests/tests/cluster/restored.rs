@@ -3,11 +3,12 @@
 //! promise: durability
 
 use std::{
+    ops::Range,
     path::{Path, PathBuf},
     process::Command,
 };
 
-use zeroshard_client::{Error, Job};
+use zeroshard_client::{Error, Job, Result, StepReport};
 use zeroshard_model::JobSpec;
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
@@ -31,19 +32,34 @@ async fn calm() -> String {
 
 /// Makes steps until `end`, and goes back where the job was restored. Returns the versions to which
 /// it was restored.
-pub(crate) async fn train(job: &Job, mut step: u64, end: u64) -> Vec<u64> {
+pub(crate) async fn train(job: &Job, step: u64, end: u64) -> Vec<u64> {
+    let restored = train_by(job, step..end, training::step).await;
+    restored.unwrap_or_else(|(step, error)| panic!("rank {} at step {step}: {error}", job.rank()))
+}
+
+/// Makes these steps with `make`, and goes back where the job was restored. Returns the versions to
+/// which it was restored.
+///
+/// # Errors
+/// The first other error, with its step.
+pub(crate) async fn train_by(
+    job: &Job,
+    steps: Range<u64>,
+    make: impl AsyncFn(&Job, u64) -> Result<StepReport>,
+) -> Result<Vec<u64>, (u64, Error)> {
+    let Range { start: mut step, end } = steps;
     let mut restored = Vec::new();
     while step < end {
-        match training::step(job, step).await {
+        match make(job, step).await {
             Ok(report) => step = report.version,
             Err(Error::RolledBack { version, .. }) => {
                 restored.push(version);
                 step = version;
             }
-            Err(error) => panic!("rank {} at step {step}: {error}", job.rank()),
+            Err(error) => return Err((step, error)),
         }
     }
-    restored
+    Ok(restored)
 }
 
 #[tokio::test]

@@ -11,12 +11,12 @@ use crate::{
     adamw,
     checkpoints::{directory, step_all},
     connect, job,
-    restored::train,
+    restored::{train, train_by},
     rewinds::{begin, hashes, saved_often, zsctl},
     start,
 };
 
-/// The rank and the batches whose gradients are too large.
+/// The rank that sends spikes, and their factor.
 const RANK: u32 = 1;
 const FACTOR: f32 = 1e4;
 
@@ -34,23 +34,6 @@ async fn step(job: &Job, step: u64, spikes: &[u64]) -> Result<StepReport> {
     let attempt = job.attempt(step)?;
     attempt.push(gradients.collect()).await?;
     attempt.commit(Commit::default()).await
-}
-
-/// Makes steps until `end`, and goes back where the job returned. Returns the versions to which it
-/// did.
-async fn train_with(job: &Job, mut at: u64, end: u64, spikes: &[u64]) -> Result<Vec<u64>> {
-    let mut returned = Vec::new();
-    while at < end {
-        match step(job, at, spikes).await {
-            Ok(report) => at = report.version,
-            Err(Error::RolledBack { version, .. }) => {
-                returned.push(version);
-                at = version;
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(returned)
 }
 
 #[tokio::test]
@@ -109,6 +92,11 @@ async fn a_spike_is_skipped_and_its_rank_and_tensor_are_named() {
     assert!(reason.contains("It follows 1 spike within 1000 batches"), "{reason}");
 }
 
+/// Makes a step, in which the gradients of rank 1 for these batches are too large.
+fn with(spikes: &'static [u64]) -> impl AsyncFn(&Job, u64) -> Result<StepReport> {
+    async move |job: &Job, at: u64| step(job, at, spikes).await
+}
+
 #[tokio::test]
 async fn a_job_that_rewinds_after_a_spike_has_the_state_of_one_without_that_batch() {
     let expected = hashes([0, 1, 2, 3, 4, 5, 7, 8, 9]).await;
@@ -118,7 +106,7 @@ async fn a_job_that_rewinds_after_a_spike_has_the_state_of_one_without_that_batc
     let spec = JobSpec { spikes, ..saved_often("spiky", directory.path(), 0) };
     let jobs = start(cluster.address(), &spec).await;
     begin(&jobs, directory.path(), 6).await;
-    let trained = join_all(jobs.iter().map(|job| train_with(job, 6, 8, &[6]))).await;
+    let trained = join_all(jobs.iter().map(|job| train_by(job, 6..8, with(&[6])))).await;
     for returned in trained {
         assert_eq!(returned.unwrap(), [6], "the newest checkpoint before the spike");
     }
@@ -130,7 +118,7 @@ async fn a_job_that_rewinds_after_a_spike_has_the_state_of_one_without_that_batc
     cluster.coordinator.kill();
     cluster.coordinator = Cluster::coordinator_at(&address);
     assert_eq!(train(&jobs[0], 8, 8).await, [0; 0]);
-    let stopped = join_all(jobs.iter().map(|job| train_with(job, 8, 9, &[9]))).await;
-    let Err(Error::JobFailed { reason, .. }) = &stopped[0] else { panic!("{stopped:?}") };
+    let stopped = join_all(jobs.iter().map(|job| train_by(job, 8..9, with(&[9])))).await;
+    let Err((_, Error::JobFailed { reason, .. })) = &stopped[0] else { panic!("{stopped:?}") };
     assert!(reason.contains("rank 1") && reason.contains("the limit of the policy"), "{reason}");
 }

@@ -100,8 +100,8 @@ def group_sharded_parallel(
             state, by name: the decay of an exponential moving average, or a
             :class:`zeroshard.Average`. Workers send and receive nothing for them. See
             :func:`averaged`, and ``average`` of :func:`pin`.
-        spikes: a :class:`zeroshard.SpikePolicy`, which skips steps whose gradient norm or loss is
-            far above those before, or returns to a checkpoint, or stops. None: every step counts.
+        spikes: a :class:`zeroshard.SpikePolicy`, which says what happens if the gradient norm or
+            the loss suddenly is far larger than before. None: the servers apply such steps.
         checkpoints: when and where the servers save the model and the optimizer, and from which
             checkpoint they start. If there is one, all values come from it. Parameters, parameter
             groups and their state cannot be replaced later. None: no checkpoints.

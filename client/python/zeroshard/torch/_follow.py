@@ -1,4 +1,4 @@
-"""Follows a job while it trains: receives what each of its steps has changed."""
+"""Follows a job while it trains, and receives what each step has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 class _Values:
-    """A tensor of the model and the host memory that transfers read and write."""
+    """A tensor of the model, and the host memory that transfers read and write."""
 
     def __init__(self, name: str, tensor: Tensor, buffer: bool, dtype: str) -> None:
         self.tensor = tensor.detach()
@@ -39,7 +39,7 @@ class _Values:
 
     @property
     def is_near(self) -> bool:
-        """Returns whether transfers write to memory that is the tensor's own, or a small copy."""
+        """True if transfers use the tensor's own memory, or a copy that is small."""
         return self._is_raw or self._is_host
 
     @property
@@ -47,16 +47,16 @@ class _Values:
         return self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
 
     def host(self, with_values: bool) -> Array:
-        """The memory of :meth:`host_tensor`."""
+        """Returns the memory of :meth:`host_tensor`."""
         return TORCH.array(self.host_tensor(with_values))
 
     def host_tensor(self, with_values: bool) -> Tensor:
-        """The whole tensor in host memory: itself, or a copy. ``with_values``: the copy needs its
-        values."""
+        """Returns the whole tensor in host memory: itself, or a copy, which has the values of the
+        tensor if ``with_values`` is set."""
         if self._is_host and not self._is_raw:
             return self.tensor
         if self._is_raw:
-            self._host = torch.zeros(TORCH.words(self.tensor), dtype=torch.float32)
+            self._host = torch.zeros(TORCH.words(self.tensor), dtype=torch.float32, device="cpu")
             source = self.tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
             self._host.view(torch.uint8)[: source.numel()] = source
         else:
@@ -66,7 +66,7 @@ class _Values:
         return self._host
 
     def finish(self) -> None:
-        """Copies the host memory to the tensor, if it is a copy."""
+        """Copies the host memory to the tensor, if they are not the same."""
         host, self._host = self._host, None
         if host is None:
             return
@@ -77,7 +77,7 @@ class _Values:
 
 
 class _Gathered:
-    """The changed elements of a tensor, which may be on a device."""
+    """The changed elements of a tensor, in host memory. The tensor may be on a device."""
 
     def __init__(self, values: _Values, positions: bytes) -> None:
         self._tensor = values.tensor
@@ -87,8 +87,11 @@ class _Gathered:
         else:
             # A view, or a copy of a tensor that is not contiguous.
             self._flat = self._tensor.reshape(-1)
-        found = torch.frombuffer(bytearray(positions), dtype=torch.int64) if positions else None
-        found = torch.empty(0, dtype=torch.int64) if found is None else found
+        found = (
+            torch.frombuffer(bytearray(positions), dtype=torch.int64)
+            if positions  # torch refuses an empty buffer
+            else torch.empty(0, dtype=torch.int64)
+        )
         self._positions = found.to(self._flat.device)
         self._changed = self._flat[self._positions].cpu()
 
@@ -106,7 +109,7 @@ class _Gathered:
 
 
 class FollowedVersion:
-    """A version of a job that a follower has received, and not written to a model yet."""
+    """A version of a job that a follower has received but not written to a model yet."""
 
     def __init__(self, follower: Follower, received: _Received) -> None:
         self._follower = follower
@@ -124,31 +127,32 @@ class FollowedVersion:
 
     @property
     def bytes(self) -> int:
-        """The bytes that were received for the version. Of a full copy, 0 until it is applied."""
+        """The number of bytes received for this version. For a full copy it is 0 until you apply
+        it."""
         return self._received.bytes
 
     @property
     def changed_fraction(self) -> float | None:
-        """The fraction of all elements that differ from the version that the model had before: 1.0
-        for a full copy, None for another version until it is applied."""
+        """The fraction of all elements that differ from the model's earlier version. It is 1.0 for
+        a full copy, and None until you apply a version that has only changes."""
         return self._received.changed_fraction
 
     @property
     def copied(self) -> str | None:
         """The reason for a full copy: ``"joined"``, ``"behind"``, ``"rewound"``, ``"differed"`` or
-        ``"interrupted"``. None if only changes were received."""
+        ``"interrupted"``. None if the follower received only changes."""
         return self._received.copied
 
     def apply(self, model: nn.Module) -> None:
         """Gives the parameters and buffers of ``model`` the values of this version, in place.
 
-        The model must have the values of the version that was applied before: this is checked
-        before the first value is written. If the program has written to the model meanwhile, all
-        values of the newest version are fetched, and :attr:`number` is then its number.
+        The model must have the values of the version that you applied last. This method checks them
+        before it writes the first value. If your program has written to the model since, it fetches
+        all values of the newest version, and :attr:`number` becomes the number of that version.
 
         Raises:
-            InvalidArgumentError: a tensor of the model is missing in the job, or has another shape
-                or dtype; or the model is missing one that is followed. The model is unchanged.
+            InvalidArgumentError: the model lacks a followed tensor, or a tensor has another shape
+                or dtype than in the job. The model is unchanged.
             UnavailableError: a full copy has failed, and the model has values of several versions.
                 The next version is a full copy.
         """
@@ -171,7 +175,7 @@ class FollowedVersion:
         return True
 
     def _values(self, model: nn.Module) -> dict[int, _Values]:
-        """The tensors of the model, by the index of the job's tensor that owns the storage."""
+        """Returns the model's tensors, by the index of the job's tensor that owns the storage."""
         followed = {
             name: (shape, dtype, owner) for name, shape, dtype, owner in self._follower.tensors
         }
@@ -198,7 +202,7 @@ class FollowedVersion:
 
 
 class Versions:
-    """The versions of a job, as they are made."""
+    """An iterator over the versions of a job, as they appear."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower: Follower | None = follower
@@ -210,7 +214,7 @@ class Versions:
         """Waits for a version after the last one, and returns the newest one.
 
         Raises:
-            TimeoutError: there was no version within ``seconds``.
+            TimeoutError: no newer version appeared within ``seconds``.
             UnknownJobError: the job has been deleted.
         """
         follower = self._open()
@@ -218,8 +222,7 @@ class Versions:
 
     @property
     def copies(self) -> dict[str, int]:
-        """The number of full copies that were applied, for each reason
-        (:attr:`FollowedVersion.copied`)."""
+        """The number of applied full copies for each reason (:attr:`FollowedVersion.copied`)."""
         return self._open().copies()
 
     def _open(self) -> Follower:
@@ -248,11 +251,11 @@ def follow(
     address: str | None = None,
     token: str | None = None,
 ) -> Versions:
-    """Follows a job: this program receives what each step has changed, and applies it to a model of
-    its own, while training goes on.
+    """Follows a job while it trains: your program receives what each step has changed, and applies
+    it to a model of its own.
 
-    The program need not take part in the job. The first version is a full copy; afterwards a
-    version takes a small part of it. A program that asks seldom skips versions, and delays
+    Your program need not take part in the job. The first version is a full copy, and each later
+    version is only a small part of one. If your program asks seldom, it skips versions and delays
     nobody::
 
         with zeroshard.torch.follow("train", dtype=torch.bfloat16, address=...) as versions:
@@ -262,16 +265,17 @@ def follow(
 
     Args:
         job: the name of the job, or of its run (``zeroshard.init(name=...)``).
-        dtype: the dtype of the parameters of the model: float32, bfloat16 or float16. The servers
-            round the parameters to it. Buffers have the dtype of the job's model.
+        dtype: the dtype of your model's parameters: float32, bfloat16 or float16. The servers round
+            the parameters to it. Buffers have the dtype of the job's model.
         tensors: the names of the tensors to follow; by default all.
-        seconds: the longest wait for a version.
+        seconds: how long to wait for a version.
         address: the coordinator's ``host:port``; by default the cluster of ``zeroshard.init``, or
             that of ``ZEROSHARD_ADDRESS``.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
 
     Raises:
-        InvalidArgumentError: no job, or more than one, has this name; an unknown tensor or dtype.
+        InvalidArgumentError: no job or several jobs have this name, or a tensor or the dtype is
+            unknown.
     """
     names = {of: name for name, of in _DTYPES.items()}
     if dtype not in names:

@@ -113,8 +113,8 @@ def group_sharded_parallel(
             state, by name: the decay of an exponential moving average, or a
             :class:`zeroshard.Average`. Workers send and receive nothing for them. See
             :func:`averaged`, and ``average`` of :func:`pin`.
-        spikes: a :class:`zeroshard.SpikePolicy`, which skips steps whose gradient norm or loss is
-            far above those before, or returns to a checkpoint, or stops. None: every step counts.
+        spikes: a :class:`zeroshard.SpikePolicy`, which says what happens if the gradient norm or
+            the loss suddenly is far larger than before. None: the servers apply such steps.
         grad_clip: a :class:`ClipGradByGlobalNorm` that clips every step.
         param_init_fn: initialises the parameters and buffers of the module that it is called with,
             without those of its children. It is called for each module that has some on the meta

@@ -80,7 +80,8 @@ impl Job {
         if attempt != open.attempt(self.epoch) {
             return;
         }
-        if let Err(what) = check_report(&report, open.plan.trainable.get(&server)) {
+        if let Err(what) = check_report(&report, open.plan.trainable.get(&server), self.spec.world)
+        {
             let step = open.step();
             let reason =
                 format!("{} reported {what} at step {step}; this is a bug", cx.name(server));

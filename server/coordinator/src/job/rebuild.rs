@@ -68,7 +68,7 @@ impl Recovery {
             let is_current = |ready: &Reduced| open.replicas.is_current(server, ready.copies);
             let ready = report.ready.clone().filter(is_current);
             if let Some(ready) = ready.filter(|_| open.awaits(server)) {
-                check_report(&ready, trained).map_err(|what| (server, what))?;
+                check_report(&ready, trained, spec.world).map_err(|what| (server, what))?;
                 open.round.report(server, ready);
             }
             if let Some(last) = report.rested.filter(|_| open.uneven_inputs.ended(top).is_none()) {
@@ -134,7 +134,7 @@ impl Recovery {
                 _ => report.ready.as_ref().filter(|_| report.attempt == decision.attempt),
             };
             if let Some(trained) = self.plan().trainable.get(&server) {
-                check_report(reduced?, Some(trained)).ok()?;
+                check_report(reduced?, Some(trained), spec.world).ok()?;
                 figures.insert(server, reduced?.clone());
             }
         }

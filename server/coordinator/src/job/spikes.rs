@@ -1,4 +1,4 @@
-//! Spikes: the policy of a job judges each step before it is decided.
+//! Spikes: the coordinator judges each step before it decides it, if the job has a policy.
 //!
 //! ```text
 //! Open --spike, skip--> Open, the step is skipped
@@ -6,8 +6,8 @@
 //! Open --spike, stop--> Failed
 //! ```
 //!
-//! While a checkpoint is searched, the step stays undecided. If its attempt ends meanwhile, because
-//! a rank was lost, the next attempt is judged again.
+//! The step stays undecided while the driver searches for a checkpoint. If a rank is lost
+//! meanwhile, the attempt ends, and the coordinator judges the next one.
 
 use std::{collections::BTreeMap, fmt::Write};
 
@@ -23,11 +23,11 @@ use crate::{
     state::step_options::StepOptions,
     vocabulary::{
         events::{Action, Search, Target},
-        gradient::{Largest, Norm},
+        gradient::{Gradient, Largest, Norm},
     },
 };
 
-/// A step that all ranks have committed, and what its policy knows.
+/// A step that all ranks have committed, with everything that its judge needs.
 pub(crate) struct Judging<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) line: &'a Line,
@@ -36,42 +36,42 @@ pub(crate) struct Judging<'a> {
     pub(crate) options: &'a StepOptions,
 }
 
-/// The outcome of a judgement.
+/// The verdict about a step.
 pub(crate) enum Verdict<'a> {
-    /// The step is decided; it is skipped if it is a spike.
+    /// Decide the step. If it is a spike, skip it.
     Decide(Judged<'a>),
-    /// The job returns by this number of steps.
+    /// Return to a checkpoint that is at least this many steps back.
     Rewind { steps: u64, spike: Spiked },
-    /// The job stops.
+    /// Stop the job.
     Stop(Spiked),
 }
 
-/// A step that is decided.
+/// A step that the coordinator may decide.
 pub(crate) struct Judged<'a> {
-    /// The policy, and the figures of the step; `None` without a policy.
+    /// The policy and the step's figures; `None` if the job has no policy.
     policy: Option<(&'a SpikePolicy, StepFigures)>,
     recent: &'a RecentSteps,
-    /// Why the step is a spike, if it is one.
+    /// The reason, if the step is a spike.
     pub(crate) spike: Option<String>,
 }
 
 /// A spike.
 pub(crate) struct Spiked {
-    /// Why it is one, with the tensor and the rank of the largest gradient.
+    /// The reason, which names the tensor and the rank with the largest gradient.
     pub(crate) why: String,
     /// The batch of the step.
     pub(crate) batch: u64,
 }
 
 impl<'a> Judging<'a> {
-    /// Judges the step.
-    pub(crate) fn judge(&self) -> Verdict<'a> {
+    /// Judges the step, whose reduced gradient is `gradient`.
+    pub(crate) fn judge(&self, gradient: &Gradient) -> Verdict<'a> {
         let Self { spec, line, recent, open, options } = *self;
         let Some(policy) = &spec.spikes else {
             return Verdict::Decide(Judged { policy: None, recent, spike: None });
         };
         let scale = open.scale_of_mean(spec.world, options.loss_scale);
-        let norm = open.gradient(spec).norm(spec, scale);
+        let norm = gradient.norm(spec, scale);
         let batch = line.batch(open.step());
         let figures = StepFigures { norm: norm.value, loss: open.round.loss(), batch };
         let spike = recent.judge(policy, figures);
@@ -107,10 +107,7 @@ impl<'a> Judging<'a> {
         let mut text = cause.to_string();
         let tensors = spec.manifest.tensors();
         if let Some(overflow) = norm.overflow {
-            let tensor = &spec.manifest.tensor_of(overflow.slice as usize).name;
-            let by = overflow.rank.map(|rank| format!(", from {}", spec.describe_rank(rank)));
-            let by = by.unwrap_or_default();
-            _ = write!(text, "; inf or NaN is in tensor {tensor:?}{by}");
+            _ = write!(text, "; there is {}", overflow.describe(spec));
             return text;
         }
         let by_norm = |&(_, a): &(usize, &f64), &(_, b): &(usize, &f64)| a.total_cmp(b);
@@ -132,7 +129,7 @@ impl<'a> Judging<'a> {
 }
 
 impl Judged<'_> {
-    /// The figures for the policy after this step.
+    /// Returns the figures that the policy needs after this step.
     pub(crate) fn recent_after(&self, applied: bool) -> RecentSteps {
         let Some((policy, figures)) = self.policy else { return RecentSteps::default() };
         let mut recent = self.recent.clone();
@@ -146,8 +143,8 @@ impl Judged<'_> {
 }
 
 impl Open {
-    /// The rank whose contributions to a tensor are the largest, and the sum of their squares over
-    /// the slices in which they are.
+    /// Returns the rank that contributed most to a tensor, and its sum of squares over the slices
+    /// where no other rank contributed more.
     fn largest(&self, spec: &JobSpec, tensor: usize) -> Option<(u32, f64)> {
         let slices = spec.manifest.slices_of(tensor);
         let reports = self.round.reports().values();
@@ -163,7 +160,7 @@ impl Open {
 }
 
 impl Job {
-    /// Searches for the checkpoint to which the job returns after a spike at the open step.
+    /// Asks the driver for the checkpoint to which the job returns because of a spike.
     pub(crate) fn search(&mut self, steps: u64, spike: Spiked, cx: &mut Context<'_>) {
         let completed = cx.common.saves.number_completed();
         let job = self.reference();
@@ -173,7 +170,7 @@ impl Job {
         let Spiked { why, batch } = spike;
         let (attempt, step) = (open.attempt(*epoch), open.step());
         if cx.common.saves.completes(name) {
-            return; // it may be the checkpoint, or remove it; the end of the save decides again
+            return; // this save may be the target, or remove it; its end calls `decide` again
         }
         if let Some(policy) = &spec.spikes
             && !recent.spikes.contains(&batch)
@@ -192,8 +189,8 @@ impl Job {
         cx.push(Action::Search(Search { job, spec, line, attempt, until, skip, completed }));
     }
 
-    /// A search has ended. The job returns to the checkpoint, unless the attempt has ended
-    /// meanwhile. It stops if there is none.
+    /// The driver has searched. Returns the job to the checkpoint, or fails the job if there is
+    /// none. Does nothing if the attempt has ended meanwhile.
     pub(crate) fn searched(
         &mut self,
         search: &Search,

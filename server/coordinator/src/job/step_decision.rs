@@ -16,7 +16,7 @@ use crate::{
         commands::Command,
         decision::{Decision, Figures, Replicated, Report, Update},
         events::Action,
-        gradient::Overflow,
+        gradient::Gradient,
         ids::{JobRef, ServerId},
     },
 };
@@ -35,14 +35,12 @@ impl Open {
 
 /// Computes the decision about a step, for the servers, and the report about it, for the ranks.
 fn decide(
-    spec: &JobSpec,
+    &Judging { spec, open, options, .. }: &Judging<'_>,
     epoch: u64,
-    open: &Open,
-    options: &StepOptions,
+    gradient: Gradient,
     judged: &Judged<'_>,
 ) -> (Decision, Report) {
     let attempt = open.attempt(epoch);
-    let gradient = open.gradient(spec);
     let scale = open.scale_of_mean(spec.world, options.loss_scale);
     let finite = gradient.norm(spec, scale).overflow.is_none();
     // All groups do, or none does.
@@ -85,7 +83,7 @@ impl Job {
         let Self { name, spec, id, epoch, line, recent, progress, phase, .. } = self;
         let Phase::Open(open) = phase else { return };
         if open.spike == Some(open.attempt(*epoch)) {
-            return; // the checkpoint to which the job returns is being searched
+            return; // the driver searches for the checkpoint to which the job returns
         }
         // A rank that is done or rests counts as having committed. If all ranks are done, the job
         // has ended.
@@ -101,13 +99,14 @@ impl Job {
         if let Err(error) = check_written(name, spec, open, options) {
             return cx.refuse(open.round.withdraw_votes(), &error);
         }
+        let gradient = open.gradient(spec);
         let step = Judging { spec, line, recent, open, options };
-        let judged = match step.judge() {
+        let judged = match step.judge(&gradient) {
             Verdict::Decide(judged) => judged,
             Verdict::Rewind { steps, spike } => return self.search(steps, spike, cx),
             Verdict::Stop(spike) => return self.stop(&spike, cx),
         };
-        let (decision, report) = decide(spec, *epoch, open, options, &judged);
+        let (decision, report) = decide(&step, *epoch, gradient, &judged);
         *recent = decision.figures.recent.clone();
         if let Some(spike) = &report.spike {
             let skipped =
@@ -126,7 +125,8 @@ impl Job {
         cx.push(Action::Decided { job, step });
         let by_overflow = !report.applied && report.spike.is_none();
         if let Some(overflow) = report.norm.overflow.filter(|_| by_overflow) {
-            cx.note(skipped(name, spec, open.step(), overflow));
+            let (step, what) = (open.step(), overflow.describe(spec));
+            cx.note(format!("step {step} of job {name:?} is skipped: {what}"));
         }
         open.saves.stepped(open.round.user_data());
         let waiters = open.round.drop_all();
@@ -191,11 +191,4 @@ fn check_written(name: &str, spec: &JobSpec, open: &Open, options: &StepOptions)
         tensor.name,
         open.step()
     )))
-}
-
-fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: Overflow) -> String {
-    let tensor = &spec.manifest.tensor_of(overflow.slice as usize).name;
-    let by =
-        overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| spec.describe_rank(rank));
-    format!("step {step} of job {name:?} is skipped: inf or NaN in tensor {tensor:?}, from {by}")
 }

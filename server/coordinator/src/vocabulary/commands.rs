@@ -184,7 +184,7 @@ pub struct OpenJob {
     pub version: Option<u64>,
     /// The decision that has led to this version.
     pub decision: Option<Box<Decision>>,
-    /// The figures of the steps before the version of the checkpoint.
+    /// The figures that the policy on spikes starts with.
     pub recent: RecentSteps,
 }
 

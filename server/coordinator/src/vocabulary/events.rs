@@ -189,7 +189,7 @@ pub enum Action {
     Decided { job: JobRef, step: Step },
     /// Complete a checkpoint, then send [`Event::Completed`].
     Complete(Completion),
-    /// Search for a checkpoint, then send [`Event::Searched`].
+    /// Search for the checkpoint to which a job returns, then send [`Event::Searched`].
     Search(Search),
     /// Count a spike.
     Spiked { job: String },
@@ -241,7 +241,7 @@ pub struct Search {
     pub until: u64,
     /// The batches that the next line skips.
     pub skip: Range<u64>,
-    /// The number of saves that have been completed: a later one may remove what is found.
+    /// The number of completed saves. A later save may remove the checkpoint that the driver finds.
     pub completed: u64,
 }
 

@@ -6,8 +6,12 @@ use zeroshard_model::{JobSpec, Result, TensorSpec};
 
 use crate::vocabulary::ids::ServerId;
 
-/// Checks that a server reports exactly its trained slices.
-pub(crate) fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), String> {
+/// Checks that a server reports exactly its trained slices, and names ranks below `world`.
+pub(crate) fn check_report(
+    report: &Reduced,
+    expected: Option<&Vec<u32>>,
+    world: u32,
+) -> Result<(), String> {
     let expected = expected.map_or(&[][..], Vec::as_slice);
     // The list is ascending: a server may have 100,000 slices.
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();
@@ -22,6 +26,9 @@ pub(crate) fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Res
     }
     if let Some(largest) = report.largest.iter().find(|largest| !is_own(largest.slice)) {
         return Err(format!("a contribution to slice {}, which it does not hold", largest.slice));
+    }
+    if let Some(Largest { rank, .. }) = report.largest.iter().find(|of| of.rank >= world) {
+        return Err(format!("a contribution of rank {rank}, although there are {world} ranks"));
     }
     match report.overflow {
         Some(overflow) if !is_own(overflow.slice) => {
@@ -62,6 +69,16 @@ pub struct Overflow {
     pub slice: u32,
     /// The lowest rank whose gradient contains them; `None` if only the sum over the ranks does.
     pub rank: Option<u32>,
+}
+
+impl Overflow {
+    /// Names the tensor and the rank, as a part of a sentence.
+    pub(crate) fn describe(self, spec: &JobSpec) -> String {
+        let tensor = &spec.manifest.tensor_of(self.slice as usize).name;
+        let sum = || "the sum over the ranks".to_owned();
+        let by = self.rank.map_or_else(sum, |rank| spec.describe_rank(rank));
+        format!("inf or NaN in tensor {tensor:?}, from {by}")
+    }
 }
 
 /// A slice, or a tensor with this first slice, from which at least one rank is absent.

@@ -28,7 +28,7 @@ pub struct JobReport {
     pub restore: Option<Arc<Restore>>,
     /// The current line.
     pub line: Arc<Line>,
-    /// The figures of the steps before the version with which the server opened the job.
+    /// The figures that the policy on spikes had when the server opened the job.
     pub recent: RecentSteps,
     /// The open attempt.
     pub attempt: Attempt,

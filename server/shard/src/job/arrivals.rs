@@ -1,4 +1,4 @@
-//! When the gradients of an attempt arrive.
+//! Notes when the gradients of an attempt arrive.
 
 use std::{
     collections::BTreeMap,
@@ -13,13 +13,13 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// Elements of a rank have arrived.
+    /// Notes that elements from a rank have arrived.
     pub(super) fn note(&mut self, rank: u32, now: Instant) {
         self.first.get_or_insert(now);
         self.last.insert(rank, now);
     }
 
-    /// The time from the first arrival to the last one of each rank.
+    /// Returns the time from the first arrival to each rank's last one.
     pub(super) fn by_rank(self) -> BTreeMap<u32, Duration> {
         let Some(first) = self.first else { return BTreeMap::new() };
         let since = |(rank, at): (u32, Instant)| (rank, at.saturating_duration_since(first));

@@ -1,5 +1,5 @@
-//! The contributions to the last steps: how large each rank's gradient of each tensor was, its
-//! hash, and when it arrived. Operators look here for the gradient that spoiled a step.
+//! Records who contributed to the last steps: how large each rank's gradient of each tensor was,
+//! its hash, and when it arrived. Operators look here for the gradient that spoiled a step.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -14,24 +14,25 @@ use zeroshard_model::{Error, Result};
 use super::arrivals::Arrivals;
 use crate::slice::Slice;
 
-/// The maximum number of contributions of all recorded steps of a job, which take about 4 MiB. A
-/// step with more is not recorded.
+/// The maximum number of contributions in all recorded steps of a job. They take about 4 MiB. A
+/// single step with more is not recorded.
 const MAX_RECORDS: usize = 1 << 16;
 
 /// The maximum number of recorded steps.
 const MAX_STEPS: usize = 1000;
 
-/// The contributions to one step, from the slices of which this server is the primary.
+/// The contributions to one step, in the slices for which this server was the primary.
 #[derive(Debug, Clone, Default)]
 pub struct StepContributions {
     /// The step.
     pub step: u64,
-    /// By tensor and by rank: the sum over the slices. In a group, the rank is that of the share.
+    /// The tallies by tensor and rank, summed over slices. In a job with groups, a rank stands for
+    /// its share of the group's sum.
     pub figures: BTreeMap<(u32, u32), Tally>,
-    /// By rank: the time from the first gradient that this server received in the attempt to the
-    /// last one of this rank.
+    /// The arrival of each rank's last gradient, as the time since this server received the first
+    /// gradient of the attempt.
     pub arrived: BTreeMap<u32, Duration>,
-    /// `true` if there are too many of them to be recorded.
+    /// `true` if the step has too many contributions, so that they were not recorded.
     is_too_large: bool,
 }
 
@@ -39,7 +40,7 @@ pub struct StepContributions {
 #[derive(Debug, Default)]
 pub(super) struct Contributions {
     steps: VecDeque<StepContributions>,
-    /// The number of contributions in all of them.
+    /// The number of contributions in these steps.
     records: usize,
 }
 
@@ -53,7 +54,8 @@ impl Collected {
         Self(Mutex::new(StepContributions { step, arrived, ..StepContributions::default() }))
     }
 
-    /// Adds the contributions to a slice, before its step begins and drops them.
+    /// Adds the contributions to a slice. Call this before the slice makes its step, which drops
+    /// them.
     pub(super) fn add<B: Backend>(&self, slice: &Slice<B>) {
         let of_slice = slice.contributions();
         let mut all = self.0.lock().expect("no holder of the lock panics");
@@ -74,10 +76,6 @@ impl Contributions {
         let mut step = step.0.into_inner().expect("no holder of the lock panics");
         if step.is_too_large {
             step.figures.clear();
-        }
-        // A step that was made again after a return replaces the earlier one.
-        while self.steps.back().is_some_and(|last| last.step >= step.step) {
-            self.records -= self.steps.pop_back().map_or(0, |last| last.figures.len());
         }
         self.records += step.figures.len();
         self.steps.push_back(step);

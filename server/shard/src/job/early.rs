@@ -74,12 +74,12 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
             let mut early = self.early();
             // The copy may have begun meanwhile.
             if self.is_to_copy(index) {
-                self.check_open(attempt)?;
+                drop(self.check_open(attempt)?);
                 return Ok(early.keep(attempt, index, chunk));
             }
         }
         let slice = self.slice(index)?;
-        let current = || self.check_attempt(attempt, slice);
+        let current = || self.check_attempt(attempt, slice).map(drop);
         self.note(index, slice.replace(attempt, chunk, current))
     }
 

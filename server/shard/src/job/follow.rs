@@ -1,4 +1,4 @@
-//! Readers that follow a job: they receive what each step has changed. The slices record changes as
+//! Lets readers follow a job, and receive what each step has changed. The slices record changes as
 //! long as somebody asks for them.
 
 use std::sync::{Arc, atomic::Ordering};
@@ -15,9 +15,9 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         self.followers.ask(dtype, self.host.now());
     }
 
-    /// Records the changes of a slice in `dtype` from now on. `budget`: that of the server, of
-    /// which one job takes at most three quarters. Returns values that the caller has to hash
-    /// before [`crate::slice::Slice::changes`] knows anything, if they are needed.
+    /// Records the changes of a slice in `dtype` from now on. If this returns values, the caller
+    /// must hash them: until then [`crate::slice::Slice::changes`] knows nothing. `budget` is the
+    /// server's, and one job takes at most three quarters of it.
     ///
     /// # Errors
     /// Those of [`Self::primary_slice`] and of [`crate::slice::Slice::follow`].
@@ -30,14 +30,14 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         self.primary_slice(index)?.follow(dtype, self.followers.budget(budget))
     }
 
-    /// Drops the changes in dtypes that nobody has asked for lately.
+    /// Drops the changes in each dtype that nobody has asked for lately.
     pub fn end_follows(&self) {
         for dtype in self.followers.ended(|| self.host.now()) {
             self.slices().for_each(|(_, slice)| slice.unfollow(dtype));
         }
     }
 
-    /// The newest version that can be read of all slices on this server.
+    /// Returns the newest version that this server can serve for all of its slices.
     pub fn readable_version(&self) -> Option<u64> {
         let version = self.version()?;
         match self.serves(version) {

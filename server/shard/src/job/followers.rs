@@ -1,4 +1,4 @@
-//! The dtypes in which readers follow a job, until nobody asks for changes any more.
+//! Tracks the dtypes in which readers follow a job.
 
 use std::{
     sync::{Arc, Mutex, OnceLock},
@@ -9,20 +9,20 @@ use zeroshard_model::DType;
 
 use crate::budget::Budget;
 
-/// The time for which changes are recorded after the last request for them.
+/// How long slices record changes after the last request for them.
 const FOLLOWED: Duration = Duration::from_secs(60);
 
 /// The dtypes in which a job is followed.
 #[derive(Default)]
 pub(super) struct Followers {
-    /// The dtypes, with the last request for each.
+    /// The time of the last request for each dtype.
     asked: Mutex<Vec<(DType, Instant)>>,
     /// The job's part of the server's budget for changes.
     budget: OnceLock<Arc<Budget>>,
 }
 
 impl Followers {
-    /// Notes a request.
+    /// Notes a request for changes.
     pub(super) fn ask(&self, dtype: DType, now: Instant) {
         let mut asked = self.asked.lock().expect("no holder of the lock panics");
         match asked.iter_mut().find(|(of, _)| *of == dtype) {
@@ -31,7 +31,7 @@ impl Followers {
         }
     }
 
-    /// The dtypes that nobody has asked for lately, once.
+    /// Removes and returns the dtypes that nobody has asked for lately.
     pub(super) fn ended(&self, now: impl FnOnce() -> Instant) -> Vec<DType> {
         let mut asked = self.asked.lock().expect("no holder of the lock panics");
         let mut ended = Vec::new();
@@ -47,7 +47,7 @@ impl Followers {
         ended
     }
 
-    /// The job's part of the budget `whole` of its server: at most three quarters.
+    /// Returns the job's part of its server's budget `whole`: at most three quarters.
     pub(super) fn budget(&self, whole: &Arc<Budget>) -> &Arc<Budget> {
         self.budget.get_or_init(|| whole.part(whole.limit() / 4 * 3))
     }

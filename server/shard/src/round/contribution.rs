@@ -1,24 +1,21 @@
-//! What each rank has contributed: how large it is, and its hash.
+//! Lists what each rank has contributed to a slice: how large it is, and its hash.
 
 use zeroshard_loops::tally::Tally;
+use zeroshard_model::geometry::blocks::SLICE;
 
 use super::{Round, turns::Turns};
 
-/// The bits of the number of an element within a slice, which has at most 2^22 elements.
-const SLICE_BITS: u32 = 22;
-
-/// The number of the first element of a slice, for hashes: the elements of other slices have other
-/// numbers.
+/// Returns the number of a slice's first element, for hashes. No two slices share a number.
 pub(super) fn first_element(slice: u32) -> u64 {
-    u64::from(slice) << SLICE_BITS
+    u64::from(slice) * SLICE as u64
 }
 
-/// The contribution of one rank to a slice.
+/// One rank's contribution to a slice.
 #[derive(Debug, Clone, Copy)]
 pub struct Contributed {
-    /// The rank that pushed it; in a group, that of the share.
+    /// The rank that pushed it. In a job with groups, the rank stands for its share.
     pub rank: u32,
-    /// Its figures.
+    /// Its sum of squares and its hash.
     pub tally: Tally,
 }
 
@@ -38,8 +35,8 @@ impl Round {
         self.turns.iter().flat_map(Turns::contributed)
     }
 
-    /// Returns the contribution with the largest norm; that of the lowest rank, if several are
-    /// equal. NaN counts as the largest.
+    /// Returns the contribution with the largest norm. Of equal ones, returns that of the lowest
+    /// rank. NaN counts as the largest.
     pub fn largest(&self) -> Option<Largest> {
         let largest = |one: Contributed| Largest { rank: one.rank, squares: one.tally.squares };
         let all = self.contributions().map(largest);

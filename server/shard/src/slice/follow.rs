@@ -1,4 +1,4 @@
-//! Begins and ends the histories of a slice, and reads them.
+//! Begins, reads and ends the histories of a slice.
 
 use std::sync::{Arc, OnceLock};
 
@@ -13,10 +13,10 @@ use super::{
 };
 use crate::{budget::Budget, tier::Array};
 
-/// The elements that are hashed at once.
+/// The number of elements that are hashed at once.
 const PIECE: usize = 1 << 18;
 
-/// Values that are to be hashed, because a history has begun with them.
+/// The values with which a history begins, and whose hash it still needs.
 pub struct Unhashed<B: Backend> {
     array: Array<B>,
     dtype: DType,
@@ -25,7 +25,7 @@ pub struct Unhashed<B: Backend> {
 }
 
 impl<B: Backend> Unhashed<B> {
-    /// Computes the hash. Steps go on meanwhile, beside the values.
+    /// Computes the hash. Meanwhile steps continue, and write to other memory.
     ///
     /// # Errors
     /// Those of [`Array::read`].
@@ -42,12 +42,13 @@ impl<B: Backend> Unhashed<B> {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Records the changes of the next steps in `dtype`, within `budget`. Returns values to hash if
-    /// that begins here. `None` also if the slice has no content yet.
+    /// Records what the next steps change in `dtype`, within `budget`. If this call begins a
+    /// history, returns the values that the caller must hash. Returns `None` if there already is a
+    /// history, or if the slice has no content yet.
     ///
     /// # Errors
-    /// [`zeroshard_model::Error::OutOfMemory`] if the next step may be decided at any moment, and
-    /// there is not enough memory for its result beside the values that are to be hashed.
+    /// [`zeroshard_model::Error::OutOfMemory`] if the coordinator may decide the next step at any
+    /// moment, and the server has no memory for its result beside the values to hash.
     pub fn follow(&self, dtype: DType, budget: &Arc<Budget>) -> Result<Option<Unhashed<B>>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
@@ -70,28 +71,28 @@ impl<B: Backend> Slice<B> {
         Ok(Some(Unhashed { array, dtype, first: self.spec.offset as u64, hash }))
     }
 
-    /// Returns whether the changes of steps are recorded in `dtype`, and their hash is known or
-    /// being computed.
+    /// Returns whether the slice records changes in `dtype`, and their hash is known or being
+    /// computed.
     pub fn is_followed(&self, dtype: DType) -> bool {
         let inner = self.lock();
         inner.histories.iter().any(|of| of.dtype() == dtype && of.is_useful())
     }
 
-    /// Ends the history in `dtype`, because nobody follows the job in it any more.
+    /// Ends the history in `dtype`. Called when nobody follows the job in this dtype any more.
     pub fn unfollow(&self, dtype: DType) {
         self.lock().histories.retain(|of| of.dtype() != dtype);
     }
 
-    /// The changes of the published values in `dtype` between two versions that can be read.
+    /// Returns how the published values in `dtype` changed between two readable versions.
     pub fn changes(&self, dtype: DType, from: u64, to: u64) -> Since {
         let inner = self.lock();
         let history = inner.histories.iter().find(|of| of.dtype() == dtype);
         history.map_or(Since::Unknown, |history| history.since(from, to))
     }
 
-    /// Records a step, if somebody follows the job.
+    /// Returns what records the next step, or `None` if nobody follows the job.
     pub(super) fn recording(&self, histories: &[History]) -> Option<Recording> {
-        let dtypes = || histories.iter().map(History::dtype);
-        (!histories.is_empty()).then(|| Recording::new(self.dtype, &self.spec, dtypes()))
+        let dtypes = histories.iter().map(History::dtype);
+        (!histories.is_empty()).then(|| Recording::new(self.dtype, &self.spec, dtypes))
     }
 }

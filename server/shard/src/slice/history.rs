@@ -1,9 +1,9 @@
-//! The changes of a slice's last steps, for readers that follow the job.
+//! Keeps what the last steps have changed in a slice, for readers that follow the job.
 //!
-//! A history exists while somebody follows the job in its dtype. It says how the published values
-//! have changed from one version to the next, as far as it knows; what it does not know, a reader
-//! fetches in full. It takes at most about twice the memory of the values: a reader that is further
-//! behind fetches less if it fetches all of them.
+//! A history exists while somebody follows the job in its dtype. It lists how the published values
+//! changed from one version to the next. If a change is missing, readers fetch the slice in full. A
+//! history takes at most about twice the memory of the values: for a reader that is further behind,
+//! the values are smaller than the changes.
 
 use std::{
     collections::VecDeque,
@@ -16,27 +16,26 @@ use zeroshard_model::DType;
 
 use crate::budget::{Budget, Space};
 
-/// What a change takes in memory besides its bytes.
+/// The memory that a change takes in addition to its bytes.
 const OVERHEAD: u64 = 64;
 
-/// The bytes that a history may have however small the slice is: some hundred changes.
+/// The bytes that a history may take even if the slice is tiny: a few hundred changes.
 const SMALL: u64 = 64 << 10;
 
 /// The changes of a slice in one dtype.
 pub(super) struct History {
     dtype: DType,
-    /// The hash of the values at the version with which the history began. It is computed while
-    /// steps go on, because each change has the difference that it makes to the hash.
+    /// The hash of the values with which the history began. It may be computed after further steps,
+    /// because each change says by how much it alters the hash.
     begun: Arc<OnceLock<u64>>,
-    /// The difference between the hashes of the first version and of the one that was the first
-    /// when the history began.
+    /// The hash at version `first` minus `begun`: the sum over the changes that were dropped.
     dropped: u64,
     /// The version before the first change.
     first: u64,
     changes: VecDeque<Change>,
-    /// The bytes of all changes.
+    /// The size of all changes in bytes.
     bytes: u64,
-    /// The most bytes of all changes.
+    /// The maximum of `bytes`.
     limit: u64,
     budget: Arc<Budget>,
 }
@@ -47,19 +46,19 @@ struct Change {
     _space: Space,
 }
 
-/// What a slice knows about the changes between two versions.
+/// The changes between two versions of a slice, as far as its history has them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Since {
-    /// The slice has to be fetched in full.
+    /// The reader must fetch the slice in full.
     Unknown,
     /// The hash is still being computed.
     Pending,
-    /// One change for each step, and the hash of the values after the last one.
+    /// One change per step, and the hash of the values after the last step.
     Known { changes: Vec<Bytes>, hash: u64 },
 }
 
 impl History {
-    /// Begins with a version of `numel` elements, whose hash the caller puts into `begun`.
+    /// Begins with a version of `numel` elements. The caller stores its hash in `begun`.
     pub(super) fn new(
         (dtype, numel): (DType, usize),
         version: u64,
@@ -75,44 +74,52 @@ impl History {
         self.dtype
     }
 
-    /// Returns `false` if the hash is missing, and nobody computes it any more.
+    /// Returns `false` if the first hash is missing, and nobody computes it any more.
     pub(super) fn is_useful(&self) -> bool {
         self.begun.get().is_some() || Arc::strong_count(&self.begun) > 1
     }
 
-    /// Appends the change of a step; `None`: it is not known.
+    /// Appends the change of a step. Returns `false` if it is unknown (`None`): the history is then
+    /// of no use.
     pub(super) fn push(&mut self, recorded: Option<Recorded>) -> bool {
         let Some(Recorded { change, hash_difference, .. }) = recorded else { return false };
         let bytes = change.len() as u64 + OVERHEAD;
         while self.bytes + bytes > self.limit && self.drop_oldest() {}
-        loop {
-            if let Some(_space) = self.budget.take(bytes) {
+        let space = loop {
+            match self.budget.take(bytes) {
+                None if self.drop_oldest() => {}
+                space => break space,
+            }
+        };
+        match space {
+            Some(_space) => {
                 self.bytes += bytes;
                 let bytes = Bytes::from(change.into_boxed_slice());
                 self.changes.push_back(Change { bytes, hash_difference, _space });
-                return true;
             }
-            if !self.drop_oldest() {
-                // There is no room: readers fetch this version in full.
-                self.first += 1;
-                self.dropped = self.dropped.wrapping_add(hash_difference);
-                return true;
-            }
+            // There is no room: readers fetch this version in full.
+            None => self.advance(hash_difference),
         }
+        true
     }
 
-    /// Returns `false` if there is no change.
+    /// Drops the oldest change. Returns `false` if there is none.
     fn drop_oldest(&mut self) -> bool {
         let Some(Change { bytes, hash_difference, _space }) = self.changes.pop_front() else {
             return false;
         };
         self.bytes -= bytes.len() as u64 + OVERHEAD;
-        self.first += 1;
-        self.dropped = self.dropped.wrapping_add(hash_difference);
+        self.advance(hash_difference);
         true
     }
 
-    /// What is known between two versions.
+    /// Moves the first version past a step whose change is not kept.
+    fn advance(&mut self, hash_difference: u64) {
+        self.first += 1;
+        self.dropped = self.dropped.wrapping_add(hash_difference);
+    }
+
+    /// Returns the changes between two versions.
     pub(super) fn since(&self, from: u64, to: u64) -> Since {
         let end = self.first + self.changes.len() as u64;
         if from < self.first || to < from || end < to {

@@ -1,4 +1,4 @@
-//! The history of a slice: the changes between any two of its versions, and their hashes.
+//! Checks the changes between any two versions of a slice, and their hashes.
 
 use zeroshard_changes::{apply::apply, hash, merge};
 use zeroshard_model::{Manifest, StateDType, TensorSpec};
@@ -10,11 +10,11 @@ use super::{
 };
 use crate::state_selector::StateSelector;
 
-/// Large enough for an arena, and more than a block of a change.
+/// Large enough for an arena, and larger than a block of a change.
 const SHAPE: [u64; 2] = [150, 128];
 const NUMEL: usize = 150 * 128;
 
-/// Those with a loop of their own, with several passes, and with 8-bit state.
+/// Optimizers with a loop of their own, with several passes, and with 8-bit state.
 const OPTIMIZERS: [(&str, StateDType); 6] = [
     ("adamw", StateDType::F32),
     ("adamw", StateDType::Int8),
@@ -36,11 +36,11 @@ fn subject(tensor: TensorSpec, optimizer: &str, state_dtype: StateDType) -> Subj
     Subject::in_arena(job, Some(&arena))
 }
 
-/// A slice that is followed, with the values of all of its versions as readers get them.
+/// A followed slice, and the values of each version as readers get them.
 struct Followed {
     subject: Subject,
     versions: [Vec<bytes::Bytes>; DType::ALL.len()],
-    /// The pairs of versions of which the change is not known, and those of which it is.
+    /// The number of pairs of versions with an unknown change, and with a known one.
     counts: [usize; 2],
 }
 
@@ -61,7 +61,7 @@ impl Followed {
         }
     }
 
-    /// Keeps the values of the version, and checks the changes that lead to it.
+    /// Stores the values of the version, and checks the changes that lead to it.
     fn check(&mut self, version: u64) {
         let slice = &self.subject.slice;
         let array = self.subject.held(StateSelector::Parameters, version);
@@ -121,12 +121,12 @@ fn the_history_has_the_changes_of_all_steps_of_all_optimizers() {
                     subject.step(version, 0.5, 0.5);
                 }
             }
-            // A reader holds every other version, so that steps rotate, or write to other memory.
+            // A reader holds every other version, so steps rotate or write to other memory.
             held = held.xor(Some(subject.held(StateSelector::Parameters, version + 1)));
             followed.check(version + 1);
         }
-        // 45 pairs in each of three dtypes. Where steps change all of an f32 slice, the changes of
-        // more than one take more than the slice.
+        // There are 45 pairs in each of three dtypes. If every step changes a whole f32 slice, the
+        // history has no room for more than a few steps.
         assert!(followed.counts[1] >= 3 * 9, "{optimizer} {dtype}: {:?}", followed.counts);
     }
 }
@@ -162,13 +162,13 @@ fn a_full_budget_drops_the_oldest_changes_and_keeps_the_hash() {
         let mut followed = Followed::new(subject, &budget);
         followed.check(0);
         for version in 0..10 {
-            // Smaller and smaller steps have smaller and smaller changes.
+            // Ever smaller steps make ever smaller changes.
             followed.subject.push(0, &numbers(&mut random, 1.0));
             followed.subject.step(version, 0.1f64.powi(version as i32), 1.0);
             followed.check(version + 1);
             assert!(budget.used() <= bytes);
         }
-        // The hash of the last version is known without any change.
+        // The history knows the hash of the last version even without a change.
         for dtype in DType::ALL {
             let last = followed.subject.slice.changes(dtype, 10, 10);
             assert!(matches!(last, Since::Known { .. }), "{bytes}: {last:?}");
@@ -190,7 +190,7 @@ fn nobody_who_follows_leaves_no_history() {
     let slice = &followed.subject.slice;
     DType::ALL.into_iter().for_each(|dtype| slice.unfollow(dtype));
     assert_eq!((budget.used(), slice.changes(DType::F32, 0, 1)), (0, Since::Unknown));
-    // The content of another version of the same number begins another history.
+    // New content under the same version number ends the history.
     followed.follow(&budget);
     slice.publish(1).unwrap();
     assert_eq!(slice.changes(DType::F32, 1, 1), Since::Unknown);

@@ -1,4 +1,4 @@
-//! Records what a step changes in the published values of a slice, in the dtypes of those who
+//! Records what a step changes in the published values of a slice, in each dtype in which readers
 //! follow the job.
 
 use zeroshard_changes::{Recorded, Recorder, block::unchanged};
@@ -7,26 +7,47 @@ use zeroshard_loops::{
     Level,
     convert::{self, Bf16, F16, F32},
 };
-use zeroshard_model::{DType, Result, SliceSpec};
+use zeroshard_model::{DType, Result, SliceSpec, geometry::blocks::TILE};
 
 use crate::tier::Array;
 
-/// The elements that are cast at once: a tile of a step.
-const PIECE: usize = 128;
-
-/// The elements of an array that are read at once.
+/// The number of elements of an array that are read at once.
 const READ: usize = 1 << 16;
 
-/// The change that a step makes.
+/// Room for the values of a tile in any dtype.
+type Tile = [u8; TILE * size_of::<f32>()];
+
+/// Compares the published values before and after a step, in the dtype of each history.
 pub(super) struct Recording {
     /// The dtype of the published values.
     published: DType,
-    recorders: Vec<(DType, Recorder)>,
-    numel: usize,
     level: Level,
-    before: Cast,
-    after: Cast,
-    is_unknown: bool,
+    numel: usize,
+    views: Vec<View>,
+    /// A tile of the published values before and after the step.
+    tiles: [Tile; 2],
+}
+
+/// The values as the readers in one dtype get them.
+struct View {
+    dtype: DType,
+    recorder: Recorder,
+    /// A tile of the values before and after the step.
+    tiles: [Tile; 2],
+}
+
+impl View {
+    /// Receives at most a tile of the published values before and after the step.
+    fn compare(&mut self, level: Level, published: DType, [before, after]: [&[u8]; 2]) {
+        if self.dtype == published {
+            return self.recorder.compare(before, after);
+        }
+        let size = before.len() / published.size() * self.dtype.size();
+        let [old, new] = self.tiles.each_mut().map(|tile| &mut tile[..size]);
+        convert::cast(level, before, published, old, self.dtype);
+        convert::cast(level, after, published, new, self.dtype);
+        self.recorder.compare(old, new);
+    }
 }
 
 impl Recording {
@@ -36,20 +57,13 @@ impl Recording {
         dtypes: impl Iterator<Item = DType>,
     ) -> Self {
         let (first, numel) = (spec.offset as u64, spec.numel);
-        let level = Level::best();
-        let recorder = |dtype| (dtype, Recorder::new(level, dtype, first, numel));
-        let recorders = dtypes.map(recorder).collect();
-        let [before, after] = [(); 2].map(|()| Cast::default());
-        Self { published, recorders, numel, level, before, after, is_unknown: false }
+        let (level, tiles) = (Level::best(), [[0; size_of::<Tile>()]; 2]);
+        let view =
+            |dtype| View { dtype, recorder: Recorder::new(level, dtype, first, numel), tiles };
+        Self { published, level, numel, views: dtypes.map(view).collect(), tiles }
     }
 
-    /// The values change in a way that is not recorded.
-    pub(super) fn is_unknown(&mut self) {
-        self.is_unknown = true;
-    }
-
-    /// Records that the values of `after` take the place of those of `before`: both are the
-    /// published values, or both are f32 master weights.
+    /// Records that the master weights `after` replace the master weights `before`.
     ///
     /// # Errors
     /// Those of [`Array::read`].
@@ -58,75 +72,45 @@ impl Recording {
         backend: &B,
         [before, after]: [&Array<B>; 2],
     ) -> Result<()> {
-        for start in (0..self.numel).step_by(READ) {
-            let range = start..self.numel.min(start + READ);
-            if after.dtype(backend) == self.published {
-                for (dtype, recorder) in &mut self.recorders {
-                    let before = before.read(backend, range.clone(), *dtype)?;
-                    recorder.compare(&before, &after.read(backend, range.clone(), *dtype)?);
-                }
-                continue;
+        let Self { published, level, numel, views, .. } = self;
+        let tile = TILE * published.size();
+        for start in (0..*numel).step_by(READ) {
+            let range = start..(start + READ).min(*numel);
+            let before = before.read(backend, range.clone(), *published)?;
+            let after = after.read(backend, range, *published)?;
+            for (before, after) in before.chunks(tile).zip(after.chunks(tile)) {
+                views.iter_mut().for_each(|view| view.compare(*level, *published, [before, after]));
             }
-            let [mut old, mut new] = [(); 2].map(|()| vec![0.0; range.len()]);
-            for (array, values) in [(before, &mut old), (after, &mut new)] {
-                let bytes = array.read(backend, range.clone(), DType::F32)?;
-                convert::decode::<F32>(self.level, &bytes, values);
-            }
-            self.record(&old, &new);
         }
         Ok(())
     }
 
-    /// The change in each dtype, in the order in which they were given. `None`: it is not known.
-    /// `is_same`: the step has not changed the values.
+    /// Returns the change in each dtype, in the order of [`Self::new`], or `None` if not all
+    /// elements were compared. `is_same`: the step has not changed the values.
     pub(super) fn finish(self, is_same: bool) -> impl Iterator<Item = Option<Recorded>> {
-        let Self { recorders, numel, is_unknown, .. } = self;
+        let Self { views, numel, .. } = self;
         let same = move || Recorded { change: unchanged(numel), hash_difference: 0, changed: 0 };
-        recorders.into_iter().map(move |(_, recorder)| match is_same {
-            _ if is_unknown => None,
+        views.into_iter().map(move |view| match is_same {
             true => Some(same()),
-            false => recorder.finish(),
+            false => view.recorder.finish(),
         })
     }
 }
 
 impl Record for Recording {
     fn record(&mut self, before: &[f32], after: &[f32]) {
-        let Self { published, recorders, level, before: old, after: new, .. } = self;
-        for (before, after) in before.chunks(PIECE).zip(after.chunks(PIECE)) {
-            for (dtype, recorder) in &mut *recorders {
-                let dtypes = [*published, *dtype];
-                recorder.compare(old.of(*level, before, dtypes), new.of(*level, after, dtypes));
+        let Self { published, level, views, tiles, .. } = self;
+        for (before, after) in before.chunks(TILE).zip(after.chunks(TILE)) {
+            let [old, new] =
+                tiles.each_mut().map(|tile| &mut tile[..before.len() * published.size()]);
+            for (master, rounded) in [(before, &mut *old), (after, &mut *new)] {
+                match published {
+                    DType::F32 => convert::encode::<F32>(*level, master, rounded),
+                    DType::Bf16 => convert::encode::<Bf16>(*level, master, rounded),
+                    DType::F16 => convert::encode::<F16>(*level, master, rounded),
+                }
             }
+            views.iter_mut().for_each(|view| view.compare(*level, *published, [old, new]));
         }
-    }
-}
-
-/// Master weights as a reader gets them: rounded to the dtype of the tensor, and cast to its own.
-struct Cast {
-    published: [u8; PIECE * 4],
-    read: [u8; PIECE * 4],
-}
-
-impl Default for Cast {
-    fn default() -> Self {
-        Self { published: [0; PIECE * 4], read: [0; PIECE * 4] }
-    }
-}
-
-impl Cast {
-    fn of(&mut self, level: Level, master: &[f32], [published, dtype]: [DType; 2]) -> &[u8] {
-        let rounded = &mut self.published[..master.len() * published.size()];
-        match published {
-            DType::F32 => convert::encode::<F32>(level, master, rounded),
-            DType::Bf16 => convert::encode::<Bf16>(level, master, rounded),
-            DType::F16 => convert::encode::<F16>(level, master, rounded),
-        }
-        if published == dtype {
-            return rounded;
-        }
-        let read = &mut self.read[..master.len() * dtype.size()];
-        convert::cast(level, rounded, published, read, dtype);
-        read
     }
 }

@@ -51,8 +51,8 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    /// Takes over the new values, if they are complete. Readers of the old values hold a reference
-    /// to them. Returns the old values if there were new ones.
+    /// Takes over the new values if they are complete, and returns the old ones. Readers of the old
+    /// values hold a reference to them.
     pub(super) fn take_replacement(
         &mut self,
         contributors: &[SliceContributors],

@@ -93,18 +93,20 @@ impl<B: Backend> Slice<B> {
             let state = state.map(|(state, _)| state.next(&self.backend));
             let state = state.collect::<Result<Vec<_>>>()?;
             let sum = open.sum.current();
+            // If values were replaced as well, the step starts from other values than those of the
+            // version. Nothing then compares the two, so the change stays unknown.
+            let record = recording.as_mut().filter(|_| replaced.is_none());
+            let record = record.map(|recording| recording as _);
             match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
                 None => {
                     let state = state.into_iter().map(in_memory).collect();
                     let sum = sum.memory().expect("all arrays are in memory");
                     let sum = (!rotates).then_some(&**sum);
-                    let record = recording.as_mut().map(|recording| recording as _);
                     let master = in_memory(master);
                     self.backend.apply(&update, master, state, sum, published, record)?;
                 }
                 Some(steps) => {
                     let state_codes = &self.state_codes[..state.len().min(self.state_codes.len())];
-                    let record = recording.as_mut().map(|recording| recording as _);
                     let arrays = Arrays { master, state, state_codes, sum, published, record };
                     steps.apply(&self.backend, &update, self.spec.numel, arrays)?;
                 }
@@ -112,10 +114,6 @@ impl<B: Backend> Slice<B> {
             let averaged = inner.applied.averaged;
             inner.applied = AppliedSteps { averaged, ..update.applied() };
             inner.hold = Weak::new();
-            if let Some((recording, _)) = recording.as_mut().zip(replaced) {
-                // What was recorded begins with the values that replaced those of the version.
-                recording.is_unknown();
-            }
         } else if let Some(old) = replaced {
             inner.cast(&self.backend)?;
             inner.settle(&self.backend)?;
@@ -133,7 +131,7 @@ impl<B: Backend> Slice<B> {
         }
         inner.restart(&self.backend, step.next, role)?;
         if let Some(recording) = recording {
-            // A history with an unknown step begins again when a reader asks for it.
+            // Drops histories with an unknown step. They begin again when a reader asks.
             let mut changes = recording.finish(is_same);
             inner.histories.retain_mut(|history| history.push(changes.next().flatten()));
         }
