@@ -136,6 +136,9 @@ pub struct JobOnServer {
     pub windows: u32,
     /// Why the last rank that asked for it does not.
     pub no_window: Option<String>,
+    /// The number of readers that wait for the next version, or receive its changes
+    /// ([`crate::Cluster::follow`]).
+    pub followers: u32,
 }
 
 /// A job.
@@ -362,8 +365,14 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
 
 impl From<pb::JobStats> for JobOnServer {
     fn from(message: pb::JobStats) -> Self {
-        let pb::JobStats { job, sent_bytes, received_bytes, windows, no_window, .. } = message;
-        Self { job, sent_bytes, received_bytes, windows, no_window }
+        Self {
+            job: message.job,
+            sent_bytes: message.sent_bytes,
+            received_bytes: message.received_bytes,
+            windows: message.windows,
+            no_window: message.no_window,
+            followers: message.followers,
+        }
     }
 }
 

@@ -11,6 +11,7 @@ mod checkpoint;
 mod completion;
 mod delete;
 mod doctor;
+mod follow;
 mod operate;
 mod path;
 mod plan;
@@ -100,8 +101,8 @@ enum Command {
     },
     /// Show how large each rank's gradient of each tensor was at a step, and when it arrived
     ///
-    /// Use it to find the rank and the tensor that spoiled a step. The norms are those of the
-    /// gradients as the ranks sent them: before the mean over the ranks, and with the loss scale
+    /// Use it to find the rank and the tensor that spoiled a step. Each norm is that of a gradient
+    /// as the rank sent it, with the loss scale and before the mean over the ranks
     Steps(steps::Arguments),
     /// Save jobs, and inspect, verify, export and remove their checkpoints
     #[command(subcommand)]
@@ -111,6 +112,19 @@ enum Command {
     /// The workers repeat the steps after that version. The job abandons the versions that it had
     /// made with them: no server serves them, and it never returns to them
     Rewind(rewind::Arguments),
+    /// Write the newest parameters of a running job to files, again and again
+    ///
+    /// After one full copy, the servers send only what each step has changed. Each version becomes
+    /// a directory with safetensors files, such as DIR/120, or DIR/120@1 after the job has returned
+    /// to a checkpoint once. The link DIR/latest leads to the newest one. A directory gets its name
+    /// when its files are complete and on the disk, and they never change. If you read several
+    /// files, resolve the link once (`realpath DIR/latest`), and read all of them there.
+    ///
+    /// If zsctl is killed, start it again with the same flags: it removes what is incomplete, and
+    /// continues. Training does not wait for it. If steps are faster than the disk, it skips
+    /// versions. It needs memory for one copy of the parameters and for the changes of one version,
+    /// and a token with the role `job:NAME:read`
+    Follow(follow::Arguments),
     /// Compute the memory and the traffic of a job before it is created
     #[command(name = "plan")]
     Estimate(plan::Estimate),
@@ -173,6 +187,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let is_json = arguments.json;
     let seconds = match &arguments.command {
         Command::Rewind(rewind) => rewind.within,
+        Command::Follow(follow) => follow.within,
         _ => arguments.timeout,
     };
     let timeout = Duration::from_secs(seconds.max(1));
@@ -213,6 +228,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
         Command::Token(_) | Command::Estimate(_) | Command::Completion(_) | Command::Doctor(_) => {}
         Command::Checkpoint(command) => checkpoint::online(command, &cluster, is_json).await?,
         Command::Rewind(rewind) => rewind::run(rewind, &cluster, is_json).await?,
+        Command::Follow(follow) => follow::run(follow, &cluster, is_json).await?,
         Command::Delete(delete) => delete::run(delete, &cluster, is_json).await?,
         Command::Cordon(server) => operate::cordon(server, true, &cluster, is_json).await?,
         Command::Uncordon(server) => operate::cordon(server, false, &cluster, is_json).await?,

@@ -1,7 +1,7 @@
 //! `zsctl top`: the speed of jobs and the memory of servers.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     io::{IsTerminal, stdout},
     time::{Duration, Instant},
 };
@@ -54,7 +54,9 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
         let (Some((began, before)), Some((ended, now))) = (window.front(), window.back()) else {
             continue;
         };
-        let rates = Rates { before, now, seconds: ended.duration_since(*began).as_secs_f64() };
+        let followers = followers(window.iter().map(|(_, status)| status));
+        let seconds = ended.duration_since(*began).as_secs_f64();
+        let rates = Rates { before, now, seconds, followers };
         if json {
             rates.lines().iter().for_each(|line| say!("{line}"));
         } else {
@@ -67,11 +69,25 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
     }
 }
 
+/// Returns the number of readers that follow each job, by its name: the largest number that any
+/// server has reported in one of these statuses. A server does not count a reader while it applies
+/// a version, and each reader may follow slices on several servers.
+fn followers<'a>(statuses: impl Iterator<Item = &'a Status>) -> BTreeMap<&'a str, u32> {
+    let mut followers = BTreeMap::new();
+    for held in statuses.flat_map(|status| &status.servers).flat_map(|server| &server.jobs) {
+        let most = followers.entry(&*held.job).or_default();
+        *most = held.followers.max(*most);
+    }
+    followers
+}
+
 /// Two statuses, and the time between them.
 struct Rates<'a> {
     before: &'a Status,
     now: &'a Status,
     seconds: f64,
+    /// The number of readers that follow each job.
+    followers: BTreeMap<&'a str, u32>,
 }
 
 impl Rates<'_> {
@@ -109,6 +125,10 @@ impl Rates<'_> {
         rates
     }
 
+    fn followers(&self, job: &JobStatus) -> u32 {
+        self.followers.get(&*job.name).copied().unwrap_or_default()
+    }
+
     fn jobs(&self) -> Table {
         let mut table = table(&[
             "JOB",
@@ -117,6 +137,7 @@ impl Rates<'_> {
             "SENT/S",
             "RECEIVED/S",
             "WORKERS",
+            "FOLLOWERS",
             "LATE RANK",
             "STATE",
         ]);
@@ -129,6 +150,7 @@ impl Rates<'_> {
                 human(sent as u64),
                 human(received as u64),
                 format!("{}/{}", job.joined.len(), job.world),
+                self.followers(job).to_string(),
                 late_rank(job),
                 state(job),
             ]);
@@ -162,8 +184,8 @@ impl Rates<'_> {
                 "event": "job", "name": job.name, "version": job.version,
                 "steps_per_second": self.steps(job), "sent_bytes_per_second": sent,
                 "received_bytes_per_second": received, "joined": job.joined.len(),
-                "world": job.world, "slowest_rank": job.slowest.map(|slowest| slowest.rank),
-                "state": state(job),
+                "world": job.world, "followers": self.followers(job),
+                "slowest_rank": job.slowest.map(|slowest| slowest.rank), "state": state(job),
             })
         };
         let server = |server: &ServerStatus| {

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use zeroshard_model::{DType, JobSpec, checkpoint::Part};
 
 /// The length of the number in front of the header.
@@ -90,7 +90,7 @@ pub(crate) fn header_with<'a>(
         format!(r#"{key}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{start},{end}]}}"#)
     });
     let metadata: Vec<_> =
-        metadata.iter().map(|(key, text)| format!(r#""{key}":"{text}""#)).collect();
+        metadata.iter().map(|&(key, text)| format!("{}:{}", json!(key), json!(text))).collect();
     let metadata =
         (!metadata.is_empty()).then(|| format!(r#""__metadata__":{{{}}}"#, metadata.join(",")));
     let fields: Vec<String> = metadata.into_iter().chain(tensors).collect();

@@ -13,6 +13,7 @@
 //! The slices of a job follow from its tensors alone, so a checkpoint can be read by any number of
 //! servers. `format` knows the keys of a slice, `manifest` the index of all files, `storage` where
 //! they are, and `claims` which job they belong to; `writer` and `reader` transfer slices.
+//! `model_files` writes models for other tools.
 
 mod claims;
 mod export;
@@ -21,6 +22,7 @@ mod format;
 mod hash;
 mod lines;
 mod manifest;
+mod model_files;
 mod reader;
 mod storage;
 mod stored;
@@ -33,6 +35,7 @@ mod writer;
 pub use claims::{BEAT, Claim, Claimant};
 pub use export::{Export, exported_bytes};
 pub use manifest::Manifest;
+pub use model_files::{ModelLayout, NewModel, cannot_write, is_leftover, remove_model};
 pub use reader::SavedSlice;
 pub use storage::Storage;
 pub use writer::{Save, Source, write};

@@ -146,6 +146,7 @@ impl Message<pb::Stats> for Stats {
             received_bytes: job.received_bytes,
             windows: job.windows,
             no_window: job.no_window,
+            followers: job.followers,
         };
         pb::Stats {
             jobs: stats.jobs.into_iter().map(job).collect(),
@@ -171,6 +172,7 @@ pub(super) fn stats(stats: pb::Stats) -> Stats {
         received_bytes: job.received_bytes,
         windows: job.windows,
         no_window: job.no_window,
+        followers: job.followers,
     };
     Stats {
         jobs: stats.jobs.into_iter().map(job).collect(),

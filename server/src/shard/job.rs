@@ -111,6 +111,12 @@ impl<B: Backend> Job<B> {
         self.reports.series.get().map_or([0; 2], |series| series.transferred())
     }
 
+    /// The number of readers that wait for the next version of the job, or receive its changes.
+    pub(super) fn followers(&self) -> u32 {
+        let followers = self.reports.series.get().map_or(0, |series| series.followers().get());
+        followers.try_into().unwrap_or_default()
+    }
+
     /// Tells the coordinator that this server's part of a checkpoint is written.
     pub(crate) fn tell_written(&self, save: u64, files: Vec<pb::CheckpointFile>) {
         let Reports { job, id, events, .. } = &*self.reports;

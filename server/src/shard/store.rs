@@ -39,7 +39,7 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) held: Arc<Budget>,
     /// The budget for the versions that readers have pinned.
     pub(crate) pinned: Arc<Budget>,
-    /// The budget for the changes of steps, for readers that follow a job.
+    /// The budget for what steps have changed, for readers that follow a job.
     pub(crate) history: Arc<Budget>,
     /// The budget for second copies of slices that are being saved.
     pub(crate) snapshots: Arc<Budget>,
@@ -160,6 +160,7 @@ impl<B: Backend> Store<B> {
                 received_bytes,
                 windows,
                 no_window,
+                followers: job.followers(),
                 job: job.spec.name.clone(),
                 epoch: job.epoch(),
                 version: job.version(),

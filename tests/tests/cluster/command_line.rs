@@ -32,6 +32,7 @@ fn every_program_has_help_and_a_version() {
                 "status",
                 "why",
                 "top",
+                "follow",
                 "tensors",
                 "hash",
                 "delete",

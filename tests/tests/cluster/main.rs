@@ -20,6 +20,7 @@ mod election;
 mod exactly_once;
 mod faults;
 mod follow;
+mod followed_files;
 mod fork;
 mod gpus;
 mod groups;

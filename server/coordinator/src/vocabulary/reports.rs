@@ -42,6 +42,8 @@ pub struct JobStats {
     pub windows: u32,
     /// Why the last rank that asked for it does not.
     pub no_window: Option<String>,
+    /// The number of readers that wait for the next version, or receive its changes.
+    pub followers: u32,
 }
 
 impl Stats {
