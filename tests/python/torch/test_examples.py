@@ -160,3 +160,18 @@ def test_a_model_on_a_mesh_trains_evaluates_and_predicts() -> None:
     assert last < first / 2 and evaluated < first / 2
     assert float(re.findall(r"accuracy (\d\.\d+)", printed)[0]) > 0.7
     assert printed.count("dist main program of ") == 3 and "push" in printed
+
+
+def test_a_policy_learns_while_its_rollout_processes_are_killed() -> None:
+    printed = run(EXAMPLES / "policy_gradient.py", "--steps", "40", "--kill-every", "2")
+    rewards = [float(number) for number in re.findall(r"reward (\d\.\d+)", printed)]
+    # A random digit has a mean reward of 0.1.
+    assert len(rewards) == 2 and rewards[-1] > rewards[0] + 0.03
+    lines = printed.strip().splitlines()[-5:]
+    assert lines[0].split()[:4] == ["rollout", "processes", "versions", "copies"]
+    places = [[int(number) for number in line.split()[:4]] for line in lines[1:]]
+    assert [number for number, *_ in places] == [0, 1, 2, 3]
+    # Each process makes a full copy when it begins, unless it is killed before, and no other one.
+    assert all(copies <= processes for _, processes, _, copies in places)
+    assert sum(copies for *_, copies in places) > len(places)
+    assert sum(versions for _, _, versions, _ in places) == 40
