@@ -2,10 +2,11 @@
 
 use std::{env, error::Error, fs, path::PathBuf};
 
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     "zeroshard/v1/types.proto",
     "zeroshard/v1/data.proto",
     "zeroshard/v1/shard.proto",
+    "zeroshard/v1/mirror.proto",
     "zeroshard/v1/coordinator.proto",
     "zeroshard/v1/worker.proto",
 ];

@@ -50,6 +50,7 @@ WITHOUT = {
     "zeroshard-net": ["prometheus", "object_store", "zeroshard-checkpoint", "zeroshard-client"],
     "zeroshard-checkpoint": ["prometheus", "zeroshard-client", "zeroshard-server"],
     "zeroshard-client": ["prometheus", "object_store", "burn", "zeroshard-server"],
+    "zeroshard-mirror": ["prometheus", "object_store", "burn", "zeroshard-server"],
     "zeroshard-zsctl": ["prometheus", "burn", "zeroshard-server"],
     "zeroshard-server": ["burn", "pyo3", "zeroshard-client"],
     "zeroshard-worker": ["prometheus", "object_store", "clap_complete", "zeroshard-server"],

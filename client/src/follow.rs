@@ -23,10 +23,13 @@ use crate::{
     retry::{Next, Tries, drops_job},
 };
 use changes::Since;
+use mirror::Mirror;
 pub use version::{Copied, FollowedVersion};
 
 mod apply;
 mod changes;
+mod copies;
+mod mirror;
 mod version;
 
 /// How long one call waits for the next version. The follower then asks the coordinator for the
@@ -49,11 +52,14 @@ pub struct Follow {
     pub tensors: Option<Vec<String>>,
     /// The longest wait for a version.
     pub wait: Duration,
+    /// The address of a mirror (`host:port`) that sends the values and changes instead of the
+    /// servers. Only hashes come from the servers.
+    pub mirror: Option<String>,
 }
 
 impl Default for Follow {
     fn default() -> Self {
-        Self { dtype: DType::F32, tensors: None, wait: Duration::from_secs(600) }
+        Self { dtype: DType::F32, tensors: None, wait: Duration::from_secs(600), mirror: None }
     }
 }
 
@@ -63,6 +69,7 @@ pub struct Follower {
     cluster: Cluster,
     job: String,
     follow: Follow,
+    mirror: Option<Mirror>,
     of: Description,
     /// The version in the reader's arrays; `None`: they need a full copy.
     held: Option<Held>,
@@ -88,13 +95,17 @@ impl Cluster {
     /// Follows a job. The reader need not be a member of it.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an unknown tensor; [`Error::Timeout`].
+    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an unknown tensor, or an invalid address of a
+    /// mirror; [`Error::Timeout`].
     pub async fn follow(&self, job: &str, follow: Follow) -> Result<Follower> {
         let of = self.describe_job(job).await?;
         owners(&of.spec.manifest, &follow)?;
+        let mirror = follow.mirror.as_deref();
+        let mirror = mirror.map(|address| Mirror::new(self, address)).transpose()?;
         let (cluster, job) = (self.clone(), job.to_owned());
         let (copies, reason) = (BTreeMap::new(), Copied::Joined);
-        Ok(Follower { cluster, job, follow, of, held: None, shown: None, copies, reason })
+        let (held, shown) = (None, None);
+        Ok(Follower { cluster, job, follow, mirror, of, held, shown, copies, reason })
     }
 }
 
@@ -173,7 +184,7 @@ impl Follower {
         let mut tries = Tries::until(deadline);
         loop {
             let Some(Held { version, .. }) = self.held else {
-                let full = self.pinned(deadline).await?;
+                let full = self.newest(deadline).await?;
                 self.shown = Some(full.number);
                 return Ok(full);
             };
@@ -236,22 +247,25 @@ impl Follower {
         }
     }
 
-    /// Waits for a version after the last one that [`Self::next`] returned. Pins the newest one. By
-    /// then all servers record changes.
-    async fn pinned(&mut self, deadline: Deadline) -> Result<FollowedVersion> {
+    /// Waits for a version after the last one that [`Self::next`] returned. Pins the newest one,
+    /// unless a mirror sends it. By then all servers record changes.
+    async fn newest(&mut self, deadline: Deadline) -> Result<FollowedVersion> {
         let reason = self.reason;
         let mut tries = Tries::until(deadline);
-        loop {
+        let newest = loop {
             let begun = self.begin(deadline.left().min(CALL));
             let waiting_for = || format!("the next version of job {:?}", self.job);
             match tries.limit(waiting_for, begun).await? {
-                Ok(newest) if newest > self.shown => break,
+                Ok(newest) if newest > self.shown => break newest,
                 Ok(_) if deadline.left().is_zero() => {
                     return Err(deadline.timeout(waiting_for()));
                 }
                 Ok(_) => self.describe().await?,
                 Err(error) => self.after(error, &mut tries).await?,
             }
+        };
+        if let (Some(newest), Some(_)) = (newest, &self.mirror) {
+            return Ok(FollowedVersion::of_mirror(self.of.line, newest, reason));
         }
         let pin = Pin { tensors: self.follow.tensors.clone(), ..Pin::default() };
         let pinned = self.cluster.pin(&self.job, &pin);

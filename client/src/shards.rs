@@ -70,7 +70,15 @@ impl Shards {
     /// # Errors
     /// [`zeroshard_model::Error::Invalid`] if the server advertises an invalid address.
     pub(crate) fn separate(&self, server: &Server) -> Result<Connection> {
-        Connection::lazy(&server.address, &self.credentials)
+        self.connect(&server.address)
+    }
+
+    /// A connection to any process of the cluster at `address`, `host:port`.
+    ///
+    /// # Errors
+    /// [`zeroshard_model::Error::Invalid`] for an invalid address.
+    pub(crate) fn connect(&self, address: &str) -> Result<Connection> {
+        Connection::lazy(address, &self.credentials)
     }
 
     /// Drops the connections to servers of the placement `before` that are not in `now`. If another

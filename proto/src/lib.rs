@@ -1,6 +1,7 @@
 //! The wire: the messages of the protocol, their conversion to the types of the model, and errors
 //! as the status of a call.
 
+pub mod changes;
 pub mod codec;
 pub mod convert;
 pub mod frame;

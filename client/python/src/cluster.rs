@@ -269,7 +269,7 @@ impl Cluster {
         wait(py, async move { cluster.pin(&name, &pin).await }).map(Pinned::new)
     }
 
-    #[pyo3(signature = (name, *, dtype, tensors=None, seconds=600.0))]
+    #[pyo3(signature = (name, *, dtype, tensors=None, seconds=600.0, mirror=None))]
     fn follow(
         &self,
         py: Python<'_>,
@@ -277,9 +277,11 @@ impl Cluster {
         dtype: &str,
         tensors: Option<Vec<String>>,
         seconds: f64,
+        mirror: Option<String>,
     ) -> PyResult<Follower> {
         let dtype = parse_dtype("dtype of a follower", dtype)?;
-        let follow = client::Follow { dtype, tensors, wait: self::seconds("seconds", seconds)? };
+        let wait_for = self::seconds("seconds", seconds)?;
+        let follow = client::Follow { dtype, tensors, wait: wait_for, mirror };
         let cluster = self.cluster.clone();
         Follower::new(wait(py, async move { cluster.follow(&name, follow).await })?)
     }

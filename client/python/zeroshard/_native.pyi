@@ -367,8 +367,10 @@ class Cluster:
         dtype: str,
         tensors: Sequence[str] | None = None,
         seconds: float = 600.0,
+        mirror: str | None = None,
     ) -> Follower:
-        """Follows a job in a dtype. ``seconds``: the longest wait for a version."""
+        """Follows a job in a dtype. ``seconds``: the longest wait for a version. ``mirror``: the
+        address of a mirror."""
     def state_hash(self, name: str) -> str: ...
     def traffic(self) -> tuple[int, int]:
         """Payload bytes pulled and pushed so far."""

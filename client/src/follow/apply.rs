@@ -18,7 +18,10 @@ use super::{
 use crate::{Pinned, Slots, Target, pull, retry::is_answer};
 
 /// The arrays of a reader, by the index of the tensor that owns the storage.
-type Arrays<'a> = BTreeMap<usize, Slots<'a>>;
+pub(super) type Arrays<'a> = BTreeMap<usize, Slots<'a>>;
+
+/// The version of a full copy, and the hashes of all slices.
+pub(super) type Copy = (u64, BTreeMap<u32, u64>);
 
 impl Follower {
     /// Writes a version to the reader's arrays. Pass the whole array of each followed tensor, in
@@ -224,25 +227,29 @@ impl Follower {
         loop {
             if !matches!(version.content, Content::Full(Some(_), _)) {
                 self.shown = None;
-                *version = self.pinned(deadline).await?;
+                *version = self.newest(deadline).await?;
             }
-            let Content::Full(Some(pinned), reason) = &version.content else { continue };
+            let Content::Full(pinned, reason) = &version.content else { continue };
             let reason = *reason;
             (self.held, self.shown) = (None, None);
             self.reason = Copied::Interrupted;
-            match self.pull(pinned, arrays).await {
-                Ok(()) => {
+            let copied = match (pinned, self.mirror.clone()) {
+                (_, Some(mirror)) => self.copy_of_mirror(&mirror, arrays).await,
+                (Some(pinned), None) => self.pull(pinned, arrays).await,
+                (None, None) => continue,
+            };
+            match copied {
+                Ok((number, hashes)) => {
                     let bytes = arrays.values_mut().map(|array| array.bytes_mut().len() as u64);
-                    version.bytes = bytes.sum();
-                    let hashes = self.hashes(arrays);
-                    self.held = Some(Held { version: version.number, hashes, unread: 1 });
-                    self.shown = Some(version.number);
+                    (version.number, version.bytes) = (number, bytes.sum());
+                    self.held = Some(Held { version: number, hashes, unread: 1 });
+                    self.shown = Some(number);
                     *self.copies.entry(reason).or_default() += 1;
                     // Releases the pin.
                     version.content = Content::Full(None, reason);
                     return Ok(());
                 }
-                // The pin or its server is gone: pin another version.
+                // The pin, its server or the mirror is gone: fetch another version.
                 Err(error)
                     if (matches!(error, Error::VersionGone { .. }) || !is_answer(&error))
                         && !deadline.left().is_zero() =>
@@ -257,20 +264,21 @@ impl Follower {
         }
     }
 
-    async fn pull(&self, pinned: &Pinned, arrays: &mut Arrays<'_>) -> Result<()> {
+    /// Fetches a pinned version. Returns its number, and the hashes of all slices.
+    async fn pull(&self, pinned: &Pinned, arrays: &mut Arrays<'_>) -> Result<Copy> {
         let targets = arrays.iter_mut().map(|(tensor, array)| Target {
             tensor: TensorId::new(*tensor),
             bounds: None,
             data: array.reborrow(),
         });
         let manifest = &self.of.spec.manifest;
-        pinned
-            .pull_encoded(pull::by_wire(manifest, self.follow.dtype.into(), targets.collect()))
-            .await
+        let targets = pull::by_wire(manifest, self.follow.dtype.into(), targets.collect());
+        pinned.pull_encoded(targets).await?;
+        Ok((pinned.version(), self.hashes(arrays)))
     }
 
     /// Computes the hashes of all slices.
-    fn hashes(&self, arrays: &mut Arrays<'_>) -> BTreeMap<u32, u64> {
+    pub(super) fn hashes(&self, arrays: &mut Arrays<'_>) -> BTreeMap<u32, u64> {
         let manifest = &self.of.spec.manifest;
         let mut hashes = BTreeMap::new();
         for (tensor, array) in arrays {
@@ -286,7 +294,7 @@ impl Follower {
 }
 
 /// Returns the values of a slice in the array of its tensor.
-fn part<'a>(array: &'a mut Slots<'_>, slice: &SliceSpec) -> &'a mut [u8] {
+pub(super) fn part<'a>(array: &'a mut Slots<'_>, slice: &SliceSpec) -> &'a mut [u8] {
     let size = array.dtype().size();
     &mut array.bytes_mut()[slice.offset * size..(slice.offset + slice.numel) * size]
 }

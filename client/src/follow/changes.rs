@@ -13,7 +13,7 @@ use zeroshard_proto::{
     status::from_status,
 };
 
-use super::{Follower, version::SliceChange};
+use super::{Follower, mirror::Mirror, version::SliceChange};
 
 /// The changes since the reader's version, as far as the servers know them.
 pub(super) enum Since {
@@ -25,52 +25,81 @@ pub(super) enum Since {
     Changed { version: u64, slices: BTreeMap<u32, SliceChange> },
 }
 
-/// The answer of one server.
+/// Who sends changes.
+#[derive(Clone)]
+enum Source {
+    Server(Server),
+    Mirror(Mirror),
+}
+
+/// The answer of one source.
 struct Answer {
-    /// The request to which the server answered.
+    /// The request to which the source answered.
     request: pb::ChangesRequest,
-    server: Server,
+    source: Source,
     version: u64,
-    /// The changes; `None`: the server does not know them.
+    /// The changes; `None`: the source does not know them.
     slices: Option<BTreeMap<u32, SliceChange>>,
 }
 
 impl Follower {
     /// Returns the servers of the followed slices, each with a request that has no versions yet.
-    fn requests(&self) -> Result<Vec<(Server, pb::ChangesRequest)>> {
-        let (manifest, placement) = (&self.of.spec.manifest, &self.of.placement);
-        let mut of_server = vec![BTreeMap::<DType, Vec<u32>>::new(); placement.servers().len()];
+    fn servers(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
+        let placement = &self.of.placement;
+        let mut of_server = vec![Vec::new(); placement.servers().len()];
         for slice in self.slices()? {
-            let dtype = self.dtype_of(manifest.slices()[slice as usize].tensor);
-            let of = &mut of_server[placement.primary(slice as usize)];
-            of.entry(dtype).or_default().push(slice);
+            of_server[placement.primary(slice as usize)].push(slice);
         }
         let requests = placement.servers().iter().zip(of_server).filter(|(_, of)| !of.is_empty());
-        let requests = requests.map(|(server, of)| {
-            let slices = of.into_iter().map(|(dtype, slices)| pb::FollowedSlices {
-                dtype: pb::Dtype::from(dtype).into(),
-                slices,
-            });
-            let request = pb::ChangesRequest {
-                job: self.of.spec.name.clone(),
-                job_id: self.of.id,
-                line: self.of.line,
-                slices: slices.collect(),
-                ..Default::default()
-            };
-            (server.clone(), request)
-        });
+        let requests =
+            requests.map(|(server, slices)| (Source::Server(server.clone()), self.request(slices)));
         Ok(requests.collect())
     }
 
-    /// Makes all servers record changes. Waits for a version after the last one that
-    /// [`Self::next`] returned, and returns the newest one.
+    /// Returns a request for these slices that has no versions yet.
+    fn request(&self, slices: impl IntoIterator<Item = u32>) -> pb::ChangesRequest {
+        pb::ChangesRequest {
+            job: self.of.spec.name.clone(),
+            job_id: self.of.id,
+            line: self.of.line,
+            slices: self.by_dtype(slices),
+            ..Default::default()
+        }
+    }
+
+    /// Returns slices, which are ascending, by the dtype of the reader's values.
+    pub(super) fn by_dtype(
+        &self,
+        slices: impl IntoIterator<Item = u32>,
+    ) -> Vec<pb::FollowedSlices> {
+        let mut of_dtype = BTreeMap::<DType, Vec<u32>>::new();
+        for slice in slices {
+            let tensor = self.of.spec.manifest.slices()[slice as usize].tensor;
+            of_dtype.entry(self.dtype_of(tensor)).or_default().push(slice);
+        }
+        let message =
+            |(dtype, slices)| pb::FollowedSlices { dtype: pb::Dtype::from(dtype).into(), slices };
+        of_dtype.into_iter().map(message).collect()
+    }
+
+    /// Returns whom to ask for changes: the mirror if there is one, and all servers otherwise.
+    fn sources(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
+        match &self.mirror {
+            Some(mirror) => {
+                Ok(vec![(Source::Mirror(mirror.clone()), self.request(self.slices()?))])
+            }
+            None => self.servers(),
+        }
+    }
+
+    /// Makes all servers record changes, unless a mirror has done so. Waits for a version after the
+    /// last one that [`Self::next`] returned, and returns the newest one.
     pub(super) async fn begin(&self, wait: Duration) -> Result<Option<u64>> {
         let answers = self.ask_all(None, wait).await?;
         Ok(answers.iter().map(|answer| answer.version).max())
     }
 
-    /// Fetches the changes since `from`, up to the newest version that any server has.
+    /// Fetches the changes since `from`, up to the newest version that any source has.
     pub(super) async fn changes_since(&self, from: u64, wait: Duration) -> Result<Since> {
         let answers = self.ask_all(Some(from), wait).await?;
         let Some(version) = answers.iter().map(|answer| answer.version).max() else {
@@ -85,16 +114,51 @@ impl Follower {
             let Some(of) = answer else { return Ok(Since::Unknown) };
             slices.extend(of);
         }
-        match self.slices()?.find(|slice| !slices.contains_key(slice)) {
-            None => Ok(Since::Changed { version, slices }),
-            Some(slice) => {
-                let cause = format!("the servers left out the change of slice {slice}");
-                Err(Error::Internal { cause })
+        if let Some(slice) = self.slices()?.find(|slice| !slices.contains_key(slice)) {
+            let cause = format!("the servers left out the change of slice {slice}");
+            return Err(Error::Internal { cause });
+        }
+        if self.mirror.is_some() {
+            let Some(hashes) = self.hashes_of_servers(version).await? else {
+                return Ok(Since::Unknown);
+            };
+            for (slice, of) in &mut slices {
+                of.hash = hashes.get(slice).copied().unwrap_or(of.hash);
             }
         }
+        Ok(Since::Changed { version, slices })
     }
 
-    /// Returns a server's changes up to `version`. If it answered before it had this version, asks
+    /// Asks the servers for the hashes of all followed slices at a version. Returns `None` if a
+    /// server does not know them any more.
+    pub(super) async fn hashes_of_servers(
+        &self,
+        version: u64,
+    ) -> Result<Option<BTreeMap<u32, u64>>> {
+        let calls = self.servers()?.into_iter().map(|(server, request)| {
+            let (from, to) = (Some(version), Some(version));
+            self.ask(server, pb::ChangesRequest { from, to, ..request }, Duration::ZERO)
+        });
+        let answers = try_join_all(calls).await?;
+        let slices: Option<Vec<_>> = answers.into_iter().map(|answer| answer.slices).collect();
+        let hashes = slices.map(|of| of.into_iter().flatten().map(|(slice, of)| (slice, of.hash)));
+        Ok(hashes.map(Iterator::collect))
+    }
+
+    /// Asks the mirror for the changes of some slices between two versions.
+    pub(super) async fn changes_of_mirror(
+        &self,
+        mirror: &Mirror,
+        slices: impl IntoIterator<Item = u32>,
+        [from, to]: [u64; 2],
+    ) -> Result<Option<BTreeMap<u32, SliceChange>>> {
+        let (from, to) = (Some(from), Some(to));
+        let request = pb::ChangesRequest { from, to, ..self.request(slices) };
+        let answer = self.ask(Source::Mirror(mirror.clone()), request, Duration::ZERO).await?;
+        Ok(answer.slices)
+    }
+
+    /// Returns a source's changes up to `version`. If it answered before it had this version, asks
     /// for the rest.
     async fn complete(
         &self,
@@ -102,14 +166,14 @@ impl Follower {
         from: u64,
         version: u64,
     ) -> Result<Option<BTreeMap<u32, SliceChange>>> {
-        let Answer { request, server, version: had, slices } = answer;
+        let Answer { request, source, version: had, slices } = answer;
         let Some(first) = slices else { return Ok(None) };
         if had == version {
             return Ok(Some(first));
         }
         let had = had.max(from);
         let request = pb::ChangesRequest { from: Some(had), to: Some(version), ..request };
-        let rest = self.ask(server, request, Duration::ZERO).await?;
+        let rest = self.ask(source, request, Duration::ZERO).await?;
         let Some(rest) = rest.slices else { return Ok(None) };
         if had == from {
             return Ok(Some(rest));
@@ -131,30 +195,39 @@ impl Follower {
         Ok(Some(merged))
     }
 
-    /// Asks all servers. Each waits at most for `wait` for a version after the last one that
+    /// Asks all sources. Each waits at most for `wait` for a version after the last one that
     /// [`Self::next`] returned.
     async fn ask_all(&self, from: Option<u64>, wait: Duration) -> Result<Vec<Answer>> {
         let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
-        let calls = self.requests()?.into_iter().map(|(server, request)| {
-            self.ask(server, pb::ChangesRequest { from, wait_ms, newer_than, ..request }, wait)
+        let calls = self.sources()?.into_iter().map(|(source, request)| {
+            self.ask(source, pb::ChangesRequest { from, wait_ms, newer_than, ..request }, wait)
         });
         try_join_all(calls).await
     }
 
-    /// Asks one server. It waits at most for `wait` before it answers.
+    /// Asks one source. It waits at most for `wait` before it answers.
     async fn ask(
         &self,
-        server: Server,
+        source: Source,
         request: pb::ChangesRequest,
         wait: Duration,
     ) -> Result<Answer> {
-        let shard = self.cluster.shards.get(&server)?;
-        let failed = |status: tonic::Status| from_status(&status, &shard.peer);
-        // After its wait, the server has as long to send the changes as for any other operation.
+        // After its wait, the source has as long to send the changes as for any other operation.
         let left = wait + self.cluster.options.timeout;
-        let client = ShardServiceClient::new(shard.pull.within(left));
-        let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
-        let mut call = client.changes(request.clone()).await.map_err(failed)?.into_inner();
+        let (peer, sent) = match &source {
+            Source::Server(server) => {
+                let shard = self.cluster.shards.get(server)?;
+                let client = ShardServiceClient::new(shard.pull.within(left));
+                let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
+                (shard.peer, client.changes(request.clone()).await)
+            }
+            Source::Mirror(mirror) => {
+                let sent = mirror.client(left).changes(request.clone()).await;
+                (mirror.peer.clone(), sent)
+            }
+        };
+        let failed = |status: tonic::Status| from_status(&status, &peer);
+        let mut call = sent.map_err(failed)?.into_inner();
         let (mut version, mut parts, mut is_unknown) = (None, Parts::default(), false);
         while let Some(message) = call.message().await.map_err(failed)? {
             version = version.or(message.version);
@@ -164,13 +237,13 @@ impl Follower {
             }
         }
         let version = version.ok_or_else(|| Error::Internal {
-            cause: format!("{} has sent changes without a version", shard.peer),
+            cause: format!("{peer} has sent changes without a version"),
         })?;
-        Ok(Answer { request, server, version, slices: (!is_unknown).then_some(parts.complete) })
+        Ok(Answer { request, source, version, slices: (!is_unknown).then_some(parts.complete) })
     }
 }
 
-/// The changes that have arrived from one server.
+/// The changes that have arrived from one source.
 #[derive(Default)]
 struct Parts {
     complete: BTreeMap<u32, SliceChange>,

@@ -46,7 +46,8 @@ pub(super) struct SliceChange {
 
 #[derive(Debug)]
 pub(super) enum Content {
-    /// A full copy of a pinned version. `None`: it has been applied, or its pin is gone.
+    /// A full copy of a pinned version. `None`: it has been applied, its pin is gone, or a mirror
+    /// sends it.
     Full(Option<Box<Pinned>>, Copied),
     /// The changes since a version.
     Changes { from: u64, slices: BTreeMap<u32, SliceChange> },
@@ -61,7 +62,7 @@ pub struct FollowedVersion {
     pub(super) content: Content,
     /// The number of followed elements.
     pub(super) numel: u64,
-    /// The number of bytes received from the servers.
+    /// The number of bytes received for the version.
     pub(super) bytes: u64,
     /// The number of elements that differ from the reader's earlier version, once it is known.
     pub(super) changed: Option<u64>,
@@ -71,6 +72,12 @@ impl FollowedVersion {
     pub(super) fn full(line: Option<u64>, pinned: Pinned, reason: Copied) -> Self {
         let number = pinned.version();
         let content = Content::Full(Some(Box::new(pinned)), reason);
+        Self { content, ..Self::of_mirror(line, number, reason) }
+    }
+
+    /// A full copy that a mirror sends.
+    pub(super) fn of_mirror(line: Option<u64>, number: u64, reason: Copied) -> Self {
+        let content = Content::Full(None, reason);
         Self { number, line, content, numel: 0, bytes: 0, changed: None }
     }
 
@@ -98,10 +105,21 @@ impl FollowedVersion {
         }
     }
 
-    /// Returns the number of bytes received from the servers. For a full copy it is 0 until the
+    /// Returns the number of bytes received for the version. For a full copy it is 0 until the
     /// version is applied.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Returns the change of each followed slice, with the hash of the slice after it. Returns
+    /// `None` for a full copy. A mirror sends the changes on.
+    pub fn changes(&self) -> Option<impl Iterator<Item = (u32, Bytes, u64)> + use<'_>> {
+        match &self.content {
+            Content::Full(..) => None,
+            Content::Changes { slices, .. } => {
+                Some(slices.iter().map(|(slice, of)| (*slice, of.change.clone(), of.hash)))
+            }
+        }
     }
 
     /// Returns the fraction of the elements that differ from the reader's earlier version. It is 1

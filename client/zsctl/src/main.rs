@@ -12,6 +12,7 @@ mod completion;
 mod delete;
 mod doctor;
 mod follow;
+mod mirror;
 mod operate;
 mod path;
 mod plan;
@@ -125,6 +126,14 @@ enum Command {
     /// versions. It needs memory for one copy of the parameters and for the changes of one version,
     /// and a token with the role `job:NAME:read`
     Follow(follow::Arguments),
+    /// Serve the readers of a job, so that its servers send each version only once
+    ///
+    /// Start one mirror for each host or rack with many readers, and give them its address:
+    /// `mirror` of `zeroshard.torch.follow`, or `zsctl follow --mirror`. The mirror keeps one copy
+    /// of the parameters, and the changes of the last versions. Readers compare what it sends with
+    /// hashes from the servers. The mirror asks the coordinator whether a reader's token may read
+    /// the job. In a cluster with TLS, the mirror needs a certificate with its address (--tls-cert)
+    Mirror(mirror::Arguments),
     /// Compute the memory and the traffic of a job before it is created
     #[command(name = "plan")]
     Estimate(plan::Estimate),
@@ -212,6 +221,10 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
     if let Command::Doctor(doctor) = &arguments.command {
         return doctor::run(doctor, &arguments.address, options, is_json).await;
     }
+    if let Command::Mirror(mirror) = &arguments.command {
+        mirror::run(mirror, &arguments.address, options, is_json).await?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
         Command::Status(status) => return status::run(status, &cluster, is_json).await,
@@ -225,7 +238,11 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
         }
         Command::Steps(steps) => steps::run(steps, &cluster, is_json).await?,
         // These commands do not need a cluster, and have been handled above.
-        Command::Token(_) | Command::Estimate(_) | Command::Completion(_) | Command::Doctor(_) => {}
+        Command::Token(_)
+        | Command::Estimate(_)
+        | Command::Completion(_)
+        | Command::Doctor(_)
+        | Command::Mirror(_) => {}
         Command::Checkpoint(command) => checkpoint::online(command, &cluster, is_json).await?,
         Command::Rewind(rewind) => rewind::run(rewind, &cluster, is_json).await?,
         Command::Follow(follow) => follow::run(follow, &cluster, is_json).await?,

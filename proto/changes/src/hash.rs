@@ -4,6 +4,10 @@
 //! reader reads the whole slice again after a step. Each term depends on the element's position in
 //! its tensor and on all of its bits. The hash detects mistakes but not forgery: readers trust
 //! their servers.
+//!
+//! The terms are not linear in the bits, unlike those of `zeroshard_loops::tally`. A change adds to
+//! a value, so a linear term would grow alike whatever the value was before. It would not show that
+//! somebody else has written to the value.
 
 use zeroshard_model::DType;
 

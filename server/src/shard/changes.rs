@@ -11,13 +11,14 @@ use zeroshard_changes::merge;
 use zeroshard_kernels::Backend;
 use zeroshard_model::{DType, Error, Result};
 use zeroshard_net::Deadline;
-use zeroshard_proto::{Wire, pb};
+use zeroshard_proto::{
+    Wire,
+    changes::{Packed, Rest},
+    pb,
+};
 use zeroshard_shard::{fair::end_after_others, slice::Since};
 
 use super::{job::Job, store::Store};
-
-/// The maximum number of bytes of changes in one message.
-const PART: usize = 1 << 20;
 
 /// The pause before a call looks again for a hash that another call computes.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -31,8 +32,8 @@ struct Changes<B: Backend> {
     from: u64,
     to: u64,
     deadline: Deadline,
-    /// The rest of the current change: its slice, its bytes, and the hash after it.
-    part: Option<(u32, Bytes, u64)>,
+    /// The rest of the current change.
+    part: Option<Rest>,
     _follower: Option<Follower>,
 }
 
@@ -189,26 +190,17 @@ impl<B: Backend> Changes<B> {
             let last = pb::ChangesResponse { is_unknown, ..Default::default() };
             return Ok(is_unknown.then_some(last));
         }
-        let mut message = pb::ChangesResponse::default();
-        let mut room = PART;
-        // Small changes share a message.
-        while let Some((slice, mut change, hash)) = self.part.take() {
-            let part = change.split_to(change.len().min(room));
-            room -= part.len();
-            let is_last = change.is_empty();
-            if !is_last {
-                self.part = Some((slice, change, hash));
-            }
-            let hash = is_last.then_some(hash);
-            message.changes.push(pb::SliceChange { slice, change: part, hash });
-            if room == 0 || is_last && !self.next_slice().await? {
+        let mut packed = Packed::default();
+        while self.part.is_some() {
+            packed.add(&mut self.part);
+            if packed.is_full() || self.part.is_none() && !self.next_slice().await? {
                 break;
             }
         }
-        let bytes = (PART - room) as u64;
+        let bytes = packed.bytes();
         end_after_others(self.job.shares.network.turn(bytes).await).await;
         self.job.count(|series| series.sent_changes(bytes));
-        Ok(Some(message))
+        Ok(Some(packed.message()))
     }
 
     /// Prepares the change of the next slice. Returns `false` after the last slice, and if the
@@ -234,7 +226,7 @@ impl<B: Backend> Changes<B> {
             [change] => change.clone(),
             _ => self.merged(index, dtype, changes).await?,
         };
-        self.part = Some((index, change, hash));
+        self.part = Some(Rest { slice: index, change, hash });
         Ok(true)
     }
 

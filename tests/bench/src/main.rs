@@ -4,6 +4,7 @@
 mod chart;
 mod checkpoint;
 mod control;
+mod follow;
 mod kernels;
 mod machine;
 mod neighbours;
@@ -12,6 +13,7 @@ mod recovery;
 mod sample;
 mod step;
 mod table;
+mod talk;
 mod tiers;
 mod torch;
 mod transfer;
@@ -45,6 +47,7 @@ enum Bench {
     Control(control::Options),
     Neighbours(neighbours::Options),
     Tiers(tiers::Options),
+    Follow(follow::Options),
     Torch(torch::Options),
     Chart(chart::Options),
     #[command(hide = true)]
@@ -53,6 +56,8 @@ enum Bench {
     ServeRaw(transfer::RawOptions),
     #[command(hide = true)]
     NeighboursWorker(neighbours::WorkerOptions),
+    #[command(hide = true)]
+    FollowReader(follow::ReaderOptions),
     #[command(hide = true)]
     ServePlain,
 }
@@ -73,11 +78,13 @@ fn main() -> std::process::ExitCode {
         Bench::Control(options) => control::run(&options, json),
         Bench::Neighbours(options) => neighbours::run(&options, json),
         Bench::Tiers(options) => tiers::run(&options, json),
+        Bench::Follow(options) => follow::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
         Bench::Chart(options) => chart::run(&options).map_err(Into::into),
         Bench::StepWorker(options) => step::run_worker(&options),
         Bench::ServeRaw(options) => transfer::serve_raw(&options),
         Bench::NeighboursWorker(options) => neighbours::run_worker(&options),
+        Bench::FollowReader(options) => follow::run_reader(&options),
         Bench::ServePlain => transfer::serve_plain(),
     };
     match result {

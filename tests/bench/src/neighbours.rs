@@ -6,10 +6,8 @@ mod worker;
 use std::{
     collections::BTreeMap,
     fmt, fs,
-    io::{BufRead, BufReader, Write},
     num::NonZero,
-    process::{Child, ChildStdin, Command, Stdio},
-    sync::mpsc::{self, Receiver},
+    process::Command,
     thread,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -25,6 +23,7 @@ use crate::{
     Error,
     sample::{median, quantile},
     table::Table,
+    talk::Talker,
 };
 
 pub(crate) use worker::{WorkerOptions, run as run_worker};
@@ -233,13 +232,13 @@ impl Span {
         let first = &mut jobs[0];
         first.tell(manner)?;
         thread::sleep(SETTLE);
-        let (began, cpu) = (now(), cpu_seconds(first.child.id())?);
+        let (began, cpu) = (now(), cpu_seconds(first.worker.id())?);
         thread::sleep(Duration::from_secs(options.seconds));
         // The phase includes the time until the job has ended its work, such as the creation of a
         // large job.
         first.stop()?;
         let ended = now();
-        let cores = (cpu_seconds(first.child.id())? - cpu) / (ended - began);
+        let cores = (cpu_seconds(first.worker.id())? - cpu) / (ended - began);
         let load = fs::read_to_string("/proc/loadavg")?;
         let load = load.split(' ').next().unwrap_or_default().parse()?;
         Ok(Self { manner, began, ended, cores, load })
@@ -299,10 +298,7 @@ struct Step {
 
 /// The process of a job.
 struct Neighbour {
-    name: String,
-    child: Child,
-    orders: Option<ChildStdin>,
-    answers: Receiver<Value>,
+    worker: Talker,
     steps: Vec<Step>,
 }
 
@@ -323,36 +319,24 @@ impl Neighbour {
         if number == 0 {
             command.arg("--hostile");
         }
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let output = child.stdout.take().ok_or("standard output is not piped")?;
-        let (sender, answers) = mpsc::channel();
-        thread::spawn(move || {
-            for line in BufReader::new(output).lines().map_while(Result::ok) {
-                // The receiver is dropped if another job has failed.
-                let _ = serde_json::from_str(&line).map(|answer| sender.send(answer));
-            }
-        });
-        Ok(Self { name, orders: child.stdin.take(), child, answers, steps: Vec::new() })
+        Ok(Self { worker: Talker::start(&name, &mut command)?, steps: Vec::new() })
     }
 
     /// Starts this manner, which lasts until [`Self::stop`].
     fn tell(&mut self, manner: Manner) -> Result<(), Error> {
-        let orders = self.orders.as_mut().ok_or("the job has been finished")?;
-        Ok(writeln!(orders, "{manner}")?)
+        self.worker.tell(&manner.to_string())
     }
 
     /// Ends the current manner, and waits until the job has stopped.
     fn stop(&mut self) -> Result<(), Error> {
-        let orders = self.orders.as_mut().ok_or("the job has been finished")?;
-        writeln!(orders, "stop")?;
+        self.worker.tell("stop")?;
         self.wait_for("stopped")
     }
 
     /// Waits for an event, and collects the steps before it.
     fn wait_for(&mut self, event: &str) -> Result<(), Error> {
         loop {
-            let answer = self.answers.recv_timeout(ANSWER_WITHIN);
-            let answer = answer.map_err(|e| format!("{} is not {event}: {e}", self.name))?;
+            let answer = self.worker.answer(ANSWER_WITHIN)?;
             if answer["event"] == event {
                 return Ok(());
             }
@@ -368,13 +352,5 @@ impl Neighbour {
     fn finish(mut self) -> Result<Vec<Step>, Error> {
         self.stop()?;
         Ok(std::mem::take(&mut self.steps))
-    }
-}
-
-impl Drop for Neighbour {
-    fn drop(&mut self) {
-        // An error means that the process has already ended.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

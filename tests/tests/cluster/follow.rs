@@ -6,10 +6,10 @@ use std::{
     collections::{BTreeMap, HashMap, hash_map::DefaultHasher},
     hash::{Hash, Hasher},
     ops::Range,
-    sync::Mutex,
 };
 
 use half::{bf16, f16};
+use tokio::sync::watch;
 use zeroshard_client::{
     Cluster as Client, Commit, Copied, Error, Follow, FollowedVersion, Follower, Job, Pin, Slots,
     Target, TensorData, TensorId,
@@ -20,24 +20,24 @@ use zeroshard_tests::{Cluster, synthetic, training};
 use crate::{
     adamw,
     checkpoints::{directory, policy, until_saved},
-    connect, job,
+    connect, job, options,
     replicas::{replace, step, until_redundant},
     restored::train,
-    sgd, start, until,
+    sgd, start,
 };
 
 /// A hash of all values per version and dtype, as the trainer has pulled them.
 #[derive(Default)]
-struct Truth(Mutex<HashMap<(u64, DType), u64>>);
+pub(crate) struct Truth(watch::Sender<HashMap<(u64, DType), u64>>);
 
 impl Truth {
     /// Pulls a version as a rank.
-    async fn record(&self, job: &Job, version: u64) {
+    pub(crate) async fn record(&self, job: &Job, version: u64) {
         self.insert(job.spec(), version, &training::pull(job, version).await.unwrap());
     }
 
     /// Pulls the newest version as a reader, and checks its number.
-    async fn record_pinned(&self, client: &Client, job: &str, version: u64) {
+    pub(crate) async fn record_pinned(&self, client: &Client, job: &str, version: u64) {
         let pinned = client.pin(job, &Pin::default()).await.unwrap();
         assert_eq!(pinned.version(), version);
         let tensors = pinned.spec().manifest.tensors().iter();
@@ -51,15 +51,13 @@ impl Truth {
     fn insert(&self, spec: &JobSpec, version: u64, values: &[Vec<f32>]) {
         let mut hashes = Vec::new();
         for dtype in DType::ALL {
-            let hash = hash_of(spec, dtype, |tensor| {
-                values[tensor].iter().flat_map(|&value| encoded(value, dtype)).collect()
-            });
+            let hash = hash_of(spec, dtype, |tensor| encoded(&values[tensor], dtype));
             hashes.push(((version, dtype), hash));
         }
-        self.0.lock().unwrap().extend(hashes);
+        self.0.send_modify(|all| all.extend(hashes));
     }
 
-    async fn train(&self, job: &Job, steps: Range<u64>) {
+    pub(crate) async fn train(&self, job: &Job, steps: Range<u64>) {
         for number in steps {
             self.record(job, number).await;
             step(job, number).await;
@@ -67,26 +65,32 @@ impl Truth {
     }
 
     /// Waits until the trainer has pulled a version.
-    async fn until(&self, version: u64) {
-        let has = || self.0.lock().unwrap().contains_key(&(version, DType::F32));
-        until(&format!("the trainer has pulled version {version}"), has).await;
+    pub(crate) async fn until(&self, version: u64) {
+        let mut all = self.0.subscribe();
+        let pulled = all.wait_for(|all| all.contains_key(&(version, DType::F32)));
+        let pulled = tokio::time::timeout(options().timeout, pulled).await;
+        assert!(pulled.is_ok(), "the trainer has not pulled version {version} in time");
     }
 
     /// Compares a reader's version with the trainer's, and waits until the trainer has pulled it.
-    async fn check(&self, reader: &Reader) {
+    pub(crate) async fn check(&self, reader: &Reader) {
         let (version, dtype) = (reader.follower.version().unwrap(), reader.dtype);
         self.until(version).await;
         let found = hash_of(reader.follower.spec(), dtype, |tensor| reader.arrays[&tensor].clone());
-        assert_eq!(found, self.0.lock().unwrap()[&(version, dtype)], "{dtype}: version {version}");
+        assert_eq!(found, self.0.borrow()[&(version, dtype)], "{dtype}: version {version}");
     }
 }
 
-fn encoded(value: f32, dtype: DType) -> Vec<u8> {
-    match dtype {
-        DType::F32 => value.to_le_bytes().to_vec(),
-        DType::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
-        DType::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+fn encoded(values: &[f32], dtype: DType) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(values.len() * dtype.size());
+    for &value in values {
+        match dtype {
+            DType::F32 => bytes.extend_from_slice(&value.to_le_bytes()),
+            DType::Bf16 => bytes.extend_from_slice(&bf16::from_f32(value).to_le_bytes()),
+            DType::F16 => bytes.extend_from_slice(&f16::from_f32(value).to_le_bytes()),
+        }
     }
+    bytes
 }
 
 /// Returns a hash of all parameters.
@@ -102,19 +106,23 @@ fn hash_of(spec: &JobSpec, dtype: DType, values: impl Fn(usize) -> Vec<u8>) -> u
 }
 
 /// A reader with arrays of its own.
-struct Reader {
-    follower: Follower,
+pub(crate) struct Reader {
+    pub(crate) follower: Follower,
     dtype: DType,
     arrays: BTreeMap<usize, Vec<u8>>,
     /// The versions that were applied.
-    seen: Vec<u64>,
+    pub(crate) seen: Vec<u64>,
     /// The number of bytes of changes, without full copies.
-    bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 impl Reader {
     async fn new(client: &Client, job: &str, dtype: DType) -> Self {
-        let follow = Follow { dtype, ..Follow::default() };
+        Self::with(client, job, Follow { dtype, ..Follow::default() }).await
+    }
+
+    pub(crate) async fn with(client: &Client, job: &str, follow: Follow) -> Self {
+        let dtype = follow.dtype;
         let follower = client.follow(job, follow).await.unwrap();
         let tensors = follower.tensors().unwrap().into_iter();
         let arrays = tensors.map(|tensor| {
@@ -143,7 +151,7 @@ impl Reader {
     }
 
     /// Applies the next version.
-    async fn next(&mut self) -> FollowedVersion {
+    pub(crate) async fn next(&mut self) -> FollowedVersion {
         let mut version = self.follower.next().await.unwrap();
         self.apply(&mut version).await.unwrap();
         assert_eq!(self.follower.version(), Some(version.version().version));
@@ -152,7 +160,7 @@ impl Reader {
 
     /// Follows the job until version `end`, and checks every version. Waits for `skips` versions
     /// between two requests.
-    async fn follow(mut self, end: u64, skips: u64, truth: &Truth) -> Self {
+    pub(crate) async fn follow(mut self, end: u64, skips: u64, truth: &Truth) -> Self {
         loop {
             let version = self.next().await.version().version;
             truth.check(&self).await;
@@ -167,7 +175,7 @@ impl Reader {
 }
 
 /// Tensors of several dtypes, one of which has more than one slice.
-fn tensors() -> Vec<TensorSpec> {
+pub(crate) fn tensors() -> Vec<TensorSpec> {
     let mut tensors = synthetic::kinds_and_large(&adamw());
     for tensor in &mut tensors {
         match &*tensor.name {
@@ -181,17 +189,16 @@ fn tensors() -> Vec<TensorSpec> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readers_have_every_version_that_they_report_while_a_server_is_killed() {
-    const STEPS: u64 = 50;
+    const STEPS: u64 = 30;
     let mut cluster = Cluster::start(2);
     let spec = JobSpec { min_servers: 2, replicas: 2, ..job("live", 1, adamw(), tensors()) };
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let (truth, client) = (Truth::default(), connect(cluster.address()).await);
     let training = async {
-        truth.train(&trainer, 0..10).await;
-        truth.train(&trainer, 10..25).await;
+        truth.train(&trainer, 0..15).await;
         until_redundant(&cluster.coordinator, "live").await;
         replace(&mut cluster, 0);
-        truth.train(&trainer, 25..STEPS).await;
+        truth.train(&trainer, 15..STEPS).await;
         truth.record(&trainer, STEPS).await;
     };
     let early = async {
@@ -203,7 +210,7 @@ async fn readers_have_every_version_that_they_report_while_a_server_is_killed() 
         reader.follow(STEPS, 4, &truth).await
     };
     let late = async {
-        truth.until(12).await;
+        truth.until(8).await;
         let reader = Reader::new(&client, "live", DType::F16).await;
         reader.follow(STEPS, 0, &truth).await
     };

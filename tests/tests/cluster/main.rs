@@ -30,6 +30,7 @@ mod isolation;
 mod kinds;
 mod links;
 mod membership;
+mod mirrors;
 mod norms;
 mod operations;
 mod operators;

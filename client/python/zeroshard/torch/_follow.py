@@ -248,6 +248,7 @@ def follow(
     dtype: torch.dtype = torch.float32,
     tensors: Sequence[str] | None = None,
     seconds: float = 600.0,
+    mirror: str | None = None,
     address: str | None = None,
     token: str | None = None,
 ) -> Versions:
@@ -269,13 +270,15 @@ def follow(
             the parameters to it. Buffers have the dtype of the job's model.
         tensors: the names of the tensors to follow; by default all.
         seconds: how long to wait for a version.
+        mirror: the ``host:port`` of a mirror (``zsctl mirror``) that sends the values instead of
+            the servers.
         address: the coordinator's ``host:port``; by default the cluster of ``zeroshard.init``, or
             that of ``ZEROSHARD_ADDRESS``.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
 
     Raises:
         InvalidArgumentError: no job or several jobs have this name, or a tensor or the dtype is
-            unknown.
+            unknown, or ``mirror`` is not an address.
     """
     names = {of: name for name, of in _DTYPES.items()}
     if dtype not in names:
@@ -287,5 +290,6 @@ def follow(
         dtype=names[dtype],
         tensors=None if tensors is None else list(tensors),
         seconds=seconds,
+        mirror=mirror,
     )
     return Versions(follower)

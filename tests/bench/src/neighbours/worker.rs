@@ -9,7 +9,7 @@ use std::{
 };
 
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::sync::mpsc;
 use zeroshard_client::{Cluster, Commit, Job, Options, Target, TensorData, TensorId, Values};
 use zeroshard_model::{JobSpec, Manifest, Result, TensorSpec};
@@ -17,6 +17,7 @@ use zeroshard_net::Token;
 use zeroshard_tests::synthetic;
 
 use super::{Error, Manner, SERVERS, hostile::Hostile, now};
+use crate::talk::say;
 
 /// The time limit of a call.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -72,7 +73,7 @@ async fn behave(options: &WorkerOptions) -> std::result::Result<(), Error> {
         true => Some(Hostile::start(options).await?),
         false => None,
     };
-    say(json!({"event": "ready"}));
+    say(&json!({"event": "ready"}));
     let mut orders = orders();
     while let Some((manner, stop)) = orders.recv().await {
         match (manner, &mut hostile) {
@@ -83,7 +84,7 @@ async fn behave(options: &WorkerOptions) -> std::result::Result<(), Error> {
             }
             (manner, Some(hostile)) => hostile.behave(manner, &mut rank, &stop).await?,
         }
-        say(json!({"event": "stopped"}));
+        say(&json!({"event": "stopped"}));
     }
     Ok(())
 }
@@ -106,12 +107,6 @@ fn orders() -> mpsc::UnboundedReceiver<(Manner, Stop)> {
         }
     });
     orders
-}
-
-/// Reports an event to the parent process.
-#[expect(clippy::print_stdout, reason = "the parent reads it")]
-fn say(event: Value) {
-    println!("{event}");
 }
 
 /// A rank of a job without a model.
@@ -150,7 +145,7 @@ impl Rank {
         self.job.attempt(self.version)?.push(all).await?;
         self.commit().await?;
         self.pull().await?;
-        say(json!({"began": began, "seconds": clock.elapsed().as_secs_f64()}));
+        say(&json!({"began": began, "seconds": clock.elapsed().as_secs_f64()}));
         Ok(())
     }
 

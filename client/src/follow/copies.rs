@@ -1,0 +1,101 @@
+//! Full copies that a mirror sends.
+
+use std::collections::BTreeMap;
+
+use zeroshard_changes::apply::apply;
+use zeroshard_model::{Error, Result};
+use zeroshard_proto::{pb, status::from_status};
+
+use super::{
+    Follower,
+    apply::{Arrays, Copy, part},
+    changes::malformed,
+    mirror::Mirror,
+};
+
+impl Follower {
+    /// Fetches all values from the mirror. Slices arrive at different versions: those that are
+    /// behind get the changes that they lack. Afterwards all hashes are those of the servers.
+    pub(super) async fn copy_of_mirror(
+        &self,
+        mirror: &Mirror,
+        arrays: &mut Arrays<'_>,
+    ) -> Result<Copy> {
+        let versions = self.receive(mirror, arrays).await?;
+        let version = versions.values().copied().max().unwrap_or_default();
+        let mut behind = BTreeMap::<u64, Vec<u32>>::new();
+        for (slice, from) in versions.into_iter().filter(|(_, from)| *from < version) {
+            behind.entry(from).or_default().push(slice);
+        }
+        let failed = |cause: String| Error::Unavailable { peer: mirror.peer.clone(), cause };
+        for (from, slices) in behind {
+            let changes = self.changes_of_mirror(mirror, slices, [from, version]).await?;
+            let gone = || failed(format!("it does not know the changes since version {from}"));
+            for (slice, of) in changes.ok_or_else(gone)? {
+                let spec = &self.of.spec.manifest.slices()[slice as usize];
+                let Some(array) = arrays.get_mut(&spec.tensor) else { continue };
+                apply(array.dtype(), part(array, spec), &of.change)
+                    .map_err(|error| malformed(slice, &error))?;
+            }
+        }
+        let expected = self.hashes_of_servers(version).await?;
+        let expected = expected.ok_or_else(|| {
+            failed(format!("it is at version {version}, which the servers do not know any more"))
+        })?;
+        let hashes = self.hashes(arrays);
+        match expected.iter().find(|(slice, hash)| hashes.get(slice) != Some(hash)) {
+            None => Ok((version, hashes)),
+            Some((slice, _)) => Err(failed(format!(
+                "its values of slice {slice} at version {version} are not those of the servers"
+            ))),
+        }
+    }
+
+    /// Receives all slices. Returns their versions.
+    async fn receive(
+        &self,
+        mirror: &Mirror,
+        arrays: &mut Arrays<'_>,
+    ) -> Result<BTreeMap<u32, u64>> {
+        let request = pb::CopyRequest {
+            job: self.of.spec.name.clone(),
+            job_id: self.of.id,
+            line: self.of.line,
+            slices: self.by_dtype(self.slices()?),
+        };
+        let failed = |status: tonic::Status| from_status(&status, &mirror.peer);
+        let mut client = mirror.client(self.cluster.options.timeout);
+        let mut call = client.copy(request).await.map_err(failed)?.into_inner();
+        let (mut versions, mut filled) = (BTreeMap::new(), BTreeMap::<u32, usize>::new());
+        while let Some(message) = call.message().await.map_err(failed)? {
+            let pb::CopyResponse { slice, values, version } = message;
+            let wrong = |cause: &str| Error::Internal {
+                cause: format!("{} has sent {cause} of slice {slice}", mirror.peer),
+            };
+            let spec = self.of.spec.manifest.slices().get(slice as usize);
+            let array = spec.and_then(|spec| Some((spec, arrays.get_mut(&spec.tensor)?)));
+            let (spec, array) = array.ok_or_else(|| wrong("values that were not asked for,"))?;
+            let array = part(array, spec);
+            let at = filled.entry(slice).or_default();
+            let end = *at + values.len();
+            array
+                .get_mut(*at..end)
+                .ok_or_else(|| wrong("too many values"))?
+                .copy_from_slice(&values);
+            *at = end;
+            if let Some(version) = version {
+                if end < array.len() {
+                    return Err(wrong("too few values"));
+                }
+                versions.insert(slice, version);
+            }
+        }
+        match self.slices()?.find(|slice| !versions.contains_key(slice)) {
+            None => Ok(versions),
+            Some(slice) => {
+                let cause = format!("{} has left out slice {slice}", mirror.peer);
+                Err(Error::Internal { cause })
+            }
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Readers follow a job through a mirror.
+//!
+//! promise: consistent-reads
+
+use std::process::Command;
+
+use zeroshard_client::{Cluster as Client, Copied, Error, Follow, Options, TensorData, TensorId};
+use zeroshard_model::{DType, JobSpec, TensorSpec};
+use zeroshard_net::Token;
+use zeroshard_proto::{
+    pb::{self, mirror_service_client::MirrorServiceClient},
+    status::from_status,
+};
+use zeroshard_tests::{Cluster, Process, binary};
+
+use crate::{
+    adamw,
+    checkpoints::{directory, policy, until_saved},
+    connect,
+    follow::{Reader, Truth, tensors},
+    job,
+    replicas::{replace, step, until_redundant},
+    restored::train,
+    sgd, start,
+};
+
+/// Starts a mirror of a job, which listens at `listen`.
+fn mirror(address: &str, job: &str, listen: &str, flags: &[&str]) -> Process {
+    let mut command = Command::new(binary("zsctl"));
+    command.args(["--json", "--address", address, "mirror", job, "--listen", listen]);
+    command.args(["--dtype", "bf16"]).args(flags);
+    Process::start(command)
+}
+
+fn through(mirror: &str) -> Follow {
+    Follow { dtype: DType::Bf16, mirror: Some(mirror.to_owned()), ..Follow::default() }
+}
+
+/// The bytes of changes that all servers of the cluster have sent.
+fn sent(cluster: &Cluster) -> u64 {
+    let of = |shard: &Process| {
+        let metrics = shard.get("/metrics");
+        let line = metrics.lines().find(|line| line.contains("job_change_bytes_total{"));
+        line.map_or(0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
+    };
+    cluster.shards.iter().map(of).sum()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn readers_of_a_mirror_have_every_version_that_they_report_while_servers_and_mirrors_die() {
+    const STEPS: u64 = 24;
+    let mut cluster = Cluster::start(2);
+    let spec = JobSpec { min_servers: 2, replicas: 2, ..job("live", 1, adamw(), tensors()) };
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let address = cluster.address().to_owned();
+    let mut first = mirror(&address, "live", "127.0.0.1:0", &[]);
+    let at = first.address().to_owned();
+    // A mirror of the mirror.
+    let second = mirror(&address, "live", "127.0.0.1:0", &["--mirror", &at]);
+    let training = async {
+        truth.train(&trainer, 0..8).await;
+        first.kill();
+        let again = mirror(&address, "live", &at, &[]);
+        truth.train(&trainer, 8..15).await;
+        until_redundant(&cluster.coordinator, "live").await;
+        replace(&mut cluster, 0);
+        truth.train(&trainer, 15..STEPS).await;
+        truth.record(&trainer, STEPS).await;
+        again
+    };
+    let near =
+        async { Reader::with(&client, "live", through(&at)).await.follow(STEPS, 0, &truth).await };
+    let slow =
+        async { Reader::with(&client, "live", through(&at)).await.follow(STEPS, 4, &truth).await };
+    let far = async {
+        truth.until(5).await;
+        let reader = Reader::with(&client, "live", through(second.address())).await;
+        reader.follow(STEPS, 0, &truth).await
+    };
+    let (_again, near, slow, far) = tokio::join!(training, near, slow, far);
+    for reader in [&near, &slow, &far] {
+        println!("{} versions, full copies {:?}", reader.seen.len(), reader.follower.copies());
+        assert_eq!(reader.follower.copies()[&Copied::Joined], 1);
+    }
+    let copied: u64 = near.follower.copies().values().sum();
+    assert!(copied < near.seen.len() as u64 / 2, "{copied} of {} versions", near.seen.len());
+}
+
+#[tokio::test]
+async fn servers_send_a_mirror_each_version_once() {
+    let cluster = Cluster::start(2);
+    let spec = job("once", 1, adamw(), vec![TensorSpec::new("w", [300_000])]);
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let mirror = mirror(cluster.address(), "once", "127.0.0.1:0", &[]);
+    let mut readers = Vec::new();
+    for _ in 0..4 {
+        readers.push(Reader::with(&client, "once", through(mirror.address())).await);
+    }
+    truth.record(&trainer, 0).await;
+    for reader in &mut readers {
+        assert_eq!(reader.next().await.copied(), Some(Copied::Joined));
+        truth.check(reader).await;
+    }
+    let before = sent(&cluster);
+    for number in 0..5 {
+        step(&trainer, number).await;
+        truth.record(&trainer, number + 1).await;
+        for reader in &mut readers {
+            let version = reader.next().await;
+            assert_eq!((version.version().version, version.copied()), (number + 1, None));
+            truth.check(reader).await;
+        }
+    }
+    let sent = sent(&cluster) - before;
+    // A server also sends a byte per block with each hash.
+    let hashes = 4 * 5 * 300_000_u64.div_ceil(16_384);
+    let once = readers[0].bytes;
+    assert!((once..=once + hashes).contains(&sent), "{sent} bytes sent, {once} for one reader");
+}
+
+#[tokio::test]
+async fn readers_of_a_mirror_follow_a_rewind() {
+    let (directory, cluster) = (directory(), Cluster::start(2));
+    let checkpoints = Some(policy(directory.path(), 2));
+    let tensors = vec![TensorSpec::new("w", [40_000])];
+    let spec = JobSpec { checkpoints, ..job("back", 1, sgd(0.1), tensors) };
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let mirror = mirror(cluster.address(), "back", "127.0.0.1:0", &[]);
+    let mut reader = Reader::with(&client, "back", through(mirror.address())).await;
+    truth.train(&trainer, 0..2).await;
+    until_saved(directory.path(), "back", 2).await;
+    truth.train(&trainer, 2..4).await;
+    truth.record(&trainer, 4).await;
+    while reader.next().await.version().version < 4 {
+        truth.check(&reader).await;
+    }
+    truth.check(&reader).await;
+    assert_eq!(client.rewind("back", 2, None, &[]).await.unwrap(), 1);
+    assert_eq!(train(&trainer, 4, 5).await, [2]);
+    truth.record_pinned(&client, "back", 5).await;
+    let rewound = loop {
+        let version = reader.next().await;
+        assert_eq!(version.version().line, 1);
+        if version.version().version == 5 {
+            break version;
+        }
+    };
+    assert!(reader.follower.copies().contains_key(&Copied::Rewound), "{rewound:?}");
+    truth.check(&reader).await;
+}
+
+#[tokio::test]
+async fn a_mirror_refuses_readers_whom_the_servers_refuse_and_jobs_that_it_does_not_follow() {
+    let cluster = Cluster::start_guarded(1, "secret");
+    let options = |token: &str| Options::default().token(Token::from(token.to_owned()));
+    let client = Client::connect(cluster.address(), options("secret")).await.unwrap();
+    let spec = job("guarded", 1, sgd(0.1), vec![TensorSpec::new("w", [100])]);
+    client.create_job(&spec).await.unwrap();
+    let trainer = client.join("guarded", 0).await.unwrap();
+    let values = TensorData::new(TensorId::new(0), vec![1.0; 100]);
+    trainer.initialise(vec![values]).await.unwrap();
+    let mut command = Command::new(binary("zsctl"));
+    command.env("ZEROSHARD_TOKEN", "secret").args(["--json", "--address", cluster.address()]);
+    command.args(["mirror", "guarded", "--listen", "127.0.0.1:0"]);
+    let mirror = Process::start(command);
+    let follow =
+        |dtype| Follow { dtype, mirror: Some(mirror.address().to_owned()), ..Follow::default() };
+    let mut reader = Reader::with(&client, "guarded", follow(DType::F32)).await;
+    assert_eq!(reader.next().await.version().version, 0);
+    // A caller without the token, which has the description of the job from somebody else.
+    let address = format!("http://{}", mirror.address());
+    let mut raw = MirrorServiceClient::connect(address).await.unwrap();
+    let request = pb::CopyRequest { job: "guarded".to_owned(), ..Default::default() };
+    let refused = from_status(&raw.copy(request).await.unwrap_err(), "mirror");
+    assert!(matches!(refused, Error::Unauthenticated { .. }), "{refused}");
+    let mut other = client.follow("guarded", follow(DType::Bf16)).await.unwrap();
+    let refused = match other.next().await {
+        Ok(mut version) => other.apply(&mut version, Vec::new()).await.unwrap_err(),
+        Err(error) => error,
+    };
+    assert!(refused.to_string().contains("that of the mirror, f32"), "{refused}");
+}
