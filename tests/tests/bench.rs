@@ -487,6 +487,22 @@ fn python_with(module: &str) -> Option<String> {
 }
 
 #[test]
+fn torch_follow_measures_bytes_steps_and_readers() {
+    let Some(python) = python_with("zeroshard.torch") else { return };
+    let sizes = ["--layers", "1", "--width", "64", "--pretrain", "2", "--pairs", "2"];
+    let readers = ["--rates", "1e-5", "--readers", "2", "--versions", "1"];
+    let arguments = [&["follow", "--python", &python][..], &sizes, &readers].concat();
+    let lines = bench(&arguments, &["params", "bytes", "seconds"]);
+    let operations: Vec<_> = lines.iter().map(|line| line["operation"].as_str()).collect();
+    assert_eq!(operations, ["step", "readers", "readers-of-mirror"].map(Some));
+    let ratio = |line: usize, field: &str| lines[line][field].as_f64().unwrap();
+    assert!((1.0..1.5).contains(&ratio(0, "ratio_entropy")), "{}", lines[0]);
+    assert!(ratio(0, "ratio_snapshot") < 1.0, "{}", lines[0]);
+    assert_eq!(ratio(1, "ratio_one_reader"), 2.0);
+    assert!(ratio(2, "ratio_one_reader") < 1.5, "{}", lines[2]);
+}
+
+#[test]
 fn chart_draws_the_results_of_other_benchmarks_and_prints_their_table() {
     let folder = tempfile::tempdir().unwrap();
     let python = interpreter(folder.path(), STUB);

@@ -7,5 +7,6 @@ mod chaos;
 mod disturbed;
 mod drains;
 mod epochs;
+mod followers;
 mod namesakes;
 mod soak;
