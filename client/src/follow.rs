@@ -24,17 +24,22 @@ use crate::{
 };
 use changes::Since;
 use mirror::Mirror;
+pub use values::FollowedValues;
 pub use version::{Copied, FollowedVersion};
 
 mod apply;
 mod changes;
 mod copies;
 mod mirror;
+mod values;
 mod version;
 
 /// How long one call waits for the next version. The follower then asks the coordinator for the
 /// servers of the job again.
 const CALL: Duration = Duration::from_secs(10);
+
+/// How long a full copy may take: the longest limit of a pin, which ends with the copy.
+const COPY: Duration = Duration::from_secs(600);
 
 /// The pause before the job is described again, after its slices have moved or a copy has failed.
 const REFRESH: Duration = Duration::from_millis(20);
@@ -267,7 +272,7 @@ impl Follower {
         if let (Some(newest), Some(_)) = (newest, &self.mirror) {
             return Ok(FollowedVersion::of_mirror(self.of.line, newest, reason));
         }
-        let pin = Pin { tensors: self.follow.tensors.clone(), ..Pin::default() };
+        let pin = Pin { tensors: self.follow.tensors.clone(), limit: COPY, ..Pin::default() };
         let pinned = self.cluster.pin(&self.job, &pin);
         let waiting_for = || format!("a pin of job {:?}", self.job);
         let pinned = tries.limit(waiting_for, pinned).await??;

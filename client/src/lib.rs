@@ -63,7 +63,7 @@ pub use cluster::{Cluster, CreateJob, Description};
 pub use contributions::{Contribution, StepContributions};
 pub use credentials::CredentialFlags;
 pub use exchange::{Exchange, Piece, Sums};
-pub use follow::{Copied, Follow, FollowedVersion, Follower};
+pub use follow::{Copied, Follow, FollowedValues, FollowedVersion, Follower};
 pub use hash::hashes;
 pub use job::{Attempt, Job};
 pub use measure::Measured;

@@ -1,13 +1,10 @@
 //! The values and the changes of the mirrored job, and the task that receives them.
 
-use std::{
-    collections::BTreeMap,
-    sync::{PoisonError, RwLock as Lock},
-};
+use std::sync::{PoisonError, RwLock as Lock};
 
 use tokio::sync::{RwLock, watch};
-use zeroshard_client::{Description, FollowedVersion, Follower, Slots, Target};
-use zeroshard_model::{DType, Error, Result, SliceSpec, TensorId};
+use zeroshard_client::{Description, FollowedValues, FollowedVersion, Follower};
+use zeroshard_model::{DType, Error, Result, SliceSpec};
 
 use crate::{Mirrored, history::History};
 
@@ -32,21 +29,10 @@ pub(crate) struct Known {
 #[derive(Default)]
 pub(crate) struct Values {
     pub(crate) version: u64,
-    /// The dtype and the bytes of each tensor that owns its storage.
-    tensors: BTreeMap<usize, (DType, Vec<u8>)>,
+    values: FollowedValues,
 }
 
 impl Values {
-    /// Zeros for all followed tensors.
-    fn new(follower: &Follower) -> Result<Self> {
-        let tensors = follower.tensors()?.into_iter().map(|tensor| {
-            let numel = follower.spec().manifest.tensors()[tensor].numel() as usize;
-            let dtype = follower.dtype_of(tensor);
-            (tensor, (dtype, vec![0; numel * dtype.size()]))
-        });
-        Ok(Self { version: 0, tensors: tensors.collect() })
-    }
-
     /// The dtype of a tensor's values.
     ///
     /// # Errors
@@ -70,21 +56,12 @@ impl Values {
         values.get(range).ok_or_else(replaced)
     }
 
-    fn tensor(&self, tensor: usize) -> Result<&(DType, Vec<u8>)> {
-        self.tensors.get(&tensor).ok_or_else(|| {
+    fn tensor(&self, tensor: usize) -> Result<(DType, &[u8])> {
+        self.values.get(tensor).ok_or_else(|| {
             Error::refused(format!(
                 "the mirror does not follow tensor {tensor} of the job; start it with this tensor"
             ))
         })
-    }
-
-    fn targets(&mut self) -> Result<Vec<Target<'_>>> {
-        let mut targets = Vec::with_capacity(self.tensors.len());
-        for (&tensor, (dtype, data)) in &mut self.tensors {
-            let data = Slots::new(&mut data[..], *dtype)?;
-            targets.push(Target { tensor: TensorId::new(tensor), bounds: None, data });
-        }
-        Ok(targets)
     }
 }
 
@@ -154,10 +131,10 @@ impl Store {
             job.is_some_and(|job| job.id == follower.description().id)
         };
         if !self.known(is_known) {
-            *values = Values::new(follower)?;
+            values.values = FollowedValues::new(follower)?;
         }
         let was_copied = version.copied().is_some();
-        match follower.apply(version, values.targets()?).await {
+        match follower.apply(version, values.values.targets()?).await {
             Ok(()) => {}
             // The job was created again meanwhile: its tensors may be others.
             Err(Error::Refused { .. } | Error::Invalid { .. }) if was_copied => {

@@ -1,7 +1,6 @@
 //! `zsctl follow` writes the newest versions of a job to files.
 
 use std::{
-    collections::BTreeMap,
     io,
     path::PathBuf,
     time::{Duration, Instant},
@@ -16,7 +15,7 @@ use tokio::{
 };
 use zeroshard_checkpoint::{ModelLayout, NewModel};
 use zeroshard_client::{
-    Cluster, Copied, Error, Follow, FollowedVersion, Follower, Result, Slots, Target, TensorId,
+    Cluster, Copied, Error, Follow, FollowedValues, FollowedVersion, Follower, Result,
 };
 use zeroshard_model::{DType, JobSpec, LineVersion};
 
@@ -61,6 +60,9 @@ pub(crate) struct Arguments {
     /// Size in bytes at which a file ends
     #[arg(long, value_name = "BYTES", default_value_t = 5_000_000_000)]
     file_bytes: u64,
+    /// Address of a mirror (`zsctl mirror`) that sends the values instead of the servers
+    #[arg(long, value_name = "HOST:PORT")]
+    mirror: Option<String>,
     /// Number of seconds to wait for the next version, and for a full copy
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) within: u64,
@@ -90,7 +92,8 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
     let of = cluster.describe_job(job).await?;
     let dtype = arguments.dtype.unwrap_or_else(|| dtype_of(&of.spec));
     let wait = Duration::from_secs(arguments.within);
-    let follow = Follow { dtype, tensors: tensors.clone(), wait };
+    let mirror = arguments.mirror.clone();
+    let follow = Follow { dtype, tensors: tensors.clone(), wait, mirror };
     let follower = cluster.follow(job, follow).await?;
     let contents = Contents { job: job.clone(), dtype, tensors: tensors.clone() };
     let directory = Directory::open(&arguments.to, &contents, follower.description().id)?;
@@ -172,7 +175,7 @@ impl Files<'_> {
                 Some(model) => model,
                 None => Model::new(&self.follower, self.arguments.file_bytes)?,
             };
-            self.follower.apply(&mut version, of.targets()?).await?;
+            self.follower.apply(&mut version, of.values.targets()?).await?;
             received.add(&version);
             of.job_id = self.follower.description().id;
             let written = Written { job_id: of.job_id, version: version.version() };
@@ -200,14 +203,14 @@ impl Files<'_> {
         let id = format!("{:016x}", of.job_id);
         let metadata = [("format", "pt"), ("job", job), ("job_id", &id), ("version", &version)];
         let mut new = NewModel::create(&path, &model.layout, &metadata)?;
-        for array in model.arrays.values() {
-            for values in array.values.chunks(WRITTEN) {
+        for ((_, dtype, values), &written) in model.values.iter().zip(&model.written) {
+            for values in values.chunks(WRITTEN) {
                 if *self.stopped.borrow() {
                     return Ok(false);
                 }
-                match array.dtype == array.written {
+                match dtype == written {
                     true => new.write(values)?,
-                    false => _ = new.write_rounded(values, array.written)?,
+                    false => _ = new.write_rounded(values, written)?,
                 }
             }
         }
@@ -247,41 +250,25 @@ impl Files<'_> {
 struct Model {
     job_id: u64,
     layout: ModelLayout,
-    /// The arrays, by the index of the tensor, in the order of the layout.
-    arrays: BTreeMap<usize, Array>,
-}
-
-struct Array {
-    values: Vec<u8>,
-    /// The dtype of the values.
-    dtype: DType,
-    /// Their dtype in the files.
-    written: DType,
+    /// The values, in the order of the layout.
+    values: FollowedValues,
+    /// The dtype of each tensor in the files.
+    written: Vec<DType>,
 }
 
 impl Model {
     /// Allocates arrays for the tensors of a follower.
     fn new(follower: &Follower, file_bytes: u64) -> Result<Self> {
         let manifest = &follower.spec().manifest;
-        let array = |index: usize| {
-            let (tensor, dtype) = (&manifest.tensors()[index], follower.dtype_of(index));
-            let written = if tensor.buffer { tensor.dtype } else { dtype };
-            Array { values: vec![0; tensor.numel() as usize * dtype.size()], dtype, written }
-        };
-        let tensors = follower.tensors()?.into_iter();
-        let arrays: BTreeMap<usize, Array> = tensors.map(|index| (index, array(index))).collect();
-        let tensors = arrays.iter();
-        let tensors = tensors.map(|(&index, array)| (&manifest.tensors()[index], array.written));
-        let layout = ModelLayout::new(tensors, file_bytes);
-        Ok(Self { job_id: follower.description().id, layout, arrays })
-    }
-
-    fn targets(&mut self) -> Result<Vec<Target<'_>>> {
-        let targets = self.arrays.iter_mut().map(|(&tensor, array)| {
-            let data = Slots::new(&mut array.values, array.dtype)?;
-            Ok(Target { tensor: TensorId::new(tensor), bounds: None, data })
+        let values = FollowedValues::new(follower)?;
+        let tensors = values.iter().map(|(index, dtype, _)| {
+            let tensor = &manifest.tensors()[index];
+            (tensor, if tensor.buffer { tensor.dtype } else { dtype })
         });
-        targets.collect()
+        let tensors: Vec<_> = tensors.collect();
+        let written = tensors.iter().map(|(_, dtype)| *dtype).collect();
+        let layout = ModelLayout::new(tensors.into_iter(), file_bytes);
+        Ok(Self { job_id: follower.description().id, layout, values, written })
     }
 }
 

@@ -1,11 +1,11 @@
 //! A reader: follows the job in a process of its own.
 
-use std::{collections::BTreeMap, io::BufRead, time::Duration};
+use std::{io::BufRead, time::Duration};
 
 use clap::Args;
 use serde_json::{Value, json};
-use zeroshard_client::{Cluster, Follow, Follower, Options as Connection, Pin, Slots, Target};
-use zeroshard_model::{DType, TensorId};
+use zeroshard_client::{Cluster, Follow, FollowedValues, Follower, Options as Connection, Pin};
+use zeroshard_model::DType;
 
 use super::now;
 use crate::{Error, talk::say};
@@ -26,33 +26,6 @@ pub(crate) struct Options {
     mirror: Option<String>,
 }
 
-/// Arrays for all tensors.
-struct Arrays(BTreeMap<usize, (DType, Vec<u8>)>);
-
-impl Arrays {
-    fn new(follower: &Follower) -> Result<Self, Error> {
-        let tensors = follower.tensors()?.into_iter().map(|tensor| {
-            let numel = follower.spec().manifest.tensors()[tensor].numel() as usize;
-            let dtype = follower.dtype_of(tensor);
-            (tensor, (dtype, vec![0; numel * dtype.size()]))
-        });
-        Ok(Self(tensors.collect()))
-    }
-
-    fn targets(&mut self) -> Result<Vec<Target<'_>>, Error> {
-        let mut targets = Vec::with_capacity(self.0.len());
-        for (&tensor, (dtype, data)) in &mut self.0 {
-            let data = Slots::new(&mut data[..], *dtype)?;
-            targets.push(Target { tensor: TensorId::new(tensor), bounds: None, data });
-        }
-        Ok(targets)
-    }
-
-    fn bytes(&self) -> usize {
-        self.0.values().map(|(_, data)| data.len()).sum()
-    }
-}
-
 /// Answers each line of standard input: `next` applies the next version, and `pull` fetches all
 /// values of the newest version without following it.
 pub(crate) fn run(options: &Options) -> Result<(), Error> {
@@ -64,11 +37,11 @@ async fn read(options: &Options) -> Result<(), Error> {
     let (dtype, mirror) = (options.dtype, options.mirror.clone());
     let follow = Follow { dtype, wait: WAIT, mirror, ..Follow::default() };
     let mut follower = cluster.follow(&options.job, follow).await?;
-    let mut arrays = Arrays::new(&follower)?;
+    let mut values = FollowedValues::new(&follower)?;
     for order in std::io::stdin().lock().lines() {
         let answer = match &*order? {
-            "next" => apply_next(&mut follower, &mut arrays).await?,
-            "pull" => pull(&cluster, options, &mut arrays).await?,
+            "next" => apply_next(&mut follower, &mut values).await?,
+            "pull" => pull(&cluster, options, &mut values).await?,
             other => return Err(format!("unknown order {other:?}").into()),
         };
         say(&answer);
@@ -76,19 +49,23 @@ async fn read(options: &Options) -> Result<(), Error> {
     Ok(())
 }
 
-async fn apply_next(follower: &mut Follower, arrays: &mut Arrays) -> Result<Value, Error> {
+async fn apply_next(follower: &mut Follower, values: &mut FollowedValues) -> Result<Value, Error> {
     let mut version = follower.next().await?;
     let received = now();
-    follower.apply(&mut version, arrays.targets()?).await?;
+    follower.apply(&mut version, values.targets()?).await?;
     Ok(json!({
         "version": version.version().version, "bytes": version.bytes(), "received": received,
         "applied": now(), "changed_fraction": version.changed_fraction(),
-        "copied": version.copied().map(|reason| reason.name()), "copy_bytes": arrays.bytes(),
+        "copied": version.copied().map(|reason| reason.name()), "copy_bytes": values.iter().map(|(.., bytes)| bytes.len()).sum::<usize>(),
     }))
 }
 
-async fn pull(cluster: &Cluster, options: &Options, arrays: &mut Arrays) -> Result<Value, Error> {
+async fn pull(
+    cluster: &Cluster,
+    options: &Options,
+    values: &mut FollowedValues,
+) -> Result<Value, Error> {
     let pinned = cluster.pin(&options.job, &Pin::default()).await?;
-    pinned.pull(arrays.targets()?).await?;
+    pinned.pull(values.targets()?).await?;
     Ok(json!({"version": pinned.version(), "applied": now()}))
 }
