@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use futures_util::future::try_join_all;
-use zeroshard_changes::{block, merge};
+use zeroshard_changes::{Known, SliceChange, block};
 use zeroshard_model::{DType, Error, Result, Server};
 use zeroshard_net::transport::MAX_CONTROL_MESSAGE;
 use zeroshard_proto::{
@@ -13,7 +13,7 @@ use zeroshard_proto::{
     status::from_status,
 };
 
-use super::{Follower, version::SliceChange};
+use super::Follower;
 
 /// The changes since the reader's version, as far as the servers know them.
 pub(super) enum Since {
@@ -23,16 +23,6 @@ pub(super) enum Since {
     Unknown,
     /// The changes of all followed slices.
     Changed { version: u64, slices: BTreeMap<u32, SliceChange> },
-}
-
-/// The answer of one server.
-struct Answer {
-    /// The request to which the server answered.
-    request: pb::ChangesRequest,
-    server: Server,
-    version: u64,
-    /// The changes; `None`: the server does not know them.
-    slices: Option<BTreeMap<u32, SliceChange>>,
 }
 
 impl Follower {
@@ -66,25 +56,30 @@ impl Follower {
     /// Makes all servers record changes. Waits for a version after the last one that
     /// [`Self::next`] returned, and returns the newest one.
     pub(super) async fn begin(&self, wait: Duration) -> Result<Option<u64>> {
-        let answers = self.ask_all(None, wait).await?;
+        let (_, answers) = self.ask_all(None, wait).await?;
         Ok(answers.iter().map(|answer| answer.version).max())
     }
 
     /// Fetches the changes since `from`, up to the newest version that any server has.
     pub(super) async fn changes_since(&self, from: u64, wait: Duration) -> Result<Since> {
-        let answers = self.ask_all(Some(from), wait).await?;
-        let Some(version) = answers.iter().map(|answer| answer.version).max() else {
-            return Ok(Since::Same);
+        let (requests, answers) = self.ask_all(Some(from), wait).await?;
+        let Some(mut gathering) = self.reader.gather(answers) else { return Ok(Since::Same) };
+        let version = gathering.version();
+        let rest = gathering.behind().into_iter().map(|(at, had)| {
+            let (server, request) = requests[at].clone();
+            let request = pb::ChangesRequest { from: Some(had), to: Some(version), ..request };
+            async move { Ok((at, self.ask(server, request, Duration::ZERO).await?)) }
+        });
+        let manifest = &self.of.spec.manifest;
+        let size = |slice: u32| {
+            let of = &manifest.slices()[slice as usize];
+            (self.dtype_of(of.tensor), of.numel)
         };
-        if version <= from.max(self.shown.unwrap_or_default()) {
-            return Ok(Since::Same);
+        for (at, rest) in try_join_all(rest).await? {
+            let added = gathering.add(at, rest, size);
+            added.map_err(|(slice, error)| malformed(slice, &error))?;
         }
-        let completed = answers.into_iter().map(|answer| self.complete(answer, from, version));
-        let mut slices = BTreeMap::new();
-        for answer in try_join_all(completed).await? {
-            let Some(of) = answer else { return Ok(Since::Unknown) };
-            slices.extend(of);
-        }
+        let Some(slices) = gathering.finish() else { return Ok(Since::Unknown) };
         match self.slices()?.find(|slice| !slices.contains_key(slice)) {
             None => Ok(Since::Changed { version, slices }),
             Some(slice) => {
@@ -94,51 +89,22 @@ impl Follower {
         }
     }
 
-    /// Returns a server's changes up to `version`. If it answered before it had this version, asks
-    /// for the rest.
-    async fn complete(
-        &self,
-        answer: Answer,
-        from: u64,
-        version: u64,
-    ) -> Result<Option<BTreeMap<u32, SliceChange>>> {
-        let Answer { request, server, version: had, slices } = answer;
-        let Some(first) = slices else { return Ok(None) };
-        if had == version {
-            return Ok(Some(first));
-        }
-        let had = had.max(from);
-        let request = pb::ChangesRequest { from: Some(had), to: Some(version), ..request };
-        let rest = self.ask(server, request, Duration::ZERO).await?;
-        let Some(rest) = rest.slices else { return Ok(None) };
-        if had == from {
-            return Ok(Some(rest));
-        }
-        let slices = self.of.spec.manifest.slices();
-        let mut merged = BTreeMap::new();
-        for (slice, SliceChange { change, hash }) in rest {
-            let of = &slices[slice as usize];
-            let change = match first.get(&slice) {
-                Some(first) => {
-                    let parts = [&first.change[..], &change];
-                    let merged = merge(self.dtype_of(of.tensor), of.numel, &parts);
-                    merged.map(Bytes::from).map_err(|error| malformed(slice, &error))?
-                }
-                None => return Ok(None),
-            };
-            merged.insert(slice, SliceChange { change, hash });
-        }
-        Ok(Some(merged))
-    }
-
     /// Asks all servers. Each waits at most for `wait` for a version after the last one that
-    /// [`Self::next`] returned.
-    async fn ask_all(&self, from: Option<u64>, wait: Duration) -> Result<Vec<Answer>> {
-        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
-        let calls = self.requests()?.into_iter().map(|(server, request)| {
-            self.ask(server, pb::ChangesRequest { from, wait_ms, newer_than, ..request }, wait)
-        });
-        try_join_all(calls).await
+    /// [`Self::next`] returned. Returns the requests and their answers.
+    async fn ask_all(
+        &self,
+        from: Option<u64>,
+        wait: Duration,
+    ) -> Result<(Vec<(Server, pb::ChangesRequest)>, Vec<Known>)> {
+        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.reader.shown());
+        let mut requests = self.requests()?;
+        for (_, request) in &mut requests {
+            *request = pb::ChangesRequest { from, wait_ms, newer_than, ..request.clone() };
+        }
+        let calls = requests.iter().cloned();
+        let calls = calls.map(|(server, request)| self.ask(server, request, wait));
+        let answers = try_join_all(calls).await?;
+        Ok((requests, answers))
     }
 
     /// Asks one server. It waits at most for `wait` before it answers.
@@ -147,14 +113,14 @@ impl Follower {
         server: Server,
         request: pb::ChangesRequest,
         wait: Duration,
-    ) -> Result<Answer> {
+    ) -> Result<Known> {
         let shard = self.cluster.shards.get(&server)?;
         let failed = |status: tonic::Status| from_status(&status, &shard.peer);
         // After its wait, the server has as long to send the changes as for any other operation.
         let left = wait + self.cluster.options.timeout;
         let client = ShardServiceClient::new(shard.pull.within(left));
         let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
-        let mut call = client.changes(request.clone()).await.map_err(failed)?.into_inner();
+        let mut call = client.changes(request).await.map_err(failed)?.into_inner();
         let (mut version, mut parts, mut is_unknown) = (None, Parts::default(), false);
         while let Some(message) = call.message().await.map_err(failed)? {
             version = version.or(message.version);
@@ -166,7 +132,7 @@ impl Follower {
         let version = version.ok_or_else(|| Error::Internal {
             cause: format!("{} has sent changes without a version", shard.peer),
         })?;
-        Ok(Answer { request, server, version, slices: (!is_unknown).then_some(parts.complete) })
+        Ok(Known { version, slices: (!is_unknown).then_some(parts.complete) })
     }
 }
 
