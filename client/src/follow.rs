@@ -15,6 +15,8 @@ use std::{
 };
 
 use twox_hash::XxHash3_64;
+pub use zeroshard_changes::Copied;
+use zeroshard_changes::Reader;
 use zeroshard_model::{DType, Error, JobSpec, Manifest, Result};
 use zeroshard_net::Deadline;
 
@@ -25,7 +27,7 @@ use crate::{
 use changes::Since;
 use mirror::Mirror;
 pub use values::FollowedValues;
-pub use version::{Copied, FollowedVersion};
+pub use version::FollowedVersion;
 
 mod apply;
 mod changes;
@@ -43,10 +45,6 @@ const COPY: Duration = Duration::from_secs(600);
 
 /// The pause before the job is described again, after its slices have moved or a copy has failed.
 const REFRESH: Duration = Duration::from_millis(20);
-
-/// The number of versions after which the follower hashes its arrays in full. This detects writes
-/// by somebody else to elements that no step has changed since.
-const READ_EVERY: u64 = 64;
 
 /// The tensors that a reader follows, and their dtype.
 #[derive(Debug, Clone)]
@@ -76,24 +74,8 @@ pub struct Follower {
     follow: Follow,
     mirror: Option<Mirror>,
     of: Description,
-    /// The version in the reader's arrays; `None`: they need a full copy.
-    held: Option<Held>,
-    /// The last version that [`Self::next`] has returned.
-    shown: Option<u64>,
-    /// The full copies, by reason.
-    copies: BTreeMap<Copied, u64>,
-    /// The reason for the next full copy.
-    reason: Copied,
-}
-
-/// The version in a reader's arrays.
-#[derive(Debug, Clone)]
-struct Held {
-    version: u64,
-    /// The hashes of all followed slices.
-    hashes: BTreeMap<u32, u64>,
-    /// The number of versions since the arrays were hashed in full.
-    unread: u64,
+    /// Which version the reader's arrays have, and which one [`Self::next`] has returned.
+    reader: Reader,
 }
 
 impl Cluster {
@@ -108,9 +90,8 @@ impl Cluster {
         let mirror = follow.mirror.as_deref();
         let mirror = mirror.map(|address| Mirror::new(self, address)).transpose()?;
         let (cluster, job) = (self.clone(), job.to_owned());
-        let (copies, reason) = (BTreeMap::new(), Copied::Joined);
-        let (held, shown) = (None, None);
-        Ok(Follower { cluster, job, follow, mirror, of, held, shown, copies, reason })
+        let reader = Reader::new((of.id, of.line));
+        Ok(Follower { cluster, job, follow, mirror, of, reader })
     }
 }
 
@@ -144,21 +125,21 @@ impl Follower {
 
     /// The version in the reader's arrays; `None` if they need a full copy.
     pub fn version(&self) -> Option<u64> {
-        self.held.as_ref().map(|held| held.version)
+        self.reader.version()
     }
 
     /// Returns a hash of the values in the reader's arrays, or `None` if they need a full copy.
     /// Readers that follow the same tensors in the same dtype have equal hashes if their values are
     /// bitwise identical.
     pub fn hash(&self) -> Option<u64> {
-        let held = self.held.as_ref()?;
-        let words = held.hashes.iter().flat_map(|(&slice, &hash)| [u64::from(slice), hash]);
+        let hashes = self.reader.hashes()?;
+        let words = hashes.iter().flat_map(|(&slice, &hash)| [u64::from(slice), hash]);
         Some(XxHash3_64::oneshot(&words.flat_map(u64::to_le_bytes).collect::<Vec<u8>>()))
     }
 
     /// The number of full copies for each reason.
     pub fn copies(&self) -> &BTreeMap<Copied, u64> {
-        &self.copies
+        self.reader.copies()
     }
 
     /// Returns the followed tensors that own their storage.
@@ -188,9 +169,9 @@ impl Follower {
         let deadline = Deadline::after(self.follow.wait);
         let mut tries = Tries::until(deadline);
         loop {
-            let Some(Held { version, .. }) = self.held else {
+            let Some(version) = self.version() else {
                 let full = self.newest(deadline).await?;
-                self.shown = Some(full.number);
+                self.reader.show(full.number);
                 return Ok(full);
             };
             let wait = CALL.min(deadline.left());
@@ -199,11 +180,11 @@ impl Follower {
             match tries.limit(waiting_for, since).await? {
                 Ok(Since::Changed { version: newer, slices }) => {
                     let numel = self.numel()?;
-                    self.shown = Some(newer);
+                    self.reader.show(newer);
                     let versions = (version, newer);
                     return Ok(FollowedVersion::changed(self.of.line, versions, slices, numel));
                 }
-                Ok(Since::Unknown) => self.lose(Copied::Behind),
+                Ok(Since::Unknown) => self.reader.lose(Copied::Behind),
                 Ok(Since::Same) if deadline.left().is_zero() => {
                     return Err(deadline.timeout(waiting_for()));
                 }
@@ -235,33 +216,21 @@ impl Follower {
     /// Asks the coordinator for the servers of the job. The reader needs a full copy if the job is
     /// on another line.
     async fn describe(&mut self) -> Result<()> {
-        let of = self.cluster.describe_job(&self.job).await?;
-        let is_same = (of.id, of.line) == (self.of.id, self.of.line);
-        self.of = of;
-        if !is_same {
-            self.shown = None;
-            self.lose(Copied::Rewound);
-        }
+        self.of = self.cluster.describe_job(&self.job).await?;
+        self.reader.described((self.of.id, self.of.line));
         Ok(())
-    }
-
-    /// Notes that the reader needs a full copy.
-    fn lose(&mut self, reason: Copied) {
-        if self.held.take().is_some() {
-            self.reason = reason;
-        }
     }
 
     /// Waits for a version after the last one that [`Self::next`] returned. Pins the newest one,
     /// unless a mirror sends it. By then all servers record changes.
     async fn newest(&mut self, deadline: Deadline) -> Result<FollowedVersion> {
-        let reason = self.reason;
+        let reason = self.reader.reason();
         let mut tries = Tries::until(deadline);
         let newest = loop {
             let begun = self.begin(deadline.left().min(CALL));
             let waiting_for = || format!("the next version of job {:?}", self.job);
             match tries.limit(waiting_for, begun).await? {
-                Ok(newest) if newest > self.shown => break newest,
+                Ok(newest) if self.reader.is_newer(newest) => break newest,
                 Ok(_) if deadline.left().is_zero() => {
                     return Err(deadline.timeout(waiting_for()));
                 }
@@ -277,6 +246,7 @@ impl Follower {
         let waiting_for = || format!("a pin of job {:?}", self.job);
         let pinned = tries.limit(waiting_for, pinned).await??;
         self.of = pinned.description().clone();
+        self.reader.described((self.of.id, self.of.line));
         Ok(FollowedVersion::full(self.of.line, pinned, reason))
     }
 

@@ -4,17 +4,14 @@ use std::collections::BTreeMap;
 
 use tokio::time::sleep;
 use zeroshard_changes::{
+    Copied, SliceChange,
     apply::{self, Place},
     hash,
 };
 use zeroshard_model::{Error, Result, SliceSpec, TensorId};
 use zeroshard_net::Deadline;
 
-use super::{
-    Copied, FollowedVersion, Follower, Held, READ_EVERY, REFRESH,
-    changes::malformed,
-    version::{Content, SliceChange},
-};
+use super::{FollowedVersion, Follower, REFRESH, changes::malformed, version::Content};
 use crate::{Pinned, Slots, Target, pull, retry::is_answer};
 
 /// The arrays of a reader, by the index of the tensor that owns the storage.
@@ -43,17 +40,17 @@ impl Follower {
     ) -> Result<()> {
         let mut arrays = self.arrays(targets)?;
         if let Content::Changes { from, slices } = &version.content
-            && self.held.is_some()
+            && self.version().is_some()
         {
-            let held = self.held_at(*from)?;
-            match self.checked(held, slices, &mut arrays)? {
+            self.check_holds(*from)?;
+            match self.checked(slices, &mut arrays)? {
                 Some(changed) => {
                     self.write(slices, &mut arrays)?;
                     version.changed = Some(changed);
                     self.hold(version);
                     return Ok(());
                 }
-                None => self.lose(Copied::Differed),
+                None => self.reader.lose(Copied::Differed),
             }
         }
         self.copy(version, &mut arrays).await
@@ -91,7 +88,7 @@ impl Follower {
         let Content::Changes { from, slices } = &version.content else {
             return Err(Error::refused("a full copy cannot be applied to some elements"));
         };
-        let held = self.held_at(*from)?;
+        self.check_holds(*from)?;
         let (mut changed, mut is_equal) = (0, true);
         for tensor in self.tensors()? {
             let dtype = self.dtype_of(tensor);
@@ -103,9 +100,7 @@ impl Follower {
                 let effect = effect.map_err(|error| malformed(slice, &error))?;
                 changed += effect.changed;
                 values = &mut values[effect.changed as usize * dtype.size()..];
-                let hash = held.hashes.get(&slice);
-                is_equal &=
-                    hash.map(|hash| hash.wrapping_add(effect.difference)) == Some(change.hash);
+                is_equal &= self.reader.fits(slice, effect.difference, change);
             }
         }
         match is_equal {
@@ -113,7 +108,7 @@ impl Follower {
                 version.changed = Some(changed);
                 self.hold(version);
             }
-            false => self.lose(Copied::Differed),
+            false => self.reader.lose(Copied::Differed),
         }
         Ok(is_equal)
     }
@@ -131,22 +126,22 @@ impl Follower {
         })
     }
 
-    fn held_at(&self, from: u64) -> Result<&Held> {
-        self.held.as_ref().filter(|held| held.version == from).ok_or_else(|| {
-            let has = self.version().map_or("none".to_owned(), |version| version.to_string());
-            Error::refused(format!(
-                "the version has the changes since version {from}, and the arrays have {has}; apply \
-                 the one that the follower returns next"
-            ))
-        })
+    /// Checks that the arrays have version `from`.
+    fn check_holds(&self, from: u64) -> Result<()> {
+        if self.version() == Some(from) {
+            return Ok(());
+        }
+        let has = self.version().map_or("none".to_owned(), |version| version.to_string());
+        Err(Error::refused(format!(
+            "the version has the changes since version {from}, and the arrays have {has}; apply \
+             the one that the follower returns next"
+        )))
     }
 
     /// Notes that the arrays have the version.
     fn hold(&mut self, version: &FollowedVersion) {
         let Content::Changes { slices, .. } = &version.content else { return };
-        let hashes = slices.iter().map(|(slice, of)| (*slice, of.hash)).collect();
-        let unread = self.held.as_ref().map_or(0, |held| (held.unread + 1) % READ_EVERY);
-        self.held = Some(Held { version: version.number, hashes, unread });
+        self.reader.advance(version.number, slices);
     }
 
     fn missing(&self, tensor: usize) -> Error {
@@ -185,7 +180,6 @@ impl Follower {
     /// the number of changed elements, or `None` if a hash differs.
     fn checked(
         &self,
-        held: &Held,
         slices: &BTreeMap<u32, SliceChange>,
         arrays: &mut Arrays<'_>,
     ) -> Result<Option<u64>> {
@@ -195,16 +189,11 @@ impl Follower {
             for (slice, spec, change) in self.changes_of(slices, *tensor) {
                 let values = part(array, spec);
                 let place = Place { dtype, first: spec.offset as u64 };
-                let before = held.hashes.get(&slice).copied().unwrap_or_default();
-                if held.unread == 0 && hash::of(dtype, place.first, values) != before {
-                    return Ok(None);
+                let found = self.reader.check(slice, (place, values), change);
+                match found.map_err(|error| malformed(slice, &error))? {
+                    Some(number) => changed += number,
+                    None => return Ok(None),
                 }
-                let found = apply::hash_change(place, values, &change.change);
-                let found = found.map_err(|error| malformed(slice, &error))?;
-                if before.wrapping_add(found.difference) != change.hash {
-                    return Ok(None);
-                }
-                changed += found.changed;
             }
         }
         Ok(Some(changed))
@@ -226,13 +215,12 @@ impl Follower {
         let deadline = Deadline::after(self.cluster.options.timeout);
         loop {
             if !matches!(version.content, Content::Full(Some(_), _)) {
-                self.shown = None;
+                self.reader.show_again();
                 *version = self.newest(deadline).await?;
             }
             let Content::Full(pinned, reason) = &version.content else { continue };
             let reason = *reason;
-            (self.held, self.shown) = (None, None);
-            self.reason = Copied::Interrupted;
+            self.reader.begin_copy();
             let copied = match (pinned, self.mirror.clone()) {
                 (_, Some(mirror)) => self.copy_of_mirror(&mirror, arrays).await,
                 (Some(pinned), None) => self.pull(pinned, arrays).await,
@@ -242,9 +230,7 @@ impl Follower {
                 Ok((number, hashes)) => {
                     let bytes = arrays.values_mut().map(|array| array.bytes_mut().len() as u64);
                     (version.number, version.bytes) = (number, bytes.sum());
-                    self.held = Some(Held { version: number, hashes, unread: 1 });
-                    self.shown = Some(number);
-                    *self.copies.entry(reason).or_default() += 1;
+                    self.reader.end_copy(number, reason, hashes);
                     // Releases the pin.
                     version.content = Content::Full(None, reason);
                     return Ok(());

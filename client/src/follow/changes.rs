@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use futures_util::future::try_join_all;
-use zeroshard_changes::{block, merge};
+use zeroshard_changes::{Known, SliceChange, block};
 use zeroshard_model::{DType, Error, Result, Server};
 use zeroshard_net::transport::MAX_CONTROL_MESSAGE;
 use zeroshard_proto::{
@@ -13,7 +13,7 @@ use zeroshard_proto::{
     status::from_status,
 };
 
-use super::{Follower, mirror::Mirror, version::SliceChange};
+use super::{Follower, mirror::Mirror};
 
 /// The changes since the reader's version, as far as the servers know them.
 pub(super) enum Since {
@@ -32,17 +32,17 @@ enum Source {
     Mirror(Mirror),
 }
 
-/// The answer of one source.
-struct Answer {
-    /// The request to which the source answered.
-    request: pb::ChangesRequest,
-    source: Source,
-    version: u64,
-    /// The changes; `None`: the source does not know them.
-    slices: Option<BTreeMap<u32, SliceChange>>,
-}
-
 impl Follower {
+    /// Returns whom to ask for changes: the mirror if there is one, and all servers otherwise.
+    fn sources(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
+        match &self.mirror {
+            Some(mirror) => {
+                Ok(vec![(Source::Mirror(mirror.clone()), self.request(self.slices()?))])
+            }
+            None => self.servers(),
+        }
+    }
+
     /// Returns the servers of the followed slices, each with a request that has no versions yet.
     fn servers(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
         let placement = &self.of.placement;
@@ -82,38 +82,33 @@ impl Follower {
         of_dtype.into_iter().map(message).collect()
     }
 
-    /// Returns whom to ask for changes: the mirror if there is one, and all servers otherwise.
-    fn sources(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
-        match &self.mirror {
-            Some(mirror) => {
-                Ok(vec![(Source::Mirror(mirror.clone()), self.request(self.slices()?))])
-            }
-            None => self.servers(),
-        }
-    }
-
     /// Makes all servers record changes, unless a mirror has done so. Waits for a version after the
     /// last one that [`Self::next`] returned, and returns the newest one.
     pub(super) async fn begin(&self, wait: Duration) -> Result<Option<u64>> {
-        let answers = self.ask_all(None, wait).await?;
+        let (_, answers) = self.ask_all(None, wait).await?;
         Ok(answers.iter().map(|answer| answer.version).max())
     }
 
     /// Fetches the changes since `from`, up to the newest version that any source has.
     pub(super) async fn changes_since(&self, from: u64, wait: Duration) -> Result<Since> {
-        let answers = self.ask_all(Some(from), wait).await?;
-        let Some(version) = answers.iter().map(|answer| answer.version).max() else {
-            return Ok(Since::Same);
+        let (requests, answers) = self.ask_all(Some(from), wait).await?;
+        let Some(mut gathering) = self.reader.gather(answers) else { return Ok(Since::Same) };
+        let version = gathering.version();
+        let rest = gathering.behind().into_iter().map(|(at, had)| {
+            let (source, request) = requests[at].clone();
+            let request = pb::ChangesRequest { from: Some(had), to: Some(version), ..request };
+            async move { Ok((at, self.ask(source, request, Duration::ZERO).await?)) }
+        });
+        let manifest = &self.of.spec.manifest;
+        let size = |slice: u32| {
+            let of = &manifest.slices()[slice as usize];
+            (self.dtype_of(of.tensor), of.numel)
         };
-        if version <= from.max(self.shown.unwrap_or_default()) {
-            return Ok(Since::Same);
+        for (at, rest) in try_join_all(rest).await? {
+            let added = gathering.add(at, rest, size);
+            added.map_err(|(slice, error)| malformed(slice, &error))?;
         }
-        let completed = answers.into_iter().map(|answer| self.complete(answer, from, version));
-        let mut slices = BTreeMap::new();
-        for answer in try_join_all(completed).await? {
-            let Some(of) = answer else { return Ok(Since::Unknown) };
-            slices.extend(of);
-        }
+        let Some(mut slices) = gathering.finish() else { return Ok(Since::Unknown) };
         if let Some(slice) = self.slices()?.find(|slice| !slices.contains_key(slice)) {
             let cause = format!("the servers left out the change of slice {slice}");
             return Err(Error::Internal { cause });
@@ -158,51 +153,22 @@ impl Follower {
         Ok(answer.slices)
     }
 
-    /// Returns a source's changes up to `version`. If it answered before it had this version, asks
-    /// for the rest.
-    async fn complete(
-        &self,
-        answer: Answer,
-        from: u64,
-        version: u64,
-    ) -> Result<Option<BTreeMap<u32, SliceChange>>> {
-        let Answer { request, source, version: had, slices } = answer;
-        let Some(first) = slices else { return Ok(None) };
-        if had == version {
-            return Ok(Some(first));
-        }
-        let had = had.max(from);
-        let request = pb::ChangesRequest { from: Some(had), to: Some(version), ..request };
-        let rest = self.ask(source, request, Duration::ZERO).await?;
-        let Some(rest) = rest.slices else { return Ok(None) };
-        if had == from {
-            return Ok(Some(rest));
-        }
-        let slices = self.of.spec.manifest.slices();
-        let mut merged = BTreeMap::new();
-        for (slice, SliceChange { change, hash }) in rest {
-            let of = &slices[slice as usize];
-            let change = match first.get(&slice) {
-                Some(first) => {
-                    let parts = [&first.change[..], &change];
-                    let merged = merge(self.dtype_of(of.tensor), of.numel, &parts);
-                    merged.map(Bytes::from).map_err(|error| malformed(slice, &error))?
-                }
-                None => return Ok(None),
-            };
-            merged.insert(slice, SliceChange { change, hash });
-        }
-        Ok(Some(merged))
-    }
-
     /// Asks all sources. Each waits at most for `wait` for a version after the last one that
-    /// [`Self::next`] returned.
-    async fn ask_all(&self, from: Option<u64>, wait: Duration) -> Result<Vec<Answer>> {
-        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.shown);
-        let calls = self.sources()?.into_iter().map(|(source, request)| {
-            self.ask(source, pb::ChangesRequest { from, wait_ms, newer_than, ..request }, wait)
-        });
-        try_join_all(calls).await
+    /// [`Self::next`] returned. Returns the requests and their answers.
+    async fn ask_all(
+        &self,
+        from: Option<u64>,
+        wait: Duration,
+    ) -> Result<(Vec<(Source, pb::ChangesRequest)>, Vec<Known>)> {
+        let (wait_ms, newer_than) = (wait.as_millis() as u32, self.reader.shown());
+        let mut requests = self.sources()?;
+        for (_, request) in &mut requests {
+            *request = pb::ChangesRequest { from, wait_ms, newer_than, ..request.clone() };
+        }
+        let calls = requests.iter().cloned();
+        let calls = calls.map(|(source, request)| self.ask(source, request, wait));
+        let answers = try_join_all(calls).await?;
+        Ok((requests, answers))
     }
 
     /// Asks one source. It waits at most for `wait` before it answers.
@@ -211,19 +177,19 @@ impl Follower {
         source: Source,
         request: pb::ChangesRequest,
         wait: Duration,
-    ) -> Result<Answer> {
+    ) -> Result<Known> {
         // After its wait, the source has as long to send the changes as for any other operation.
         let left = wait + self.cluster.options.timeout;
-        let (peer, sent) = match &source {
+        let (peer, sent) = match source {
             Source::Server(server) => {
-                let shard = self.cluster.shards.get(server)?;
+                let shard = self.cluster.shards.get(&server)?;
                 let client = ShardServiceClient::new(shard.pull.within(left));
                 let mut client = client.max_decoding_message_size(MAX_CONTROL_MESSAGE);
-                (shard.peer, client.changes(request.clone()).await)
+                (shard.peer, client.changes(request).await)
             }
             Source::Mirror(mirror) => {
-                let sent = mirror.client(left).changes(request.clone()).await;
-                (mirror.peer.clone(), sent)
+                let sent = mirror.client(left).changes(request).await;
+                (mirror.peer, sent)
             }
         };
         let failed = |status: tonic::Status| from_status(&status, &peer);
@@ -239,7 +205,7 @@ impl Follower {
         let version = version.ok_or_else(|| Error::Internal {
             cause: format!("{peer} has sent changes without a version"),
         })?;
-        Ok(Answer { request, source, version, slices: (!is_unknown).then_some(parts.complete) })
+        Ok(Known { version, slices: (!is_unknown).then_some(parts.complete) })
     }
 }
 

@@ -2,47 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use bytes::Bytes;
+use zeroshard_changes::{Copied, SliceChange};
 use zeroshard_model::LineVersion;
 
 use crate::Pinned;
-
-/// The reason for a full copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum Copied {
-    /// The follower had no version yet.
-    Joined,
-    /// The servers do not know the changes since the reader's version.
-    Behind,
-    /// The job has returned to a checkpoint, or is another job of the same name.
-    Rewound,
-    /// A hash of the reader's values differs, because somebody else has written to them.
-    Differed,
-    /// An earlier full copy was interrupted.
-    Interrupted,
-}
-
-impl Copied {
-    /// Returns the name of the reason.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Joined => "joined",
-            Self::Behind => "behind",
-            Self::Rewound => "rewound",
-            Self::Differed => "differed",
-            Self::Interrupted => "interrupted",
-        }
-    }
-}
-
-/// The change of one slice.
-#[derive(Debug, Clone)]
-pub(super) struct SliceChange {
-    pub(super) change: Bytes,
-    /// The hash of the slice after the change.
-    pub(super) hash: u64,
-}
 
 #[derive(Debug)]
 pub(super) enum Content {

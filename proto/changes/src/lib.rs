@@ -11,18 +11,25 @@
 //! the last place is therefore always 1 or -1, also across zero and between two exponents.
 //! [`block`] encodes the differences.
 //!
+//! [`Reader`] and [`Gathering`] are what a reader decides: which changes lead to one version, and
+//! when it needs a full copy. The client and the simulation of a cluster call servers for them.
+//!
 //! This crate knows no messages. Its decoder accepts any bytes, and refuses malformed ones.
 
 pub mod apply;
 mod bits;
 pub mod block;
+mod gather;
 pub mod hash;
 mod merge;
 pub mod ordered;
+mod reader;
 mod record;
 
 pub use block::{Blocks, Malformed};
+pub use gather::{Gathering, Known, SliceChange};
 pub use merge::merge;
+pub use reader::{Copied, Reader};
 pub use record::{Recorded, Recorder};
 
 #[cfg(test)]

@@ -19,6 +19,8 @@ use zeroshard_proto::{
 use zeroshard_shard::{fair::end_after_others, slice::Since};
 
 use super::{job::Job, store::Store};
+#[cfg(test)]
+use crate::simulation::{Safeguard, is_missing};
 
 /// The pause before a call looks again for a hash that another call computes.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -53,6 +55,85 @@ impl Drop for Follower {
     }
 }
 
+/// The versions of a reader's request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Versions {
+    /// The version that the reader has.
+    from: Option<u64>,
+    /// The version that the reader wants; `None`: the newest one.
+    to: Option<u64>,
+    /// The newest version must be after this one.
+    newer_than: Option<u64>,
+}
+
+impl Versions {
+    /// Checks the versions of a request, and their line.
+    ///
+    /// # Errors
+    /// [`Error::VersionGone`] if the job is on another line; [`Error::Invalid`].
+    pub(crate) fn of<B: Backend>(request: &pb::ChangesRequest, job: &Job<B>) -> Result<Self> {
+        let &pb::ChangesRequest { line, from, to, newer_than, .. } = request;
+        job.check_line(line, to.or(from).unwrap_or_default())?;
+        if let (Some(from), Some(to)) = (from, to)
+            && to < from
+        {
+            let expected = format!("at least the version of the reader, {from}");
+            return Err(Error::invalid("version of a reader's request", to, expected));
+        }
+        Ok(Self { from, to, newer_than: newer_than.or(from) })
+    }
+
+    /// Returns the version to which the changes lead, or `None` if the reader has to wait for it.
+    pub(crate) fn ready<B: Backend>(self, job: &Job<B>) -> Option<u64> {
+        match self.to {
+            Some(to) => job.version().filter(|&at| at >= to && job.serves(to)).map(|_| to),
+            None => {
+                let is_newer = |version| self.newer_than.is_none_or(|than| version > than);
+                newest(job).filter(|&version| is_newer(version))
+            }
+        }
+    }
+
+    /// Returns the version with which the reader goes on if there is no newer one; `None`: the
+    /// reader gets an error.
+    pub(crate) fn same<B: Backend>(self, job: &Job<B>) -> Option<u64> {
+        newest(job).filter(|_| self.to.is_none())
+    }
+
+    /// Returns the version after which the changes to `version` begin; `None`: the reader gets
+    /// none.
+    pub(crate) fn first(self, version: u64) -> Option<u64> {
+        self.from.filter(|&from| from < version || self.to.is_some())
+    }
+
+    /// Waits for the version. `limits`: the deadline of the call, and the longest wait for a newer
+    /// version.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] if the version is not there yet.
+    async fn wait<B: Backend>(self, job: &Job<B>, limits: (Deadline, Duration)) -> Result<u64> {
+        let (deadline, wait) = limits;
+        let deadline = self.to.map_or(deadline.at_most(wait), |_| deadline);
+        let waiting_for = || match self.to {
+            Some(to) => format!("version {to} of job {:?}", job.spec.name),
+            None => format!("the next version of job {:?}", job.spec.name),
+        };
+        match job.wait_for(deadline, || Ok(self.ready(job)), waiting_for).await {
+            Err(error @ Error::Timeout { .. }) => self.same(job).ok_or(error),
+            version => version,
+        }
+    }
+}
+
+/// Returns the newest version that this server can serve for all of its slices.
+fn newest<B: Backend>(job: &Job<B>) -> Option<u64> {
+    #[cfg(test)]
+    if is_missing(Safeguard::ReadableVersion) {
+        return job.version();
+    }
+    job.readable_version()
+}
+
 /// Checks the request, makes the slices record changes, waits for the version, and returns the
 /// messages of the response. A call that hashes slices takes one of `turns`.
 ///
@@ -67,28 +148,15 @@ pub(super) async fn changes<B: Backend>(
     request: pb::ChangesRequest,
     deadline: Deadline,
 ) -> Result<impl Stream<Item = Result<pb::ChangesResponse>> + Send + use<B>> {
-    let pb::ChangesRequest { line, from, to, wait_ms, newer_than, .. } = request;
-    job.check_line(line, to.or(from).unwrap_or_default())?;
-    if let (Some(from), Some(to)) = (from, to)
-        && to < from
-    {
-        let expected = format!("at least the version of the reader, {from}");
-        return Err(Error::invalid("version of a reader's request", to, expected));
-    }
+    let versions = Versions::of(&request, &job)?;
     let mut slices = slices(&job, &request.slices)?;
     let mut follower = None;
     job.count(|series| follower = Some(Follower::new(series.followers())));
     begin(store, turns, &job, &slices, deadline).await?;
-    let wait = Duration::from_millis(wait_ms.into());
-    let version = match to {
-        Some(to) => {
-            job.wait_for_version(to, deadline).await?;
-            to
-        }
-        None => newest(&job, newer_than.or(from), deadline.at_most(wait)).await?,
-    };
+    let wait = Duration::from_millis(request.wait_ms.into());
+    let version = versions.wait(&job, (deadline, wait)).await?;
     slices.reverse();
-    let from = match from.filter(|&from| from < version || to.is_some()) {
+    let from = match versions.first(version) {
         Some(from) => from,
         None => {
             slices.clear();
@@ -106,7 +174,13 @@ pub(super) async fn changes<B: Backend>(
 }
 
 /// Returns the slices of a request, each with the reader's dtype.
-fn slices<B: Backend>(job: &Job<B>, messages: &[pb::FollowedSlices]) -> Result<Vec<(u32, DType)>> {
+///
+/// # Errors
+/// [`Error::NotHere`], [`Error::Refused`] and [`Error::Invalid`].
+pub(crate) fn slices<B: Backend>(
+    job: &Job<B>,
+    messages: &[pb::FollowedSlices],
+) -> Result<Vec<(u32, DType)>> {
     let mut all = Vec::new();
     for message in messages {
         let wire = Wire::of_message(message.dtype, || "dtype of a reader".to_owned())?;
@@ -165,23 +239,6 @@ async fn begin<B: Backend>(
     store.failure.blocking("hash slices", work).await
 }
 
-/// Waits for a readable version after `than`. Returns the newest one, which is not after `than` if
-/// the wait ends first.
-///
-/// # Errors
-/// [`Error::Timeout`] if there is no version yet.
-async fn newest<B: Backend>(job: &Job<B>, than: Option<u64>, deadline: Deadline) -> Result<u64> {
-    let newer = || {
-        let version = job.readable_version();
-        Ok(version.filter(|&version| than.is_none_or(|than| version > than)))
-    };
-    let waiting_for = || format!("the next version of job {:?}", job.spec.name);
-    match job.wait_for(deadline, newer, waiting_for).await {
-        Err(error @ Error::Timeout { .. }) => job.readable_version().ok_or(error),
-        version => version,
-    }
-}
-
 impl<B: Backend> Changes<B> {
     async fn next_message(&mut self) -> Result<Option<pb::ChangesResponse>> {
         if self.part.is_none() && !self.next_slice().await? {
@@ -233,12 +290,15 @@ impl<B: Backend> Changes<B> {
     /// Adds the changes of several steps, or of none.
     async fn merged(&self, index: u32, dtype: DType, changes: Vec<Bytes>) -> Result<Bytes> {
         let numel = self.job.primary_slice(index)?.spec.numel;
-        let work = move || {
-            let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
-            let merged = merge(dtype, numel, &parts);
-            let merged = merged.map_err(|error| Error::Internal { cause: error.to_string() })?;
-            Ok(Bytes::from(merged))
-        };
+        let work = move || sum((dtype, numel), &changes);
         self.store.failure.blocking("add changes", work).await
     }
+}
+
+/// Adds the changes of consecutive steps, or of none.
+pub(crate) fn sum((dtype, numel): (DType, usize), changes: &[Bytes]) -> Result<Bytes> {
+    let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
+    let merged = merge(dtype, numel, &parts);
+    let merged = merged.map_err(|error| Error::Internal { cause: error.to_string() })?;
+    Ok(Bytes::from(merged))
 }

@@ -132,7 +132,7 @@ impl<B: Backend> Job<B> {
     ///
     /// # Errors
     /// [`Error::VersionGone`].
-    pub(super) fn check_line(&self, line: Option<u64>, version: u64) -> Result<()> {
+    pub(crate) fn check_line(&self, line: Option<u64>, version: u64) -> Result<()> {
         if line.is_none_or(|line| line == self.origin.line.number) {
             return Ok(());
         }

@@ -6,7 +6,7 @@
 //! for a job. Only `fork` and `replicate` know the other servers.
 
 mod background;
-mod changes;
+pub(crate) mod changes;
 pub(crate) mod commands;
 pub(crate) mod content;
 mod contributions;

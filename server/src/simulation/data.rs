@@ -1,11 +1,13 @@
 //! What servers send and receive besides commands: parameters, gradients, and the content of
 //! slices.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bytes::Bytes;
+use zeroshard_changes::Known;
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{AppliedSteps, Attempt, DType, Error, Result};
+use zeroshard_proto::pb;
 use zeroshard_shard::{
     round::Chunk,
     slice::{Slice, Upload},
@@ -13,6 +15,8 @@ use zeroshard_shard::{
 };
 
 use super::{
+    follow,
+    reader::Round,
     server::Copy,
     world::{Happening, World},
 };
@@ -22,15 +26,28 @@ use crate::shard::{content::Content, job::Job};
 const WAIT: Duration = Duration::from_millis(1);
 /// How often it is tried.
 const TRIES: u32 = 20;
+/// How often a reader's request is tried. It may wait longer than others.
+const READER_TRIES: u32 = 6;
 
 /// Who has sent a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sender {
-    Worker { rank: u32, life: u64 },
-    Server { server: usize, life: u64 },
+    Worker {
+        rank: u32,
+        life: u64,
+    },
+    Server {
+        server: usize,
+        life: u64,
+    },
+    /// `at`: the position of the server among those that the reader asks.
+    Reader {
+        round: Round,
+        at: usize,
+    },
 }
 
-/// A request to a server, about one slice.
+/// A request to a server, about one slice, or a reader's.
 #[derive(Debug, Clone)]
 pub(super) enum Request {
     /// Initial parameters.
@@ -45,6 +62,10 @@ pub(super) enum Request {
     Reduced { job: u64, attempt: Attempt, slice: u32, offset: usize },
     /// The whole content at a version.
     Copy { job: u64, number: u64, version: u64, slice: u32 },
+    /// The changes since a version.
+    Changes(Box<pb::ChangesRequest>),
+    /// The parameters at a version, each slice in a dtype.
+    Pin { job: u64, line: u64, version: u64, slices: Vec<(u32, DType)> },
 }
 
 /// The content of an answer.
@@ -53,6 +74,8 @@ pub(super) enum Payload {
     Done,
     Values(Bytes),
     Slice(Vec<Bytes>, AppliedSteps),
+    Known(Known),
+    Pinned(BTreeMap<u32, Bytes>),
 }
 
 pub(super) type Answer = Result<Payload, Box<Error>>;
@@ -65,7 +88,9 @@ impl Request {
             | Self::Push { job, .. }
             | Self::Replace { job, .. }
             | Self::Reduced { job, .. }
-            | Self::Copy { job, .. } => *job,
+            | Self::Copy { job, .. }
+            | Self::Pin { job, .. } => *job,
+            Self::Changes(request) => request.job_id,
         }
     }
 
@@ -131,6 +156,18 @@ impl Request {
                 let content = whole(job, *version, *slice)?;
                 Ok(content.map(|(values, applied)| Payload::Slice(values, applied)))
             }
+            Self::Pin { line, version, slices, .. } => {
+                follow::pinned(job, (*line, *version), slices)
+            }
+            Self::Changes(_) => unreachable!("the server answers it"),
+        }
+    }
+
+    /// How often it is tried, and how much longer than others it waits between two tries.
+    fn tries(&self) -> (u32, u32) {
+        match self {
+            Self::Changes(_) | Self::Pin { .. } => (READER_TRIES, TRIES / READER_TRIES),
+            _ => (TRIES, 1),
         }
     }
 }
@@ -163,8 +200,9 @@ impl World {
         server: usize,
         life: u64,
         from: Sender,
-        (request, tries): (Request, u32),
+        (mut request, tries): (Request, u32),
     ) {
+        let (most, longer) = request.tries();
         let of = &self.servers[server];
         let is_there = of.is_alive && of.life == life;
         let job = of.jobs.get(&request.job()).filter(|_| is_there).map(|of| of.job.clone());
@@ -174,17 +212,17 @@ impl World {
                 Err(Error::Unavailable { peer, cause: "connection refused".to_owned() })
             }
             (true, None) => Err(Error::UnknownJob { job: "job".to_owned() }),
-            (true, Some(job)) => match request.answer(&job) {
+            (true, Some(job)) => match self.answer(server, &job, &mut request, tries == most) {
                 // The caller repeats it.
-                Ok(None) if tries == TRIES => return,
+                Ok(None) if tries == most => return,
                 Ok(None) => {
                     let tries = tries + 1;
                     let again = Happening::Request { server, life, from, request, tries };
-                    let wait = WAIT * self.rng.u32(1..8);
+                    let wait = WAIT * longer * self.rng.u32(1..8);
                     return self.after(wait, again);
                 }
                 Ok(Some(content)) => {
-                    self.check_visible(server, &job, &request);
+                    self.check_visible(server, &job, (&request, &content));
                     Ok(content)
                 }
                 Err(error) => Err(error),
@@ -199,46 +237,24 @@ impl World {
         }
     }
 
-    /// A version is sent to a worker. In a job with replicas, all of its servers must have the
-    /// decision that leads to it.
-    fn check_visible(&mut self, from: usize, job: &Arc<Job<Cpu>>, request: &Request) {
-        let &Request::Pull { version, slice, .. } = request else { return };
-        let decided = self.servers[from].decided.get(&job.id);
-        if let Some(&attempt) = decided.filter(|of| of.step + 1 == version) {
-            let outcome = self.decisions.shown(job.id, attempt);
-            self.check(outcome);
-        }
-        let placement = job.placement();
-        if job.spec.replicas <= 1 {
-            return;
-        }
-        for server in placement.servers() {
-            let of = &self.servers[(server.id - 1) as usize];
-            if !of.is_alive || of.life != server.incarnation {
-                continue;
-            }
-            let Some(theirs) = of.jobs.get(&job.id).map(|of| of.job.attempt()) else { continue };
-            // It may have the job of an earlier placement, and become a backup without content.
-            let counts = match self.only_cluster() {
-                Some(cluster) => {
-                    let known = cluster.jobs().get(&job.spec.name);
-                    known.is_some_and(|job| job.has_content(server.id, slice))
-                }
-                None => theirs.epoch == job.attempt().epoch,
-            };
-            if counts && theirs.step < version {
-                let index = of.index;
-                return self.fail(format!(
-                    "version {version} of slice {slice} was sent before server {index} had the \
-                     decision"
-                ));
-            }
+    /// The answer of a server; `None`: later. `is_last`: the request will not be tried again.
+    fn answer(
+        &mut self,
+        server: usize,
+        job: &Arc<Job<Cpu>>,
+        request: &mut Request,
+        is_last: bool,
+    ) -> Result<Option<Payload>> {
+        match request {
+            Request::Changes(request) => self.changes(server, job, request, is_last),
+            request => request.answer(job),
         }
     }
 
     pub(super) fn answered(&mut self, to: Sender, request: Request, answer: Answer) {
         match to {
             Sender::Worker { rank, life } => self.worker_answered(rank, life, request, answer),
+            Sender::Reader { round, at } => self.reader_answered(round, at, answer),
             Sender::Server { server, life } => {
                 let of = &mut self.servers[server];
                 if of.life == life && of.is_alive {

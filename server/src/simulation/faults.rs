@@ -172,6 +172,9 @@ impl World {
         self.has_begun |= is_saved && self.workers.iter().all(Worker::trains);
         match fault {
             fault if !self.has_begun => self.after(WAIT, Happening::Fault(fault)),
+            // Only readers have not ended yet.
+            Fault::Pair { .. } if self.has_trained() => self.end_pair(),
+            _ if self.has_trained() => {}
             Fault::Pair { left } => self.disturb_pair(left),
             Fault::Rewind { back, skips } => self.rewind(back, skips),
             Fault::Spike { rank } => self.spike(rank),

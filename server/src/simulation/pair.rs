@@ -226,6 +226,13 @@ impl World {
         }
     }
 
+    /// Gives up one of the coordinators, if there are two.
+    pub(super) fn end_pair(&mut self) {
+        if self.coordinators.len() > 1 {
+            self.give_up_one();
+        }
+    }
+
     /// The mistake is found: one of the coordinators is stopped, or nobody reaches it any more.
     fn give_up_one(&mut self) {
         let kept = self.rng.usize(..2);

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use zeroshard_coordinator::vocabulary::decision::Report;
-use zeroshard_model::Line;
+use zeroshard_loops::{Level, convert};
+use zeroshard_model::{DType, Line};
 use zeroshard_proto::pb;
 
-use super::checkpoints::Content;
+use super::{checkpoints::Content, reader::Shown};
 use crate::coordinator::responses::Message;
 
 /// The batches of all steps before a version. Two versions that come from the same batches are
@@ -25,6 +26,9 @@ pub(super) struct Record {
     saved: BTreeMap<(Batches, u32), Content>,
     /// The hashes of master weights and optimizer state after the last step, by slice.
     hashes: BTreeMap<(Batches, u32), [u8; 32]>,
+    /// What readers have shown before a worker has pulled it, by version and slice.
+    unpulled: Vec<(Batches, u32, DType, Vec<u8>)>,
+    pub(super) shown: Shown,
     /// The last line of the run.
     pub(super) line: Line,
     /// The number of coordinators that have decided about steps of this run.
@@ -46,6 +50,35 @@ impl Record {
             true => Ok(()),
             false => Err(format!("the version of slice {slice} after {version:?} has other bits")),
         }
+    }
+
+    /// Compares what a reader shows of a slice with what a worker has pulled, if one has.
+    pub(super) fn read(
+        &mut self,
+        version: Batches,
+        slice: u32,
+        (dtype, values): (DType, &[u8]),
+    ) -> Result<(), String> {
+        let key = (version, slice);
+        let Some(known) = self.versions.get(&key) else {
+            self.unpulled.push((key.0, slice, dtype, values.to_vec()));
+            return Ok(());
+        };
+        let mut rounded = vec![0; known.len() / DType::F32.size() * dtype.size()];
+        convert::cast(Level::best(), known, DType::F32, &mut rounded, dtype);
+        match rounded == values {
+            true => Ok(()),
+            false => Err(format!("a reader has other bits of slice {slice} after {:?}", key.0)),
+        }
+    }
+
+    /// Compares what readers have shown before a worker has pulled it, at the end of a run.
+    pub(super) fn compare_reads(&mut self) -> Result<(), String> {
+        let reads = std::mem::take(&mut self.unpulled);
+        let mut reads = reads.into_iter();
+        reads.try_for_each(|(version, slice, dtype, values)| {
+            self.read(version, slice, (dtype, &values))
+        })
     }
 
     /// Adds a report, and compares it like [`Self::pulled`].

@@ -13,6 +13,14 @@ pub(crate) enum Safeguard {
     UserData,
     /// A coordinator that was replaced decides nothing any more.
     Terms,
+    /// A reader gets only versions that can be read.
+    ReadableVersion,
+    /// A reader gets the changes of every step between two versions.
+    EveryStep,
+    /// A reader compares the hashes of its values.
+    ReaderHashes,
+    /// A reader copies all values after its job has returned to a checkpoint.
+    ReaderLines,
 }
 
 thread_local! {

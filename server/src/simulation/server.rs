@@ -31,6 +31,7 @@ use super::{
     checkpoints::{Slices, fill, snapshot},
     coordinator::Registering,
     data::{Request, Sender},
+    follow::{BUDGETS, Hashing},
     world::{Connection, Happening, JOB, World},
 };
 use crate::{
@@ -76,6 +77,10 @@ pub(super) struct ShardServer {
     follows: bool,
     /// Saves that begin: the job, the number, and the content.
     writes: Vec<(u64, u64, Result<Slices>)>,
+    /// The budget for the changes of steps.
+    pub(super) history: Arc<Budget>,
+    /// Values that are to be hashed for readers.
+    pub(super) hashing: VecDeque<Hashing>,
     /// When the reduced gradient and the content of a slice were requested.
     asked: BTreeMap<(bool, u32, Attempt), Now>,
 }
@@ -137,6 +142,8 @@ impl ShardServer {
             restoring: BTreeMap::new(),
             follows: false,
             writes: Vec::new(),
+            history: Budget::new(0),
+            hashing: VecDeque::new(),
             asked: BTreeMap::new(),
         }
     }
@@ -277,7 +284,8 @@ impl World {
             return;
         }
         let life = of.life + 1;
-        *of = ShardServer { life, is_alive: true, ..ShardServer::new(server) };
+        let history = Budget::new(BUDGETS[self.rng.usize(..BUDGETS.len())]);
+        *of = ShardServer { life, is_alive: true, history, ..ShardServer::new(server) };
         self.later(Happening::Dial { server, life });
     }
 

@@ -18,6 +18,7 @@ use zeroshard_shard::job::Safeguard::{Confirmation, Fence, Ledger};
 
 use super::{
     faults::Faults,
+    reader::Shown,
     record::Record,
     safeguard::{Safeguard, without},
     world::{Size, World},
@@ -38,7 +39,8 @@ fn undisturbed(world: u32, line: &Line) -> Record {
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (world, line.skips().to_vec());
     let record = known.get_or_insert_default().entry(key).or_insert_with(|| {
-        let size = Size { servers: 1, replicas: 1, world, steps: STEPS, save_every: Some(1) };
+        let size =
+            Size { servers: 1, replicas: 1, world, steps: STEPS, readers: 0, save_every: Some(1) };
         let run = World::new(size, 0, Faults::default(), Record::default());
         let run = run.along(line.clone()).logged();
         run.run().unwrap_or_else(|failure| panic!("undisturbed: {failure}"))
@@ -52,7 +54,8 @@ fn size(seed: u64) -> Size {
     let replicas = rng.u32(1..4).min(servers as u32);
     let world = rng.u32(1..4);
     let save_every = [None, None, Some(1), Some(2)][rng.usize(..4)];
-    Size { servers, replicas, world, steps: STEPS, save_every }
+    let readers = [0, 0, 0, 0, 1, 1, 1, 2][rng.usize(..8)];
+    Size { servers, replicas, world, steps: STEPS, readers, save_every }
 }
 
 fn world(seed: u64) -> World {
@@ -80,6 +83,12 @@ struct Runs {
     /// The number of those that have ended on a later line, and of those that have skipped batches.
     on_other_lines: u64,
     with_other_batches: u64,
+    /// The number of those in which a reader has shown a version, and in which it has received
+    /// changes.
+    with_readers: u64,
+    with_changes: u64,
+    /// What readers have shown.
+    shown: Shown,
     /// What has failed, by seed.
     failures: BTreeMap<u64, String>,
 }
@@ -92,6 +101,9 @@ impl Runs {
                 self.with_two_deciders += u64::from(record.deciders > 1);
                 self.on_other_lines += u64::from(record.line.number > 0);
                 self.with_other_batches += u64::from(!record.line.skips().is_empty());
+                self.with_readers += u64::from(!record.shown.copied.is_empty());
+                self.with_changes += u64::from(record.shown.changed > 0);
+                self.shown.add(&record.shown);
             }
             Err(failure) => _ = self.failures.insert(seed, failure),
         }
@@ -102,6 +114,9 @@ impl Runs {
         self.with_two_deciders += other.with_two_deciders;
         self.on_other_lines += other.on_other_lines;
         self.with_other_batches += other.with_other_batches;
+        self.with_readers += other.with_readers;
+        self.with_changes += other.with_changes;
+        self.shown.add(&other.shown);
         self.failures.extend(other.failures);
         self
     }
@@ -143,14 +158,22 @@ fn run(seeds: Range<u64>, world: fn(u64) -> World) -> Runs {
     })
 }
 
-// promise: atomic-steps, exactly-once, durability
+// promise: atomic-steps, exactly-once, durability, consistent-reads
 #[test]
 fn runs_with_faults_show_what_an_undisturbed_run_shows() {
     let seeds = match variable("SIMULATION_SEED") {
         Some(seed) => seed..seed + 1,
         None => 0..variable("SIMULATION_SEEDS").unwrap_or(SEEDS),
     };
-    check(seeds, world, "SIMULATION_SEED");
+    let Runs { ended, with_readers, with_changes, shown, .. } =
+        check(seeds, world, "SIMULATION_SEED");
+    eprintln!(
+        "{with_readers} runs have had readers, {with_changes} of them with changes: {shown:?}"
+    );
+    // Runs in which readers only copy show little.
+    assert!(ended < 100 || with_readers > ended / 3 && with_changes > with_readers / 2);
+    // There are five reasons for a copy.
+    assert!(ended < 1000 || shown.completed > 0 && shown.copied.len() == 5);
 }
 
 // promise: atomic-steps
@@ -202,12 +225,16 @@ fn a_seed_gives_the_same_run_again() {
 #[test]
 fn the_faults_that_safeguards_prevent_are_found() {
     type Start = fn(u64) -> World;
-    let all: [(Safeguard, Start); 5] = [
+    let all: [(Safeguard, Start); 9] = [
         (Safeguard::State(Fence), world),
         (Safeguard::State(Ledger), world),
         (Safeguard::State(Confirmation), world),
         (Safeguard::UserData, world),
         (Safeguard::Terms, pair),
+        (Safeguard::ReadableVersion, world),
+        (Safeguard::EveryStep, world),
+        (Safeguard::ReaderHashes, world),
+        (Safeguard::ReaderLines, world),
     ];
     for (safeguard, world) in all {
         let fails = |&seed: &u64| outcome(seed, world).is_err();

@@ -8,13 +8,16 @@ use std::{
 };
 
 use fastrand::Rng;
-use zeroshard_coordinator::vocabulary::{
-    events::{Completion, Event, Placing},
-    ids::{Lease, Now},
+use zeroshard_coordinator::{
+    job::Description,
+    vocabulary::{
+        events::{Completion, Event, Placing},
+        ids::{Lease, Now},
+    },
 };
 use zeroshard_model::{
-    CheckpointPolicy, JobSpec, Line, Manifest, OnLoss, OnMemoryShortage, RunningAverage, Server,
-    SpikeAction, SpikePolicy, TensorSpec,
+    CheckpointPolicy, DType, JobSpec, Line, Manifest, OnLoss, OnMemoryShortage, RunningAverage,
+    Server, SpikeAction, SpikePolicy, TensorSpec,
 };
 use zeroshard_proto::pb::{serve_request, serve_response};
 
@@ -25,6 +28,7 @@ use super::{
     decisions::Decisions,
     faults::{Fault, Faults},
     pair::Pair,
+    reader::{Reader, Round},
     record::{Batches, Record},
     server::ShardServer,
     worker::{Told, Worker},
@@ -83,6 +87,16 @@ pub(super) enum Happening {
     Wake { rank: u32, life: u64, again: bool },
     /// A new process of a worker starts.
     WorkerStarts { rank: u32 },
+    /// A new process of a reader starts.
+    ReaderStarts { reader: usize },
+    /// A reader asks the coordinator for a description of the job.
+    Describe(Round),
+    /// The description reaches a reader; `None`: there is none now.
+    Described(Round, Option<Box<Description>>),
+    /// A reader has rested, or has waited for long.
+    ReaderWakes(Round),
+    /// A server hashes a slice for readers.
+    Hash { server: usize, life: u64 },
     /// A server has written slices to a checkpoint, or has failed.
     Written { server: usize, life: u64, job: u64, save: u64, slices: Option<Slices> },
     /// The coordinator has looked for the checkpoint from which a job starts.
@@ -134,6 +148,7 @@ pub(super) struct Size {
     pub(super) replicas: u32,
     pub(super) world: u32,
     pub(super) steps: u64,
+    pub(super) readers: usize,
     /// The job is saved at versions that are multiples of this number.
     pub(super) save_every: Option<u64>,
 }
@@ -153,6 +168,7 @@ pub(super) struct World {
     pub(super) decisions: Decisions,
     pub(super) servers: Vec<ShardServer>,
     pub(super) workers: Vec<Worker>,
+    pub(super) readers: Vec<Reader>,
     pub(super) store: Store,
     pub(super) faults: Faults,
     /// The batches whose gradients are far too large, and the rank that sends them.
@@ -175,7 +191,6 @@ pub(super) struct World {
     fails_at_end: bool,
 }
 
-/// Tensors of one slice each, of different sizes; one is frozen.
 /// A job with checkpoints returns to the last one before a spike. The median of one step is never
 /// unknown after a checkpoint.
 const SPIKES: SpikePolicy = SpikePolicy {
@@ -188,6 +203,7 @@ const SPIKES: SpikePolicy = SpikePolicy {
     limit_batches: 1,
 };
 
+/// Tensors of one slice each, of different sizes; one is frozen, and one is bfloat16.
 pub(super) fn spec(size: Size) -> JobSpec {
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
     let tensors = [("a", 3), ("b", 4), ("c", 1), ("d", 6)];
@@ -195,6 +211,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
         tensors.map(|(name, numel)| TensorSpec::new(name, [numel])).into_iter().collect();
     tensors.insert(1, frozen);
     tensors.push(TensorSpec { buffer: true, ..TensorSpec::new("buffer", [3]) });
+    tensors[4].dtype = DType::Bf16;
     let manifest = Manifest::new(tensors).expect("valid tensors");
     let adamw = "adamw".parse().expect("an optimizer");
     JobSpec {
@@ -230,6 +247,7 @@ impl World {
             decisions: Decisions::default(),
             servers: (0..size.servers).map(ShardServer::new).collect(),
             workers: (0..size.world).map(|_| Worker::new()).collect(),
+            readers: Vec::new(),
             store: Store::default(),
             faults,
             spikes: BTreeMap::new(),
@@ -246,7 +264,19 @@ impl World {
         (0..size.servers).for_each(|server| world.later(Happening::ServerStarts { server }));
         (0..size.world).for_each(|rank| world.later(Happening::WorkerStarts { rank }));
         world.schedule_faults();
+        world.add_readers();
         world
+    }
+
+    /// Adds readers, some of which start long before the job or after its first steps.
+    fn add_readers(&mut self) {
+        let slices = self.slices().len() as u32;
+        for reader in 0..self.size.readers {
+            self.readers.push(Reader::any(&mut self.rng, slices));
+            let scale = [1_000, 50_000, 300_000][self.rng.usize(..3)];
+            let wait = Duration::from_micros(self.rng.u64(..scale));
+            self.after(wait, Happening::ReaderStarts { reader });
+        }
     }
 
     /// Prints what happens if the run fails.
@@ -302,6 +332,8 @@ impl World {
         }
         if self.failure.is_none() {
             self.compare_final_states();
+            let outcome = self.record.compare_reads();
+            self.check(outcome);
         }
         if self.fails_at_end {
             self.fail("the end".to_owned());
@@ -319,6 +351,11 @@ impl World {
     }
 
     fn has_ended(&self) -> bool {
+        self.has_trained() && (self.readers.is_empty() || self.readers_have_ended())
+    }
+
+    /// Returns whether all steps are made, after which nothing goes wrong any more.
+    pub(super) fn has_trained(&self) -> bool {
         let is_saved = || self.store.latest().is_some_and(|(of, _)| of.version == self.size.steps);
         self.workers.iter().all(|worker| worker.step >= self.size.steps)
             && (self.size.save_every.is_none() || is_saved() && self.is_whole())
@@ -419,6 +456,11 @@ impl World {
             Happening::Told { rank, life, told } => self.told(rank, life, told),
             Happening::Wake { rank, life, again } => self.wake(rank, life, again),
             Happening::WorkerStarts { rank } => self.worker_starts(rank),
+            Happening::ReaderStarts { reader } => self.reader_starts(reader),
+            Happening::Describe(round) => self.describe_to(round),
+            Happening::Described(round, of) => self.described(round, of),
+            Happening::ReaderWakes(round) => self.reader_wakes(round),
+            Happening::Hash { server, life } => self.hash(server, life),
             Happening::Written { server, life, job, save, slices } => {
                 self.written(server, life, (job, save), slices);
             }
@@ -437,6 +479,7 @@ impl World {
             | Happening::Work { server, .. }
             | Happening::Follow { server, .. }
             | Happening::Written { server, .. }
+            | Happening::Hash { server, .. }
             | Happening::Request { server, .. }
             | Happening::Answered { to: Sender::Server { server, .. }, .. } => server,
             _ => return None,

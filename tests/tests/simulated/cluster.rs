@@ -26,7 +26,10 @@ use turmoil::{
 };
 use zeroshard_coordinator::cluster::context::JobLimits;
 use zeroshard_kernels::Cpu;
-use zeroshard_model::limits::{MAX_CONNECTIONS, MAX_JOBS};
+use zeroshard_model::{
+    DType,
+    limits::{MAX_CONNECTIONS, MAX_JOBS},
+};
 use zeroshard_net::transport::network::{self, Connecting, Stream};
 use zeroshard_server::{
     config::{self, Common},
@@ -38,7 +41,7 @@ use zeroshard_server::{
     shutdown::Shutdown,
 };
 
-use crate::{LIMIT, faults, worker};
+use crate::{LIMIT, faults, reader, worker};
 
 /// The port of all servers.
 const PORT: u16 = 7400;
@@ -67,13 +70,17 @@ impl Log {
     }
 }
 
-/// What the workers have seen.
+/// What the workers and the reader have seen.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Seen {
     /// The reports, by step and rank.
     pub(crate) reports: BTreeMap<(u64, u32), String>,
     /// The hash of the final state.
     pub(crate) hash: Option<String>,
+    /// The hash of the values of each version that the reader has applied.
+    pub(crate) versions: BTreeMap<u64, u64>,
+    /// The number of those that came as changes.
+    pub(crate) changed: u64,
 }
 
 /// A cluster, and the faults that it will have.
@@ -208,6 +215,14 @@ impl World {
             let (log, seen) = (log.clone(), seen.clone());
             sim.client(format!("worker-{rank}"), async move {
                 worker::train(size, rank, &log, &seen).await?;
+                Ok(())
+            });
+        }
+        // A reader makes a run a quarter longer.
+        if seed.is_multiple_of(2) {
+            let (log, seen) = (log.clone(), seen.clone());
+            sim.client("reader", async move {
+                reader::follow(DType::ALL[seed as usize % 3], &log, &seen).await?;
                 Ok(())
             });
         }

@@ -8,7 +8,7 @@ use zeroshard_tests::{synthetic, training};
 
 use crate::cluster::{COORDINATOR, Log, Seen, Size};
 
-const STEPS: u64 = 6;
+pub(crate) const STEPS: u64 = 6;
 /// The pause after each step.
 const PAUSE: Duration = Duration::from_millis(700);
 

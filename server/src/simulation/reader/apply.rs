@@ -1,0 +1,227 @@
+//! How a reader gets to a version, and what must hold when it shows it.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use zeroshard_changes::{
+    Copied, Gathering, Known, SliceChange,
+    apply::{Place, apply, positions},
+    hash,
+};
+use zeroshard_model::{DType, Line};
+use zeroshard_proto::pb;
+
+use super::{Phase, Reader};
+use crate::simulation::{
+    safeguard::{Safeguard, is_missing},
+    world::{Happening, World},
+};
+
+impl Reader {
+    /// The dtype and the number of elements of a slice.
+    fn size_of(&self, slice: u32) -> (DType, usize) {
+        (self.dtype_of(slice), self.of().spec.manifest.slices()[slice as usize].numel)
+    }
+
+    fn place_of(&self, slice: u32) -> Place {
+        let first = self.of().spec.manifest.slices()[slice as usize].offset as u64;
+        Place { dtype: self.dtype_of(slice), first }
+    }
+
+    /// The hashes of all values.
+    fn hashes(&self) -> BTreeMap<u32, u64> {
+        let hash = |(&slice, values): (&u32, &Vec<u8>)| {
+            let Place { dtype, first } = self.place_of(slice);
+            (slice, hash::of(dtype, first, values))
+        };
+        self.values.iter().map(hash).collect()
+    }
+
+    /// Returns whether the changes lead from the values to those of the servers.
+    fn fits(&self, slices: &BTreeMap<u32, SliceChange>) -> Result<bool, String> {
+        let state = self.state.as_ref().expect("the job has been described");
+        let mut fits = true;
+        for (&slice, change) in slices {
+            let values = self.values.get(&slice).ok_or("a change of another slice")?;
+            let checked = state.check(slice, (self.place_of(slice), values), change);
+            fits &= checked.map_err(|error| error.to_string())?.is_some();
+        }
+        Ok(fits)
+    }
+}
+
+impl World {
+    /// All servers have answered.
+    pub(super) fn gather(&mut self, reader: usize, answers: Vec<Known>) {
+        let of = &mut self.readers[reader];
+        let state = of.state();
+        if state.version().is_none() {
+            let newest = answers.iter().map(|answer| answer.version).max();
+            let copies = state.is_newer(newest);
+            return self.describe(reader, copies);
+        }
+        let Some(gathering) = state.gather(answers) else { return self.describe(reader, false) };
+        let behind = gathering.behind();
+        if behind.is_empty() {
+            return self.gathered(reader, gathering);
+        }
+        let (requests, to) = (of.requests(), Some(gathering.version()));
+        let requests = behind.iter().map(|&(at, had)| {
+            let (server, request) = requests[at].clone();
+            (at, server, pb::ChangesRequest { from: Some(had), to, ..request })
+        });
+        let requests = requests.collect();
+        of.begin(Phase::Rest(gathering));
+        self.send_changes(reader, requests);
+    }
+
+    /// A server that was behind has sent the rest.
+    pub(super) fn add_rest(&mut self, reader: usize, at: usize, known: Known) {
+        let of = &mut self.readers[reader];
+        let Phase::Rest(mut gathering) = std::mem::replace(&mut of.phase, Phase::Rests) else {
+            return;
+        };
+        // A repeated request has two answers.
+        if gathering.behind().iter().any(|(behind, _)| *behind == at) {
+            let added = gathering.add(at, known, |slice| of.size_of(slice));
+            if let Err((slice, error)) = added {
+                return self.fail(format!("the change of slice {slice} is malformed: {error}"));
+            }
+        }
+        match gathering.behind().is_empty() {
+            true => {
+                self.record.shown.completed += 1;
+                self.gathered(reader, gathering);
+            }
+            false => of.phase = Phase::Rest(gathering),
+        }
+    }
+
+    /// All changes lead to one version, unless a server does not know them.
+    fn gathered(&mut self, reader: usize, gathering: Gathering) {
+        let version = gathering.version();
+        let Some(slices) = gathering.finish() else {
+            self.readers[reader].state().lose(Copied::Behind);
+            return self.ask_for_changes(reader);
+        };
+        let of = &mut self.readers[reader];
+        if !slices.keys().eq(&of.slices) {
+            let failure = format!("a reader of {:?} gets changes of {slices:?}", of.slices);
+            return self.fail(failure);
+        }
+        of.state().show(version);
+        if self.rng.u32(..16) == 0 {
+            self.write_to_values(reader, &slices);
+        }
+        self.apply(reader, version, &slices);
+    }
+
+    /// The program of a reader writes to a value that a step has changed. It would not be noticed
+    /// before the next full hash if it wrote to another one.
+    fn write_to_values(&mut self, reader: usize, slices: &BTreeMap<u32, SliceChange>) {
+        let of = &mut self.readers[reader];
+        let mut changed = Vec::new();
+        for (&slice, SliceChange { change, .. }) in slices {
+            let (dtype, numel) = of.size_of(slice);
+            let all = positions(dtype, numel, change).unwrap_or_default();
+            changed.extend(all.into_iter().map(|at| (slice, at as usize * dtype.size())));
+        }
+        if let Some((slice, at)) = self.rng.choice(changed) {
+            of.has_written = true;
+            let values = of.values.get_mut(&slice).expect("it has all slices");
+            values[at] ^= 1 << self.rng.u8(..8);
+        }
+    }
+
+    /// Applies changes if they fit, and copies the values otherwise.
+    fn apply(&mut self, reader: usize, version: u64, slices: &BTreeMap<u32, SliceChange>) {
+        let of = &mut self.readers[reader];
+        match of.fits(slices) {
+            Ok(true) => {}
+            Ok(false) if is_missing(Safeguard::ReaderHashes) => {}
+            Ok(false) if of.has_written => {
+                of.state().lose(Copied::Differed);
+                of.state().show_again();
+                return self.ask_for_changes(reader);
+            }
+            Ok(false) => return self.fail(format!("the changes to {version} do not fit")),
+            Err(failure) => return self.fail(failure),
+        }
+        for (&slice, SliceChange { change, .. }) in slices {
+            let dtype = of.dtype_of(slice);
+            let values = of.values.get_mut(&slice).expect("they were checked");
+            if let Err(error) = apply(dtype, values, change) {
+                return self.fail(format!("the change of slice {slice} is malformed: {error}"));
+            }
+        }
+        of.state().advance(version, slices);
+        self.record.shown.changed += 1;
+        self.show(reader, version);
+    }
+
+    /// All values of a version have arrived.
+    pub(super) fn end_copy(&mut self, reader: usize) {
+        let of = &mut self.readers[reader];
+        let Phase::Copy { version, values, .. } = std::mem::replace(&mut of.phase, Phase::Rests)
+        else {
+            return;
+        };
+        let reason = of.state().reason();
+        of.ahead = 0;
+        of.state().show(version);
+        of.state().begin_copy();
+        of.values = values;
+        if self.rng.u32(..16) == 0 {
+            // The copy was interrupted.
+            return self.describe(reader, false);
+        }
+        let hashes = of.hashes();
+        of.state().end_copy(version, reason, hashes);
+        of.has_written = false;
+        *self.record.shown.copied.entry(reason).or_default() += 1;
+        self.show(reader, version);
+    }
+
+    /// A reader shows a version, and then rests.
+    fn show(&mut self, reader: usize, version: u64) {
+        let of = &mut self.readers[reader];
+        let (job, line) = (of.of().job_id, of.of().line);
+        let last = of.last.replace((job, line, version));
+        if let Some((old_job, old_line, old)) = last {
+            if (old_job, old_line) != (job, line) {
+                of.left.insert((old_job, old_line));
+            } else if version <= old {
+                return self.fail(format!("a reader shows version {version} after {old}"));
+            }
+        }
+        if of.left.contains(&(job, line)) {
+            return self.fail(format!("a reader is back on line {line}"));
+        }
+        let lines = self.lines.values();
+        let line = lines.rev().find(|of| of.number == line).map(|line| Line::clone(line));
+        let batches = self.batches(&line.unwrap_or_default(), version);
+        let of = &self.readers[reader];
+        for (&slice, values) in of.values.iter() {
+            let read = (of.dtype_of(slice), &values[..]);
+            if let Err(failure) = self.record.read(batches.clone(), slice, read) {
+                return self.fail(failure);
+            }
+        }
+        self.rest(reader);
+    }
+
+    /// A reader does something else for a while, is killed, or is the last one to follow the job.
+    fn rest(&mut self, reader: usize) {
+        self.readers[reader].begin(Phase::Rests);
+        let scale = match self.rng.u32(..16) {
+            0 => return self.kill_reader(reader),
+            1 => {
+                self.end_follows(self.readers[reader].dtype);
+                200_000
+            }
+            2..5 => 50_000,
+            _ => 1_000,
+        };
+        let (round, wait) = (self.round(reader), Duration::from_micros(self.rng.u64(..scale)));
+        self.after(wait, Happening::ReaderWakes(round));
+    }
+}
