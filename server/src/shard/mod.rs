@@ -6,6 +6,9 @@
 //! for a job. Only `fork` and `replicate` know the other servers.
 
 mod background;
+mod capture;
+mod captured;
+mod captures;
 mod changes;
 pub(crate) mod commands;
 pub(crate) mod content;
