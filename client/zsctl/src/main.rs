@@ -7,6 +7,7 @@ macro_rules! say {
     };
 }
 
+mod capture;
 mod checkpoint;
 mod completion;
 mod delete;
@@ -14,6 +15,7 @@ mod doctor;
 mod operate;
 mod path;
 mod plan;
+mod replay;
 mod rewind;
 mod shapes;
 mod status;
@@ -46,7 +48,7 @@ const PROBLEM: u8 = 3;
     name = "zsctl",
     version,
     after_help = "Exit codes: 0 success, 1 error, 2 invalid flags, 3 a problem was found (status, \
-                  doctor, plan)"
+                  doctor, plan, replay)"
 )]
 struct Arguments {
     /// The address of the coordinator; several coordinators, of which one is the leader, are
@@ -103,6 +105,19 @@ enum Command {
     /// Use it to find the rank and the tensor that spoiled a step. The norms are those of the
     /// gradients as the ranks sent them: before the mean over the ranks, and with the loss scale
     Steps(steps::Arguments),
+    /// Write the next step of a job to a directory: the state before it, the gradients of all
+    /// ranks, and the hashes after it
+    ///
+    /// Training goes on, and the servers keep nothing afterwards. Until you have the step, it
+    /// counts in their --pinned-bytes. If it does not fit, capture single tensors with --tensor
+    Capture(capture::Arguments),
+    /// Apply a captured step again on this machine, and compare the hashes with those of the
+    /// servers
+    ///
+    /// Equal hashes prove that the state before the step, the gradients of the ranks and the
+    /// decision lead to the state after it, bit for bit. A difference is named: the state, or the
+    /// gradient of a rank. The exit code is 3 if anything differs
+    Replay(replay::Arguments),
     /// Save jobs, and inspect, verify, export and remove their checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -173,6 +188,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let is_json = arguments.json;
     let seconds = match &arguments.command {
         Command::Rewind(rewind) => rewind.within,
+        Command::Capture(capture) => capture.within,
         _ => arguments.timeout,
     };
     let timeout = Duration::from_secs(seconds.max(1));
@@ -186,6 +202,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
             return token::run(command, is_json).map(|()| ExitCode::SUCCESS);
         }
         Command::Estimate(plan) => return plan::run(plan, is_json),
+        Command::Replay(replay) => return replay::run(replay, is_json),
         Command::Completion(shell) => {
             completion::run(shell);
             return Ok(ExitCode::SUCCESS);
@@ -209,8 +226,13 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
             print(is_json, &event, &hash);
         }
         Command::Steps(steps) => steps::run(steps, &cluster, is_json).await?,
+        Command::Capture(capture) => capture::run(capture, &cluster, is_json).await?,
         // These commands do not need a cluster, and have been handled above.
-        Command::Token(_) | Command::Estimate(_) | Command::Completion(_) | Command::Doctor(_) => {}
+        Command::Token(_)
+        | Command::Estimate(_)
+        | Command::Replay(_)
+        | Command::Completion(_)
+        | Command::Doctor(_) => {}
         Command::Checkpoint(command) => checkpoint::online(command, &cluster, is_json).await?,
         Command::Rewind(rewind) => rewind::run(rewind, &cluster, is_json).await?,
         Command::Delete(delete) => delete::run(delete, &cluster, is_json).await?,
