@@ -186,18 +186,19 @@ fn a_flipped_bit_changes_the_hash_and_that_of_its_rank_alone() {
 
 #[test]
 fn an_incomplete_or_malformed_capture_is_refused() {
+    type Change<'a> = &'a dyn Fn(&mut CapturedSlice);
     let trained = Trained::new(spec("sgd", DType::F32, StateDType::F32));
     let (captured, _) = trained.captured(true);
     let replay = Replay { spec: &trained.spec, step: STEPS, apply: Some(trained.apply()) };
     let device = Device::new(Arc::new(Cpu::new()), None);
-    let refusal = |index, change: &dyn Fn(&mut CapturedSlice)| {
+    let refusal = |index, change: Change<'_>| {
         let (state, chunks) = (captured.state.clone(), captured.chunks.clone());
         let (absent, figures) = (captured.absent.clone(), captured.figures.clone());
         let mut changed = CapturedSlice { state, chunks, absent, figures, ..Default::default() };
         change(&mut changed);
         replay.run(&device, index, &changed).unwrap_err().to_string()
     };
-    let cases: [(&dyn Fn(&mut CapturedSlice), &str); 6] = [
+    let cases: [(Change<'_>, &str); 6] = [
         (&|slice| drop(slice.chunks.remove(0)), "lacks elements of rank 2"),
         (&|slice| slice.absent.clear(), "lacks elements of rank 0"),
         (&|slice| slice.chunks[0].rank = 7, "rank 7"),
@@ -227,6 +228,17 @@ fn a_capture_keeps_nothing_before_it_begins_and_after_it_ends() {
     trained.push(Attempt::first(1, STEPS + 1), NUMEL);
     assert_eq!(trained.budget.used(), 0);
     trained.step(STEPS + 1, true);
+}
+
+#[test]
+fn a_step_with_new_values_beside_gradients_is_refused() {
+    let trained = Trained::new(spec("adamw", DType::F32, StateDType::F32));
+    trained.slice.begin_capture(&trained.budget);
+    let attempt = Attempt { number: 1, ..Attempt::first(1, STEPS) };
+    trained.push(attempt, NUMEL);
+    trained.slice.replace(attempt, &values(0, 98), || Ok(())).unwrap();
+    let refused = trained.slice.capture("job", STEPS, &trained.budget).unwrap_err();
+    assert!(refused.to_string().contains("new values"), "{refused}");
 }
 
 #[test]
