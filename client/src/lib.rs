@@ -30,6 +30,7 @@
 mod array;
 mod buckets;
 mod call;
+mod capture;
 mod cluster;
 mod connect;
 mod contributions;
@@ -59,6 +60,7 @@ use std::time::Duration;
 
 pub use array::Array;
 pub use buckets::Buckets;
+pub use capture::{Capture, CapturedStep};
 pub use cluster::{Cluster, CreateJob, Description};
 pub use contributions::{Contribution, StepContributions};
 pub use credentials::CredentialFlags;
@@ -73,6 +75,7 @@ pub use pull::Target;
 pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
+pub use state::combined_hash;
 pub use state_selector::StateSelector;
 pub use status::{
     Advice, JobOnServer, JobState, JobStatus, JobWait, MissingServer, ServerStatus, SlowRank,

@@ -160,7 +160,7 @@ impl Cluster {
         pin: &Pin,
         wait: Duration,
     ) -> Result<Pinned> {
-        let wanted = slices(&of, pin)?;
+        let wanted = slices(&of, pin.tensors.as_deref())?;
         let slices = wanted.iter().flat_map(|(_, slices)| slices).copied().collect();
         let calls = wanted.into_iter().map(|(server, slices)| {
             let limit_ms = u32::try_from(pin.limit.as_millis()).unwrap_or(u32::MAX).max(1);
@@ -219,11 +219,17 @@ impl Cluster {
     }
 }
 
-/// The slices to pin, by server.
-fn slices(of: &Description, pin: &Pin) -> Result<Vec<(Server, Vec<u32>)>> {
+/// The slices of tensors, by server. `None` stands for all tensors.
+///
+/// # Errors
+/// [`Error::Invalid`] for an unknown tensor.
+pub(crate) fn slices(
+    of: &Description,
+    tensors: Option<&[String]>,
+) -> Result<Vec<(Server, Vec<u32>)>> {
     let (manifest, placement) = (&of.spec.manifest, &of.placement);
     let mut of_server = vec![Vec::new(); placement.servers().len()];
-    let owners: BTreeSet<usize> = match &pin.tensors {
+    let owners: BTreeSet<usize> = match tensors {
         None => (0..manifest.tensors().len()).map(|tensor| manifest.owner(tensor)).collect(),
         Some(names) => {
             let owner = |name: &String| Ok(manifest.owner(manifest.find(name)?.index()));

@@ -84,7 +84,19 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
         .await
         .map(|answer| answer.slices)
     });
-    let mut slices = try_join_all(digests).await?.concat();
+    state_hash_of(of, version, try_join_all(digests).await?.concat())
+}
+
+/// The hash of a job's state with these digests of its slices.
+///
+/// # Errors
+/// [`Error::NotHere`] if one is missing, [`Error::Internal`] if there are too many.
+pub(crate) fn state_hash_of(
+    of: &Description,
+    version: u64,
+    mut slices: Vec<pb::SliceDigest>,
+) -> Result<String> {
+    let job = &of.spec.name;
     slices.sort_unstable_by_key(|slice| slice.slice);
     let expected = 0..of.spec.manifest.slices().len() as u32;
     // A server may have become the backup of a slice.
@@ -97,12 +109,16 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
             format!("the servers returned {} digests instead of one for each slice", slices.len());
         return Err(Error::Internal { cause });
     }
+    Ok(combined_hash(version, slices.iter().map(|slice| &slice.digest[..])))
+}
+
+/// Returns the hash of a job's state ([`Cluster::state_hash`]): hexadecimal BLAKE3 of the version
+/// and of each slice's digest, in manifest order.
+pub fn combined_hash<'a>(version: u64, digests: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&version.to_le_bytes());
-    for slice in &slices {
-        hasher.update(&slice.digest);
-    }
-    Ok(hasher.finalize().to_hex().to_string())
+    digests.into_iter().for_each(|digest| _ = hasher.update(digest));
+    hasher.finalize().to_hex().to_string()
 }
 
 /// The steps applied to each tensor.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use zeroshard_changes::{Copied, SliceChange};
 use zeroshard_model::LineVersion;
 

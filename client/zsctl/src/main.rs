@@ -7,6 +7,7 @@ macro_rules! say {
     };
 }
 
+mod capture;
 mod checkpoint;
 mod completion;
 mod delete;
@@ -16,6 +17,7 @@ mod mirror;
 mod operate;
 mod path;
 mod plan;
+mod replay;
 mod rewind;
 mod shapes;
 mod status;
@@ -48,7 +50,7 @@ const PROBLEM: u8 = 3;
     name = "zsctl",
     version,
     after_help = "Exit codes: 0 success, 1 error, 2 invalid flags, 3 a problem was found (status, \
-                  doctor, plan)"
+                  doctor, plan, replay)"
 )]
 struct Arguments {
     /// The address of the coordinator; several coordinators, of which one is the leader, are
@@ -105,6 +107,19 @@ enum Command {
     /// Use it to find the rank and the tensor that spoiled a step. Each norm is that of a gradient
     /// as the rank sent it, with the loss scale and before the mean over the ranks
     Steps(steps::Arguments),
+    /// Write the next step of a job to a directory: the state before it, the gradients of all
+    /// ranks, and the hashes after it
+    ///
+    /// Training goes on, and the servers keep nothing afterwards. Until you have the step, it
+    /// counts in their --pinned-bytes. If it does not fit, capture single tensors with --tensor
+    Capture(capture::Arguments),
+    /// Apply a captured step again on this machine, and compare the hashes with those of the
+    /// servers
+    ///
+    /// Equal hashes prove that the state before the step, the gradients of the ranks and the
+    /// decision lead to the state after it, bit for bit. A difference is named: the state, or the
+    /// gradient of a rank. The exit code is 3 if anything differs
+    Replay(replay::Arguments),
     /// Save jobs, and inspect, verify, export and remove their checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -197,6 +212,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let seconds = match &arguments.command {
         Command::Rewind(rewind) => rewind.within,
         Command::Follow(follow) => follow.within,
+        Command::Capture(capture) => capture.within,
         _ => arguments.timeout,
     };
     let timeout = Duration::from_secs(seconds.max(1));
@@ -210,6 +226,7 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
             return token::run(command, is_json).map(|()| ExitCode::SUCCESS);
         }
         Command::Estimate(plan) => return plan::run(plan, is_json),
+        Command::Replay(replay) => return replay::run(replay, is_json),
         Command::Completion(shell) => {
             completion::run(shell);
             return Ok(ExitCode::SUCCESS);
@@ -237,9 +254,11 @@ async fn run(arguments: &Arguments) -> Result<ExitCode> {
             print(is_json, &event, &hash);
         }
         Command::Steps(steps) => steps::run(steps, &cluster, is_json).await?,
+        Command::Capture(capture) => capture::run(capture, &cluster, is_json).await?,
         // These commands do not need a cluster, and have been handled above.
         Command::Token(_)
         | Command::Estimate(_)
+        | Command::Replay(_)
         | Command::Completion(_)
         | Command::Doctor(_)
         | Command::Mirror(_) => {}

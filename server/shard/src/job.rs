@@ -30,6 +30,7 @@ use super::{
     slice::{Holds, Memory, Reduced, Role, Slice, Upload},
 };
 use allocation::{Allocation, arena_of, check_placement};
+pub use capture::CapturedSlices;
 use contributions::Contributions;
 pub use contributions::StepContributions;
 use early::EarlyValues;
@@ -44,6 +45,7 @@ use zeroshard_model::Attempt;
 
 mod allocation;
 mod arrivals;
+mod capture;
 mod contributions;
 mod early;
 mod follow;

@@ -3,7 +3,8 @@
 //!
 //! `job` finds the slice, `slice` computes on a backend, and `round` adds the gradients of a step
 //! in the order of the ranks. `tier` decides where arrays are: in memory, in host memory, or on
-//! disk. `budget` limits bytes, and `fair` shares the time of the server among jobs.
+//! disk. `budget` limits bytes, and `fair` shares the time of the server among jobs. `replay`
+//! applies a captured step again.
 //!
 //! This crate knows neither messages nor the network, and no clock: a job gets the time and tells
 //! its events through [`job::Host`]. It waits for nothing but memory, disks and turns. The server
@@ -20,6 +21,7 @@ pub mod fair;
 mod instrumented;
 pub mod job;
 mod ranges;
+pub mod replay;
 pub mod round;
 pub mod senders;
 pub mod slice;

@@ -11,16 +11,20 @@ use zeroshard_loops::{Level, tally::Tally};
 use zeroshard_model::{DType, Error, Result, geometry::SliceContributors};
 
 use super::budget::Budget;
+use recorder::Recorder;
 use total::{Figures, Total};
 use turns::{MAX_RANGES, Turns};
 
 mod absent;
 mod contribution;
+mod recorder;
 mod total;
 mod turns;
 
 pub use absent::Absent;
 pub use contribution::{Contributed, Largest};
+pub use recorder::Recorded;
+pub(crate) use recorder::exhausted;
 
 /// Consecutive elements of one rank's contribution, from the network buffer.
 #[derive(Debug, Clone)]
@@ -57,13 +61,16 @@ pub struct Round {
     touched: bool,
     /// The instruction set that computes the figures of contributions.
     level: Level,
+    /// Keeps the contributions, while somebody captures a step.
+    recorder: Option<Recorder>,
 }
 
 impl Round {
     /// The round of slice number `slice` with `numel` elements.
     pub fn new(slice: u32, numel: usize, contributors: &[SliceContributors]) -> Self {
         let turns = contributors.iter().map(|each| Turns::new(slice, each)).collect();
-        Self { slice, turns, figures: Figures::new(numel), touched: false, level: Level::best() }
+        let (figures, level) = (Figures::new(numel), Level::best());
+        Self { slice, turns, figures, touched: false, level, recorder: None }
     }
 
     /// Adds gradients that have arrived already again, from now on.
@@ -76,6 +83,7 @@ impl Round {
         self.turns.iter_mut().for_each(Turns::reset);
         self.figures.reset();
         self.touched = false;
+        self.recorder.iter_mut().for_each(Recorder::restart);
     }
 
     /// Returns whether any rank has sent elements, so that there is a sum.
@@ -134,11 +142,15 @@ impl Round {
             // The elements are in cache.
             let first = contribution::first_element(self.slice) + range.start as u64;
             let tally = Tally::of(self.level, &part.bytes, part.dtype, first);
+            let recorded = self.recorder.is_some().then(|| part.clone());
             if in_turn {
                 turns.add(total, turn, range.clone(), Some(&part))?;
             } else if let Err(full) = turns.park(turn, part, budget) {
                 refused = Err(full);
                 break;
+            }
+            if let Some((recorder, part)) = self.recorder.as_mut().zip(recorded) {
+                recorder.record(&part);
             }
             new += range.len() as u64;
             let contribution = &mut turns.contributions[turn];

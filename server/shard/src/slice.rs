@@ -33,6 +33,7 @@ use versioned::{Versioned, in_memory};
 
 mod average;
 mod backup;
+mod capture;
 mod factors;
 mod follow;
 mod fork;
@@ -53,6 +54,7 @@ mod upload;
 mod versioned;
 
 pub use backup::Role;
+pub use capture::CapturedSlice;
 pub use follow::Unhashed;
 pub use history::Since;
 pub use hold::Holds;

@@ -223,8 +223,8 @@ pub struct Resources {
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
-    /// Maximum number of bytes of versions that readers have pinned; further pins are refused. By
-    /// default a sixteenth of --memory, and at most 1 GiB
+    /// Maximum number of bytes of versions that readers have pinned, and of captured steps; further
+    /// ones are refused. By default a sixteenth of --memory, and at most 1 GiB
     #[arg(long, env = "ZEROSHARD_PINNED_BYTES", value_name = "BYTES")]
     pub pinned_bytes: Option<u64>,
     /// Maximum number of bytes of what steps have changed, for readers that follow jobs; beyond it

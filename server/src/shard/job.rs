@@ -18,7 +18,7 @@ use zeroshard_shard::{
     slice::Apply,
 };
 
-use super::{events::Events, lasting::Lasting, pins::Pins};
+use super::{captures::Captures, events::Events, lasting::Lasting, pins::Pins};
 use crate::metrics::{self, StoredJob};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
@@ -48,6 +48,8 @@ pub(crate) struct Job<B: Backend> {
     reports: Arc<Reports>,
     /// The versions that readers have pinned.
     pub(super) pins: Pins<B>,
+    /// The capture that waits for its step.
+    pub(super) captures: Captures,
     /// The versions that processes on this host map.
     pub(super) lasting: Arc<Lasting>,
 }
@@ -69,10 +71,12 @@ impl<B: Backend> Job<B> {
         let (job, id) = (opening.spec.name.clone(), opening.id);
         let reports = Arc::new(Reports { job, id, events, series: OnceLock::new() });
         let state = job::Job::open(opening, reports.clone())?;
-        Ok(Self { state, origin, reports, pins: Pins::default(), lasting: Arc::default() })
+        let (pins, captures, lasting) = (Pins::default(), Captures::default(), Arc::default());
+        Ok(Self { state, origin, reports, pins, captures, lasting })
     }
 
-    /// Takes every slice to the next version; without `apply`, with the same state.
+    /// Takes every slice to the next version; without `apply`, with the same state. Captures the
+    /// step if somebody waits for it.
     ///
     /// # Errors
     /// Those of [`job::Job::decide`].
@@ -82,7 +86,7 @@ impl<B: Backend> Job<B> {
         attempt: Attempt,
         apply: Option<Apply<'_>>,
     ) -> Result<()> {
-        self.state.decide(decision, attempt, (apply, &decision.absent))
+        self.captures.decide(&self.state, decision, attempt, apply)
     }
 
     /// The trace of the step of an attempt.

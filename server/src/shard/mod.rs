@@ -6,6 +6,9 @@
 //! for a job. Only `fork` and `replicate` know the other servers.
 
 mod background;
+mod capture;
+mod captured;
+mod captures;
 pub(crate) mod changes;
 pub(crate) mod commands;
 pub(crate) mod content;

@@ -15,6 +15,7 @@ use zeroshard_proto::{
 };
 
 use super::{
+    capture::Capture,
     changes, contributions,
     measure::{self, measure},
     pin,
@@ -24,6 +25,7 @@ use crate::access::Caller;
 
 type MeasureStream = BoxStream<'static, Result<pb::MeasureResponse, Status>>;
 type ChangesStream = BoxStream<'static, Result<pb::ChangesResponse, Status>>;
+type CaptureStream = BoxStream<'static, Result<pb::CaptureResponse, Status>>;
 type PinStream = BoxStream<'static, Result<pb::PinResponse, Status>>;
 
 /// The number of slices, of up to 256 MiB together, that are read in one turn. Between turns, the
@@ -92,6 +94,22 @@ impl<B: Backend> Service<B> {
             slices.extend(self.store.failure.blocking("hash slices", work).await?);
         }
         Ok(pb::DigestResponse { slices })
+    }
+
+    async fn captured(&self, request: Request<pb::CaptureRequest>) -> Result<CaptureStream> {
+        // A spike may be days away. The caller says for how long it waits.
+        let deadline = Deadline::of_call(request.metadata().as_ref());
+        let deadline = deadline.unwrap_or_else(|| Deadline::after(self.store.limits.wait));
+        Caller::of(request.extensions())?.check_train(&request.get_ref().job)?;
+        let request = request.into_inner();
+        let job = self.store.job(&request.job, request.job_id)?;
+        job.captures.until_free().await;
+        let store = self.store.clone();
+        let begin = move || Capture::begin(&store, job, &request, deadline);
+        let capture = self.store.failure.blocking("begin a capture", begin).await?;
+        let shutdown = self.shutdown.clone().cancelled_owned();
+        let messages = capture.messages().map(|message| message.map_err(to_status));
+        Ok(messages.take_until(shutdown).boxed())
     }
 
     async fn pinned(&self, request: Request<pb::PinRequest>) -> Result<PinStream> {
@@ -171,6 +189,15 @@ impl<B: Backend> shard_service_server::ShardService for Service<B> {
         request: Request<pb::DigestRequest>,
     ) -> Result<Response<pb::DigestResponse>, Status> {
         self.answer(self.digests(request)).await
+    }
+
+    type CaptureStream = CaptureStream;
+
+    async fn capture(
+        &self,
+        request: Request<pb::CaptureRequest>,
+    ) -> Result<Response<CaptureStream>, Status> {
+        self.answer(self.captured(request)).await
     }
 
     type PinStream = PinStream;

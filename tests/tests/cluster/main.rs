@@ -10,6 +10,7 @@ mod attacks;
 mod attempts;
 mod averages;
 mod boxes;
+mod capture;
 mod checkpoints;
 mod claims;
 mod command_line;

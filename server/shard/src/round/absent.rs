@@ -65,6 +65,11 @@ impl Round {
         Some(Absent { rank, everywhere: self.is_absent_everywhere() })
     }
 
+    /// Returns all absent ranks, in any order.
+    pub fn absents(&self) -> impl Iterator<Item = u32> {
+        self.turns.iter().flat_map(Turns::absent)
+    }
+
     /// Returns whether all ranks are absent and have sent nothing.
     pub fn is_absent_everywhere(&self) -> bool {
         !self.touched && self.turns.iter().all(|turns| turns.absents == turns.contributions.len())

@@ -129,13 +129,7 @@ impl<B: Backend> Slice<B> {
             }
             (inner.applied, buffers)
         };
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(&(self.spec.numel as u64).to_le_bytes());
-        hasher.update(&applied.count.to_le_bytes());
-        applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
-        if self.average_parts().next().is_some() {
-            hasher.update(&applied.averaged.to_le_bytes());
-        }
+        let mut hasher = self.hasher(&applied);
         for array in &buffers {
             let (numel, dtype) = (array.numel(&self.backend), array.dtype(&self.backend));
             for start in (0..numel).step_by(PIECE) {
@@ -144,6 +138,19 @@ impl<B: Backend> Slice<B> {
             }
         }
         Ok(*hasher.finalize().as_bytes())
+    }
+
+    /// A hash that contains the size of the slice and its applied steps. Master weights, optimizer
+    /// state and averages follow.
+    pub(super) fn hasher(&self, applied: &AppliedSteps) -> blake3::Hasher {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&(self.spec.numel as u64).to_le_bytes());
+        hasher.update(&applied.count.to_le_bytes());
+        applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
+        if self.average_parts().next().is_some() {
+            hasher.update(&applied.averaged.to_le_bytes());
+        }
+        hasher
     }
 
     pub(super) fn check_version(&self, job: &str, version: u64) -> Result<()> {
