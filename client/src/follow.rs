@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+use tokio::time::sleep;
 use twox_hash::XxHash3_64;
 pub use zeroshard_changes::Copied;
 use zeroshard_changes::Reader;
@@ -42,6 +43,9 @@ const CALL: Duration = Duration::from_secs(10);
 
 /// How long a full copy may take: the longest limit of a pin, which ends with the copy.
 const COPY: Duration = Duration::from_secs(600);
+
+/// The pause before a server is asked again for a pin for which it had no room.
+const FULL: Duration = Duration::from_millis(100);
 
 /// The pause before the job is described again, after its slices have moved or a copy has failed.
 const REFRESH: Duration = Duration::from_millis(20);
@@ -164,7 +168,7 @@ impl Follower {
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::JobFailed`]; [`Error::Timeout`] if there is no newer version
     /// within [`Follow::wait`]; [`Error::OutOfMemory`] if a server has no room for the pin of a
-    /// full copy.
+    /// full copy within [`crate::Options::timeout`].
     pub async fn next(&mut self) -> Result<FollowedVersion> {
         let deadline = Deadline::after(self.follow.wait);
         let mut tries = Tries::until(deadline);
@@ -225,6 +229,7 @@ impl Follower {
     /// unless a mirror sends it. By then all servers record changes.
     async fn newest(&mut self, deadline: Deadline) -> Result<FollowedVersion> {
         let reason = self.reader.reason();
+        let room = deadline.at_most(self.cluster.options.timeout);
         let mut tries = Tries::until(deadline);
         let newest = loop {
             let begun = self.begin(deadline.left().min(CALL));
@@ -242,9 +247,15 @@ impl Follower {
             return Ok(FollowedVersion::of_mirror(self.of.line, newest, reason));
         }
         let pin = Pin { tensors: self.follow.tensors.clone(), limit: COPY, ..Pin::default() };
-        let pinned = self.cluster.pin(&self.job, &pin);
-        let waiting_for = || format!("a pin of job {:?}", self.job);
-        let pinned = tries.limit(waiting_for, pinned).await??;
+        let pinned = loop {
+            let waiting_for = || format!("a pin of job {:?}", self.job);
+            let pinned = self.cluster.pin(&self.job, &pin);
+            match tries.limit(waiting_for, pinned).await? {
+                // The copies of other readers take the room, and end soon.
+                Err(Error::OutOfMemory { .. }) if !room.left().is_zero() => sleep(FULL).await,
+                pinned => break pinned?,
+            }
+        };
         self.of = pinned.description().clone();
         self.reader.described((self.of.id, self.of.line));
         Ok(FollowedVersion::full(self.of.line, pinned, reason))

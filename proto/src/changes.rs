@@ -27,7 +27,7 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Adds as much of a change as there is room for. Leaves the rest, or `None` if nothing is left.
+    /// Adds as much of a change as there is room for. Leaves the rest, or `None` if all is added.
     pub fn add(&mut self, rest: &mut Option<Rest>) {
         let Some(Rest { slice, change, hash }) = rest else { return };
         let part = change.split_to(change.len().min(ROOM - self.bytes));

@@ -49,7 +49,7 @@ impl Access {
     /// Returns whether the caller of a request may read the job.
     ///
     /// # Errors
-    /// [`Error::Unauthenticated`] and [`Error::Forbidden`]; [`Error::Tls`] for a connection that must
+    /// [`Error::Unauthenticated`], [`Error::Forbidden`]; [`Error::Tls`] for a connection that must
     /// be encrypted but is not; the error of the call if the coordinator cannot be asked.
     pub(crate) async fn check<T>(&self, request: &Request<T>) -> Result<()> {
         let security = request.extensions().get::<PeerSecurity>().map(PeerSecurity::get);

@@ -39,8 +39,8 @@ impl FollowedValues {
         Ok(targets)
     }
 
-    /// Returns the dtype and the little-endian bytes of a tensor that owns its storage; `None` if it
-    /// is not followed.
+    /// Returns the dtype and the little-endian bytes of a tensor that owns its storage, or `None`
+    /// if it is not followed.
     pub fn get(&self, tensor: usize) -> Option<(DType, &[u8])> {
         self.0.get(&tensor).map(|(dtype, bytes)| (*dtype, &bytes[..]))
     }

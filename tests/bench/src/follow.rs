@@ -44,9 +44,9 @@ const SETTLE: usize = 3;
 ///   Servers_mib is that of all servers before the reader and with it.
 ///
 /// Another row has the time from the commit of a step until many readers have applied and verified
-/// its version (seconds), compared with that of full copies by all of them (ratio_copies), and the
-/// bytes that the servers have sent, compared with those of one reader. The last row is the same with
-/// readers of a mirror.
+/// its version (seconds), compared with that of full copies by all of them (ratio_copies). It also
+/// has the bytes that the servers have sent, compared with those of one reader. The last row is the
+/// same with readers of a mirror.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Learning rates, separated by commas
@@ -308,17 +308,17 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     let mut bench = Bench::start(options)?;
     let mut table = Table::new(json, &fields);
     for &rate in &options.rates {
-        let mut rows = vec![bench.pairs(rate)?];
-        if options.readers > 0 {
-            rows.push(bench.fan_out(rate, None)?);
-            let (_mirror, address) = bench.mirror()?;
-            rows.push(bench.fan_out(rate, Some(&address))?);
-        }
-        for mut row in rows {
+        let mut add = |mut row: Value, params: u64| {
             row["bench"] = json!("follow");
-            row["params"] = json!(bench.params);
+            row["params"] = json!(params);
             row["dtype"] = json!(options.dtype.to_string());
             table.row(row);
+        };
+        add(bench.pairs(rate)?, bench.params);
+        if options.readers > 0 {
+            add(bench.fan_out(rate, None)?, bench.params);
+            let (_mirror, address) = bench.mirror()?;
+            add(bench.fan_out(rate, Some(&address))?, bench.params);
         }
     }
     table.finish();

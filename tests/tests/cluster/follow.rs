@@ -269,6 +269,24 @@ async fn arrays_that_somebody_has_written_to_get_a_full_copy() {
 }
 
 #[tokio::test]
+async fn full_copies_wait_for_the_room_of_other_ones() {
+    const NUMEL: u64 = 300_000;
+    // A pin takes more than half of it.
+    let bytes = (NUMEL * 6).to_string();
+    let cluster = Cluster::start_with(1, &["--pinned-bytes", &bytes]);
+    let spec = job("full", 1, sgd(0.1), vec![TensorSpec::new("w", [NUMEL])]);
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    truth.record(&trainer, 0).await;
+    let readers = (0..3).map(|_| async {
+        let mut reader = Reader::new(&client, "full", DType::Bf16).await;
+        assert_eq!(reader.next().await.copied(), Some(Copied::Joined));
+        truth.check(&reader).await;
+    });
+    futures_util::future::join_all(readers).await;
+}
+
+#[tokio::test]
 async fn a_skipped_step_is_an_empty_change_and_a_rewind_a_full_copy() {
     const NUMEL: usize = 40_000;
     let (directory, cluster) = (directory(), Cluster::start(2));
