@@ -267,7 +267,7 @@ impl Model {
         });
         let tensors: Vec<_> = tensors.collect();
         let written = tensors.iter().map(|(_, dtype)| *dtype).collect();
-        let layout = ModelLayout::new(tensors.into_iter(), file_bytes);
+        let layout = ModelLayout::new(tensors, file_bytes);
         Ok(Self { job_id: follower.description().id, layout, values, written })
     }
 }
