@@ -176,6 +176,23 @@ async fn a_mirror_refuses_readers_whom_the_servers_refuse_and_jobs_that_it_does_
     let request = pb::CopyRequest { job: "guarded".to_owned(), ..Default::default() };
     let refused = from_status(&raw.copy(request).await.unwrap_err(), "mirror");
     assert!(matches!(refused, Error::Unauthenticated { .. }), "{refused}");
+    let authorized = |request: pb::CopyRequest| {
+        let mut request = tonic::Request::new(request);
+        request.metadata_mut().insert("authorization", "Bearer secret".parse().unwrap());
+        request
+    };
+    let of = |dtype: i32, slices: Vec<u32>| vec![pb::FollowedSlices { dtype, slices }];
+    let f32 = pb::Dtype::F32.into();
+    for (job, slices, expected) in [
+        ("other", of(f32, vec![0]), "the mirror has job \"guarded\""),
+        ("guarded", of(f32, vec![7]), "slice 7 of a reader's request"),
+        ("guarded", of(f32, vec![u32::MAX]), "a slice of the job"),
+        ("guarded", of(99, vec![0]), "dtype of a reader"),
+    ] {
+        let request = pb::CopyRequest { job: job.to_owned(), slices, ..Default::default() };
+        let refused = raw.copy(authorized(request)).await.unwrap_err();
+        assert!(from_status(&refused, "mirror").to_string().contains(expected), "{refused}");
+    }
     let mut other = client.follow("guarded", follow(DType::Bf16)).await.unwrap();
     let refused = match other.next().await {
         Ok(mut version) => other.apply(&mut version, Vec::new()).await.unwrap_err(),
