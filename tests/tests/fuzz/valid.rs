@@ -13,6 +13,7 @@ impl Generator<'_> {
         match rpc.method.full_name() {
             "zeroshard.v1.DataService.Push" if self.chance(85) => self.push(&of, server),
             "zeroshard.v1.DataService.Pull" if self.chance(60) => self.pull(&of, server),
+            "zeroshard.v1.ShardService.Capture" if self.chance(85) => self.capture(&of),
             "zeroshard.v1.CoordinatorService.Commit" if self.chance(60) => self.commit(&of),
             "zeroshard.v1.CoordinatorService.Serve" if self.chance(85) => self.serve(&of),
             "zeroshard.v1.WorkerService.Deliver" if self.chance(60) => self.deliver(&of),
@@ -53,6 +54,13 @@ impl Generator<'_> {
         let here = self.member.slices.iter().filter(|slice| slice.shard == server);
         let slices: Vec<u32> = here.map(|slice| slice.index).collect();
         vec![dynamic(of, &stock::read(&self.member.job, self.member.version, slices))]
+    }
+
+    /// Generates the capture of the step after the next one: the next one may have begun.
+    fn capture(&mut self, of: &MessageDescriptor) -> Vec<DynamicMessage> {
+        let (job, job_id) = (self.member.job.clone(), self.member.job_id);
+        let step = self.member.version + 1;
+        vec![dynamic(of, &pb::CaptureRequest { job, job_id, step, ..Default::default() })]
     }
 
     fn commit(&mut self, of: &MessageDescriptor) -> Vec<DynamicMessage> {
