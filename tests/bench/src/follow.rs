@@ -21,6 +21,8 @@ pub(crate) use reader::{Options as ReaderOptions, run as run_reader};
 const SCRIPT: &str = include_str!("../torch/follow.py");
 /// The time limit of an answer. Before the first one, the trainer trains with torch alone.
 const ANSWER_WITHIN: Duration = Duration::from_secs(1800);
+/// The room for pins on each server. Full copies by all readers at once need it.
+const PINNED: u64 = 4 << 30;
 /// The number of steps after a change of the learning rate that are not measured.
 const SETTLE: usize = 3;
 
@@ -121,7 +123,8 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn start(options: &'a Options) -> Result<Self, Error> {
-        let cluster = Cluster::start(options.shards as usize);
+        let pinned = PINNED.to_string();
+        let cluster = Cluster::start_with(options.shards as usize, &["--pinned-bytes", &pinned]);
         let folder = TempDir::with_prefix("zs-bench-")?;
         let script = folder.path().join("follow.py");
         std::fs::write(&script, SCRIPT)?;
