@@ -1,11 +1,36 @@
-//! Packs the changes of slices into messages of limited size.
+//! Reads which slices a reader follows, and packs their changes into messages of limited size.
 
 use bytes::Bytes;
+use zeroshard_model::{DType, Error, Result};
 
-use crate::pb;
+use crate::{Wire, pb};
 
 /// The maximum number of bytes of changes in one message.
 const ROOM: usize = 1 << 20;
+
+/// Returns the slices of a request, each with the reader's dtype. `slices`: the number of slices in
+/// the job.
+///
+/// # Errors
+/// [`Error::Invalid`] for an unknown dtype or one that no reader has; [`Error::Refused`] for slices
+/// that are not ascending, and for more slices than the job has.
+pub fn followed(messages: &[pb::FollowedSlices], slices: usize) -> Result<Vec<(u32, DType)>> {
+    let mut all = Vec::new();
+    for message in messages {
+        let wire = Wire::of_message(message.dtype, || "dtype of a reader".to_owned())?;
+        let Wire::Plain(dtype) = wire else {
+            return Err(Error::invalid("dtype of a reader", wire, "f32, bf16 or f16"));
+        };
+        if !message.slices.is_sorted_by(|one, other| one < other) {
+            return Err(Error::refused("the slices of a reader's request are not ascending"));
+        }
+        all.extend(message.slices.iter().map(|&slice| (slice, dtype)));
+    }
+    if all.len() > slices {
+        return Err(Error::refused("a reader's request has a slice in more than one dtype"));
+    }
+    Ok(all)
+}
 
 /// The rest of the change of one slice that is still to be sent.
 #[derive(Debug, Clone)]

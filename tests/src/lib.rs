@@ -12,6 +12,7 @@ pub mod groups;
 pub mod phase;
 mod process;
 mod proxy;
+pub mod safetensors;
 pub mod stock;
 pub mod synthetic;
 pub mod training;

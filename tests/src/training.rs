@@ -1,7 +1,9 @@
 //! A complete run of a synthetic job, with a separate connection for each rank.
 
 use futures_util::future::try_join_all;
-use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target, TensorId};
+use zeroshard_client::{
+    Cluster, Commit, Error, Job, Options, Result, StepReport, Target, TensorId,
+};
 use zeroshard_model::JobSpec;
 
 use crate::synthetic;
@@ -115,4 +117,24 @@ pub async fn step_with(job: &Job, step: u64, batch: u64) -> Result<StepReport> {
     let attempt = job.attempt(step)?;
     attempt.push(synthetic::gradients(&job.spec().manifest, job.rank(), batch)).await?;
     attempt.commit(Commit::default()).await
+}
+
+/// Makes a step of one rank, and repeats it if a server was lost or drained meanwhile.
+///
+/// # Panics
+/// If the step fails for another reason.
+pub async fn step_despite_losses(job: &Job, number: u64) {
+    loop {
+        match step(job, number).await {
+            Ok(_) => return,
+            Err(Error::StepAborted { .. }) => {}
+            // The other rank's commit was decided, and this one's push came too late.
+            Err(Error::StepMismatch { .. }) => {
+                let made = commit(job, number, Commit::default()).await;
+                made.expect("a decided step is committed");
+                return;
+            }
+            Err(error) => panic!("step {number}: {error}"),
+        }
+    }
 }

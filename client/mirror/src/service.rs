@@ -9,8 +9,7 @@ use zeroshard_changes::merge;
 use zeroshard_model::{DType, Error, Result, SliceSpec};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    Wire,
-    changes::{Packed, Rest},
+    changes::{Packed, Rest, followed},
     pb::{self, mirror_service_server::MirrorService},
     status::to_status,
 };
@@ -105,27 +104,22 @@ impl Service {
     /// reader's dtype.
     async fn slices(&self, messages: &[pb::FollowedSlices]) -> Result<VecDeque<(u32, SliceSpec)>> {
         let values = self.store.values().await;
-        let mut all = VecDeque::new();
-        for message in messages {
-            let wire = Wire::of_message(message.dtype, || "dtype of a reader".to_owned())?;
-            for &slice in &message.slices {
-                let spec = self.store.known(|known| {
-                    let manifest = &known.job.as_ref()?.spec.manifest;
-                    manifest.slices().get(slice as usize).cloned()
-                });
-                let spec = spec.ok_or_else(|| {
+        self.store.known(|known| {
+            let specs = known.job.as_ref().map_or(&[][..], |job| job.spec.manifest.slices());
+            let spec = |(slice, dtype): (u32, DType)| {
+                let spec = specs.get(slice as usize).copied().ok_or_else(|| {
                     let what = format!("slice {slice} of a reader's request");
                     Error::invalid(what, "not there", "a slice of the job")
                 })?;
-                let dtype = values.dtype(spec.tensor)?;
-                if wire != Wire::Plain(dtype) {
-                    let expected = format!("that of the mirror, {dtype}");
-                    return Err(Error::invalid("dtype of a reader", wire, expected));
+                let own = values.dtype(spec.tensor)?;
+                if dtype != own {
+                    let expected = format!("that of the mirror, {own}");
+                    return Err(Error::invalid("dtype of a reader", dtype, expected));
                 }
-                all.push_back((slice, spec));
-            }
-        }
-        Ok(all)
+                Ok((slice, spec))
+            };
+            followed(messages, specs.len())?.into_iter().map(spec).collect()
+        })
     }
 
     async fn changed(
@@ -180,7 +174,7 @@ impl Service {
     ) -> Result<impl Stream<Item = Result<pb::CopyResponse>> + Send + use<>> {
         let pb::CopyRequest { job, job_id, line, slices } = request;
         let asked = Asked { job, id: job_id, line };
-        self.wait(&asked, 0, Deadline::after(WITHIN)).await?;
+        self.store.known(|known| asked.check(known))?;
         let rest = self.slices(&slices).await?;
         let copy = Copy { store: self.store.clone(), asked, rest, part: None };
         Ok(stream::try_unfold(copy, |mut copy| async {

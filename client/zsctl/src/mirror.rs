@@ -52,7 +52,7 @@ pub(crate) async fn run(
     let (tensors, mirror) = (tensors.clone(), mirror.clone());
     let follow = Follow { dtype: *dtype, tensors, wait: WAIT, mirror };
     let listener = listen(arguments.listen).await?;
-    let at = listener.local_addr().map_or(arguments.listen, |at| at);
+    let at = listener.local_addr().unwrap_or(arguments.listen);
     let event = json!({"event": "listening", "job": job, "address": at.to_string()});
     print(json, &event, &format!("mirror of job {job:?}, which listens at {at}"));
     let mirror = Mirror {

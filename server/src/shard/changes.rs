@@ -12,8 +12,7 @@ use zeroshard_kernels::Backend;
 use zeroshard_model::{DType, Error, Result};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    Wire,
-    changes::{Packed, Rest},
+    changes::{Packed, Rest, followed},
     pb,
 };
 use zeroshard_shard::{fair::end_after_others, slice::Since};
@@ -181,23 +180,12 @@ pub(crate) fn slices<B: Backend>(
     job: &Job<B>,
     messages: &[pb::FollowedSlices],
 ) -> Result<Vec<(u32, DType)>> {
-    let mut all = Vec::new();
-    for message in messages {
-        let wire = Wire::of_message(message.dtype, || "dtype of a reader".to_owned())?;
-        let Wire::Plain(dtype) = wire else {
-            return Err(Error::invalid("dtype of a reader", wire, "f32, bf16 or f16"));
-        };
-        if !message.slices.is_sorted_by(|one, other| one < other) {
-            return Err(Error::refused("the slices of a reader's request are not ascending"));
-        }
-        for &slice in &message.slices {
+    let all = followed(messages, job.spec.manifest.slices().len())?;
+    for of_dtype in all.chunk_by(|one, other| one.1 == other.1) {
+        for &(slice, _) in of_dtype {
             job.primary_slice(slice)?;
-            all.push((slice, dtype));
         }
-        job.note_follower(dtype);
-    }
-    if all.len() > job.spec.manifest.slices().len() {
-        return Err(Error::refused("a reader's request has a slice in more than one dtype"));
+        job.note_follower(of_dtype[0].1);
     }
     Ok(all)
 }

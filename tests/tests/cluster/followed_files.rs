@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use serde_json::Value;
 use zeroshard_client::Job;
 use zeroshard_model::{DType, JobSpec, TensorSpec};
-use zeroshard_tests::{Cluster, binary, synthetic, training};
+use zeroshard_tests::{Cluster, binary, safetensors::read as tensors, synthetic, training};
 
 use crate::{
     adamw,
@@ -75,28 +75,6 @@ fn names(directory: &Path) -> Vec<String> {
 
 fn latest(directory: &Path) -> PathBuf {
     fs::read_link(directory.join("latest")).unwrap()
-}
-
-/// Returns the tensors of all safetensors files in a directory, each with its dtype. Checks that
-/// the files are complete.
-fn tensors(directory: &Path) -> BTreeMap<String, (String, Vec<u8>)> {
-    let mut tensors = BTreeMap::new();
-    for name in names(directory).into_iter().filter(|name| name.ends_with(".safetensors")) {
-        let contents = fs::read(directory.join(name)).unwrap();
-        let (length, rest) = contents.split_at(8);
-        let length = u64::from_le_bytes(length.try_into().unwrap()) as usize;
-        let header: BTreeMap<String, Value> = serde_json::from_slice(&rest[..length]).unwrap();
-        let mut end = 0;
-        for (name, tensor) in header.iter().filter(|(name, _)| *name != "__metadata__") {
-            let offset = |of: usize| tensor["data_offsets"][of].as_u64().unwrap() as usize;
-            let values = rest[length + offset(0)..length + offset(1)].to_vec();
-            let dtype = tensor["dtype"].as_str().unwrap().to_owned();
-            end = end.max(offset(1));
-            tensors.insert(name.clone(), (dtype, values));
-        }
-        assert_eq!(length + end, rest.len());
-    }
-    tensors
 }
 
 /// Returns the tensors that files should have, as the trainer has pulled them.

@@ -187,6 +187,8 @@ async fn a_mirror_refuses_readers_whom_the_servers_refuse_and_jobs_that_it_does_
         ("other", of(f32, vec![0]), "the mirror has job \"guarded\""),
         ("guarded", of(f32, vec![7]), "slice 7 of a reader's request"),
         ("guarded", of(f32, vec![u32::MAX]), "a slice of the job"),
+        ("guarded", of(f32, vec![0; 1000]), "are not ascending"),
+        ("guarded", [of(f32, vec![0]), of(f32, vec![0])].concat(), "in more than one dtype"),
         ("guarded", of(99, vec![0]), "dtype of a reader"),
     ] {
         let request = pb::CopyRequest { job: job.to_owned(), slices, ..Default::default() };

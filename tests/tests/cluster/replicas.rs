@@ -8,8 +8,9 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_client::{Commit, Error, Job, TensorData, TensorId};
+use zeroshard_client::{Error, Job, TensorData, TensorId};
 use zeroshard_model::{JobSpec, TensorSpec};
+pub(crate) use zeroshard_tests::training::step_despite_losses as step;
 use zeroshard_tests::{Cluster, Process, Training, synthetic, training};
 
 use crate::{adamw, connect, job, start, until};
@@ -24,22 +25,6 @@ async fn calm(steps: u64) -> String {
     let cluster = Cluster::start(3);
     let run = Training { steps, ..Training::new(spec("calm", 1)) };
     run.run(cluster.address()).await.unwrap().hash
-}
-
-/// Makes a step, and repeats it if a server was lost or drained meanwhile.
-pub(crate) async fn step(job: &Job, step: u64) {
-    loop {
-        match training::step(job, step).await {
-            Ok(_) => return,
-            Err(Error::StepAborted { .. }) => {}
-            // The other rank's commit was decided, and this one's push came too late.
-            Err(Error::StepMismatch { .. }) => {
-                training::commit(job, step, Commit::default()).await.unwrap();
-                return;
-            }
-            Err(error) => panic!("step {step}: {error}"),
-        }
-    }
 }
 
 pub(crate) async fn train(job: &Job, steps: std::ops::Range<u64>, done: &AtomicU64) {
