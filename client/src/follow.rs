@@ -1,16 +1,18 @@
 //! Follows a job: a reader receives only what each step has changed.
 //!
-//! A follower pins one version and copies it in full. Afterwards it asks all servers of its slices
-//! for the changes since its version. The servers answer when they have a newer version. If some
+//! A follower pins one version and copies it in full. Afterwards it asks the servers of its slices
+//! for the changes since its version. With replicas it asks another server of each slice every
+//! time, so all of them send equally much. The servers answer when they have a newer version. If some
 //! answer with an older version than others, the follower asks them for the rest, so that all
-//! changes lead to the same version. It keeps no copy of the values. It compares the hashes of all
-//! slices, and then applies the changes to the caller's own arrays.
+//! changes lead to the same version. It keeps no copy of the values. It applies the changes to the
+//! caller's own arrays, and takes them back if the hash of a slice is wrong.
 //!
 //! The follower makes another full copy if the job is on another line or is another job of the same
 //! name, if a server does not know the changes, or if somebody else has written to the arrays.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    hash::{BuildHasher, RandomState},
     time::Duration,
 };
 
@@ -77,6 +79,10 @@ pub struct Follower {
     job: String,
     follow: Follow,
     mirror: Option<Mirror>,
+    /// A random number by which servers recognize the reader.
+    id: u64,
+    /// Which server of each slice the next request goes to, if it has several.
+    turn: usize,
     of: Description,
     /// Which version the reader's arrays have, and which one [`Self::next`] has returned.
     reader: Reader,
@@ -95,7 +101,8 @@ impl Cluster {
         let mirror = mirror.map(|address| Mirror::new(self, address)).transpose()?;
         let (cluster, job) = (self.clone(), job.to_owned());
         let reader = Reader::new((of.id, of.line));
-        Ok(Follower { cluster, job, follow, mirror, of, reader })
+        let id = RandomState::new().hash_one(of.id);
+        Ok(Follower { cluster, job, follow, mirror, id, turn: id as usize, of, reader })
     }
 }
 
@@ -172,6 +179,8 @@ impl Follower {
     pub async fn next(&mut self) -> Result<FollowedVersion> {
         let deadline = Deadline::after(self.follow.wait);
         let mut tries = Tries::until(deadline);
+        // How many servers of a slice, one after the other, do not know the changes.
+        let mut unknown = 0;
         loop {
             let Some(version) = self.version() else {
                 let full = self.newest(deadline).await?;
@@ -180,6 +189,7 @@ impl Follower {
             };
             let wait = CALL.min(deadline.left());
             let waiting_for = || format!("a version of job {:?} after {version}", self.job);
+            self.turn = self.turn.wrapping_add(1);
             let since = self.changes_since(version, wait);
             match tries.limit(waiting_for, since).await? {
                 Ok(Since::Changed { version: newer, slices }) => {
@@ -188,7 +198,12 @@ impl Follower {
                     let versions = (version, newer);
                     return Ok(FollowedVersion::changed(self.of.line, versions, slices, numel));
                 }
-                Ok(Since::Unknown) => self.reader.lose(Copied::Behind),
+                Ok(Since::Unknown) => {
+                    unknown += 1;
+                    if unknown >= self.of.placement.replicas() || self.mirror.is_some() {
+                        self.reader.lose(Copied::Behind);
+                    }
+                }
                 Ok(Since::Same) if deadline.left().is_zero() => {
                     return Err(deadline.timeout(waiting_for()));
                 }

@@ -127,7 +127,7 @@ impl Service {
         request: pb::ChangesRequest,
         deadline: Deadline,
     ) -> Result<impl Stream<Item = Result<pb::ChangesResponse>> + Send + use<>> {
-        let pb::ChangesRequest { job, job_id, line, slices, from, to, wait_ms, newer_than } =
+        let pb::ChangesRequest { job, job_id, line, slices, from, to, wait_ms, newer_than, .. } =
             request;
         let asked = Asked { job, id: job_id, line };
         let wait = deadline.at_most(Duration::from_millis(wait_ms.into()));

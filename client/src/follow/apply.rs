@@ -1,10 +1,10 @@
-//! Checks the hashes of a version, and writes it to the arrays of a reader.
+//! Writes a version to the arrays of a reader, and checks its hashes.
 
 use std::collections::BTreeMap;
 
 use tokio::time::sleep;
 use zeroshard_changes::{
-    Copied, SliceChange,
+    Copied, Part, SliceChange,
     apply::{self, Place},
     hash,
 };
@@ -22,10 +22,11 @@ pub(super) type Copy = (u64, BTreeMap<u32, u64>);
 
 impl Follower {
     /// Writes a version to the reader's arrays. Pass the whole array of each followed tensor, in
-    /// its dtype ([`Self::dtype_of`]). Before it writes the first value, this method compares the
-    /// hashes of all slices with those of the servers. If they differ, somebody else has written to
-    /// the arrays: the method then fetches a full copy of the newest version, and `version` gets
-    /// its number. It does the same if [`Self::apply_gathered`] has returned `false`.
+    /// its dtype ([`Self::dtype_of`]). While it writes the values, this method computes the hash of
+    /// each slice, and compares it with that of the server. If one differs, somebody else has
+    /// written to the arrays: the method takes all values back, fetches a full copy of the newest
+    /// version, and `version` gets its number. It does the same if [`Self::apply_gathered`] has
+    /// returned `false`.
     ///
     /// # Errors
     /// [`Error::Refused`] and [`Error::Invalid`] if an array is missing or has another size or
@@ -43,9 +44,10 @@ impl Follower {
             && self.version().is_some()
         {
             self.check_holds(*from)?;
-            match self.checked(slices, &mut arrays)? {
+            let parts = self.parts(slices, &mut arrays);
+            let changed = self.reader.apply(parts);
+            match changed.map_err(|(slice, error)| malformed(slice, &error))? {
                 Some(changed) => {
-                    self.write(slices, &mut arrays)?;
                     version.changed = Some(changed);
                     self.hold(version);
                     return Ok(());
@@ -176,38 +178,31 @@ impl Follower {
         }
     }
 
-    /// Computes the hash of each slice after its change, and compares it with the server's. Returns
-    /// the number of changed elements, or `None` if a hash differs.
-    fn checked(
+    /// Returns the slices that change, with the reader's values.
+    fn parts<'a>(
         &self,
-        slices: &BTreeMap<u32, SliceChange>,
-        arrays: &mut Arrays<'_>,
-    ) -> Result<Option<u64>> {
-        let mut changed = 0;
+        slices: &'a BTreeMap<u32, SliceChange>,
+        arrays: &'a mut Arrays<'_>,
+    ) -> Vec<Part<'a>> {
+        let manifest = &self.of.spec.manifest;
+        let mut parts = Vec::with_capacity(slices.len());
         for (tensor, array) in arrays {
-            let dtype = self.dtype_of(*tensor);
-            for (slice, spec, change) in self.changes_of(slices, *tensor) {
-                let values = part(array, spec);
+            let (dtype, mut rest) = (self.dtype_of(*tensor), array.bytes_mut());
+            for slice in manifest.slices_of(*tensor) {
+                let spec = &manifest.slices()[slice];
+                let (values, behind) = rest.split_at_mut(spec.numel * dtype.size());
+                rest = behind;
+                let slice = slice as u32;
                 let place = Place { dtype, first: spec.offset as u64 };
-                let found = self.reader.check(slice, (place, values), change);
-                match found.map_err(|error| malformed(slice, &error))? {
-                    Some(number) => changed += number,
-                    None => return Ok(None),
-                }
+                parts.extend(slices.get(&slice).map(|change| Part {
+                    slice,
+                    place,
+                    values,
+                    change,
+                }));
             }
         }
-        Ok(Some(changed))
-    }
-
-    fn write(&self, slices: &BTreeMap<u32, SliceChange>, arrays: &mut Arrays<'_>) -> Result<()> {
-        for (tensor, array) in arrays {
-            let dtype = self.dtype_of(*tensor);
-            for (slice, spec, change) in self.changes_of(slices, *tensor) {
-                apply::apply(dtype, part(array, spec), &change.change)
-                    .map_err(|error| malformed(slice, &error))?;
-            }
-        }
-        Ok(())
+        parts
     }
 
     /// Fetches all values of the pinned version, or of the newest one if none is pinned.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use futures_util::future::try_join_all;
+use futures_util::future::{join_all, try_join_all};
 use zeroshard_changes::{Known, SliceChange, block};
 use zeroshard_model::{DType, Error, Result, Server};
 use zeroshard_net::transport::MAX_CONTROL_MESSAGE;
@@ -14,6 +14,9 @@ use zeroshard_proto::{
 };
 
 use super::{Follower, mirror::Mirror};
+
+/// How long a reader waits until the backups record changes.
+const BACKUPS: Duration = Duration::from_secs(2);
 
 /// The changes since the reader's version, as far as the servers know them.
 pub(super) enum Since {
@@ -39,16 +42,18 @@ impl Follower {
             Some(mirror) => {
                 Ok(vec![(Source::Mirror(mirror.clone()), self.request(self.slices()?))])
             }
-            None => self.servers(),
+            None => self.servers(self.turn),
         }
     }
 
     /// Returns the servers of the followed slices, each with a request that has no versions yet.
-    fn servers(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
+    /// With replicas, `turn` selects one of the servers of each slice; 0: the primaries.
+    fn servers(&self, turn: usize) -> Result<Vec<(Source, pb::ChangesRequest)>> {
         let placement = &self.of.placement;
         let mut of_server = vec![Vec::new(); placement.servers().len()];
         for slice in self.slices()? {
-            of_server[placement.primary(slice as usize)].push(slice);
+            let owners = placement.owners(slice as usize);
+            of_server[owners[turn % owners.len()] as usize].push(slice);
         }
         let requests = placement.servers().iter().zip(of_server).filter(|(_, of)| !of.is_empty());
         let requests =
@@ -63,6 +68,7 @@ impl Follower {
             job_id: self.of.id,
             line: self.of.line,
             slices: self.by_dtype(slices),
+            reader: self.id,
             ..Default::default()
         }
     }
@@ -85,13 +91,32 @@ impl Follower {
     /// Makes all servers record changes, unless a mirror has done so. Waits for a version after the
     /// last one that [`Self::next`] returned, and returns the newest one.
     pub(super) async fn begin(&self, wait: Duration) -> Result<Option<u64>> {
-        let (_, answers) = self.ask_all(None, wait).await?;
+        let primaries = match &self.mirror {
+            Some(_) => self.sources()?,
+            None => self.servers(0)?,
+        };
+        let (answers, ()) = tokio::join!(self.ask_all(primaries, None, wait), self.begin_backups());
+        let (_, answers) = answers?;
         Ok(answers.iter().map(|answer| answer.version).max())
+    }
+
+    /// Makes the backups record changes. One that does not is asked later, and the reader then asks
+    /// the primary instead.
+    async fn begin_backups(&self) {
+        let replicas = if self.mirror.is_some() { 1 } else { self.of.placement.replicas() };
+        let backups = (1..replicas).filter_map(|turn| self.servers(turn).ok());
+        let calls = backups.flatten().map(|(source, request)| async {
+            let asked = self.ask(source, request, Duration::ZERO);
+            if let Ok(Err(error)) = tokio::time::timeout(BACKUPS, asked).await {
+                tracing::debug!(%error, "a backup does not record changes yet");
+            }
+        });
+        join_all(calls).await;
     }
 
     /// Fetches the changes since `from`, up to the newest version that any source has.
     pub(super) async fn changes_since(&self, from: u64, wait: Duration) -> Result<Since> {
-        let (requests, answers) = self.ask_all(Some(from), wait).await?;
+        let (requests, answers) = self.ask_all(self.sources()?, Some(from), wait).await?;
         let Some(mut gathering) = self.reader.gather(answers) else { return Ok(Since::Same) };
         let version = gathering.version();
         let rest = gathering.behind().into_iter().map(|(at, had)| {
@@ -130,7 +155,7 @@ impl Follower {
         &self,
         version: u64,
     ) -> Result<Option<BTreeMap<u32, u64>>> {
-        let calls = self.servers()?.into_iter().map(|(server, request)| {
+        let calls = self.servers(self.turn)?.into_iter().map(|(server, request)| {
             let (from, to) = (Some(version), Some(version));
             self.ask(server, pb::ChangesRequest { from, to, ..request }, Duration::ZERO)
         });
@@ -153,15 +178,15 @@ impl Follower {
         Ok(answer.slices)
     }
 
-    /// Asks all sources. Each waits at most for `wait` for a version after the last one that
+    /// Asks several sources. Each waits at most for `wait` for a version after the last one that
     /// [`Self::next`] returned. Returns the requests and their answers.
     async fn ask_all(
         &self,
+        mut requests: Vec<(Source, pb::ChangesRequest)>,
         from: Option<u64>,
         wait: Duration,
     ) -> Result<(Vec<(Source, pb::ChangesRequest)>, Vec<Known>)> {
         let (wait_ms, newer_than) = (wait.as_millis() as u32, self.reader.shown());
-        let mut requests = self.sources()?;
         for (_, request) in &mut requests {
             *request = pb::ChangesRequest { from, wait_ms, newer_than, ..request.clone() };
         }

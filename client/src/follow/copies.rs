@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_changes::apply::apply;
+use zeroshard_changes::apply::{Place, apply};
 use zeroshard_model::{Error, Result};
 use zeroshard_proto::{pb, status::from_status};
 
@@ -34,7 +34,8 @@ impl Follower {
             for (slice, of) in changes.ok_or_else(gone)? {
                 let spec = &self.of.spec.manifest.slices()[slice as usize];
                 let Some(array) = arrays.get_mut(&spec.tensor) else { continue };
-                apply(array.dtype(), part(array, spec), &of.change)
+                let place = Place { dtype: array.dtype(), first: spec.offset as u64 };
+                apply(place, part(array, spec), &of.change)
                     .map_err(|error| malformed(slice, &error))?;
             }
         }

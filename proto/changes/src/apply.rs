@@ -1,9 +1,9 @@
-//! Checks a change against a reader's values, and applies it to them.
+//! Applies a change to a reader's values, and hashes what it does.
 
 use zeroshard_model::DType;
 
 use crate::{
-    block::{BLOCK, Block, Blocks, Malformed},
+    block::{BLOCK, Blocks, Malformed},
     hash,
     ordered::Bits,
 };
@@ -37,57 +37,65 @@ impl Effect {
     }
 }
 
-/// Computes how `change` would alter `values`, which are little-endian bytes, without writing to
-/// them. Add the difference to the hash of the old values, and compare the sum with the hash that
-/// the server sent. If somebody has written to an element that changes, the two differ.
+/// Applies `change` to `values`, which are little-endian bytes. Add the difference to the hash of
+/// the old values, and compare the sum with the hash that the server sent. If somebody has written
+/// to an element that changes, the two differ: call [`undo`].
 ///
 /// # Errors
-/// [`Malformed`].
-pub fn hash_change(place: Place, values: &[u8], change: &[u8]) -> Result<Effect, Malformed> {
+/// [`Malformed`]. Some values have changed by then: call [`undo`].
+pub fn apply(place: Place, values: &mut [u8], change: &[u8]) -> Result<Effect, Malformed> {
     match place.dtype {
-        DType::F32 => hash_change_of::<u32>(place, values, change),
-        DType::Bf16 | DType::F16 => hash_change_of::<u16>(place, values, change),
+        DType::F32 => apply_to::<u32>(place, values, change),
+        DType::Bf16 | DType::F16 => apply_to::<u16>(place, values, change),
     }
 }
 
-fn hash_change_of<T: Bits>(
-    place: Place,
-    values: &[u8],
-    change: &[u8],
-) -> Result<Effect, Malformed> {
-    let mut blocks = Blocks::new(place.dtype, values.len() / T::SIZE, change);
-    let (mut block, mut effect) = (Block::default(), Effect::default());
-    while blocks.next(&mut block)? {
-        for (&position, &difference) in block.positions.iter().zip(&block.differences) {
-            let position = block.start + usize::from(position);
-            let before = T::read(&values[position * T::SIZE..]);
-            effect.add(place, position, [before, before.moved(difference)]);
-        }
-    }
+fn apply_to<T: Bits>(place: Place, values: &mut [u8], change: &[u8]) -> Result<Effect, Malformed> {
+    let mut effect = Effect::default();
+    visit::<T>(place.dtype, values, change, |position, value, difference| {
+        let before = T::read(value);
+        let after = before.moved(difference);
+        after.write(value);
+        effect.add(place, position, [before, after]);
+    })?;
     Ok(effect)
 }
 
-/// Applies `change` to `values`, which are little-endian bytes.
-///
-/// # Errors
-/// [`Malformed`]. Some values may have changed by then, so call [`hash_change`] first.
-pub fn apply(dtype: DType, values: &mut [u8], change: &[u8]) -> Result<(), Malformed> {
+/// Takes the values back to what they were before [`apply`], bit for bit, also if it has failed.
+pub fn undo(dtype: DType, values: &mut [u8], change: &[u8]) {
+    fn undo_of<T: Bits>(dtype: DType, values: &mut [u8], change: &[u8]) {
+        let undone = visit::<T>(dtype, values, change, |_, value, difference| {
+            T::read(value).moved(difference.wrapping_neg()).write(value);
+        });
+        // It fails where `apply` has failed.
+        _ = undone;
+    }
     match dtype {
-        DType::F32 => apply_to::<u32>(dtype, values, change),
-        DType::Bf16 | DType::F16 => apply_to::<u16>(dtype, values, change),
+        DType::F32 => undo_of::<u32>(dtype, values, change),
+        DType::Bf16 | DType::F16 => undo_of::<u16>(dtype, values, change),
     }
 }
 
-fn apply_to<T: Bits>(dtype: DType, values: &mut [u8], change: &[u8]) -> Result<(), Malformed> {
+/// Calls `visit` with the position, the bytes and the difference of each changed element.
+#[inline(always)]
+fn visit<T: Bits>(
+    dtype: DType,
+    values: &mut [u8],
+    change: &[u8],
+    mut visit: impl FnMut(usize, &mut [u8], u32),
+) -> Result<(), Malformed> {
     let mut blocks = Blocks::new(dtype, values.len() / T::SIZE, change);
-    let mut block = Block::default();
-    while blocks.next(&mut block)? {
-        for (&position, &difference) in block.positions.iter().zip(&block.differences) {
-            let value = &mut values[(block.start + usize::from(position)) * T::SIZE..];
-            T::read(value).moved(difference).write(value);
+    loop {
+        let start = blocks.start();
+        let values = values.get_mut(start * T::SIZE..).unwrap_or_default();
+        let is_block = blocks.visit(|position, difference| {
+            let value = &mut values[position * T::SIZE..][..T::SIZE];
+            visit(start + position, value, difference);
+        })?;
+        if !is_block {
+            return Ok(());
         }
     }
-    Ok(())
 }
 
 /// Returns the positions of the changed elements in the slice, ascending. Callers whose values are
@@ -96,13 +104,13 @@ fn apply_to<T: Bits>(dtype: DType, values: &mut [u8], change: &[u8]) -> Result<(
 /// # Errors
 /// [`Malformed`].
 pub fn positions(dtype: DType, numel: usize, change: &[u8]) -> Result<Vec<u64>, Malformed> {
-    let mut blocks = Blocks::new(dtype, numel, change);
-    let (mut block, mut positions) = (Block::default(), Vec::new());
-    while blocks.next(&mut block)? {
-        let start = block.start as u64;
-        positions.extend(block.positions.iter().map(|&position| start + u64::from(position)));
+    let (mut blocks, mut positions) = (Blocks::new(dtype, numel, change), Vec::new());
+    loop {
+        let start = blocks.start();
+        if !blocks.visit(|position, _| positions.push((start + position) as u64))? {
+            return Ok(positions);
+        }
     }
-    Ok(positions)
 }
 
 /// Replaces old values with new ones. `gathered` starts with the old values at the [`positions`] of
@@ -129,22 +137,27 @@ fn apply_to_gathered<T: Bits>(
     change: &[u8],
 ) -> Result<Effect, Malformed> {
     let mut blocks = Blocks::new(place.dtype, numel, change);
-    let mut values = gathered.chunks_exact_mut(T::SIZE);
-    let (mut block, mut effect) = (Block::default(), Effect::default());
-    while blocks.next(&mut block)? {
-        for (&position, &difference) in block.positions.iter().zip(&block.differences) {
-            let position = block.start + usize::from(position);
+    let (mut values, mut is_short) = (gathered.chunks_exact_mut(T::SIZE), false);
+    let mut effect = Effect::default();
+    loop {
+        let start = blocks.start();
+        let is_block = blocks.visit(|position, difference| {
             let Some(value) = values.next() else {
-                return Err(Malformed {
-                    block: block.start / BLOCK,
-                    cause: "it has more changes than values",
-                });
+                is_short = true;
+                return;
             };
             let before = T::read(value);
             let after = before.moved(difference);
-            effect.add(place, position, [before, after]);
+            effect.add(place, start + position, [before, after]);
             after.write(value);
+        })?;
+        match is_block {
+            _ if is_short => {
+                let cause = "it has more changes than values";
+                return Err(Malformed { block: start / BLOCK, cause });
+            }
+            true => {}
+            false => return Ok(effect),
         }
     }
-    Ok(effect)
 }

@@ -47,36 +47,53 @@ impl<'a> Writer<'a> {
 /// past the end.
 pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
-    /// The number of bits that have been read.
+    /// The position of the first byte that is not counted in `ready`.
     at: usize,
+    /// The next bits, the first one lowest.
+    bits: u64,
+    /// The number of bits in `bits` that belong to the bytes before `at`. `bits` may have more.
+    ready: u32,
 }
 
 impl<'a> Reader<'a> {
     pub(crate) fn new(bytes: &'a [u8]) -> Self {
-        Self { bytes, at: 0 }
+        Self { bytes, at: 0, bits: 0, ready: 0 }
     }
 
-    /// Returns the next bits, at least 57, without consuming them.
-    #[inline]
-    fn peek(&self) -> u64 {
-        let start = self.at / 8;
-        let word = match self.bytes.get(start..start + 8) {
+    /// Returns the next bits, without consuming them: at least 56 until [`Self::skip`].
+    #[inline(always)]
+    pub(crate) fn peek(&mut self) -> u64 {
+        let word = match self.bytes.get(self.at..self.at + 8) {
             Some(word) => u64::from_le_bytes(word.try_into().expect("eight bytes")),
-            None => {
-                let mut word = [0; 8];
-                let rest = self.bytes.get(start..).unwrap_or_default();
-                word[..rest.len()].copy_from_slice(rest);
-                u64::from_le_bytes(word)
-            }
+            None => self.last_word(),
         };
-        word >> (self.at % 8)
+        // Bits beyond `ready` are those of `word`, too, so they may be there already.
+        self.bits |= word << self.ready;
+        self.at += ((63 - self.ready) / 8) as usize;
+        self.ready |= 56;
+        self.bits
+    }
+
+    #[cold]
+    fn last_word(&self) -> u64 {
+        let mut word = [0; 8];
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        word[..rest.len()].copy_from_slice(rest);
+        u64::from_le_bytes(word)
+    }
+
+    /// Consumes bits that [`Self::peek`] has returned, at most 56 for each call of it.
+    #[inline(always)]
+    pub(crate) fn skip(&mut self, count: u32) {
+        self.bits >>= count;
+        self.ready -= count;
     }
 
     /// Reads the next `count` bits, at most 32.
     #[inline]
     pub(crate) fn read(&mut self, count: u32) -> u32 {
         let value = self.peek() & ((1 << count) - 1);
-        self.at += count as usize;
+        self.skip(count);
         value as u32
     }
 
@@ -87,12 +104,12 @@ impl<'a> Reader<'a> {
         let mut zeros = 0;
         loop {
             let next = self.peek().trailing_zeros();
-            if next < 57 {
-                self.at += next as usize + 1;
+            if next < 56 {
+                self.skip(next + 1);
                 zeros += next;
                 return (zeros <= most).then_some(zeros);
             }
-            self.at += 56;
+            self.skip(56);
             zeros += 56;
             if zeros > most {
                 return None;
@@ -102,7 +119,7 @@ impl<'a> Reader<'a> {
 
     /// Returns how many bytes the bits were read from, or `None` if there were fewer.
     pub(crate) fn end(&self) -> Option<usize> {
-        let bytes = self.at.div_ceil(8);
+        let bytes = (8 * self.at - self.ready as usize).div_ceil(8);
         (bytes <= self.bytes.len()).then_some(bytes)
     }
 }

@@ -2,7 +2,7 @@
 //! reader can check that it applies a change to the right values.
 //!
 //! A server records a change while a step has the old and the new values in cache ([`Recorder`]).
-//! A reader checks it ([`apply::hash_change`]) and applies it ([`apply::apply`]). [`merge`] adds
+//! A reader applies it ([`apply::apply`]), and takes it back if the hash is wrong. [`merge`] adds
 //! the changes of consecutive versions without the values. The bytes depend only on old values, new
 //! values and positions, so every server and every path through the versions gives the same bytes.
 //!
@@ -29,7 +29,7 @@ mod record;
 pub use block::{Blocks, Malformed};
 pub use gather::{Gathering, Known, SliceChange};
 pub use merge::merge;
-pub use reader::{Copied, Reader};
+pub use reader::{Copied, Part, Reader};
 pub use record::{Recorded, Recorder};
 
 #[cfg(test)]

@@ -1,10 +1,14 @@
 //! The state of a reader that follows a job: the version in its arrays, the last version that it
 //! has shown, and whether a change fits its values. It calls nobody and holds no values.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    sync::Mutex,
+    thread::{available_parallelism, scope},
+};
 
 use crate::{
-    apply::{Place, hash_change},
+    apply::{Place, apply, undo},
     block::Malformed,
     gather::{Gathering, Known, SliceChange},
     hash,
@@ -13,6 +17,25 @@ use crate::{
 /// The number of versions after which a reader hashes its arrays in full. This detects writes by
 /// somebody else to elements that no step has changed since.
 const READ_EVERY: u64 = 64;
+
+/// The bytes of a version below which one thread is as fast as several.
+const PARALLEL: usize = 256 << 10;
+
+/// The maximum number of threads that apply a version. A host often has many readers.
+const THREADS: usize = 8;
+
+/// A followed slice: the reader's values, which are little-endian bytes, and their change.
+#[derive(Debug)]
+pub struct Part<'a> {
+    /// The index of the slice.
+    pub slice: u32,
+    /// The dtype and the position of the values.
+    pub place: Place,
+    /// The values.
+    pub values: &'a mut [u8],
+    /// The change.
+    pub change: &'a SliceChange,
+}
 
 /// The reason for a full copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -148,24 +171,52 @@ impl Reader {
         Gathering::new(self.version()?, self.shown, answers)
     }
 
-    /// Checks that a change leads from the reader's `values` of a slice, which are little-endian
-    /// bytes, to those of the server. Returns the number of changed elements, or `None` if somebody
-    /// has written to the values.
+    /// Applies the changes of slices to the reader's values. Returns the number of changed
+    /// elements, or `None` if a slice does not get the hash that its server has sent: somebody has
+    /// written to the values. In this case and after an error the values are as before.
     ///
     /// # Errors
-    /// [`Malformed`].
-    pub fn check(
-        &self,
-        slice: u32,
-        (place, values): (Place, &[u8]),
-        change: &SliceChange,
-    ) -> Result<Option<u64>, Malformed> {
-        let effect = hash_change(place, values, &change.change)?;
+    /// A slice whose change is malformed.
+    pub fn apply(&self, parts: Vec<Part<'_>>) -> Result<Option<u64>, (u32, Malformed)> {
+        let bytes: usize = parts.iter().map(|part| part.change.change.len()).sum();
+        let threads = match bytes < PARALLEL {
+            true => 1,
+            false => available_parallelism().map_or(1, |threads| threads.get().min(THREADS)),
+        };
+        let mut applied = in_threads(threads, parts, |part| self.apply_to(part));
+        let (mut changed, mut fits, mut failed) = (0, true, None);
+        for (part, applied) in &applied {
+            match applied {
+                Ok(Some(number)) => changed += number,
+                Ok(None) => fits = false,
+                Err(error) => failed = Some((part.slice, *error)),
+            }
+        }
+        if failed.is_some() || !fits {
+            let all = applied.iter_mut();
+            for (part, _) in all.filter(|(_, applied)| matches!(applied, Ok(Some(_)))) {
+                undo(part.place.dtype, part.values, &part.change.change);
+            }
+        }
+        failed.map_or(Ok(fits.then_some(changed)), Err)
+    }
+
+    /// Applies the change of one slice. Undoes it if it does not fit.
+    fn apply_to(&self, part: &mut Part<'_>) -> Result<Option<u64>, Malformed> {
+        let Part { slice, place, values, change } = part;
         let is_read = self.held.as_ref().is_some_and(|held| held.unread == 0);
-        let hash = || Some(hash::of(place.dtype, place.first, values));
-        let is_as_held = !is_read || self.hash_of(slice) == hash();
-        let fits = is_as_held && self.fits(slice, effect.difference, change);
-        Ok(fits.then_some(effect.changed))
+        let hash = |values: &[u8]| Some(hash::of(place.dtype, place.first, values));
+        if is_read && self.hash_of(*slice) != hash(values) {
+            return Ok(None);
+        }
+        let effect = apply(*place, values, &change.change);
+        match effect {
+            Ok(effect) if self.fits(*slice, effect.difference, change) => Ok(Some(effect.changed)),
+            effect => {
+                undo(place.dtype, values, &change.change);
+                effect.map(|_| None)
+            }
+        }
     }
 
     /// Returns whether the hash of a slice becomes that of the server when it grows by
@@ -184,4 +235,31 @@ impl Reader {
         let unread = self.held.as_ref().map_or(0, |held| (held.unread + 1) % READ_EVERY);
         self.held = Some(Held { version, hashes, unread });
     }
+}
+
+/// Calls `work` for each part, in several threads. Returns the parts with the results.
+fn in_threads<P: Send, R: Send>(
+    threads: usize,
+    parts: Vec<P>,
+    work: impl Fn(&mut P) -> R + Sync,
+) -> Vec<(P, R)> {
+    let threads = threads.min(parts.len());
+    let rest = Mutex::new(parts.into_iter());
+    let next = || rest.lock().expect("no holder of the lock panics").next();
+    let run = || {
+        let parts = std::iter::from_fn(next);
+        parts.map(|mut part| (work(&mut part), part)).map(|(result, part)| (part, result)).collect()
+    };
+    if threads <= 1 {
+        return run();
+    }
+    scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(run)).collect();
+        let mut all: Vec<_> = run();
+        others.into_iter().for_each(|other| match other.join() {
+            Ok(of_thread) => all.extend(of_thread),
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        all
+    })
 }

@@ -8,7 +8,7 @@ use zeroshard_model::DType;
 
 use crate::{
     Blocks, Recorder,
-    apply::{self, Effect, Place, apply, hash_change},
+    apply::{self, Effect, Place, apply, undo},
     block::{BLOCK, Block, most_bytes, unchanged},
     hash, merge,
 };
@@ -66,13 +66,14 @@ proptest! {
         prop_assert!(recorded.change.len() <= most_bytes(dtype, numel));
         let [old, new] = [&before, &after].map(|values| hash::of(dtype, 1_000, values));
         prop_assert_eq!(old.wrapping_add(recorded.hash_difference), new);
+        let mut values = before.clone();
         prop_assert_eq!(
-            hash_change(place(dtype), &before, &recorded.change).unwrap(),
+            apply(place(dtype), &mut values, &recorded.change).unwrap(),
             Effect { difference: recorded.hash_difference, changed: recorded.changed }
         );
-        let mut values = before.clone();
-        apply(dtype, &mut values, &recorded.change).unwrap();
         prop_assert_eq!(&values, &after);
+        undo(dtype, &mut values, &recorded.change);
+        prop_assert_eq!(&values, &before);
 
         // The same with only the changed elements.
         let positions = apply::positions(dtype, numel, &recorded.change).unwrap();
@@ -130,9 +131,11 @@ proptest! {
             change[at] = random.u8(..);
         }
         cut.into_iter().for_each(|cut| change.truncate((cut * change.len() as f64) as usize));
-        let decoded = hash_change(place(dtype), &values, &change);
-        prop_assert_eq!(decoded.is_ok(), apply(dtype, &mut values, &change).is_ok());
-        prop_assert_eq!(decoded.is_ok(), merge(dtype, numel, &[&change]).is_ok());
+        let before = values.clone();
+        let applied = apply(place(dtype), &mut values, &change);
+        prop_assert_eq!(applied.is_ok(), merge(dtype, numel, &[&change]).is_ok());
+        undo(dtype, &mut values, &change);
+        prop_assert_eq!(values, before);
     }
 
     #[test]
@@ -161,7 +164,7 @@ fn values_that_somebody_else_has_written_have_another_hash() {
     let mut written = before.clone();
     let changed = before.iter().zip(&after).position(|(before, after)| before != after).unwrap();
     written[changed] ^= 1;
-    let effect = hash_change(place(DType::Bf16), &written, &recorded.change).unwrap();
+    let effect = apply(place(DType::Bf16), &mut written, &recorded.change).unwrap();
     assert_ne!(effect.difference, recorded.hash_difference);
 }
 

@@ -137,8 +137,8 @@ fn newest<B: Backend>(job: &Job<B>) -> Option<u64> {
 /// messages of the response. A call that hashes slices takes one of `turns`.
 ///
 /// # Errors
-/// [`Error::VersionGone`] if the job is on another line; [`Error::NotHere`] if another server is
-/// the primary of a slice; [`Error::Refused`] and [`Error::Invalid`] for a malformed request;
+/// [`Error::VersionGone`] if the job is on another line; [`Error::NotHere`] if only other servers
+/// have a slice; [`Error::Refused`] and [`Error::Invalid`] for a malformed request;
 /// [`Error::Timeout`]; [`Error::OutOfMemory`].
 pub(super) async fn changes<B: Backend>(
     store: &Arc<Store<B>>,
@@ -183,7 +183,7 @@ pub(crate) fn slices<B: Backend>(
     let all = followed(messages, job.spec.manifest.slices().len())?;
     for of_dtype in all.chunk_by(|one, other| one.1 == other.1) {
         for &(slice, _) in of_dtype {
-            job.primary_slice(slice)?;
+            job.followed_slice(slice)?;
         }
         job.note_follower(of_dtype[0].1);
     }
@@ -203,7 +203,7 @@ async fn begin<B: Backend>(
         .iter()
         .copied()
         .filter(|&(index, dtype)| {
-            job.primary_slice(index).is_ok_and(|slice| !slice.is_followed(dtype))
+            job.followed_slice(index).is_ok_and(|slice| !slice.is_followed(dtype))
         })
         .collect();
     if new.is_empty() {
@@ -218,7 +218,7 @@ async fn begin<B: Backend>(
         for (index, dtype) in new {
             let unhashed = job.note(index, job.follow(index, dtype, &budget))?;
             if let Some(unhashed) = unhashed {
-                let backend = job.primary_slice(index)?.backend();
+                let backend = job.followed_slice(index)?.backend();
                 job.note(index, unhashed.compute(backend))?;
             }
         }
@@ -256,7 +256,7 @@ impl<B: Backend> Changes<B> {
             if self.job.closed().is_cancelled() {
                 return Err(self.job.closed_error());
             }
-            match self.job.primary_slice(index)?.changes(dtype, self.from, self.to) {
+            match self.job.followed_slice(index)?.changes(dtype, self.from, self.to) {
                 Since::Unknown => return Ok(false),
                 Since::Known { changes, hash } => break (changes, hash),
                 Since::Pending if self.deadline.left().is_zero() => {
@@ -277,7 +277,7 @@ impl<B: Backend> Changes<B> {
 
     /// Adds the changes of several steps, or of none.
     async fn merged(&self, index: u32, dtype: DType, changes: Vec<Bytes>) -> Result<Bytes> {
-        let numel = self.job.primary_slice(index)?.spec.numel;
+        let numel = self.job.followed_slice(index)?.spec.numel;
         let work = move || sum((dtype, numel), &changes);
         self.store.failure.blocking("add changes", work).await
     }

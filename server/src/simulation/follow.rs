@@ -57,7 +57,7 @@ impl World {
         }
         let mut all = BTreeMap::new();
         for (index, dtype) in slices {
-            let slice = job.primary_slice(index)?;
+            let slice = job.followed_slice(index)?;
             let (changes, hash) = match slice.changes(dtype, from, version) {
                 Since::Unknown => return known(None),
                 Since::Pending => return Ok(None),
@@ -100,8 +100,8 @@ impl World {
             return;
         }
         let Some(Hashing { job, slice, values }) = of.hashing.pop_front() else { return };
-        let is_primary = job.primary_slice(slice);
-        let hashed = is_primary.and_then(|of| job.note(slice, values.compute(of.backend())));
+        let held = job.followed_slice(slice);
+        let hashed = held.and_then(|of| job.note(slice, values.compute(of.backend())));
         // A slice that has moved needs no hash.
         drop(hashed);
     }

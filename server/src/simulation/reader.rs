@@ -71,6 +71,10 @@ pub(super) struct Reader {
     values: BTreeMap<u32, Vec<u8>>,
     /// `true` if the program has written to the values since they were copied or changed.
     has_written: bool,
+    /// Which server of each slice it asks, if there are several.
+    turn: usize,
+    /// How many servers of a slice, one after the other, do not know the changes.
+    unknown: usize,
     /// How far after the described version it pins one, because steps are fast.
     ahead: u64,
     /// The job, the line and the version that it has shown last.
@@ -121,6 +125,8 @@ impl Reader {
             state: None,
             values: BTreeMap::new(),
             has_written: false,
+            turn: 0,
+            unknown: 0,
             ahead: 0,
             last: None,
             left: BTreeSet::new(),
@@ -211,6 +217,7 @@ impl World {
 
     /// Asks all servers for changes since the version in the arrays.
     fn ask_for_changes(&mut self, reader: usize) {
+        self.readers[reader].turn += 1;
         let requests = self.readers[reader].requests();
         self.readers[reader].begin(Phase::Changes(vec![None; requests.len()]));
         let requests = requests.into_iter().enumerate();
@@ -237,7 +244,7 @@ impl World {
         let description = of.of();
         let version = description.version.unwrap_or_default() + of.ahead;
         let (job, line) = (description.job_id, description.line);
-        let servers = of.servers();
+        let servers = of.servers(0);
         of.begin(Phase::Copy { version, waits: servers.len(), values: BTreeMap::new() });
         for (at, (server, slices)) in servers.into_iter().enumerate() {
             self.send_to(reader, (at, &server), Request::Pin { job, line, version, slices });

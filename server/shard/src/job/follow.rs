@@ -4,10 +4,13 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use zeroshard_kernels::Backend;
-use zeroshard_model::{DType, Result};
+use zeroshard_model::{DType, Error, Result};
 
 use super::Job;
-use crate::{budget::Budget, slice::Unhashed};
+use crate::{
+    budget::Budget,
+    slice::{Slice, Unhashed},
+};
 
 impl<B: Backend, D: Send + Sync> Job<B, D> {
     /// Notes that somebody follows the job in `dtype`.
@@ -15,19 +18,30 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         self.followers.ask(dtype, self.host.now());
     }
 
+    /// Slice number `index`, whose content this server has as its primary or as a backup.
+    ///
+    /// # Errors
+    /// Those of [`Self::slice`].
+    pub fn followed_slice(&self, index: u32) -> Result<&Slice<B>> {
+        match self.slice(index)? {
+            slice if slice.role().has_content() => Ok(slice),
+            _ => Err(Error::NotHere { job: self.spec.name.clone(), slice: index }),
+        }
+    }
+
     /// Records the changes of a slice in `dtype` from now on. If this returns values, the caller
     /// must hash them: until then [`crate::slice::Slice::changes`] knows nothing. `budget` is the
     /// server's, and one job takes at most three quarters of it.
     ///
     /// # Errors
-    /// Those of [`Self::primary_slice`] and of [`crate::slice::Slice::follow`].
+    /// Those of [`Self::followed_slice`] and of [`crate::slice::Slice::follow`].
     pub fn follow(
         &self,
         index: u32,
         dtype: DType,
         budget: &Arc<Budget>,
     ) -> Result<Option<Unhashed<B>>> {
-        self.primary_slice(index)?.follow(dtype, self.followers.budget(budget))
+        self.followed_slice(index)?.follow(dtype, self.followers.budget(budget))
     }
 
     /// Drops the changes in each dtype that nobody has asked for lately.

@@ -1,6 +1,9 @@
 //! Checks the changes between any two versions of a slice, and their hashes.
 
-use zeroshard_changes::{apply::apply, hash, merge};
+use zeroshard_changes::{
+    apply::{Place, apply},
+    hash, merge,
+};
 use zeroshard_model::{Manifest, StateDType, TensorSpec};
 use zeroshard_shm::Arena;
 
@@ -79,7 +82,8 @@ impl Followed {
                 let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
                 assert_eq!(parts.len() as u64, version - before, "{what}");
                 let mut values = from.to_vec();
-                apply(dtype, &mut values, &merge(dtype, NUMEL, &parts).unwrap()).unwrap();
+                let place = Place { dtype, first: slice.spec.offset as u64 };
+                apply(place, &mut values, &merge(dtype, NUMEL, &parts).unwrap()).unwrap();
                 assert!(values == to, "{what}");
             }
             let ahead = slice.changes(dtype, version, version + 1);

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use zeroshard_changes::{
-    Copied, Gathering, Known, SliceChange,
+    Copied, Gathering, Known, Part, SliceChange,
     apply::{Place, apply, positions},
     hash,
 };
@@ -36,16 +36,30 @@ impl Reader {
         self.values.iter().map(hash).collect()
     }
 
-    /// Returns whether the changes lead from the values to those of the servers.
-    fn fits(&self, slices: &BTreeMap<u32, SliceChange>) -> Result<bool, String> {
-        let state = self.state.as_ref().expect("the job has been described");
-        let mut fits = true;
-        for (&slice, change) in slices {
-            let values = self.values.get(&slice).ok_or("a change of another slice")?;
-            let checked = state.check(slice, (self.place_of(slice), values), change);
-            fits &= checked.map_err(|error| error.to_string())?.is_some();
+    /// Applies the changes if they lead from the values to those of the servers. Returns whether
+    /// they do.
+    fn apply(&mut self, slices: &BTreeMap<u32, SliceChange>) -> Result<bool, String> {
+        let places: BTreeMap<u32, Place> =
+            slices.keys().map(|&slice| (slice, self.place_of(slice))).collect();
+        let values = self.values.iter_mut().filter(|(slice, _)| slices.contains_key(slice));
+        let parts = values.map(|(&slice, values)| {
+            let (place, change) = (places[&slice], &slices[&slice]);
+            Part { slice, place, values: &mut values[..], change }
+        });
+        let parts: Vec<_> = parts.collect();
+        if parts.len() < slices.len() {
+            return Err("a change of another slice".to_owned());
         }
-        Ok(fits)
+        let state = self.state.as_ref().expect("the job has been described");
+        let applied = state.apply(parts).map_err(|(_, error)| error.to_string())?;
+        if applied.is_none() && is_missing(Safeguard::ReaderHashes) {
+            for (slice, values) in &mut self.values {
+                let change = slices.get(slice).map(|of| &of.change[..]).unwrap_or_default();
+                apply(places[slice], values, change).map_err(|error| error.to_string())?;
+            }
+            return Ok(true);
+        }
+        Ok(applied.is_some())
     }
 }
 
@@ -99,11 +113,15 @@ impl World {
     /// All changes lead to one version, unless a server does not know them.
     fn gathered(&mut self, reader: usize, gathering: Gathering) {
         let version = gathering.version();
+        let of = &mut self.readers[reader];
         let Some(slices) = gathering.finish() else {
-            self.readers[reader].state().lose(Copied::Behind);
+            of.unknown += 1;
+            if of.unknown >= of.of().placement.replicas() {
+                of.state().lose(Copied::Behind);
+            }
             return self.ask_for_changes(reader);
         };
-        let of = &mut self.readers[reader];
+        of.unknown = 0;
         if !slices.keys().eq(&of.slices) {
             let failure = format!("a reader of {:?} gets changes of {slices:?}", of.slices);
             return self.fail(failure);
@@ -135,9 +153,8 @@ impl World {
     /// Applies changes if they fit, and copies the values otherwise.
     fn apply(&mut self, reader: usize, version: u64, slices: &BTreeMap<u32, SliceChange>) {
         let of = &mut self.readers[reader];
-        match of.fits(slices) {
+        match of.apply(slices) {
             Ok(true) => {}
-            Ok(false) if is_missing(Safeguard::ReaderHashes) => {}
             Ok(false) if of.has_written => {
                 of.state().lose(Copied::Differed);
                 of.state().show_again();
@@ -145,13 +162,6 @@ impl World {
             }
             Ok(false) => return self.fail(format!("the changes to {version} do not fit")),
             Err(failure) => return self.fail(failure),
-        }
-        for (&slice, SliceChange { change, .. }) in slices {
-            let dtype = of.dtype_of(slice);
-            let values = of.values.get_mut(&slice).expect("they were checked");
-            if let Err(error) = apply(dtype, values, change) {
-                return self.fail(format!("the change of slice {slice} is malformed: {error}"));
-            }
         }
         of.state().advance(version, slices);
         self.record.shown.changed += 1;

@@ -16,12 +16,14 @@ impl Reader {
         if is_buffer { DType::F32 } else { self.dtype }
     }
 
-    /// The primaries of the followed slices.
-    pub(super) fn servers(&self) -> Vec<(Server, Vec<(u32, DType)>)> {
+    /// Servers of the followed slices: with replicas, one of each slice. 0: the primaries.
+    pub(super) fn servers(&self, turn: usize) -> Vec<(Server, Vec<(u32, DType)>)> {
         let placement = &self.of().placement;
         let mut of_server = vec![Vec::new(); placement.servers().len()];
         for &slice in &self.slices {
-            of_server[placement.primary(slice as usize)].push((slice, self.dtype_of(slice)));
+            let owners = placement.owners(slice as usize);
+            let server = owners[turn % owners.len()] as usize;
+            of_server[server].push((slice, self.dtype_of(slice)));
         }
         let servers = placement.servers().iter().cloned().zip(of_server);
         servers.filter(|(_, slices)| !slices.is_empty()).collect()
@@ -50,6 +52,7 @@ impl Reader {
                 ..Default::default()
             }
         };
-        self.servers().into_iter().map(|(server, slices)| (server, request(slices))).collect()
+        let servers = self.servers(self.turn).into_iter();
+        servers.map(|(server, slices)| (server, request(slices))).collect()
     }
 }
