@@ -1,6 +1,6 @@
 //! The status that a cluster's servers and jobs report.
 
-use std::{fmt, time::Duration};
+use std::{collections::BTreeMap, fmt, time::Duration};
 
 use zeroshard_model::{Error, Result, Server, version::VERSION};
 use zeroshard_proto::pb;
@@ -136,9 +136,10 @@ pub struct JobOnServer {
     pub windows: u32,
     /// Why the last rank that asked for it does not.
     pub no_window: Option<String>,
-    /// The number of readers that wait for the next version, or receive its changes
-    /// ([`crate::Cluster::follow`]).
-    pub followers: u32,
+    /// The readers that follow the job ([`crate::Cluster::follow`]), and have asked the server within
+    /// the last minute: the random number of each, and how many versions it is behind the newest
+    /// version of the server; `None` if it has none yet.
+    pub readers: BTreeMap<u64, Option<u64>>,
 }
 
 /// A job.
@@ -371,7 +372,7 @@ impl From<pb::JobStats> for JobOnServer {
             received_bytes: message.received_bytes,
             windows: message.windows,
             no_window: message.no_window,
-            followers: message.followers,
+            readers: message.readers.into_iter().map(|of| (of.id, of.lag)).collect(),
         }
     }
 }

@@ -177,9 +177,11 @@ class Page(unittest.TestCase):
     def check_shard(self, tab: Tab, url: str) -> None:
         """Checks the page of a shard server: its slices, memory and requests."""
         tab.show(url, WIDTHS["wide"], "light")
+        tab.wait("document.querySelectorAll('#scroll-contributions tbody tr').length > 1")
         text = tab.evaluate("document.body.textContent")
         for expected in (
             JOB,
+            "Gradients of the last step",
             "Memory of this server",
             "disk",
             "versions of readers",

@@ -54,7 +54,7 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
         let (Some((began, before)), Some((ended, now))) = (window.front(), window.back()) else {
             continue;
         };
-        let followers = followers(window.iter().map(|(_, status)| status));
+        let followers = followers(now);
         let seconds = ended.duration_since(*began).as_secs_f64();
         let rates = Rates { before, now, seconds, followers };
         if json {
@@ -69,16 +69,21 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
     }
 }
 
-/// Returns the number of readers that follow each job, by its name: the largest number that any
-/// server has reported in one of these statuses. A server does not count a reader while it applies
-/// a version, and each reader may follow slices on several servers.
-fn followers<'a>(statuses: impl Iterator<Item = &'a Status>) -> BTreeMap<&'a str, u32> {
-    let mut followers = BTreeMap::new();
-    for held in statuses.flat_map(|status| &status.servers).flat_map(|server| &server.jobs) {
-        let most = followers.entry(&*held.job).or_default();
-        *most = held.followers.max(*most);
+/// The readers of a job by number, and how many versions each is behind; `None` if it has none yet.
+type Followers = BTreeMap<u64, Option<u64>>;
+
+/// Returns the readers that follow each job, by its name. With replicas a reader asks the servers in
+/// turn, so the one that it has asked last knows its lag best: this is the smallest one.
+fn followers(status: &Status) -> BTreeMap<&str, Followers> {
+    let mut all = BTreeMap::<&str, Followers>::new();
+    for held in status.servers.iter().flat_map(|server| &server.jobs) {
+        let followers = all.entry(&held.job).or_default();
+        for (&id, &lag) in &held.readers {
+            let least = followers.entry(id).or_default();
+            *least = lag.into_iter().chain(*least).min();
+        }
     }
-    followers
+    all
 }
 
 /// Two statuses, and the time between them.
@@ -86,8 +91,8 @@ struct Rates<'a> {
     before: &'a Status,
     now: &'a Status,
     seconds: f64,
-    /// The number of readers that follow each job.
-    followers: BTreeMap<&'a str, u32>,
+    /// The readers that follow each job.
+    followers: BTreeMap<&'a str, Followers>,
 }
 
 impl Rates<'_> {
@@ -125,8 +130,15 @@ impl Rates<'_> {
         rates
     }
 
-    fn followers(&self, job: &JobStatus) -> u32 {
-        self.followers.get(&*job.name).copied().unwrap_or_default()
+    /// The number of readers that follow a job.
+    fn followers(&self, job: &JobStatus) -> usize {
+        self.followers.get(&*job.name).map_or(0, BTreeMap::len)
+    }
+
+    /// How many versions each reader of a job is behind, without readers that have none yet.
+    fn lags(&self, job: &JobStatus) -> Vec<u64> {
+        let followers = self.followers.get(&*job.name).into_iter().flat_map(BTreeMap::values);
+        followers.copied().flatten().collect()
     }
 
     fn jobs(&self) -> Table {
@@ -138,6 +150,7 @@ impl Rates<'_> {
             "RECEIVED/S",
             "WORKERS",
             "FOLLOWERS",
+            "LAG",
             "LATE RANK",
             "STATE",
         ]);
@@ -151,6 +164,7 @@ impl Rates<'_> {
                 human(received as u64),
                 format!("{}/{}", job.joined.len(), job.world),
                 self.followers(job).to_string(),
+                self.lags(job).iter().max().map_or("-".to_owned(), u64::to_string),
                 late_rank(job),
                 state(job),
             ]);
@@ -185,6 +199,7 @@ impl Rates<'_> {
                 "steps_per_second": self.steps(job), "sent_bytes_per_second": sent,
                 "received_bytes_per_second": received, "joined": job.joined.len(),
                 "world": job.world, "followers": self.followers(job),
+                "follower_lags": self.lags(job),
                 "slowest_rank": job.slowest.map(|slowest| slowest.rank), "state": state(job),
             })
         };

@@ -1,9 +1,10 @@
 //! Applies a change to a reader's values, and hashes what it does.
 
+use zeroshard_loops::Level;
 use zeroshard_model::DType;
 
 use crate::{
-    block::{BLOCK, Blocks, Malformed},
+    block::{BLOCK, Block, Blocks, Malformed},
     hash,
     ordered::Bits,
 };
@@ -26,17 +27,6 @@ pub struct Effect {
     pub changed: u64,
 }
 
-impl Effect {
-    /// Adds the element at `position` of the slice.
-    #[inline]
-    fn add<T: Bits>(&mut self, place: Place, position: usize, [before, after]: [T; 2]) {
-        let index = place.first + position as u64;
-        let term = hash::term_change(index, before.widen(), after.widen());
-        self.difference = self.difference.wrapping_add(term);
-        self.changed += 1;
-    }
-}
-
 /// Applies `change` to `values`, which are little-endian bytes. Add the difference to the hash of
 /// the old values, and compare the sum with the hash that the server sent. If somebody has written
 /// to an element that changes, the two differ: call [`undo`].
@@ -51,12 +41,22 @@ pub fn apply(place: Place, values: &mut [u8], change: &[u8]) -> Result<Effect, M
 }
 
 fn apply_to<T: Bits>(place: Place, values: &mut [u8], change: &[u8]) -> Result<Effect, Malformed> {
-    let mut effect = Effect::default();
-    visit::<T>(place.dtype, values, change, |position, value, difference| {
-        let before = T::read(value);
-        let after = before.moved(difference);
-        after.write(value);
-        effect.add(place, position, [before, after]);
+    let (level, mut bits, mut effect) = (Level::best(), Vec::new(), Effect::default());
+    visit::<T>(place.dtype, values, change, |block, values| {
+        // One loop reads and writes, and another one computes: a core then waits for several
+        // elements from memory at a time.
+        bits.clear();
+        bits.extend(block.changed().map(|(position, difference)| {
+            let value = &mut values[position * T::SIZE..][..T::SIZE];
+            let before = T::read(value);
+            let after = before.moved(difference);
+            after.write(value);
+            [before, after].map(T::widen)
+        }));
+        let first = place.first + block.start as u64;
+        let difference = hash::changes(level, first, &block.positions, &bits);
+        effect.difference = effect.difference.wrapping_add(difference);
+        effect.changed += bits.len() as u64;
     })?;
     Ok(effect)
 }
@@ -64,10 +64,13 @@ fn apply_to<T: Bits>(place: Place, values: &mut [u8], change: &[u8]) -> Result<E
 /// Takes the values back to what they were before [`apply`], bit for bit, also if it has failed.
 pub fn undo(dtype: DType, values: &mut [u8], change: &[u8]) {
     fn undo_of<T: Bits>(dtype: DType, values: &mut [u8], change: &[u8]) {
-        let undone = visit::<T>(dtype, values, change, |_, value, difference| {
-            T::read(value).moved(difference.wrapping_neg()).write(value);
+        let undone = visit::<T>(dtype, values, change, |block, values| {
+            for (position, difference) in block.changed() {
+                let value = &mut values[position * T::SIZE..][..T::SIZE];
+                T::read(value).moved(difference.wrapping_neg()).write(value);
+            }
         });
-        // It fails where `apply` has failed.
+        // It fails at the block at which `apply` has failed.
         _ = undone;
     }
     match dtype {
@@ -76,26 +79,19 @@ pub fn undo(dtype: DType, values: &mut [u8], change: &[u8]) {
     }
 }
 
-/// Calls `visit` with the position, the bytes and the difference of each changed element.
-#[inline(always)]
+/// Calls `visit` with each block, and the values from its beginning on.
 fn visit<T: Bits>(
     dtype: DType,
     values: &mut [u8],
     change: &[u8],
-    mut visit: impl FnMut(usize, &mut [u8], u32),
+    mut visit: impl FnMut(&Block, &mut [u8]),
 ) -> Result<(), Malformed> {
     let mut blocks = Blocks::new(dtype, values.len() / T::SIZE, change);
-    loop {
-        let start = blocks.start();
-        let values = values.get_mut(start * T::SIZE..).unwrap_or_default();
-        let is_block = blocks.visit(|position, difference| {
-            let value = &mut values[position * T::SIZE..][..T::SIZE];
-            visit(start + position, value, difference);
-        })?;
-        if !is_block {
-            return Ok(());
-        }
+    let mut block = Block::default();
+    while blocks.next(&mut block)? {
+        visit(&block, &mut values[block.start * T::SIZE..]);
     }
+    Ok(())
 }
 
 /// Returns the positions of the changed elements in the slice, ascending. Callers whose values are
@@ -104,13 +100,12 @@ fn visit<T: Bits>(
 /// # Errors
 /// [`Malformed`].
 pub fn positions(dtype: DType, numel: usize, change: &[u8]) -> Result<Vec<u64>, Malformed> {
-    let (mut blocks, mut positions) = (Blocks::new(dtype, numel, change), Vec::new());
-    loop {
-        let start = blocks.start();
-        if !blocks.visit(|position, _| positions.push((start + position) as u64))? {
-            return Ok(positions);
-        }
+    let mut blocks = Blocks::new(dtype, numel, change);
+    let (mut block, mut positions) = (Block::default(), Vec::new());
+    while blocks.next(&mut block)? {
+        positions.extend(block.changed().map(|(position, _)| (block.start + position) as u64));
     }
+    Ok(positions)
 }
 
 /// Replaces old values with new ones. `gathered` starts with the old values at the [`positions`] of
@@ -137,27 +132,22 @@ fn apply_to_gathered<T: Bits>(
     change: &[u8],
 ) -> Result<Effect, Malformed> {
     let mut blocks = Blocks::new(place.dtype, numel, change);
-    let (mut values, mut is_short) = (gathered.chunks_exact_mut(T::SIZE), false);
-    let mut effect = Effect::default();
-    loop {
-        let start = blocks.start();
-        let is_block = blocks.visit(|position, difference| {
+    let mut values = gathered.chunks_exact_mut(T::SIZE);
+    let (mut block, mut effect) = (Block::default(), Effect::default());
+    while blocks.next(&mut block)? {
+        for (position, difference) in block.changed() {
             let Some(value) = values.next() else {
-                is_short = true;
-                return;
+                let cause = "it has more changes than values";
+                return Err(Malformed { block: block.start / BLOCK, cause });
             };
             let before = T::read(value);
             let after = before.moved(difference);
-            effect.add(place, start + position, [before, after]);
             after.write(value);
-        })?;
-        match is_block {
-            _ if is_short => {
-                let cause = "it has more changes than values";
-                return Err(Malformed { block: start / BLOCK, cause });
-            }
-            true => {}
-            false => return Ok(effect),
+            let index = place.first + (block.start + position) as u64;
+            let term = hash::term_change(index, before.widen(), after.widen());
+            effect.difference = effect.difference.wrapping_add(term);
+            effect.changed += 1;
         }
     }
+    Ok(effect)
 }

@@ -65,21 +65,13 @@ impl<'a> Reader<'a> {
     pub(crate) fn peek(&mut self) -> u64 {
         let word = match self.bytes.get(self.at..self.at + 8) {
             Some(word) => u64::from_le_bytes(word.try_into().expect("eight bytes")),
-            None => self.last_word(),
+            None => last_word(self.bytes, self.at),
         };
         // Bits beyond `ready` are those of `word`, too, so they may be there already.
         self.bits |= word << self.ready;
         self.at += ((63 - self.ready) / 8) as usize;
         self.ready |= 56;
         self.bits
-    }
-
-    #[cold]
-    fn last_word(&self) -> u64 {
-        let mut word = [0; 8];
-        let rest = self.bytes.get(self.at..).unwrap_or_default();
-        word[..rest.len()].copy_from_slice(rest);
-        u64::from_le_bytes(word)
     }
 
     /// Consumes bits that [`Self::peek`] has returned, at most 56 for each call of it.
@@ -90,7 +82,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads the next `count` bits, at most 32.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn read(&mut self, count: u32) -> u32 {
         let value = self.peek() & ((1 << count) - 1);
         self.skip(count);
@@ -99,7 +91,7 @@ impl<'a> Reader<'a> {
 
     /// Reads zeros up to the next one, and the one. Returns the number of zeros, or `None` if there
     /// are more than `most`.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn unary(&mut self, most: u32) -> Option<u32> {
         let mut zeros = 0;
         loop {
@@ -122,4 +114,14 @@ impl<'a> Reader<'a> {
         let bytes = (8 * self.at - self.ready as usize).div_ceil(8);
         (bytes <= self.bytes.len()).then_some(bytes)
     }
+}
+
+/// Returns the bytes from `at` on, fewer than eight, and zeros.
+#[cold]
+#[inline(never)]
+fn last_word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    let rest = bytes.get(at..).unwrap_or_default();
+    word[..rest.len()].copy_from_slice(rest);
+    u64::from_le_bytes(word)
 }

@@ -15,11 +15,13 @@
 //! In a fine-tuning step, 77 to 90% of the changed elements move by one unit in the last place.
 //! These take two bits besides the gap.
 
+use zeroshard_loops::Level;
 use zeroshard_model::DType;
 
 use crate::{
-    bits::{Reader, Writer},
-    ordered::{mask, width},
+    bits::Writer,
+    decode::{Code, SHORT, read_changes},
+    ordered::width,
 };
 
 /// The number of elements in a block. If 1% of the elements change, the five bytes before the bits
@@ -32,9 +34,6 @@ const MOST_GAP_BITS: u32 = BLOCK.trailing_zeros();
 const EMPTY: u8 = 0;
 const RAW: u8 = 1;
 const CODED: u8 = 2;
-
-/// The cause if the bytes end within a block.
-const SHORT: &str = "it ends early";
 
 /// The bytes are not a valid change of the slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -62,6 +61,13 @@ impl Block {
     pub(crate) fn clear(&mut self) {
         self.positions.clear();
         self.differences.clear();
+    }
+
+    /// Returns the position in the block and the difference of each changed element.
+    #[inline]
+    pub(crate) fn changed(&self) -> impl Iterator<Item = (usize, u32)> {
+        let positions = self.positions.iter().map(|&position| usize::from(position));
+        positions.zip(self.differences.iter().copied())
     }
 
     #[inline]
@@ -147,104 +153,56 @@ impl Block {
         };
         (0..width).min_by_key(|&parameter| bits(parameter)).unwrap_or_default()
     }
-}
 
-/// Decodes the block at the beginning of `bytes`, which has `len` elements. Calls `visit` with the
-/// position and the difference of each changed element, in ascending order. Returns the remaining
-/// bytes.
-#[inline(always)]
-fn decode(
-    dtype: DType,
-    len: usize,
-    bytes: &[u8],
-    mut visit: impl FnMut(usize, u32),
-) -> Result<&[u8], &'static str> {
-    let (&form, bytes) = bytes.split_first().ok_or(SHORT)?;
-    match form {
-        EMPTY => Ok(bytes),
-        RAW => {
-            let (values, rest) = bytes.split_at_checked(len * dtype.size()).ok_or(SHORT)?;
-            for (position, value) in values.chunks_exact(dtype.size()).enumerate() {
-                let mut difference = [0; 4];
-                difference[..value.len()].copy_from_slice(value);
-                match u32::from_le_bytes(difference) {
-                    0 => {}
-                    difference => visit(position, difference),
+    /// Decodes the block at the beginning of `bytes`. Returns the remaining bytes.
+    fn decode<'a>(
+        &mut self,
+        level: Level,
+        dtype: DType,
+        len: usize,
+        bytes: &'a [u8],
+    ) -> Result<&'a [u8], &'static str> {
+        self.clear();
+        let (&form, bytes) = bytes.split_first().ok_or(SHORT)?;
+        match form {
+            EMPTY => Ok(bytes),
+            RAW => {
+                let (values, rest) = bytes.split_at_checked(len * dtype.size()).ok_or(SHORT)?;
+                for (position, value) in values.chunks_exact(dtype.size()).enumerate() {
+                    let mut difference = [0; 4];
+                    difference[..value.len()].copy_from_slice(value);
+                    match u32::from_le_bytes(difference) {
+                        0 => {}
+                        difference => self.push(position, difference),
+                    }
                 }
+                Ok(rest)
             }
-            Ok(rest)
+            CODED => {
+                let (&[gaps, magnitudes, low, high], bytes) =
+                    bytes.split_first_chunk().ok_or(SHORT)?;
+                let [gaps, magnitudes] = [gaps, magnitudes].map(u32::from);
+                if gaps > MOST_GAP_BITS || magnitudes >= width(dtype) {
+                    return Err("a parameter is too large");
+                }
+                let changes = usize::from(u16::from_le_bytes([low, high])) + 1;
+                if changes > len {
+                    return Err("it has more changes than elements");
+                }
+                // A change takes at least three bits, so the input limits what is allocated.
+                if changes * 3 > bytes.len() * 8 {
+                    return Err(SHORT);
+                }
+                self.positions.resize(changes, 0);
+                self.differences.resize(changes, 0);
+                let code = Code { len, gaps, magnitudes, width: width(dtype) };
+                let read =
+                    read_changes(level, &code, bytes, &mut self.positions, &mut self.differences)?;
+                bytes.get(read..).ok_or(SHORT)
+            }
+            _ => Err("its form is unknown"),
         }
-        CODED => {
-            let (&[gaps, magnitudes, low, high], bytes) = bytes.split_first_chunk().ok_or(SHORT)?;
-            let parameters = [gaps, magnitudes].map(u32::from);
-            if parameters[0] > MOST_GAP_BITS || parameters[1] >= width(dtype) {
-                return Err("a parameter is too large");
-            }
-            let changes = usize::from(u16::from_le_bytes([low, high])) + 1;
-            if changes > len {
-                return Err("it has more changes than elements");
-            }
-            // A change takes at least three bits, so the input limits what is visited.
-            if changes * 3 > bytes.len() * 8 {
-                return Err(SHORT);
-            }
-            let read = read_bits(dtype, (len, changes), parameters, bytes, visit)?;
-            bytes.get(read..).ok_or(SHORT)
-        }
-        _ => Err("its form is unknown"),
     }
-}
-
-/// Decodes the bits of a block. Returns the number of bytes.
-#[inline(always)]
-fn read_bits(
-    dtype: DType,
-    (len, changes): (usize, usize),
-    [gaps, magnitudes]: [u32; 2],
-    bytes: &[u8],
-    mut visit: impl FnMut(usize, u32),
-) -> Result<usize, &'static str> {
-    const OUTSIDE: &str = "a change is outside of the block";
-    const LARGE: &str = "a difference is too large";
-    let mut bits = Reader::new(bytes);
-    let (mut next, width, mask) = (0, width(dtype), mask(dtype));
-    let most_zeros = BLOCK as u32 >> gaps;
-    // The zeros of the gap for which all parts of a small magnitude are among the bits that the
-    // reader has at hand.
-    let few = 53u32.saturating_sub(gaps + magnitudes).min(most_zeros + 1);
-    for _ in 0..changes {
-        let ahead = bits.peek();
-        let high = ahead.trailing_zeros();
-        let ahead = ahead >> (high & 63);
-        let rest = ahead >> 1;
-        let small = rest >> gaps;
-        let (gap, difference) = if high < few && small & 1 == 1 {
-            let low = (small >> 1) & ((1 << magnitudes) - 1);
-            let is_negative = (small >> 1 >> magnitudes) as u32 & 1;
-            bits.skip(high + gaps + magnitudes + 3);
-            let magnitude = low as u32 + 1;
-            // Inverts the bits and adds one if it is negative.
-            let difference = (magnitude ^ is_negative.wrapping_neg()).wrapping_add(is_negative);
-            ((high << gaps) | (rest as u32 & ((1 << gaps) - 1)), difference)
-        } else {
-            let high = bits.unary(most_zeros).ok_or(OUTSIDE)?;
-            let gap = (high << gaps) | bits.read(gaps);
-            let most = bits.unary(width - magnitudes).ok_or(LARGE)? + magnitudes;
-            if most > width - 1 {
-                return Err(LARGE);
-            }
-            let coded = (1u64 << most) | u64::from(bits.read(most));
-            let magnitude = (coded - (1 << magnitudes)) as u32 + 1;
-            (gap, if bits.read(1) == 1 { magnitude.wrapping_neg() } else { magnitude })
-        };
-        let position = next + gap as usize;
-        if position >= len {
-            return Err(OUTSIDE);
-        }
-        next = position + 1;
-        visit(position, difference & mask);
-    }
-    bits.end().ok_or(SHORT)
 }
 
 /// Returns the magnitude of a difference of `width` bits minus one, and `true` if the difference is
@@ -273,6 +231,7 @@ fn gap_parameter(len: usize, changes: usize) -> u32 {
 /// Decodes a change block by block.
 #[derive(Debug, Clone)]
 pub struct Blocks<'a> {
+    level: Level,
     dtype: DType,
     /// The number of elements in the slice.
     numel: usize,
@@ -284,7 +243,7 @@ pub struct Blocks<'a> {
 impl<'a> Blocks<'a> {
     /// Decodes the change of a slice with `numel` elements.
     pub fn new(dtype: DType, numel: usize, change: &'a [u8]) -> Self {
-        Self { dtype, numel, read: 0, rest: change }
+        Self { level: Level::best(), dtype, numel, read: 0, rest: change }
     }
 
     /// Reads the next block. Returns `false` after the last one.
@@ -292,26 +251,8 @@ impl<'a> Blocks<'a> {
     /// # Errors
     /// [`Malformed`] if the bytes are not a change of the slice.
     pub fn next(&mut self, block: &mut Block) -> Result<bool, Malformed> {
-        block.clear();
-        block.start = self.start();
-        self.visit(|position, difference| block.push(position, difference))
-    }
-
-    /// The position of the next block's first element in the slice.
-    pub(crate) fn start(&self) -> usize {
-        self.read * BLOCK
-    }
-
-    /// Reads the next block, and calls `visit` with the position in the block and the difference of
-    /// each changed element. Returns `false` after the last one. After an error, some elements have
-    /// been visited.
-    ///
-    /// # Errors
-    /// Those of [`Self::next`].
-    #[inline(always)]
-    pub(crate) fn visit(&mut self, visit: impl FnMut(usize, u32)) -> Result<bool, Malformed> {
         let malformed = |cause| Malformed { block: self.read, cause };
-        let start = self.start();
+        let start = self.read * BLOCK;
         if start >= self.numel {
             return match self.rest {
                 [] => Ok(false),
@@ -319,7 +260,8 @@ impl<'a> Blocks<'a> {
             };
         }
         let len = BLOCK.min(self.numel - start);
-        self.rest = decode(self.dtype, len, self.rest, visit).map_err(malformed)?;
+        self.rest = block.decode(self.level, self.dtype, len, self.rest).map_err(malformed)?;
+        block.start = start;
         self.read += 1;
         Ok(true)
     }

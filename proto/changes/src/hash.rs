@@ -9,6 +9,11 @@
 //! a value, so a linear term would grow alike whatever the value was before. It would not show that
 //! somebody else has written to the value.
 
+// The loop is compiled for the instruction set found at run time, and calls of such functions are
+// unsafe.
+#![allow(unsafe_code)]
+
+use zeroshard_loops::vectorised;
 use zeroshard_model::DType;
 
 use crate::ordered::Bits;
@@ -30,6 +35,17 @@ fn term(index: u64, bits: u32) -> u64 {
 #[inline(always)]
 pub(crate) fn term_change(index: u64, before: u32, after: u32) -> u64 {
     term(index, after).wrapping_sub(term(index, before))
+}
+
+vectorised! {
+    /// Returns by how much the hash grows when elements change from the first bits to the second.
+    /// `first` is added to all positions.
+    pub fn changes(first: u64, positions: &[u16], bits: &[[u32; 2]]) -> u64 {
+        let terms = positions.iter().zip(bits).map(|(&position, &[before, after])| {
+            term_change(first.wrapping_add(u64::from(position)), before, after)
+        });
+        terms.fold(0, u64::wrapping_add)
+    }
 }
 
 /// Returns the hash of consecutive elements of a tensor, given as little-endian bytes of `dtype`.

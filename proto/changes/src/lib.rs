@@ -19,6 +19,7 @@
 pub mod apply;
 mod bits;
 pub mod block;
+mod decode;
 mod gather;
 pub mod hash;
 mod merge;

@@ -120,10 +120,7 @@ impl Recorder {
         let differences = bits.iter().map(|&[b, a]| T::narrow(b).difference_to(T::narrow(a)));
         block.differences.extend(differences);
         let first = self.first + block.start as u64;
-        let terms = block.positions.iter().zip(&*bits).map(|(&position, &[before, after])| {
-            hash::term_change(first + u64::from(position), before, after)
-        });
-        let difference = terms.fold(0, u64::wrapping_add);
+        let difference = hash::changes(self.level, first, &block.positions, bits);
         recorded.hash_difference = recorded.hash_difference.wrapping_add(difference);
         recorded.changed += block.positions.len() as u64;
         block.encode(self.dtype, self.seen - block.start, &mut recorded.change);

@@ -23,10 +23,10 @@ pub struct Level(Isa);
 /// The instruction sets for which loops are compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
-    /// AVX-512 with F, BW, DQ and VL.
+    /// AVX-512 with F, BW, DQ and VL, and what [`Isa::Avx2`] has.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AVX2.
+    /// AVX2, and the bit instructions of BMI1, BMI2 and LZCNT.
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// What the compiler assumes of the target.
@@ -53,8 +53,11 @@ impl Level {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
-            let has_avx2 = is_x86_feature_detected!("avx2");
-            [has_avx512.then_some(Isa::Avx512), has_avx2.then_some(Isa::Avx2)]
+            let has_avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("bmi1")
+                && is_x86_feature_detected!("bmi2")
+                && is_x86_feature_detected!("lzcnt");
+            [(has_avx512 && has_avx2).then_some(Isa::Avx512), has_avx2.then_some(Isa::Avx2)]
         };
         #[cfg(not(target_arch = "x86_64"))]
         let vectors: [Option<Isa>; 0] = [];
@@ -82,13 +85,13 @@ macro_rules! vectorised {
             fn body $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $output)? $body
 
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,bmi1,bmi2,lzcnt")]
             fn avx512 $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $output)? {
                 body $(::<$($generic),+>)? ($($arg),*)
             }
 
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2")]
+            #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt")]
             fn avx2 $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $output)? {
                 body $(::<$($generic),+>)? ($($arg),*)
             }

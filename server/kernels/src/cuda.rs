@@ -269,6 +269,10 @@ impl<D: Device> Backend for Cuda<D> {
         Some(self.device.usage())
     }
 
+    fn records(&self) -> bool {
+        false
+    }
+
     /// The memory of a device is provided when it is allocated.
     fn populate(&self, _: &mut Self::Buffer, _: Range<usize>) {}
 

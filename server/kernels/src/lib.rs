@@ -89,6 +89,12 @@ pub trait Backend: Send + Sync + 'static {
         None
     }
 
+    /// Returns whether [`Backend::apply`] calls its `record`: this process can read the memory of the
+    /// device.
+    fn records(&self) -> bool {
+        true
+    }
+
     /// Allocates a zeroed array. Its memory may be provided when it is used for the first time, or
     /// by [`Backend::populate`].
     ///
@@ -196,8 +202,8 @@ pub trait Backend: Send + Sync + 'static {
     /// earlier values are elsewhere. Only optimizers that [read it once](reads_gradient_once) can
     /// do this.
     ///
-    /// `record`: receives the old and the new master while both are in cache. A device whose memory
-    /// this process cannot read does not call it.
+    /// `record`: receives the old and the new master while both are in cache, if the device
+    /// [records](Backend::records).
     fn apply(
         &self,
         update: &Update<'_>,

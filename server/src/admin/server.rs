@@ -7,6 +7,7 @@ use zeroshard_kernels::Usage;
 use super::{
     charts::{Row, bar},
     cluster::{kinds, left_out, legend_of_kinds},
+    contributions,
     html::{Text, bytes, count, duration, percent},
     jobs::map,
     table::Table,
@@ -22,6 +23,7 @@ pub(super) fn sections(overview: &Overview) -> String {
     memory(&mut html, overview);
     devices(&mut html, &overview.devices);
     jobs(&mut html, overview);
+    contributions::section(&mut html, &overview.jobs);
     html
 }
 

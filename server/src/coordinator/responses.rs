@@ -20,7 +20,7 @@ use zeroshard_coordinator::{
         decision::Report,
         gradient::{Absent, Norm, Overflow},
         ids::Now,
-        reports::{JobStats, Stats},
+        reports::{JobReader, JobStats, Stats},
     },
 };
 use zeroshard_model::{Attempt, JobSpec, Server, version::VERSION};
@@ -135,6 +135,7 @@ fn slow_rank((rank, late_seconds): (u32, f64)) -> pb::SlowRank {
 impl Message<pb::Stats> for Stats {
     fn message(self) -> pb::Stats {
         let stats = self;
+        let reader = |JobReader { id, lag }| pb::JobReader { id, lag };
         let job = |job: JobStats| pb::JobStats {
             job: job.job,
             job_id: job.job_id,
@@ -146,7 +147,7 @@ impl Message<pb::Stats> for Stats {
             received_bytes: job.received_bytes,
             windows: job.windows,
             no_window: job.no_window,
-            followers: job.followers,
+            readers: job.readers.into_iter().map(reader).collect(),
         };
         pb::Stats {
             jobs: stats.jobs.into_iter().map(job).collect(),
@@ -161,6 +162,7 @@ impl Message<pb::Stats> for Stats {
 
 /// The report of a shard server about its memory and jobs.
 pub(super) fn stats(stats: pb::Stats) -> Stats {
+    let reader = |pb::JobReader { id, lag }| JobReader { id, lag };
     let job = |job: pb::JobStats| JobStats {
         job: job.job,
         job_id: job.job_id,
@@ -172,7 +174,7 @@ pub(super) fn stats(stats: pb::Stats) -> Stats {
         received_bytes: job.received_bytes,
         windows: job.windows,
         no_window: job.no_window,
-        followers: job.followers,
+        readers: job.readers.into_iter().map(reader).collect(),
     };
     Stats {
         jobs: stats.jobs.into_iter().map(job).collect(),

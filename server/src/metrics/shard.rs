@@ -28,7 +28,7 @@ families! {
     job_changes: counters("job_change_bytes_total", ["job"]) =
         "Bytes of the changes of the job's steps that readers who follow it have received.";
     followers: gauges("followers", ["job"]) =
-        "Number of readers that wait for the next version of the job, or receive its changes.";
+        "Number of readers that have asked this server for changes of the job within the last minute.";
     phase: histograms("job_step_phase_seconds", ["job", "phase"]) =
         "Seconds of the phases of each step on this server: reduce (first gradient to last sum), \
          decide (report to decision), apply (optimizer).";
@@ -243,9 +243,9 @@ impl JobSeries {
         self.changes.inc_by(bytes);
     }
 
-    /// The number of readers that follow the job.
-    pub(crate) fn followers(&self) -> &IntGauge {
-        &self.followers
+    /// Shows the number of readers that follow the job.
+    pub(crate) fn show_followers(&self, followers: usize) {
+        self.followers.set(followers as i64);
     }
 
     /// Counts bytes of gradients and initial parameters that were received, including duplicates.

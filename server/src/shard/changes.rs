@@ -5,7 +5,6 @@ use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures_util::{Stream, stream};
-use prometheus::IntGauge;
 use tokio::sync::Semaphore;
 use zeroshard_changes::merge;
 use zeroshard_kernels::Backend;
@@ -35,23 +34,6 @@ struct Changes<B: Backend> {
     deadline: Deadline,
     /// The rest of the current change.
     part: Option<Rest>,
-    _follower: Option<Follower>,
-}
-
-/// Counts a reader in the metrics while the call lasts.
-struct Follower(IntGauge);
-
-impl Follower {
-    fn new(gauge: &IntGauge) -> Self {
-        gauge.inc();
-        Self(gauge.clone())
-    }
-}
-
-impl Drop for Follower {
-    fn drop(&mut self) {
-        self.0.dec();
-    }
 }
 
 /// The versions of a reader's request.
@@ -149,8 +131,7 @@ pub(super) async fn changes<B: Backend>(
 ) -> Result<impl Stream<Item = Result<pb::ChangesResponse>> + Send + use<B>> {
     let versions = Versions::of(&request, &job)?;
     let mut slices = slices(&job, &request.slices)?;
-    let mut follower = None;
-    job.count(|series| follower = Some(Follower::new(series.followers())));
+    job.note_reader(request.reader, request.from);
     begin(store, turns, &job, &slices, deadline).await?;
     let wait = Duration::from_millis(request.wait_ms.into());
     let version = versions.wait(&job, (deadline, wait)).await?;
@@ -163,7 +144,7 @@ pub(super) async fn changes<B: Backend>(
         }
     };
     let (store, rest, to) = (store.clone(), slices, version);
-    let changes = Changes { store, job, rest, from, to, deadline, part: None, _follower: follower };
+    let changes = Changes { store, job, rest, from, to, deadline, part: None };
     let first = pb::ChangesResponse { version: Some(version), ..Default::default() };
     let parts = stream::try_unfold(changes, |mut changes| async {
         let next = changes.next_message().await?;

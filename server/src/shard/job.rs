@@ -115,10 +115,11 @@ impl<B: Backend> Job<B> {
         self.reports.series.get().map_or([0; 2], |series| series.transferred())
     }
 
-    /// The number of readers that wait for the next version of the job, or receive its changes.
-    pub(super) fn followers(&self) -> u32 {
-        let followers = self.reports.series.get().map_or(0, |series| series.followers().get());
-        followers.try_into().unwrap_or_default()
+    /// The readers that have asked for changes lately. Also shows their number in the metrics.
+    pub(super) fn readers(&self) -> Vec<pb::JobReader> {
+        let readers = self.behind();
+        self.count(|series| series.show_followers(readers.len()));
+        readers.into_iter().map(|(id, lag)| pb::JobReader { id, lag }).collect()
     }
 
     /// Tells the coordinator that this server's part of a checkpoint is written.

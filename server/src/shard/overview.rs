@@ -1,16 +1,20 @@
 //! The state of a shard server for the status page.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use prometheus::Histogram;
 use zeroshard_kernels::{Backend, Usage};
+use zeroshard_loops::tally::Tally;
 use zeroshard_proto::pb;
-use zeroshard_shard::slice::Role;
+use zeroshard_shard::{job::StepContributions, slice::Role};
 
 use super::{job::Job, store::Store};
 
 /// The maximum number of jobs in the overview.
 const MAX_JOBS: usize = 100;
+
+/// The maximum number of ranks with their gradients.
+const MAX_RANKS: usize = 12;
 
 /// The slices and the memory of a server.
 #[derive(Debug)]
@@ -57,6 +61,29 @@ pub(crate) struct JobOverview {
     pub(crate) bytes: u64,
     /// The mean times of a step since the job was opened.
     pub(crate) phases: Vec<(&'static str, Duration)>,
+    /// The gradients of the last step; `None` if no rank had one here.
+    pub(crate) last_step: Option<LastStep>,
+}
+
+/// The gradients of a step in the slices for which the server was the primary.
+#[derive(Debug)]
+pub(crate) struct LastStep {
+    pub(crate) step: u64,
+    /// At most [`MAX_RANKS`] ranks, those with the largest gradients first.
+    pub(crate) ranks: Vec<RankContribution>,
+    pub(crate) all_ranks: usize,
+}
+
+/// The gradients of one rank.
+#[derive(Debug)]
+pub(crate) struct RankContribution {
+    pub(crate) rank: u32,
+    /// The norm of all of its gradients.
+    pub(crate) norm: f64,
+    /// The tensor with the largest gradient, and its norm.
+    pub(crate) largest: (String, f64),
+    /// The arrival of its last gradient, after the first one of the step.
+    pub(crate) arrived: Option<Duration>,
 }
 
 impl<B: Backend> Store<B> {
@@ -105,7 +132,34 @@ impl<B: Backend> Job<B> {
             held: held.collect(),
             bytes: memory.master + memory.state + memory.accumulator + memory.published,
             phases,
+            last_step: self.last_step(),
         }
+    }
+
+    /// The gradients of the last step.
+    fn last_step(&self) -> Option<LastStep> {
+        let step = self.version()?.checked_sub(1)?;
+        let StepContributions { figures, arrived, .. } = self.contributions(step).ok()?;
+        // The sum of squares of each rank, and its largest tensor.
+        let mut ranks = BTreeMap::<u32, (f64, (u32, f64))>::new();
+        for ((tensor, rank), Tally { squares, .. }) in figures {
+            let (sum, largest) = ranks.entry(rank).or_insert((0.0, (tensor, squares)));
+            *sum += squares;
+            if squares.total_cmp(&largest.1).is_gt() {
+                *largest = (tensor, squares);
+            }
+        }
+        let name = |tensor: u32| self.spec.manifest.tensors()[tensor as usize].name.clone();
+        let of_rank = |(rank, (squares, (tensor, of_tensor))): (u32, (f64, (u32, f64)))| {
+            let largest = (name(tensor), of_tensor.sqrt());
+            let arrived = arrived.get(&rank).copied();
+            RankContribution { rank, norm: squares.sqrt(), largest, arrived }
+        };
+        let mut ranks: Vec<_> = ranks.into_iter().map(of_rank).collect();
+        let all_ranks = ranks.len();
+        ranks.sort_by(|one, other| other.norm.total_cmp(&one.norm));
+        ranks.truncate(MAX_RANKS);
+        (all_ranks > 0).then_some(LastStep { step, ranks, all_ranks })
     }
 }
 

@@ -102,8 +102,9 @@ pub(super) async fn hold<B: Backend>(
             }
             for (part, buffer) in parts {
                 let bytes = bytes_of(job, slice, part);
-                let space = budget.take(bytes).ok_or_else(|| exhausted(budget, version))?;
-                pin.slices.insert((index, part), (buffer, space));
+                let kept = job.pins.keep((version, index, part), buffer, (budget, bytes));
+                let kept = kept.ok_or_else(|| exhausted(budget, version))?;
+                pin.slices.insert((index, part), kept);
             }
             if request.optimizer_state && slice.group.is_some() {
                 steps.push(steps_of(job, index, slice, version)?);

@@ -160,7 +160,7 @@ impl<B: Backend> Store<B> {
                 received_bytes,
                 windows,
                 no_window,
-                followers: job.followers(),
+                readers: job.readers(),
                 job: job.spec.name.clone(),
                 epoch: job.epoch(),
                 version: job.version(),

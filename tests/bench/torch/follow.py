@@ -100,12 +100,16 @@ def learn(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> float:
     return loss.item()
 
 
-def pretrain(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
-    """Trains with torch alone, so that values and gradients are those of a model in use."""
+def pretrain(
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], steps: int
+) -> dict[str, Any]:
+    """Trains with torch alone, so that values, gradients and moments are those of a model in use.
+    Returns the state of the optimizer."""
     optimizer = adamw(model)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / RISE)
         learn(model, optimizer, next(batches))
+    return optimizer.state_dict()
 
 
 @dataclass
@@ -183,16 +187,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     model = Model(options.layers, options.width)
-    pretrain(model, batches(options.batch), options.pretrain)
+    state = pretrain(model, batches(options.batch), options.pretrain)
     import_module("zeroshard").init(options.address, name="bench")
     shard: Any = import_module("zeroshard.torch").group_sharded_parallel
     trained = {}
     for name in ("followed", "alone"):
         own = copy.deepcopy(model)
-        wrapped, optimizer, _ = shard(own, adamw(own), "os_g")
+        own_optimizer = adamw(own)
+        own_optimizer.load_state_dict(copy.deepcopy(state))
+        wrapped, optimizer, _ = shard(own, own_optimizer, "os_g")
         trained[name] = Trained(wrapped, optimizer, batches(options.batch))
         trained[name].step()
-    del model
+    del model, state
     snapshots = Snapshots(trained["followed"].model)
     params = sum(parameter.numel() for parameter in trained["followed"].model.parameters())
     print(json.dumps({"params": params}), flush=True)

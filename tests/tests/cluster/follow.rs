@@ -6,6 +6,7 @@ use std::{
     collections::{BTreeMap, HashMap, hash_map::DefaultHasher},
     hash::{Hash, Hasher},
     ops::Range,
+    time::Duration,
 };
 
 use half::{bf16, f16};
@@ -15,7 +16,7 @@ use zeroshard_client::{
     Target, TensorData, TensorId,
 };
 use zeroshard_model::{DType, JobSpec, TensorSpec, geometry::blocks::SLICE};
-use zeroshard_tests::{Cluster, synthetic, training};
+use zeroshard_tests::{Cluster, Process, synthetic, training};
 
 use crate::{
     adamw,
@@ -187,6 +188,13 @@ pub(crate) fn tensors() -> Vec<TensorSpec> {
     tensors
 }
 
+/// The bytes of changes that a server has sent.
+pub(crate) fn changes_sent(shard: &Process) -> u64 {
+    let metrics = shard.get("/metrics");
+    let line = metrics.lines().find(|line| line.contains("job_change_bytes_total{"));
+    line.map_or(0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readers_have_every_version_that_they_report_while_a_server_is_killed() {
     const STEPS: u64 = 30;
@@ -228,9 +236,30 @@ async fn readers_have_every_version_that_they_report_while_a_server_is_killed() 
     }
     let slow = slow.seen.len() as u64;
     assert!(slow <= STEPS / 4 + 2, "a reader that asks seldom skips versions: {slow}");
-    let [copied, applied] =
-        [early.follower.copies().values().sum::<u64>(), early.seen.len() as u64];
-    assert!(copied < applied / 2, "{copied} of {applied} versions were full copies");
+    // The backup has recorded the same changes as the server that was killed.
+    assert_eq!(*early.follower.copies(), [(Copied::Joined, 1)].into());
+}
+
+#[tokio::test]
+async fn a_reader_asks_primaries_and_backups_in_turn() {
+    let cluster = Cluster::start(2);
+    let tensors = vec![TensorSpec::new("w", [1_000])];
+    let spec = JobSpec { min_servers: 2, replicas: 2, ..job("turns", 1, sgd(0.1), tensors) };
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    until_redundant(&cluster.coordinator, "turns").await;
+    let mut reader = Reader::new(&client, "turns", DType::Bf16).await;
+    truth.record(&trainer, 0).await;
+    reader.next().await;
+    for number in 0..6 {
+        step(&trainer, number).await;
+        truth.record(&trainer, number + 1).await;
+        assert_eq!(reader.next().await.copied(), None);
+        truth.check(&reader).await;
+    }
+    for shard in &cluster.shards {
+        assert!(changes_sent(shard) > 0, "{} has sent no change", shard.address());
+    }
 }
 
 #[tokio::test]
@@ -271,19 +300,27 @@ async fn arrays_that_somebody_has_written_to_get_a_full_copy() {
 #[tokio::test]
 async fn full_copies_wait_for_the_room_of_other_ones() {
     const NUMEL: u64 = 300_000;
-    // A pin takes more than half of it.
+    // A pin takes more than half of it. Pins of one version share their memory.
     let bytes = (NUMEL * 6).to_string();
     let cluster = Cluster::start_with(1, &["--pinned-bytes", &bytes]);
     let spec = job("full", 1, sgd(0.1), vec![TensorSpec::new("w", [NUMEL])]);
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let (truth, client) = (Truth::default(), connect(cluster.address()).await);
-    truth.record(&trainer, 0).await;
+    let other = client.pin("full", &Pin::default()).await.unwrap();
+    truth.train(&trainer, 0..1).await;
+    truth.record(&trainer, 1).await;
+    let refused = client.pin("full", &Pin::default()).await.unwrap_err();
+    assert!(matches!(refused, Error::OutOfMemory { .. }), "{refused}");
     let readers = (0..3).map(|_| async {
         let mut reader = Reader::new(&client, "full", DType::Bf16).await;
         assert_eq!(reader.next().await.copied(), Some(Copied::Joined));
         truth.check(&reader).await;
     });
-    futures_util::future::join_all(readers).await;
+    let mut readers = std::pin::pin!(futures_util::future::join_all(readers));
+    let early = tokio::time::timeout(Duration::from_millis(300), readers.as_mut()).await;
+    assert!(early.is_err(), "there is no room yet");
+    drop(other);
+    readers.await;
 }
 
 #[tokio::test]

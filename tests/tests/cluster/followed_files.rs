@@ -11,7 +11,7 @@ use std::{
 };
 
 use half::{bf16, f16};
-use serde_json::Value;
+use serde_json::{Value, json};
 use zeroshard_client::Job;
 use zeroshard_model::{DType, JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, binary, safetensors::read as tensors, synthetic, training};
@@ -267,7 +267,9 @@ async fn flags_select_versions_and_tensors_and_mistakes_are_refused() {
     assert!(said.contains("another `zsctl follow` writes to"), "{said}");
     until("top counts the follower", || {
         let shown = lines(&zsctl(&cluster, &["top", "--once", "--json"]));
-        shown.iter().any(|line| line["event"] == "job" && line["followers"] == 1)
+        let of = |line: &&Value| line["event"] == "job";
+        let job = shown.iter().find(of).cloned().unwrap_or_default();
+        job["followers"] == 1 && job["follower_lags"] == json!([0])
     })
     .await;
     step(&trainer, 6).await;

@@ -6,11 +6,11 @@
 use std::{path::Path, process::Command, sync::atomic::AtomicU64};
 
 use futures_util::future::join;
-use zeroshard_client::{Commit, Error};
+use zeroshard_client::{Commit, Copied, Error, Follow};
 use zeroshard_model::{DType, JobSpec, Optimizer, StateDType, TensorSpec};
 use zeroshard_tests::{Cluster, Process, Training, binary, synthetic};
 
-use crate::{adamw, connect, job, options, replicas::train, start, tiers, until};
+use crate::{adamw, connect, follow, job, options, replicas::train, start, tiers, until};
 
 /// A cluster whose shard servers are all on GPUs, with these flags.
 fn cluster(servers: usize, flags: &[String], settings: &[(&str, &str)]) -> Cluster {
@@ -62,6 +62,25 @@ async fn a_gpu_has_the_bits_of_the_cpu_with_8_bit_state_in_all_of_its_tiers() {
             assert!(trained == expected, "{name} {flags:?}");
         }
     }
+}
+
+#[tokio::test]
+async fn readers_of_a_job_on_gpus_receive_changes() {
+    let cluster = cluster(2, &[], &[("FAKE_CUDA_SEED", "7")]);
+    let spec = JobSpec { min_servers: 2, ..job("watched", 1, adamw(), follow::tensors()) };
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (follow::Truth::default(), connect(cluster.address()).await);
+    let training = async {
+        truth.train(&trainer, 0..6).await;
+        truth.record(&trainer, 6).await;
+    };
+    let follow = Follow { dtype: DType::Bf16, ..Follow::default() };
+    let reader = async {
+        let reader = follow::Reader::with(&client, "watched", follow).await;
+        reader.follow(6, 1, &truth).await
+    };
+    let ((), reader) = join(training, reader).await;
+    assert_eq!(*reader.follower.copies(), [(Copied::Joined, 1)].into());
 }
 
 /// The servers of a slice compare its content after each step.

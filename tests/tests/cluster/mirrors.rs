@@ -17,7 +17,7 @@ use crate::{
     adamw,
     checkpoints::{directory, policy, until_saved},
     connect,
-    follow::{Reader, Truth, tensors},
+    follow::{Reader, Truth, changes_sent, tensors},
     job,
     replicas::{replace, step, until_redundant},
     restored::train,
@@ -38,12 +38,7 @@ fn through(mirror: &str) -> Follow {
 
 /// The bytes of changes that all servers of the cluster have sent.
 fn sent(cluster: &Cluster) -> u64 {
-    let of = |shard: &Process| {
-        let metrics = shard.get("/metrics");
-        let line = metrics.lines().find(|line| line.contains("job_change_bytes_total{"));
-        line.map_or(0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
-    };
-    cluster.shards.iter().map(of).sum()
+    cluster.shards.iter().map(changes_sent).sum()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -445,8 +445,10 @@ async fn pins_beyond_the_memory_for_them_are_refused_and_do_not_disturb_training
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let reader = connect(cluster.address()).await;
     let one = Pin { tensors: Some(vec!["a".into()]), ..Pin::default() };
-    let held = reader.pin("full", &one).await.unwrap();
-    let refused = reader.pin("full", &one).await.unwrap_err();
+    let other = Pin { tensors: Some(vec!["b".into()]), ..Pin::default() };
+    // Pins of one version share its memory.
+    let held = (reader.pin("full", &one).await.unwrap(), reader.pin("full", &one).await.unwrap());
+    let refused = reader.pin("full", &other).await.unwrap_err();
     let text = refused.to_string();
     assert!(
         matches!(refused, Error::OutOfMemory { .. }) && text.contains("--pinned-bytes"),
@@ -455,7 +457,7 @@ async fn pins_beyond_the_memory_for_them_are_refused_and_do_not_disturb_training
     drop(held);
     training::step(&trainer, 0).await.unwrap();
     // The server notices shortly that the reader has left.
-    let again = async { while reader.pin("full", &one).await.is_err() {} };
+    let again = async { while reader.pin("full", &other).await.is_err() {} };
     tokio::time::timeout(std::time::Duration::from_secs(30), again).await.unwrap();
 }
 

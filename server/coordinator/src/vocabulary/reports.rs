@@ -42,8 +42,17 @@ pub struct JobStats {
     pub windows: u32,
     /// Why the last rank that asked for it does not.
     pub no_window: Option<String>,
-    /// The number of readers that wait for the next version, or receive its changes.
-    pub followers: u32,
+    /// The readers that follow the job, and have asked the server within the last minute.
+    pub readers: Vec<JobReader>,
+}
+
+/// A reader that follows a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JobReader {
+    /// The random number of the reader.
+    pub id: u64,
+    /// How many versions it is behind the newest version of the server; `None` if it has none yet.
+    pub lag: Option<u64>,
 }
 
 impl Stats {

@@ -18,6 +18,23 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         self.followers.ask(dtype, self.host.now());
     }
 
+    /// Notes that reader number `id` asks for changes. `version`: the one that it has. Readers that
+    /// have no number (0) are not counted.
+    pub fn note_reader(&self, id: u64, version: Option<u64>) {
+        if id != 0 {
+            self.followers.note(id, version, self.host.now());
+        }
+    }
+
+    /// Returns the readers that have asked lately: the number of each, and how many versions it is
+    /// behind the newest one; `None`: it has no version yet.
+    pub fn behind(&self) -> Vec<(u64, Option<u64>)> {
+        let newest = self.readable_version().unwrap_or_default();
+        let readers = self.followers.readers(self.host.now()).into_iter();
+        let lag = |had: u64| newest.saturating_sub(had);
+        readers.map(|(id, version)| (id, version.map(lag))).collect()
+    }
+
     /// Slice number `index`, whose content this server has as its primary or as a backup.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use super::{
     Inner, Open, Reduced, Role, Slice,
     versioned::{Versioned, in_memory},
 };
-use crate::tier::Arrays;
+use crate::tier::{Array, Arrays};
 
 /// The effect of a step on a slice.
 pub struct Step<'a> {
@@ -49,6 +49,23 @@ impl<B: Backend> Slice<B> {
         inner.note(stepped)
     }
 
+    /// Returns the master weights of the version, if the pass of the optimizer cannot compare them
+    /// with the new ones: the values were `replaced` before it, or the process cannot read the
+    /// memory of the device. Returns `None` if it can, or if there is no memory for the copy: the
+    /// change then stays unknown.
+    fn before(&self, inner: &Inner<B>, replaced: Option<&Array<B>>) -> Option<Array<B>> {
+        let current = inner.master.current();
+        match (replaced, current) {
+            (Some(old), _) => Some(old.clone()),
+            (None, Array::Memory(_)) if !self.backend.records() => {
+                let mut copy = current.another(&self.backend).ok()?;
+                copy.copy_from(&self.backend, current).ok()?;
+                Some(copy)
+            }
+            (None, _) => None,
+        }
+    }
+
     fn step_of(
         &self,
         inner: &mut Inner<B>,
@@ -77,6 +94,7 @@ impl<B: Backend> Slice<B> {
             // If there is no memory, nothing has been written.
             inner.reserve_versions(&self.backend)?;
             let rotates = inner.master.current().is_read() && inner.can_rotate(&self.backend);
+            let before = recording.as_ref().and_then(|_| self.before(inner, replaced.as_ref()));
             let open = inner.open.as_mut().expect("a slice that takes gradients has a sum");
             let buffers = [&inner.master, &open.sum].into_iter().chain(&inner.state);
             buffers.into_iter().try_for_each(|buffer| buffer.settle(&self.backend))?;
@@ -93,9 +111,7 @@ impl<B: Backend> Slice<B> {
             let state = state.map(|(state, _)| state.next(&self.backend));
             let state = state.collect::<Result<Vec<_>>>()?;
             let sum = open.sum.current();
-            // If values were replaced as well, the step starts from other values than those of the
-            // version. Nothing then compares the two, so the change stays unknown.
-            let record = recording.as_mut().filter(|_| replaced.is_none());
+            let record = recording.as_mut().filter(|_| before.is_none());
             let record = record.map(|recording| recording as _);
             match self.tiers.as_ref().and_then(|tiers| tiers.steps()) {
                 None => {
@@ -114,6 +130,9 @@ impl<B: Backend> Slice<B> {
             let averaged = inner.applied.averaged;
             inner.applied = AppliedSteps { averaged, ..update.applied() };
             inner.hold = Weak::new();
+            if let Some((recording, before)) = recording.as_mut().zip(before) {
+                recording.compare(&*self.backend, [&before, inner.master.current()])?;
+            }
         } else if let Some(old) = replaced {
             inner.cast(&self.backend)?;
             inner.settle(&self.backend)?;
