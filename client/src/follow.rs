@@ -2,7 +2,7 @@
 //!
 //! A follower pins one version and copies it in full. Afterwards it asks the servers of its slices
 //! for the changes since its version. With replicas it asks another server of each slice every
-//! time, so all of them send equally much. The servers answer when they have a newer version. If some
+//! time, so all of them send equally much. Servers answer when they have a newer version. If some
 //! answer with an older version than others, the follower asks them for the rest, so that all
 //! changes lead to the same version. It keeps no copy of the values. It applies the changes to the
 //! caller's own arrays, and takes them back if the hash of a slice is wrong.

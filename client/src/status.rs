@@ -136,9 +136,9 @@ pub struct JobOnServer {
     pub windows: u32,
     /// Why the last rank that asked for it does not.
     pub no_window: Option<String>,
-    /// The readers that follow the job ([`crate::Cluster::follow`]), and have asked the server within
-    /// the last minute: the random number of each, and how many versions it is behind the newest
-    /// version of the server; `None` if it has none yet.
+    /// The readers that follow the job ([`crate::Cluster::follow`]), and have asked the server
+    /// within the last minute: the random number of each, and how many versions it is behind the
+    /// newest version of the server; `None` if it has none yet.
     pub readers: BTreeMap<u64, Option<u64>>,
 }
 

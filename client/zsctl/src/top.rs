@@ -72,8 +72,8 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
 /// The readers of a job by number, and how many versions each is behind; `None` if it has none yet.
 type Followers = BTreeMap<u64, Option<u64>>;
 
-/// Returns the readers that follow each job, by its name. With replicas a reader asks the servers in
-/// turn, so the one that it has asked last knows its lag best: this is the smallest one.
+/// Returns the readers that follow each job, by its name. With replicas a reader asks the servers
+/// in turn, so the one that it has asked last knows its lag best: this is the smallest one.
 fn followers(status: &Status) -> BTreeMap<&str, Followers> {
     let mut all = BTreeMap::<&str, Followers>::new();
     for held in status.servers.iter().flat_map(|server| &server.jobs) {

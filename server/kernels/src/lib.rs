@@ -89,8 +89,8 @@ pub trait Backend: Send + Sync + 'static {
         None
     }
 
-    /// Returns whether [`Backend::apply`] calls its `record`: this process can read the memory of the
-    /// device.
+    /// Returns whether [`Backend::apply`] calls its `record`: this process can read the memory of
+    /// the device.
     fn records(&self) -> bool {
         true
     }

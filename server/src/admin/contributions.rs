@@ -1,4 +1,4 @@
-//! The gradients of the last step on the page of a shard server: who sent what, how large, and when.
+//! The gradients of the last step on the page of a shard server: who sent what, how large, when.
 
 use super::{
     cluster::left_out,

@@ -2,10 +2,10 @@
 //! internet access.
 //!
 //! `listener` accepts connections, and `credential` controls access. `page` renders the status
-//! page: `cluster`, `jobs` and `events` draw its sections on a coordinator, and `server` draws
-//! those on a shard server, of which `contributions` is one. They read the state of the roles from `sources`; `view` is the part
-//! that the address selects. `charts` and `table` draw figures and tables, and `html` formats text
-//! and numbers.
+//! page: `cluster`, `jobs` and `events` draw its sections on a coordinator, and `server` and
+//! `contributions` draw those on a shard server. They read the state of the roles from `sources`;
+//! `view` is the part that the address selects. `charts` and `table` draw figures and tables, and
+//! `html` formats text and numbers.
 
 mod charts;
 mod cluster;

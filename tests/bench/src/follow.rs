@@ -315,13 +315,20 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
             row["bench"] = json!("follow");
             row["params"] = json!(params);
             row["dtype"] = json!(options.dtype.to_string());
+            // A number that is missing in an answer is NaN, which JSON does not have.
+            if let Some((field, _)) =
+                row.as_object().into_iter().flatten().find(|of| of.1.is_null())
+            {
+                return Err(Error::from(format!("an answer lacks a number for {field:?}")));
+            }
             table.row(row);
+            Ok(())
         };
-        add(bench.pairs(rate)?, bench.params);
+        add(bench.pairs(rate)?, bench.params)?;
         if options.readers > 0 {
-            add(bench.fan_out(rate, None)?, bench.params);
+            add(bench.fan_out(rate, None)?, bench.params)?;
             let (_mirror, address) = bench.mirror()?;
-            add(bench.fan_out(rate, Some(&address))?, bench.params);
+            add(bench.fan_out(rate, Some(&address))?, bench.params)?;
         }
     }
     table.finish();

@@ -37,8 +37,8 @@ impl Followers {
         }
     }
 
-    /// Notes a request of a reader. Forgets the one that has been silent for longest if there are too
-    /// many.
+    /// Notes a request of a reader. Forgets the one that has been silent for longest if there are
+    /// too many.
     pub(super) fn note(&self, id: u64, version: Option<u64>, now: Instant) {
         let mut readers = self.readers.lock().expect("no holder of the lock panics");
         readers.insert(id, (version, now));
