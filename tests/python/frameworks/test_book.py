@@ -87,6 +87,8 @@ def check_trains(block: Block, folder: Path) -> None:
             assert script["MyTrainer"].__mro__[1].__name__ == "ShardedTraining"
             return
         assert zs.report(script.get("module", script.get("model"))).steps > 0
+        if "versions" in script:
+            assert script["versions"] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("block", of_kinds("frameworks"), ids=str)

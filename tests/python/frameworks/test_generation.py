@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import transformers as hf
 import zeroshard as zs
 
 import tiny
+from processes import TIMEOUT
 from zeroshard.integrations.transformers import GenerationCallback, GenerationProcess, Trainer
 
 STEPS = 6
@@ -29,7 +30,7 @@ def trainer_of(folder: Path, *callbacks: Any, **settings: Any) -> Any:
         use_cpu=True,
         per_device_train_batch_size=2,
         max_steps=STEPS,
-        learning_rate=0.1,
+        learning_rate=0.005,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -46,6 +47,22 @@ def trainer_of(folder: Path, *callbacks: Any, **settings: Any) -> Any:
     )
 
 
+class Interference(hf.TrainerCallback):
+    """Kills the process of one callback after the first step, and waits for the first texts of the
+    other."""
+
+    def __init__(self, killed: GenerationCallback, waited: GenerationCallback) -> None:
+        self._killed, self._waited = killed, waited
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self._waited.process is not None
+        if state.global_step == 1:
+            assert self._killed.process is not None
+            os.kill(self._killed.process.pid, signal.SIGKILL)
+        if state.global_step == 2:
+            assert self._waited.process.is_ready(TIMEOUT)
+
+
 def texts_of(model: Any, tokenizer: Any) -> list[str]:
     """The texts of a model, rounded to bfloat16, in this process."""
     rounded = tiny.build("gpt2").eval()
@@ -58,21 +75,23 @@ def texts_of(model: Any, tokenizer: Any) -> list[str]:
     return found
 
 
-def test_texts_are_those_of_the_model_and_a_dead_process_does_not_stop_the_training(
+def test_texts_are_those_of_the_model_and_a_killed_process_does_not_stop_the_training(
     cluster: zs.Session, tmp_path: Path
 ) -> None:
     tokenizer = tiny.tokenizer()
     found: list[tuple[int, list[str]]] = []
     options = {"max_new_tokens": 4, "do_sample": False}
     lives = GenerationCallback(PROMPTS, lambda *text: found.append(text), every=2, **options)
-    dies = GenerationCallback(PROMPTS, pytest.fail, make_model=functools.partial(os._exit, 3))
-    trainer = trainer_of(tmp_path, lives, dies, processing_class=tokenizer)
+    dies = GenerationCallback(PROMPTS, pytest.fail)
+    trainer = trainer_of(
+        tmp_path, lives, dies, Interference(dies, lives), processing_class=tokenizer
+    )
     before = texts_of(trainer.model, tokenizer)
-    with pytest.warns(UserWarning, match="ended with the exit code 3"):
+    with pytest.warns(UserWarning, match="ended with the exit code -9"):
         trainer.train()
     assert trainer.state.global_step == STEPS
     versions = [version for version, _ in found]
-    assert versions == sorted(set(versions)) and versions[-1] == STEPS
+    assert versions[0] == 2 and versions == sorted(set(versions)) and versions[-1] == STEPS
     assert found[-1][1] == texts_of(trainer.model, tokenizer) != before
 
 

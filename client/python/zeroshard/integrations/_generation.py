@@ -112,14 +112,18 @@ class GenerationProcess:
         self._send(message)
 
     @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    @property
     def is_busy(self) -> bool:
         """True if the process owes an answer, whether it is complete or not."""
         return self._is_busy
 
-    @property
-    def is_ready(self) -> bool:
-        """True if :meth:`answer` returns or raises at once."""
-        return self._is_busy and self._pipe.poll()
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        """Returns whether :meth:`answer` would return or raise at once, after at most ``seconds``."""
+        return self._is_busy and self._pipe.poll(seconds)
 
     def ask(self, prompts: Sequence[Any], **options: Any) -> None:
         """Asks for texts of the newest version, and does not wait for them.

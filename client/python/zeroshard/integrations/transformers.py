@@ -137,7 +137,8 @@ class GenerationCallback(transformers.TrainerCallback):
         self._making: dict[str, Any] = {"make_model": make_model, "dtype": dtype, "device": device}
         self._seconds = seconds
         self._options = options
-        self._process: GenerationProcess | None = None
+        #: The process, while the trainer trains.
+        self.process: GenerationProcess | None = None
         self._next = 0
         self._reported = -1
 
@@ -153,24 +154,24 @@ class GenerationCallback(transformers.TrainerCallback):
             )
         sharding_of(model)
         self._close()
-        self._process = GenerationProcess(model, tokenizer, seconds=self._seconds, **self._making)
+        self.process = GenerationProcess(model, tokenizer, seconds=self._seconds, **self._making)
         self._next = state.global_step + self._every
         self._reported = -1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reports texts that have arrived, and asks for the next ones if it is time."""
-        if self._process is not None and self._process.is_ready:
+        if self.process is not None and self.process.is_ready():
             self._report()
-        if self._process is None or self._process.is_busy or state.global_step < self._next:
+        if self.process is None or self.process.is_busy or state.global_step < self._next:
             return
         self._ask()
         self._next = (state.global_step // self._every + 1) * self._every
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Waits for the texts of the last version, and ends the process."""
-        if self._process is not None and self._process.is_busy:
+        if self.process is not None and self.process.is_busy:
             self._report()
-        if self._process is not None and self._reported < sharding_of(kwargs["model"]).job.version:
+        if self.process is not None and self._reported < sharding_of(kwargs["model"]).job.version:
             self._ask()
             self._report()
         self._close()
@@ -186,16 +187,16 @@ class GenerationCallback(transformers.TrainerCallback):
 
     def _attempt(self, operation: Callable[[GenerationProcess], _Result]) -> _Result | None:
         """Calls the process. Returns None if there is none, or it fails, which is a warning."""
-        if self._process is None:
+        if self.process is None:
             return None
         try:
-            return operation(self._process)
+            return operation(self.process)
         except (UnavailableError, TimeoutError) as error:
             self._close()
             warnings.warn(f"the training continues without texts: {error}", stacklevel=2)
             return None
 
     def _close(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.close()
