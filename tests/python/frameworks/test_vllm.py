@@ -63,7 +63,10 @@ def step(model: Any, optimizer: Any) -> None:
 def test_workers_have_the_values_of_each_version(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ZEROSHARD_TOKEN", "secret")
+    # The workers share the processors of this machine.
+    environment = {"ZEROSHARD_TOKEN": "secret", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in {**environment, "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
+        monkeypatch.setenv(name, value)
     folder = str(saved(tmp_path))
     tokenizer = tiny.tokenizer()
     llm = vllm.LLM(
