@@ -24,7 +24,8 @@ def pinned() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(REQUIREMENTS.glob("requirements*.txt")):
         for name, version in re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", path.read_text(), re.M):
-            found[name] = version
+            # requirements-vllm.txt, the last one, has what one version of vLLM needs.
+            found.setdefault(name, version)
     return found
 
 

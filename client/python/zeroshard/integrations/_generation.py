@@ -122,7 +122,7 @@ class GenerationProcess:
         return self._is_busy
 
     def is_ready(self, seconds: float = 0.0) -> bool:
-        """Returns whether :meth:`answer` would return or raise at once, after at most ``seconds``."""
+        """Returns whether :meth:`answer` would return at once. Waits for at most ``seconds``."""
         return self._is_busy and self._pipe.poll(seconds)
 
     def ask(self, prompts: Sequence[Any], **options: Any) -> None:
