@@ -24,8 +24,7 @@ def pinned() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(REQUIREMENTS.glob("requirements*.txt")):
         for name, version in re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", path.read_text(), re.M):
-            # requirements-vllm.txt, the last one, has what one version of vLLM needs.
-            found.setdefault(name, version)
+            found[name] = version
     return found
 
 
