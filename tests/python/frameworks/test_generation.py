@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,10 @@ import zeroshard as zs
 
 import tiny
 from processes import TIMEOUT
+from zeroshard.integrations import _generating
+from zeroshard.integrations._generating import Job, Request, Setting
 from zeroshard.integrations.transformers import GenerationCallback, GenerationProcess, Trainer
+from zeroshard.torch import group_sharded_parallel
 
 STEPS = 6
 #: Of different lengths, so that one of them is padded.
@@ -107,3 +113,69 @@ def test_what_a_process_needs_is_checked_before_it_starts(
         GenerationCallback(PROMPTS, every=0)
     with pytest.raises(zs.InvalidArgumentError, match="float64"):
         GenerationProcess(tiny.gpt2(), tokenizer, dtype=torch.float64)
+
+
+def setting(make_model: Any) -> Setting:
+    return Setting(make_model, tiny.tokenizer(), torch.bfloat16, "cpu", seconds=0.5)
+
+
+def test_a_process_waits_only_for_a_version_that_it_lacks(cluster: zs.Session) -> None:
+    plain: Any = tiny.build("gpt2")
+    optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer, sharding = group_sharded_parallel(plain, optimizer, "os_g")
+    job = Job(zs.report(plain).job, cluster.address, cluster._connection.token)
+    copy = _generating._Copy(setting(tiny.gpt2))
+    assert copy.follow(job, 0) == copy.follow(job, 0) == 0
+    ids = torch.arange(2, 6).unsqueeze(0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert copy.follow(job, 0) == 0
+    assert copy.follow(job, 1) == 1
+    with pytest.raises(zs.TimeoutError):
+        copy.follow(job, 2)
+
+
+def generated(name: str, prompts: list[Any], **options: Any) -> tuple[Any, _generating.Generation]:
+    """A model, and what the process would generate with it."""
+    model: Any = tiny.build(name).eval()
+    job = Job("", "", None)
+    tokenizer = tiny.tokenizer()
+    tokenizer.padding_side = "left"
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    request = Request(job, 0, prompts, {"max_new_tokens": 4, **options})
+    return model, _generating._generate(model, tokenizer, request, 0)
+
+
+def test_prompts_are_texts_or_conversations_and_may_have_several_answers() -> None:
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    _, texts = generated("gpt2", PROMPTS, do_sample=False)
+    _, answers = generated("gpt2", chats, do_sample=False)
+    assert answers == texts
+    assert texts.prompt_ids == [[7, 8, 9], [11, 12]]
+    _, both = generated("gpt2", PROMPTS, do_sample=False, num_beams=2, num_return_sequences=2)
+    assert both.prompt_ids == [[7, 8, 9], [7, 8, 9], [11, 12], [11, 12]]
+    assert len(both.texts) == len(both.completion_ids) == 4
+
+
+def test_a_completion_ends_with_its_first_end() -> None:
+    _, whole = generated("gpt2", PROMPTS, do_sample=False)
+    end = whole.completion_ids[0][1]
+    _, ended = generated("gpt2", PROMPTS, do_sample=False, eos_token_id=end)
+    for ids, expected in zip(ended.completion_ids, whole.completion_ids, strict=True):
+        length = expected.index(end) + 1 if end in expected else len(expected)
+        assert ids == expected[:length]
+
+
+def test_an_encoder_and_decoder_returns_what_it_decodes() -> None:
+    model, found = generated("t5", ["7 8 9"], do_sample=False)
+    made = model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=4, do_sample=False)
+    assert found.completion_ids == made[:, 1:].tolist()
+
+
+def test_the_error_of_a_process_is_sent_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
+    ours, theirs = multiprocessing.Pipe()
+    with pytest.raises(ValueError, match="none"):
+        _generating.run(theirs, pickle.dumps(setting(functools.partial(int, "none"))))
+    failure = pickle.loads(ours.recv_bytes())
+    assert isinstance(failure, _generating.Failure) and "ValueError" in failure.text
