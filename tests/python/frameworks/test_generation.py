@@ -123,7 +123,8 @@ def test_a_process_waits_only_for_a_version_that_it_lacks(cluster: zs.Session) -
     plain: Any = tiny.build("gpt2")
     optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.1)
     model, optimizer, sharding = group_sharded_parallel(plain, optimizer, "os_g")
-    job = Job(zs.report(plain).job, cluster.address, cluster._connection.token)
+    session = zs.init()  # another test may have closed the one of the fixture
+    job = Job(zs.report(plain).job, session.address, session._connection.token)
     copy = _generating._Copy(setting(tiny.gpt2))
     assert copy.follow(job, 0) == copy.follow(job, 0) == 0
     ids = torch.arange(2, 6).unsqueeze(0)
