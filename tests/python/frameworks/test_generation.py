@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -107,8 +108,10 @@ def test_what_a_process_needs_is_checked_before_it_starts(
     tokenizer = tiny.tokenizer()
     with pytest.raises(zs.InvalidArgumentError, match="processing_class"):
         trainer_of(tmp_path, GenerationCallback(PROMPTS)).train()
-    with pytest.raises(zs.InvalidArgumentError, match="pass make_model"):
-        GenerationProcess(torch.nn.Linear(2, 2), tokenizer)
+    adapted = peft.get_peft_model(tiny.gpt2(), peft.LoraConfig(target_modules=["c_attn"]))
+    for model in (torch.nn.Linear(2, 2), adapted):
+        with pytest.raises(zs.InvalidArgumentError, match="pass make_model"):
+            GenerationProcess(model, tokenizer)
     with pytest.raises(zs.InvalidArgumentError, match="every is 0"):
         GenerationCallback(PROMPTS, every=0)
     with pytest.raises(zs.InvalidArgumentError, match="float64"):

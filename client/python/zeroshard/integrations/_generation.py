@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import transformers
 
 from .._core.sharded_models import find
 from .._core.sharding import Sharding
@@ -215,7 +216,8 @@ def _end(process: subprocess.Popen[bytes], pipe: Connection, owner: int) -> None
 def _maker_of(model: Any) -> Callable[[], Any]:
     """A function that makes a model like ``model``, for another process."""
     kind = type(model)
-    if not hasattr(model, "generation_config") or kind.__module__ == "__main__":
+    # A model with adapters has the config of the model inside.
+    if not isinstance(model, transformers.PreTrainedModel) or kind.__module__ == "__main__":
         raise InvalidArgumentError(
             f"another process cannot make a {kind.__name__} from its config; pass make_model=..., "
             "a function of a module that returns a model with the same tensors"
