@@ -42,6 +42,7 @@ class Connection:
         rendezvous: Rendezvous | None,
         timeout: float,
         *,
+        token: str | None,
         named: bool,
         wires: Mapping[str, str],
     ) -> None:
@@ -55,6 +56,8 @@ class Connection:
         self.world = world
         self._name = name
         self._named = named
+        #: The token of the cluster, for other processes of this program. None: it has none.
+        self.token = token
         self.wires = wires
         self._run = run
         self._rendezvous = rendezvous

@@ -200,7 +200,8 @@ def init(
         )
         if "error" in shared:
             raise UnavailableError(f"rank 0 could not connect: {shared['error']}")
-        cluster = connect(shared["address"], shared["token"], shared["is_ours"])
+        token = shared["token"]
+        cluster = connect(shared["address"], token, shared["is_ours"])
         name, run, named = shared["name"], shared["run"], shared["named"]
     else:
         run = f"{name}-{secrets.token_hex(4)}"
@@ -239,7 +240,9 @@ def init(
     # The connection keeps the rendezvous: this process may serve the store, and other ranks may
     # still have to read it.
     wires = {"wire": wire, "parameter_wire": str(parameter_wire)}
-    made = Connection(cluster, world, name, run, rendezvous, timeout, named=named, wires=wires)
+    made = Connection(
+        cluster, world, name, run, rendezvous, timeout, token=token, named=named, wires=wires
+    )
     _current = Session(made, arguments)
     if multiprocessing.parent_process() is not None:
         # Processes that multiprocessing forks end without calling atexit handlers, and forget what

@@ -13,7 +13,6 @@ import torch
 import zeroshard as zs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import PreTrainedTokenizerFast
 
 import tiny
 from pages import Block, of_kinds
@@ -50,6 +49,7 @@ def names(block: Block, folder: Path) -> dict[str, Any]:
         "output": str(folder),
         "pictures": DataLoader(TensorDataset(torch.randn(4, 3, 32, 32), torch.arange(4)), 2),
         "rank": 0,
+        "tokenizer": tiny.tokenizer(),
         "torch": torch,
     }
     return script | data_of_trl() if block.page.endswith("trl.md") else script
@@ -59,24 +59,21 @@ def data_of_trl() -> dict[str, Any]:
     """The names of a script that fine-tunes with TRL."""
     import trl
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["<end>", "<unknown>", *map(str, range(tiny.VOCABULARY - 2))]
-    tokenizer = Tokenizer(
-        models.WordLevel(dict(zip(words, range(len(words)))), unk_token="<unknown>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    numbers = [" ".join(words[number : number + 4]) for number in range(2, 34)]
+    numbers = [" ".join(map(str, range(number, number + 4))) for number in range(2, 34)]
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
     return {
         "ShardedTraining": ShardedTraining,
         "preferences": Dataset.from_dict(
             {"prompt": numbers[:8], "chosen": numbers[8:16], "rejected": numbers[16:24]}
         ),
+        "prompts": Dataset.from_dict({"prompt": numbers}),
         "reference": tiny.gpt2(),
+        "reward": reward,
         "texts": Dataset.from_dict({"text": numbers}),
-        "tokenizer": PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", unk_token="<unknown>"
-        ),
         "trl": trl,
     }
 
@@ -90,6 +87,8 @@ def check_trains(block: Block, folder: Path) -> None:
             assert script["MyTrainer"].__mro__[1].__name__ == "ShardedTraining"
             return
         assert zs.report(script.get("module", script.get("model"))).steps > 0
+        if "versions" in script:
+            assert script["versions"] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("block", of_kinds("frameworks"), ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 VOCABULARY = 64
@@ -95,6 +96,17 @@ _TEXT: dict[str, Any] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each for each in (gpt2, llama, bert, t5, vit)
 }
+
+
+def tokenizer() -> Any:
+    """A tokenizer whose words are numbers: each is its own id."""
+    words = ["<end>", "<pad>", *map(str, range(2, VOCABULARY))]
+    known = dict(zip(words, range(VOCABULARY), strict=True))
+    made = Tokenizer(models.WordLevel(known, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<end>", pad_token="<pad>", unk_token="<end>"
+    )
 
 
 def build(name: str) -> nn.Module:
