@@ -67,17 +67,17 @@ async fn a_gpu_has_the_bits_of_the_cpu_with_8_bit_state_in_all_of_its_tiers() {
 #[tokio::test]
 async fn readers_of_a_job_on_gpus_receive_changes() {
     let cluster = cluster(2, &[], &[("FAKE_CUDA_SEED", "7")]);
-    let spec = JobSpec { min_servers: 2, ..job("watched", 1, adamw(), follow::tensors()) };
+    let spec = JobSpec { world: 1, ..spec("watched", adamw(), DType::Bf16) };
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let (truth, client) = (follow::Truth::default(), connect(cluster.address()).await);
     let training = async {
-        truth.train(&trainer, 0..6).await;
-        truth.record(&trainer, 6).await;
+        truth.train(&trainer, 0..3).await;
+        truth.record(&trainer, 3).await;
     };
     let follow = Follow { dtype: DType::Bf16, ..Follow::default() };
     let reader = async {
         let reader = follow::Reader::with(&client, "watched", follow).await;
-        reader.follow(6, 1, &truth).await
+        reader.follow(3, 1, &truth).await
     };
     let ((), reader) = join(training, reader).await;
     assert_eq!(*reader.follower.copies(), [(Copied::Joined, 1)].into());
