@@ -162,6 +162,7 @@ def test_a_model_on_a_mesh_trains_evaluates_and_predicts() -> None:
     assert printed.count("dist main program of ") == 3 and "push" in printed
 
 
+@pytest.mark.skipif(not IS_LONG, reason="five processes of torch: tests/run long runs it")
 def test_a_policy_learns_while_its_rollout_processes_are_killed() -> None:
     printed = run(EXAMPLES / "policy_gradient.py", "--steps", "40", "--kill-every", "2")
     rewards = [float(number) for number in re.findall(r"reward (\d\.\d+)", printed)]
