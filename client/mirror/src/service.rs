@@ -4,12 +4,13 @@ use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt, stream};
+use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
-use zeroshard_changes::merge;
+use zeroshard_changes::sum;
 use zeroshard_model::{DType, Error, Result, SliceSpec};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    changes::{Packed, Rest, followed},
+    changes::{Change, followed, messages},
     pb::{self, mirror_service_server::MirrorService},
     status::to_status,
 };
@@ -144,12 +145,11 @@ impl Service {
             rest.clear();
         }
         let versions = [from.unwrap_or(version), version];
-        let changes = Changes { store: self.store.clone(), rest, versions, part: None };
-        let first = pb::ChangesResponse { version: Some(version), ..Default::default() };
-        let parts = stream::try_unfold(changes, |mut changes| async {
-            Ok(changes.next_message().await?.map(|message| (message, changes)))
+        let changes = Changes { store: self.store.clone(), asked, rest, versions };
+        let changes = stream::try_unfold(changes, |mut changes| async {
+            Ok(changes.next().await?.map(|change| (change, changes)))
         });
-        Ok(stream::iter([Ok(first)]).chain(parts))
+        Ok(messages(version, changes))
     }
 
     /// Waits for a version, or until the deadline. Returns the newest one.
@@ -186,59 +186,33 @@ impl Service {
 /// The changes that are still to be sent.
 struct Changes {
     store: Arc<Store>,
+    asked: Asked,
     /// The slices after the current one.
     rest: VecDeque<(u32, SliceSpec)>,
     versions: [u64; 2],
-    part: Option<Rest>,
 }
 
 impl Changes {
-    async fn next_message(&mut self) -> Result<Option<pb::ChangesResponse>> {
-        if self.part.is_none() && !self.next_slice().await? {
-            let is_unknown = !self.rest.is_empty();
-            self.rest.clear();
-            let last = pb::ChangesResponse { is_unknown, ..Default::default() };
-            return Ok(is_unknown.then_some(last));
-        }
-        let mut packed = Packed::default();
-        while self.part.is_some() {
-            packed.add(&mut self.part);
-            if packed.is_full() || self.part.is_none() && !self.next_slice().await? {
-                break;
-            }
-        }
-        Ok(Some(packed.message()))
-    }
-
-    /// Prepares the change of the next slice. Returns `false` after the last slice, and if the
-    /// change is unknown. In this case the slice stays in `rest`.
-    async fn next_slice(&mut self) -> Result<bool> {
-        let Some((slice, spec)) = self.rest.front() else { return Ok(false) };
-        let found = self.store.known(|known| known.history.between(*slice, self.versions));
-        let Some((mut changes, hash)) = found else { return Ok(false) };
-        let slice = *slice;
-        let change = match changes.len() {
-            1 => changes.remove(0),
+    /// Prepares the change of the next slice, or `None` if it is unknown. The last one was sent
+    /// before if there is none.
+    async fn next(&mut self) -> Result<Option<Option<Change>>> {
+        let Some((slice, spec)) = self.rest.pop_front() else { return Ok(None) };
+        let found = self.store.known(|known| {
+            // The job may have gone to another line meanwhile, and have such versions again.
+            self.asked.check(known)?;
+            Ok::<_, Error>(known.history.between(slice, self.versions))
+        })?;
+        let Some((changes, hash)) = found else { return Ok(Some(None)) };
+        let change = match &changes[..] {
+            [change] => change.clone(),
             _ => {
-                let dtype = self.store.values().await.dtype(spec.tensor)?;
-                merged(dtype, spec.numel, changes).await?
+                let size = (self.store.values().await.dtype(spec.tensor)?, spec.numel);
+                let summed = spawn_blocking(move || sum(size, &changes)).await;
+                summed.map_err(|error| Error::Internal { cause: error.to_string() })??
             }
         };
-        self.rest.pop_front();
-        self.part = Some(Rest { slice, change, hash });
-        Ok(true)
+        Ok(Some(Some(Change { slice, change, hash })))
     }
-}
-
-/// Adds the changes of several steps, on a thread that serves no calls.
-async fn merged(dtype: DType, numel: usize, changes: Vec<Bytes>) -> Result<Bytes> {
-    let work = move || {
-        let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
-        merge(dtype, numel, &parts).map(Bytes::from)
-    };
-    let failed = |cause: &dyn std::fmt::Display| Error::Internal { cause: cause.to_string() };
-    let merged = tokio::task::spawn_blocking(work).await.map_err(|error| failed(&error))?;
-    merged.map_err(|error| failed(&error))
 }
 
 /// The values that are still to be sent.

@@ -28,7 +28,7 @@ mod record;
 
 pub use block::{Blocks, Malformed};
 pub use gather::{Gathering, Known, SliceChange};
-pub use merge::merge;
+pub use merge::{merge, sum};
 pub use reader::{Copied, Part, Reader};
 pub use record::{Recorded, Recorder};
 
