@@ -7,7 +7,6 @@
 //! reader's token may read the job.
 
 mod access;
-mod history;
 mod service;
 mod store;
 

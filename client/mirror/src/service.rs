@@ -6,7 +6,7 @@ use bytes::Bytes;
 use futures_util::{Stream, StreamExt, stream};
 use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
-use zeroshard_changes::sum;
+use zeroshard_changes::{Sent, Wanted, sum};
 use zeroshard_model::{DType, Error, Result, SliceSpec};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
@@ -84,9 +84,7 @@ impl Asked {
                 of.spec.name, self.job
             )));
         }
-        let is_same =
-            [0, of.id].contains(&self.id) && (self.line.is_none() || self.line == of.line);
-        match is_same {
+        match known.state.has((self.id, self.line)) {
             true => Ok(()),
             false => Err(unavailable("it does not have the job's current line yet")),
         }
@@ -132,15 +130,10 @@ impl Service {
             request;
         let asked = Asked { job, id: job_id, line };
         let wait = deadline.at_most(Duration::from_millis(wait_ms.into()));
-        let version = match to {
-            Some(to) => self.wait(&asked, to, deadline).await?.min(to),
-            None => {
-                let newer = newer_than.or(from).map_or(0, |than| than.saturating_add(1));
-                self.wait(&asked, newer, wait).await?
-            }
-        };
+        let within = if to.is_some() { deadline } else { wait };
+        let Sent { version, from } =
+            self.wait(&asked, Wanted { from, to, newer_than }, within).await?;
         let mut rest = self.slices(&slices).await?;
-        let from = from.filter(|&from| from < version || to.is_some());
         if from.is_none() {
             rest.clear();
         }
@@ -152,16 +145,17 @@ impl Service {
         Ok(messages(version, changes))
     }
 
-    /// Waits for a version, or until the deadline. Returns the newest one.
-    async fn wait(&self, asked: &Asked, version: u64, deadline: Deadline) -> Result<u64> {
+    /// Waits for a version that the reader wants. After the deadline it gets the newest one.
+    async fn wait(&self, asked: &Asked, wanted: Wanted, deadline: Deadline) -> Result<Sent> {
         let mut changed = self.store.changes();
         loop {
-            let newest = self.store.known(|known| {
+            let is_last = deadline.left().is_zero();
+            let sent = self.store.known(|known| {
                 asked.check(known)?;
-                Ok::<_, Error>(known.version)
+                Ok::<_, Error>(known.state.answer(wanted, is_last))
             })?;
-            if newest >= version || deadline.left().is_zero() {
-                return Ok(newest);
+            if let Some(sent) = sent {
+                return Ok(sent);
             }
             // An error means that the deadline has passed, or that the mirror ends.
             let _ = deadline.limit(String::new, changed.changed()).await;
@@ -200,7 +194,7 @@ impl Changes {
         let found = self.store.known(|known| {
             // The job may have gone to another line meanwhile, and have such versions again.
             self.asked.check(known)?;
-            Ok::<_, Error>(known.history.between(slice, self.versions))
+            Ok::<_, Error>(known.state.changes(slice, self.versions))
         })?;
         let Some((changes, hash)) = found else { return Ok(Some(None)) };
         let change = match &changes[..] {
