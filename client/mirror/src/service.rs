@@ -10,13 +10,14 @@ use zeroshard_changes::{Sent, Wanted, sum};
 use zeroshard_model::{DType, Error, Result, SliceSpec};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    changes::{Change, followed, messages},
+    changes::{Change, bytes, followed, messages},
     pb::{self, mirror_service_server::MirrorService},
     status::to_status,
 };
 
 use crate::{
     access::Access,
+    metrics::Metrics,
     store::{Known, Store},
 };
 
@@ -30,6 +31,7 @@ const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) struct Service {
     store: Arc<Store>,
     access: Access,
+    metrics: Arc<Metrics>,
 }
 
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -43,10 +45,16 @@ impl MirrorService for Service {
         request: Request<pb::ChangesRequest>,
     ) -> Result<Response<Self::ChangesStream>, Status> {
         self.access.check(&request).await.map_err(to_status)?;
+        let reader = self.metrics.reader();
         let deadline = Deadline::of_call(request.metadata().as_ref());
         let deadline = deadline.unwrap_or_else(|| Deadline::after(WITHIN));
         let changes = self.changed(request.into_inner(), deadline).await.map_err(to_status)?;
-        Ok(Response::new(changes.map(|of| of.map_err(to_status)).boxed()))
+        let metrics = self.metrics.clone();
+        let counted = changes.map(move |of| {
+            let _reader = &reader;
+            of.inspect(|message| metrics.sent_changes(bytes(message))).map_err(to_status)
+        });
+        Ok(Response::new(counted.boxed()))
     }
 
     type CopyStream = Answers<pb::CopyResponse>;
@@ -56,8 +64,15 @@ impl MirrorService for Service {
         request: Request<pb::CopyRequest>,
     ) -> Result<Response<Self::CopyStream>, Status> {
         self.access.check(&request).await.map_err(to_status)?;
+        let reader = self.metrics.reader();
         let copied = self.copied(request.into_inner()).await.map_err(to_status)?;
-        Ok(Response::new(copied.map(|of| of.map_err(to_status)).boxed()))
+        let metrics = self.metrics.clone();
+        let counted = copied.map(move |of| {
+            let _reader = &reader;
+            let count = |message: &pb::CopyResponse| metrics.sent_copy(message.values.len() as u64);
+            of.inspect(count).map_err(to_status)
+        });
+        Ok(Response::new(counted.boxed()))
     }
 }
 
@@ -92,8 +107,8 @@ impl Asked {
 }
 
 impl Service {
-    pub(crate) fn new(store: Arc<Store>, access: Access) -> Self {
-        Self { store, access }
+    pub(crate) fn new(store: Arc<Store>, access: Access, metrics: Arc<Metrics>) -> Self {
+        Self { store, access, metrics }
     }
 
     /// Returns the slices of a request, in its order.
