@@ -48,6 +48,7 @@ WITHOUT = {
     ],
     "zeroshard-kernels": [*NETWORK, "prost", "prometheus", "zeroshard-proto", "zeroshard-net"],
     "zeroshard-net": ["prometheus", "object_store", "zeroshard-checkpoint", "zeroshard-client"],
+    "zeroshard-admin": ["prometheus", "zeroshard-client", "zeroshard-server"],
     "zeroshard-checkpoint": ["prometheus", "zeroshard-client", "zeroshard-server"],
     "zeroshard-client": ["prometheus", "object_store", "burn", "zeroshard-server"],
     "zeroshard-mirror": ["prometheus", "object_store", "burn", "zeroshard-server"],

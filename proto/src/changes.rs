@@ -1,6 +1,7 @@
 //! Reads which slices a reader follows, and packs their changes into messages of limited size.
 
 use bytes::Bytes;
+use futures_util::{Stream, StreamExt, stream};
 use zeroshard_model::{DType, Error, Result};
 
 use crate::{Wire, pb};
@@ -32,82 +33,107 @@ pub fn followed(messages: &[pb::FollowedSlices], slices: usize) -> Result<Vec<(u
     Ok(all)
 }
 
-/// The rest of the change of one slice that is still to be sent.
+/// The change of one slice.
 #[derive(Debug, Clone)]
-pub struct Rest {
+pub struct Change {
     /// The index of the slice.
     pub slice: u32,
-    /// The bytes that are still to be sent.
+    /// The encoded change.
     pub change: Bytes,
     /// The hash of the reader's values after the change.
     pub hash: u64,
 }
 
-/// A message that is being filled. Small changes share a message, and a large one is split.
-#[derive(Debug, Default)]
-pub struct Packed {
-    changes: Vec<pb::SliceChange>,
-    /// The number of bytes of changes.
-    bytes: usize,
+/// Returns the messages of a response with these changes, which lead to `version`. `None` among the
+/// changes means that a change is unknown: the last message says so.
+pub fn messages(
+    version: u64,
+    changes: impl Stream<Item = Result<Option<Change>>> + Send,
+) -> impl Stream<Item = Result<pb::ChangesResponse>> + Send {
+    let first = pb::ChangesResponse { version: Some(version), ..Default::default() };
+    let changes = Box::pin(changes.fuse());
+    let packing = Packing { changes, rest: None, is_unknown: false };
+    let parts = stream::try_unfold(packing, |mut packing| async {
+        Ok(packing.next().await?.map(|message| (message, packing)))
+    });
+    stream::iter([Ok(first)]).chain(parts)
 }
 
-impl Packed {
-    /// Adds as much of a change as there is room for. Leaves the rest, or `None` if all is added.
-    pub fn add(&mut self, rest: &mut Option<Rest>) {
-        let Some(Rest { slice, change, hash }) = rest else { return };
-        let part = change.split_to(change.len().min(ROOM - self.bytes));
-        self.bytes += part.len();
-        let is_last = change.is_empty();
-        let hash = is_last.then_some(*hash);
-        self.changes.push(pb::SliceChange { slice: *slice, change: part, hash });
-        if is_last {
-            *rest = None;
+/// Returns the number of bytes of changes in a message.
+pub fn bytes(message: &pb::ChangesResponse) -> u64 {
+    message.changes.iter().map(|part| part.change.len() as u64).sum()
+}
+
+/// Packs changes into messages. Small changes share a message, and a large one is split.
+struct Packing<S> {
+    changes: S,
+    /// The change whose last bytes are still to be sent.
+    rest: Option<Change>,
+    /// A change is unknown, and no message has said so yet.
+    is_unknown: bool,
+}
+
+impl<S: Stream<Item = Result<Option<Change>>> + Unpin> Packing<S> {
+    async fn next(&mut self) -> Result<Option<pb::ChangesResponse>> {
+        let (mut changes, mut room) = (Vec::new(), ROOM);
+        while room > 0 && !self.is_unknown {
+            let next = match self.rest.take() {
+                Some(rest) => Some(Some(rest)),
+                None => self.changes.next().await.transpose()?,
+            };
+            match next {
+                Some(Some(change)) => room -= self.add(change, room, &mut changes),
+                Some(None) => self.is_unknown = true,
+                None => break,
+            }
         }
+        if !changes.is_empty() {
+            return Ok(Some(pb::ChangesResponse { changes, ..Default::default() }));
+        }
+        let is_unknown = std::mem::take(&mut self.is_unknown);
+        Ok(is_unknown.then(|| pb::ChangesResponse { is_unknown, ..Default::default() }))
     }
 
-    /// Returns whether there is no more room.
-    pub fn is_full(&self) -> bool {
-        self.bytes == ROOM
-    }
-
-    /// The number of bytes of changes.
-    pub fn bytes(&self) -> u64 {
-        self.bytes as u64
-    }
-
-    /// Returns the message.
-    pub fn message(self) -> pb::ChangesResponse {
-        pb::ChangesResponse { changes: self.changes, ..Default::default() }
+    /// Adds as much of a change as there is room for, and keeps the rest. Returns the number of
+    /// bytes.
+    fn add(&mut self, of: Change, room: usize, changes: &mut Vec<pb::SliceChange>) -> usize {
+        let Change { slice, mut change, hash } = of;
+        let part = change.split_to(change.len().min(room));
+        let (bytes, is_last) = (part.len(), change.is_empty());
+        let of_slice = is_last.then_some(hash);
+        changes.push(pb::SliceChange { slice, change: part, hash: of_slice });
+        self.rest = (!is_last).then_some(Change { slice, change, hash });
+        bytes
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use futures_util::{FutureExt, TryStreamExt};
+
     use super::*;
+
+    fn change((slice, size): (usize, usize)) -> Change {
+        let slice = slice as u32;
+        Change { slice, change: vec![slice as u8; size].into(), hash: slice.into() }
+    }
+
+    /// Polls a stream that never waits.
+    fn all<T>(of: impl Stream<Item = Result<T>>) -> Vec<T> {
+        let all = Box::pin(of.try_collect()).as_mut().now_or_never();
+        all.expect("it does not wait").unwrap()
+    }
 
     #[test]
     fn small_changes_share_a_message_and_a_large_one_is_split() {
         let sizes = [3, 0, ROOM + 5, ROOM - 5, 1];
-        let mut all = sizes.iter().enumerate().map(|(slice, &size)| Rest {
-            slice: slice as u32,
-            change: vec![slice as u8; size].into(),
-            hash: slice as u64,
-        });
-        let (mut rest, mut messages) = (all.next(), Vec::new());
-        while rest.is_some() {
-            let mut packed = Packed::default();
-            while rest.is_some() && !packed.is_full() {
-                packed.add(&mut rest);
-                if rest.is_none() {
-                    rest = all.next();
-                }
-            }
-            assert!(packed.bytes() <= ROOM as u64);
-            messages.push(packed.message());
-        }
-        let parts: Vec<Vec<_>> = messages
+        let changes = sizes.into_iter().enumerate().map(|of| Ok(Some(change(of))));
+        let messages = all(messages(7, stream::iter(changes)));
+        assert_eq!((messages[0].version, messages[0].changes.len()), (Some(7), 0));
+        let parts: Vec<Vec<_>> = messages[1..]
             .iter()
             .map(|message| {
+                assert!(bytes(message) <= ROOM as u64 && !message.is_unknown);
                 let of = message.changes.iter();
                 of.map(|part| (part.slice, part.change.len(), part.hash)).collect()
             })
@@ -118,5 +144,14 @@ mod tests {
             vec![(3, 3, Some(3)), (4, 1, Some(4))],
         ];
         assert_eq!(parts, expected);
+    }
+
+    #[test]
+    fn the_last_message_says_that_a_change_is_unknown() {
+        let changes = [Some(change((0, 3))), Some(change((1, 4))), None, Some(change((2, 5)))];
+        let messages = all(messages(7, stream::iter(changes.map(Ok))));
+        let found: Vec<_> =
+            messages.iter().map(|of| (of.changes.len(), bytes(of), of.is_unknown)).collect();
+        assert_eq!(found[..3], [(0, 0, false), (2, 7, false), (0, 0, true)]);
     }
 }

@@ -18,7 +18,6 @@ use zeroshard_kernels::Backend;
 use zeroshard_net::trace;
 
 use crate::{
-    access::Accepted,
     admin::{self, Admin, sources::Sources},
     config::{self, Address, Addresses, AdminListen, Common, Config, Listen, Role},
     coordinator::{Coordinator, Place, leadership::Leadership},
@@ -273,8 +272,6 @@ impl AdminSite {
         let (listener, address) = bind(listen).await?;
         let Context { metrics, health, accepted, acceptor, .. } = context.clone();
         metrics.show_role(role);
-        // Only programs on this machine can connect to a loopback address.
-        let accepted = if address.ip().is_loopback() { Accepted::everyone() } else { accepted };
         let admin = Admin {
             role,
             address: serves,

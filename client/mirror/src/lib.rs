@@ -6,8 +6,10 @@
 //! cannot give it wrong values. The mirror keeps no secrets: it asks the coordinator whether a
 //! reader's token may read the job.
 
+mod accepted;
 mod access;
-mod history;
+mod admin;
+mod metrics;
 mod service;
 mod store;
 
@@ -22,6 +24,7 @@ use zeroshard_net::transport::tls::Acceptor;
 use zeroshard_proto::pb::mirror_service_server::MirrorServiceServer;
 
 use access::Access;
+use metrics::Metrics;
 use service::Service;
 use store::Store;
 
@@ -58,35 +61,62 @@ pub struct Mirrored {
 }
 
 impl Mirror {
-    /// Follows the job and serves readers at `listener` until an error. Calls `received` for each
-    /// version.
+    /// Follows the job and serves readers until an error. Calls `received` for each version.
     ///
     /// # Errors
     /// Those of [`Cluster::follow`] and [`zeroshard_client::Follower::next`];
     /// [`Error::OutOfMemory`] and [`Error::Unavailable`] if the mirror cannot have a full copy;
     /// [`Error::Refused`] if the cluster has TLS and the mirror no certificate.
-    pub async fn run(&self, listener: TcpListener, received: impl FnMut(Mirrored)) -> Result<()> {
+    pub async fn run(
+        &self,
+        listeners: Listeners,
+        mut received: impl FnMut(Mirrored),
+    ) -> Result<()> {
         let cluster = Cluster::connect(&self.address, self.options.clone()).await?;
         let follower = cluster.follow(&self.job, self.follow.clone()).await?;
-        let store = Arc::new(Store::new(self.history_bytes));
+        let (store, metrics) = (Arc::new(Store::new(self.history_bytes)), Metrics::new(&self.job));
         let access = Access::new(&self.address, &self.job, self.options.clone());
         let acceptor = Acceptor::new(self.options.tls.clone())?;
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let incoming = incoming.map_ok(move |io| acceptor.accept(io));
-        let service = MirrorServiceServer::new(Service::new(store.clone(), access))
-            .max_decoding_message_size(MAX_REQUEST);
-        let server = Server::builder()
-            .max_concurrent_streams(MAX_CALLS)
-            .add_service(service)
-            .serve_with_incoming(incoming);
+        let service = Service::new(store.clone(), access.clone(), metrics.clone());
+        let admin = async {
+            let Some(listener) = listeners.admin else { return std::future::pending().await };
+            let shown = (store.clone(), metrics.clone());
+            admin::serve(listener, acceptor.clone(), access, shown).await
+        };
+        let count = |version: Mirrored| {
+            metrics.received(&version);
+            received(version);
+        };
         tokio::select! {
-            ended = server => {
-                let cause = ended.err().map_or_else(|| "it ended".to_owned(), |e| e.to_string());
-                Err(Error::Internal { cause: format!("the server of the mirror failed: {cause}") })
-            }
-            ended = store.follow(follower, received) => ended,
+            ended = serve(listeners.readers, acceptor.clone(), service) => ended,
+            ended = admin => ended,
+            ended = store.follow(follower, count) => ended,
+            () = admin::watch_lag(&cluster, &self.job, &store, &metrics) => Ok(()),
         }
     }
+}
+
+/// Where a mirror listens.
+#[derive(Debug)]
+pub struct Listeners {
+    /// For readers.
+    pub readers: TcpListener,
+    /// For metrics and probes.
+    pub admin: Option<TcpListener>,
+}
+
+/// Serves readers until an error.
+async fn serve(listener: TcpListener, acceptor: Acceptor, service: Service) -> Result<()> {
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let incoming = incoming.map_ok(move |io| acceptor.accept(io));
+    let service = MirrorServiceServer::new(service).max_decoding_message_size(MAX_REQUEST);
+    let served = Server::builder()
+        .max_concurrent_streams(MAX_CALLS)
+        .add_service(service)
+        .serve_with_incoming(incoming)
+        .await;
+    let cause = served.err().map_or_else(|| "it ended".to_owned(), |error| error.to_string());
+    Err(Error::Internal { cause: format!("the server of the mirror failed: {cause}") })
 }
 
 /// Listens at an address.

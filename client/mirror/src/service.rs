@@ -4,18 +4,20 @@ use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt, stream};
+use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
-use zeroshard_changes::merge;
+use zeroshard_changes::{Sent, Wanted, sum};
 use zeroshard_model::{DType, Error, Result, SliceSpec};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    changes::{Packed, Rest, followed},
+    changes::{Change, bytes, followed, messages},
     pb::{self, mirror_service_server::MirrorService},
     status::to_status,
 };
 
 use crate::{
     access::Access,
+    metrics::Metrics,
     store::{Known, Store},
 };
 
@@ -29,6 +31,7 @@ const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) struct Service {
     store: Arc<Store>,
     access: Access,
+    metrics: Arc<Metrics>,
 }
 
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -42,10 +45,16 @@ impl MirrorService for Service {
         request: Request<pb::ChangesRequest>,
     ) -> Result<Response<Self::ChangesStream>, Status> {
         self.access.check(&request).await.map_err(to_status)?;
+        let reader = self.metrics.reader();
         let deadline = Deadline::of_call(request.metadata().as_ref());
         let deadline = deadline.unwrap_or_else(|| Deadline::after(WITHIN));
         let changes = self.changed(request.into_inner(), deadline).await.map_err(to_status)?;
-        Ok(Response::new(changes.map(|of| of.map_err(to_status)).boxed()))
+        let metrics = self.metrics.clone();
+        let counted = changes.map(move |of| {
+            let _reader = &reader;
+            of.inspect(|message| metrics.sent_changes(bytes(message))).map_err(to_status)
+        });
+        Ok(Response::new(counted.boxed()))
     }
 
     type CopyStream = Answers<pb::CopyResponse>;
@@ -55,8 +64,15 @@ impl MirrorService for Service {
         request: Request<pb::CopyRequest>,
     ) -> Result<Response<Self::CopyStream>, Status> {
         self.access.check(&request).await.map_err(to_status)?;
+        let reader = self.metrics.reader();
         let copied = self.copied(request.into_inner()).await.map_err(to_status)?;
-        Ok(Response::new(copied.map(|of| of.map_err(to_status)).boxed()))
+        let metrics = self.metrics.clone();
+        let counted = copied.map(move |of| {
+            let _reader = &reader;
+            let count = |message: &pb::CopyResponse| metrics.sent_copy(message.values.len() as u64);
+            of.inspect(count).map_err(to_status)
+        });
+        Ok(Response::new(counted.boxed()))
     }
 }
 
@@ -83,9 +99,7 @@ impl Asked {
                 of.spec.name, self.job
             )));
         }
-        let is_same =
-            [0, of.id].contains(&self.id) && (self.line.is_none() || self.line == of.line);
-        match is_same {
+        match known.state.has((self.id, self.line)) {
             true => Ok(()),
             false => Err(unavailable("it does not have the job's current line yet")),
         }
@@ -93,8 +107,8 @@ impl Asked {
 }
 
 impl Service {
-    pub(crate) fn new(store: Arc<Store>, access: Access) -> Self {
-        Self { store, access }
+    pub(crate) fn new(store: Arc<Store>, access: Access, metrics: Arc<Metrics>) -> Self {
+        Self { store, access, metrics }
     }
 
     /// Returns the slices of a request, in its order.
@@ -131,37 +145,32 @@ impl Service {
             request;
         let asked = Asked { job, id: job_id, line };
         let wait = deadline.at_most(Duration::from_millis(wait_ms.into()));
-        let version = match to {
-            Some(to) => self.wait(&asked, to, deadline).await?.min(to),
-            None => {
-                let newer = newer_than.or(from).map_or(0, |than| than.saturating_add(1));
-                self.wait(&asked, newer, wait).await?
-            }
-        };
+        let within = if to.is_some() { deadline } else { wait };
+        let Sent { version, from } =
+            self.wait(&asked, Wanted { from, to, newer_than }, within).await?;
         let mut rest = self.slices(&slices).await?;
-        let from = from.filter(|&from| from < version || to.is_some());
         if from.is_none() {
             rest.clear();
         }
         let versions = [from.unwrap_or(version), version];
-        let changes = Changes { store: self.store.clone(), rest, versions, part: None };
-        let first = pb::ChangesResponse { version: Some(version), ..Default::default() };
-        let parts = stream::try_unfold(changes, |mut changes| async {
-            Ok(changes.next_message().await?.map(|message| (message, changes)))
+        let changes = Changes { store: self.store.clone(), asked, rest, versions };
+        let changes = stream::try_unfold(changes, |mut changes| async {
+            Ok(changes.next().await?.map(|change| (change, changes)))
         });
-        Ok(stream::iter([Ok(first)]).chain(parts))
+        Ok(messages(version, changes))
     }
 
-    /// Waits for a version, or until the deadline. Returns the newest one.
-    async fn wait(&self, asked: &Asked, version: u64, deadline: Deadline) -> Result<u64> {
+    /// Waits for a version that the reader wants. After the deadline it gets the newest one.
+    async fn wait(&self, asked: &Asked, wanted: Wanted, deadline: Deadline) -> Result<Sent> {
         let mut changed = self.store.changes();
         loop {
-            let newest = self.store.known(|known| {
+            let is_last = deadline.left().is_zero();
+            let sent = self.store.known(|known| {
                 asked.check(known)?;
-                Ok::<_, Error>(known.version)
+                Ok::<_, Error>(known.state.answer(wanted, is_last))
             })?;
-            if newest >= version || deadline.left().is_zero() {
-                return Ok(newest);
+            if let Some(sent) = sent {
+                return Ok(sent);
             }
             // An error means that the deadline has passed, or that the mirror ends.
             let _ = deadline.limit(String::new, changed.changed()).await;
@@ -186,59 +195,33 @@ impl Service {
 /// The changes that are still to be sent.
 struct Changes {
     store: Arc<Store>,
+    asked: Asked,
     /// The slices after the current one.
     rest: VecDeque<(u32, SliceSpec)>,
     versions: [u64; 2],
-    part: Option<Rest>,
 }
 
 impl Changes {
-    async fn next_message(&mut self) -> Result<Option<pb::ChangesResponse>> {
-        if self.part.is_none() && !self.next_slice().await? {
-            let is_unknown = !self.rest.is_empty();
-            self.rest.clear();
-            let last = pb::ChangesResponse { is_unknown, ..Default::default() };
-            return Ok(is_unknown.then_some(last));
-        }
-        let mut packed = Packed::default();
-        while self.part.is_some() {
-            packed.add(&mut self.part);
-            if packed.is_full() || self.part.is_none() && !self.next_slice().await? {
-                break;
-            }
-        }
-        Ok(Some(packed.message()))
-    }
-
-    /// Prepares the change of the next slice. Returns `false` after the last slice, and if the
-    /// change is unknown. In this case the slice stays in `rest`.
-    async fn next_slice(&mut self) -> Result<bool> {
-        let Some((slice, spec)) = self.rest.front() else { return Ok(false) };
-        let found = self.store.known(|known| known.history.between(*slice, self.versions));
-        let Some((mut changes, hash)) = found else { return Ok(false) };
-        let slice = *slice;
-        let change = match changes.len() {
-            1 => changes.remove(0),
+    /// Prepares the change of the next slice, or `None` if it is unknown. The last one was sent
+    /// before if there is none.
+    async fn next(&mut self) -> Result<Option<Option<Change>>> {
+        let Some((slice, spec)) = self.rest.pop_front() else { return Ok(None) };
+        let found = self.store.known(|known| {
+            // The job may have gone to another line meanwhile, and have such versions again.
+            self.asked.check(known)?;
+            Ok::<_, Error>(known.state.changes(slice, self.versions))
+        })?;
+        let Some((changes, hash)) = found else { return Ok(Some(None)) };
+        let change = match &changes[..] {
+            [change] => change.clone(),
             _ => {
-                let dtype = self.store.values().await.dtype(spec.tensor)?;
-                merged(dtype, spec.numel, changes).await?
+                let size = (self.store.values().await.dtype(spec.tensor)?, spec.numel);
+                let summed = spawn_blocking(move || sum(size, &changes)).await;
+                summed.map_err(|error| Error::Internal { cause: error.to_string() })??
             }
         };
-        self.rest.pop_front();
-        self.part = Some(Rest { slice, change, hash });
-        Ok(true)
+        Ok(Some(Some(Change { slice, change, hash })))
     }
-}
-
-/// Adds the changes of several steps, on a thread that serves no calls.
-async fn merged(dtype: DType, numel: usize, changes: Vec<Bytes>) -> Result<Bytes> {
-    let work = move || {
-        let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
-        merge(dtype, numel, &parts).map(Bytes::from)
-    };
-    let failed = |cause: &dyn std::fmt::Display| Error::Internal { cause: cause.to_string() };
-    let merged = tokio::task::spawn_blocking(work).await.map_err(|error| failed(&error))?;
-    merged.map_err(|error| failed(&error))
 }
 
 /// The values that are still to be sent.

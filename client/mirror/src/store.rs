@@ -3,10 +3,11 @@
 use std::sync::{PoisonError, RwLock as Lock};
 
 use tokio::sync::{RwLock, watch};
+use zeroshard_changes::{Mirror, SliceChange};
 use zeroshard_client::{Description, FollowedValues, FollowedVersion, Follower};
 use zeroshard_model::{DType, Error, Result, SliceSpec};
 
-use crate::{Mirrored, history::History};
+use crate::Mirrored;
 
 /// What the mirror has.
 pub(crate) struct Store {
@@ -17,12 +18,11 @@ pub(crate) struct Store {
     changed: watch::Sender<()>,
 }
 
-/// The job, the newest version, and the changes before it.
+/// The job, and the versions that readers get.
 pub(crate) struct Known {
     /// `None` before the first version.
     pub(crate) job: Option<Description>,
-    pub(crate) version: u64,
-    pub(crate) history: History,
+    pub(crate) state: Mirror,
 }
 
 /// The values of all followed tensors.
@@ -67,9 +67,8 @@ impl Values {
 
 impl Store {
     pub(crate) fn new(history_bytes: u64) -> Self {
-        let history = History::new(history_bytes);
         Self {
-            known: Lock::new(Known { job: None, version: 0, history }),
+            known: Lock::new(Known { job: None, state: Mirror::new(history_bytes) }),
             values: RwLock::default(),
             changed: watch::Sender::default(),
         }
@@ -116,12 +115,9 @@ impl Store {
     /// Shows the changes of a version to readers.
     fn publish(&self, follower: &Follower, version: &FollowedVersion) {
         let (Some(changes), Some(from)) = (version.changes(), follower.version()) else { return };
-        let slices = changes.map(|(slice, change, hash)| (slice, (change, hash))).collect();
-        let to = version.version().version;
-        self.update(|known| {
-            known.version = to;
-            known.history.push([from, to], slices);
-        });
+        let slices = changes.map(|(slice, change, hash)| (slice, SliceChange { change, hash }));
+        let (slices, to) = (slices.collect(), version.version().version);
+        self.update(|known| known.state.publish([from, to], slices));
     }
 
     async fn apply(&self, follower: &mut Follower, version: &mut FollowedVersion) -> Result<()> {
@@ -138,7 +134,10 @@ impl Store {
             Ok(()) => {}
             // The job was created again meanwhile: its tensors may be others.
             Err(Error::Refused { .. } | Error::Invalid { .. }) if was_copied => {
-                self.update(|known| known.job = None);
+                self.update(|known| {
+                    known.job = None;
+                    known.state.lose();
+                });
                 return Ok(());
             }
             Err(error) => return Err(error),
@@ -146,9 +145,9 @@ impl Store {
         values.version = version.version().version;
         if version.copied().is_some() {
             self.update(|known| {
-                known.job = Some(follower.description().clone());
-                known.version = values.version;
-                known.history.clear();
+                let job = follower.description().clone();
+                known.state.copied((job.id, job.line), values.version);
+                known.job = Some(job);
             });
         }
         Ok(())

@@ -11,7 +11,11 @@ use zeroshard_changes::{
 use zeroshard_model::{Error, Result, SliceSpec, TensorId};
 use zeroshard_net::Deadline;
 
-use super::{FollowedVersion, Follower, REFRESH, changes::malformed, version::Content};
+use super::{
+    FollowedVersion, Follower, REFRESH,
+    changes::malformed,
+    version::{Content, Values},
+};
 use crate::{Pinned, Slots, Target, pull, retry::is_answer};
 
 /// The arrays of a reader, by the index of the tensor that owns the storage.
@@ -209,17 +213,22 @@ impl Follower {
     async fn copy(&mut self, version: &mut FollowedVersion, arrays: &mut Arrays<'_>) -> Result<()> {
         let deadline = Deadline::after(self.cluster.options.timeout);
         loop {
-            if !matches!(version.content, Content::Full(Some(_), _)) {
+            let has_values = match &version.content {
+                Content::Full(Values::Pinned(_), _) => true,
+                Content::Full(Values::Mirror, _) => self.mirror.is_some(),
+                _ => false,
+            };
+            if !has_values {
                 self.reader.show_again();
                 *version = self.newest(deadline).await?;
             }
-            let Content::Full(pinned, reason) = &version.content else { continue };
+            let Content::Full(values, reason) = &version.content else { continue };
             let reason = *reason;
             self.reader.begin_copy();
-            let copied = match (pinned, self.mirror.clone()) {
-                (_, Some(mirror)) => self.copy_of_mirror(&mirror, arrays).await,
-                (Some(pinned), None) => self.pull(pinned, arrays).await,
-                (None, None) => continue,
+            let copied = match (values, self.mirror.clone()) {
+                (Values::Pinned(pinned), _) => self.pull(pinned, arrays).await,
+                (Values::Mirror, Some(mirror)) => self.copy_of_mirror(&mirror, arrays).await,
+                (Values::Mirror | Values::Gone, _) => continue,
             };
             match copied {
                 Ok((number, hashes)) => {
@@ -227,7 +236,7 @@ impl Follower {
                     (version.number, version.bytes) = (number, bytes.sum());
                     self.reader.end_copy(number, reason, hashes);
                     // Releases the pin.
-                    version.content = Content::Full(None, reason);
+                    version.content = Content::Full(Values::Gone, reason);
                     return Ok(());
                 }
                 // The pin, its server or the mirror is gone: fetch another version.
@@ -239,7 +248,7 @@ impl Follower {
                 }
                 Err(error) => return Err(error),
             }
-            version.content = Content::Full(None, reason);
+            version.content = Content::Full(Values::Gone, reason);
             sleep(REFRESH).await;
             self.describe().await?;
         }

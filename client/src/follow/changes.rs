@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use futures_util::future::{join_all, try_join_all};
-use zeroshard_changes::{Known, SliceChange, block};
+use zeroshard_changes::{Known, SliceChange, block, vouch};
 use zeroshard_model::{DType, Error, Result, Server};
 use zeroshard_net::transport::MAX_CONTROL_MESSAGE;
 use zeroshard_proto::{
@@ -142,9 +142,10 @@ impl Follower {
             let Some(hashes) = self.hashes_of_servers(version).await? else {
                 return Ok(Since::Unknown);
             };
-            for (slice, of) in &mut slices {
-                of.hash = hashes.get(slice).copied().unwrap_or(of.hash);
-            }
+            let vouched = vouch(&mut slices, &hashes);
+            vouched.map_err(|slice| Error::Internal {
+                cause: format!("the servers left out the hash of slice {slice}"),
+            })?;
         }
         Ok(Since::Changed { version, slices })
     }

@@ -21,14 +21,10 @@ impl Follower {
         mirror: &Mirror,
         arrays: &mut Arrays<'_>,
     ) -> Result<Copy> {
-        let versions = self.receive(mirror, arrays).await?;
-        let version = versions.values().copied().max().unwrap_or_default();
-        let mut behind = BTreeMap::<u64, Vec<u32>>::new();
-        for (slice, from) in versions.into_iter().filter(|(_, from)| *from < version) {
-            behind.entry(from).or_default().push(slice);
-        }
+        let copy = zeroshard_changes::MirrorCopy::new(self.receive(mirror, arrays).await?);
+        let version = copy.version();
         let failed = |cause: String| Error::Unavailable { peer: mirror.peer.clone(), cause };
-        for (from, slices) in behind {
+        for (from, slices) in copy.behind() {
             let changes = self.changes_of_mirror(mirror, slices, [from, version]).await?;
             let gone = || failed(format!("it does not know the changes since version {from}"));
             for (slice, of) in changes.ok_or_else(gone)? {
@@ -44,9 +40,9 @@ impl Follower {
             failed(format!("it is at version {version}, which the servers do not know any more"))
         })?;
         let hashes = self.hashes(arrays);
-        match expected.iter().find(|(slice, hash)| hashes.get(slice) != Some(hash)) {
+        match copy.differs(&hashes, &expected) {
             None => Ok((version, hashes)),
-            Some((slice, _)) => Err(failed(format!(
+            Some(slice) => Err(failed(format!(
                 "its values of slice {slice} at version {version} are not those of the servers"
             ))),
         }

@@ -10,11 +10,19 @@ use crate::Pinned;
 
 #[derive(Debug)]
 pub(super) enum Content {
-    /// A full copy of a pinned version. `None`: it has been applied, its pin is gone, or a mirror
-    /// sends it.
-    Full(Option<Box<Pinned>>, Copied),
+    /// A full copy.
+    Full(Values, Copied),
     /// The changes since a version.
     Changes { from: u64, slices: BTreeMap<u32, SliceChange> },
+}
+
+/// Where the values of a full copy are.
+#[derive(Debug)]
+pub(super) enum Values {
+    Pinned(Box<Pinned>),
+    Mirror,
+    /// They have been applied, or the pin or the mirror is gone.
+    Gone,
 }
 
 /// A version of a job that a follower has received: [`crate::Follower::apply`] writes it to the
@@ -35,13 +43,13 @@ pub struct FollowedVersion {
 impl FollowedVersion {
     pub(super) fn full(line: Option<u64>, pinned: Pinned, reason: Copied) -> Self {
         let number = pinned.version();
-        let content = Content::Full(Some(Box::new(pinned)), reason);
+        let content = Content::Full(Values::Pinned(Box::new(pinned)), reason);
         Self { content, ..Self::of_mirror(line, number, reason) }
     }
 
     /// A full copy that a mirror sends.
     pub(super) fn of_mirror(line: Option<u64>, number: u64, reason: Copied) -> Self {
-        let content = Content::Full(None, reason);
+        let content = Content::Full(Values::Mirror, reason);
         Self { number, line, content, numel: 0, bytes: 0, changed: None }
     }
 

@@ -3,8 +3,9 @@
 use std::{net::SocketAddr, time::Duration};
 
 use serde_json::json;
+use tokio::net::TcpListener;
 use zeroshard_client::{Copied, Follow, Options, Result};
-use zeroshard_mirror::{Mirror, Mirrored, listen};
+use zeroshard_mirror::{Listeners, Mirror, Mirrored, listen};
 use zeroshard_model::DType;
 
 use crate::{print, table::human};
@@ -33,6 +34,10 @@ pub(crate) struct Arguments {
     /// full copy
     #[arg(long, value_name = "BYTES", default_value_t = HISTORY)]
     history_bytes: u64,
+    /// Address of the admin HTTP server, which shows /metrics and answers /healthz and /readyz; port
+    /// 0: any free port [default: no admin server]
+    #[arg(long, value_name = "IP:PORT")]
+    admin_listen: Option<SocketAddr>,
     /// Address of another mirror that sends the values instead of the servers
     #[arg(long, value_name = "HOST:PORT")]
     mirror: Option<String>,
@@ -51,9 +56,13 @@ pub(crate) async fn run(
     let Arguments { job, dtype, tensors, history_bytes, mirror, .. } = arguments;
     let (tensors, mirror) = (tensors.clone(), mirror.clone());
     let follow = Follow { dtype: *dtype, tensors, wait: WAIT, mirror };
-    let listener = listen(arguments.listen).await?;
-    let at = listener.local_addr().unwrap_or(arguments.listen);
-    let event = json!({"event": "listening", "job": job, "address": at.to_string()});
+    let (readers, at) = bind(arguments.listen).await?;
+    let admin = match arguments.admin_listen {
+        Some(address) => Some(bind(address).await?),
+        None => None,
+    };
+    let (admin, admin_at) = admin.unzip();
+    let event = json!({"event": "listening", "job": job, "address": at, "admin": admin_at});
     print(json, &event, &format!("mirror of job {job:?}, which listens at {at}"));
     let mirror = Mirror {
         job: job.clone(),
@@ -71,5 +80,12 @@ pub(crate) async fn run(
         let full = reason.map_or(String::new(), |reason| format!(", a full copy ({reason})"));
         print(json, &event, &format!("version {version}: {}{full}", human(bytes)));
     };
-    mirror.run(listener, received).await
+    mirror.run(Listeners { readers, admin }, received).await
+}
+
+/// Returns a listener and its address.
+async fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
+    let listener = listen(address).await?;
+    let at = listener.local_addr().unwrap_or(address);
+    Ok((listener, at))
 }

@@ -12,7 +12,9 @@
 //! [`block`] encodes the differences.
 //!
 //! [`Reader`] and [`Gathering`] are what a reader decides: which changes lead to one version, and
-//! when it needs a full copy. The client and the simulation of a cluster call servers for them.
+//! when it needs a full copy. [`Mirror`] decides what a mirror sends to its readers, and [`vouch`]
+//! and [`MirrorCopy`] what they take from it. The client, mirrors and the simulation of a cluster make the
+//! calls.
 //!
 //! This crate knows no messages. Its decoder accepts any bytes, and refuses malformed ones.
 
@@ -23,15 +25,19 @@ mod decode;
 mod gather;
 pub mod hash;
 mod merge;
+mod mirror;
 pub mod ordered;
 mod reader;
 mod record;
+mod vouched;
 
 pub use block::{Blocks, Malformed};
 pub use gather::{Gathering, Known, SliceChange};
-pub use merge::merge;
+pub use merge::{merge, sum};
+pub use mirror::{Mirror, Sent, Wanted};
 pub use reader::{Copied, Part, Reader};
 pub use record::{Recorded, Recorder};
+pub use vouched::{MirrorCopy, vouch};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]

@@ -1,6 +1,7 @@
 //! Adds consecutive changes of a slice without its values.
 
-use zeroshard_model::DType;
+use bytes::Bytes;
+use zeroshard_model::{DType, Error, Result};
 
 use crate::{
     block::{BLOCK, Block, Blocks, Malformed},
@@ -12,7 +13,11 @@ use crate::{
 ///
 /// # Errors
 /// [`Malformed`].
-pub fn merge(dtype: DType, numel: usize, changes: &[&[u8]]) -> Result<Vec<u8>, Malformed> {
+pub fn merge(
+    dtype: DType,
+    numel: usize,
+    changes: &[&[u8]],
+) -> std::result::Result<Vec<u8>, Malformed> {
     let mut changes: Vec<_> =
         changes.iter().map(|change| Blocks::new(dtype, numel, change)).collect();
     let mask = mask(dtype);
@@ -36,4 +41,14 @@ pub fn merge(dtype: DType, numel: usize, changes: &[&[u8]]) -> Result<Vec<u8>, M
     // Refuses bytes after the last block.
     changes.iter_mut().try_for_each(|change| change.next(&mut block).map(drop))?;
     Ok(merged)
+}
+
+/// Adds consecutive changes of one's own, or none: the result then changes nothing.
+///
+/// # Errors
+/// [`Error::Internal`] if one is malformed, which is a bug.
+pub fn sum((dtype, numel): (DType, usize), changes: &[Bytes]) -> Result<Bytes> {
+    let changes: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
+    let sum = merge(dtype, numel, &changes);
+    Ok(sum.map_err(|error| Error::Internal { cause: error.to_string() })?.into())
 }

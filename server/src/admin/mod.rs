@@ -1,11 +1,11 @@
 //! The admin HTTP server: metrics, probes, and a status page that needs no other tool and no
 //! internet access.
 //!
-//! `listener` accepts connections, and `credential` controls access. `page` renders the status
-//! page: `cluster`, `jobs` and `events` draw its sections on a coordinator, and `server` and
-//! `contributions` draw those on a shard server. They read the state of the roles from `sources`;
-//! `view` is the part that the address selects. `charts` and `table` draw figures and tables, and
-//! `html` formats text and numbers.
+//! `zeroshard-admin` accepts connections and answers probes, and `credential` says who may see the
+//! pages. `page` renders the status page: `cluster`, `jobs` and `events` draw its sections on a
+//! coordinator, and `server` and `contributions` draw those on a shard server. They read the state
+//! of the roles from `sources`; `view` is the part that the address selects. `charts` and `table`
+//! draw figures and tables, and `html` formats text and numbers.
 
 mod charts;
 mod cluster;
@@ -14,7 +14,6 @@ mod credential;
 mod events;
 mod html;
 mod jobs;
-mod listener;
 mod page;
 mod server;
 pub(crate) mod sources;
@@ -27,17 +26,15 @@ use axum::{
     Router,
     extract::{RawQuery, State},
     http::{HeaderName, StatusCode, header},
-    middleware::from_fn_with_state,
     response::{Html, IntoResponse},
     routing::get,
 };
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+use zeroshard_admin::Port;
 use zeroshard_net::transport::tls::Acceptor;
 
 use crate::{access::Accepted, health::Health, metrics::Metrics};
-use credential::Access;
-use listener::{AdminListener, Origin};
 use sources::Sources;
 
 const CSS: &str = include_str!("status.css");
@@ -86,23 +83,17 @@ pub async fn serve(
     admin: Admin,
     shutdown: CancellationToken,
 ) -> io::Result<()> {
-    let is_local = listener.local_addr()?.ip().is_loopback();
-    let access = Access { accepted: admin.accepted.clone(), is_local };
-    let listener = AdminListener { listener, acceptor: admin.acceptor.clone().for_admin() };
-    let routes = Router::new()
+    let (acceptor, access) = (admin.acceptor.clone(), admin.accepted.clone());
+    let port = Port { listener, acceptor, access };
+    let health = admin.health.clone();
+    let pages = Router::new()
         .route("/metrics", get(metrics))
         .route("/", get(status))
         .route("/status.css", get(async || file("text/css; charset=utf-8", CSS)))
         .route("/status.js", get(async || file("text/javascript; charset=utf-8", SCRIPT)))
-        .route_layer(from_fn_with_state(access, credential::check))
-        // A process that answers is alive. Probes need no credential.
-        .route("/healthz", get(async || "ok\n"))
-        .route("/readyz", get(readyz))
         .with_state(admin);
     tokio::select! {
-        result = axum::serve(listener, routes.into_make_service_with_connect_info::<Origin>()) => {
-            result
-        }
+        result = port.serve(pages, move || health.ready()) => result,
         () = shutdown.cancelled() => Ok(()),
     }
 }
@@ -111,14 +102,6 @@ async fn metrics(State(admin): State<Admin>) -> impl IntoResponse {
     // The files of the certificate may have been replaced since the last scrape.
     admin.metrics.show_expiry(admin.acceptor.expiry());
     ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], admin.metrics.text())
-}
-
-async fn readyz(State(admin): State<Admin>) -> impl IntoResponse {
-    if admin.health.ready() {
-        (StatusCode::OK, "ready\n")
-    } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "not ready\n")
-    }
 }
 
 fn file(content_type: &'static str, content: &'static str) -> impl IntoResponse {

@@ -10,6 +10,9 @@ use super::{
 
 const BEGIN: &str = "<!-- The table is written by a test: see server/src/metrics/table.rs. -->\n\n";
 
+/// The beginning of the next section.
+const END: &str = "\n## ";
+
 /// The unit of a family, from the end of its name.
 fn unit(name: &str) -> &'static str {
     let base = name.trim_end_matches("_total");
@@ -38,8 +41,9 @@ fn the_table_of_the_documentation_lists_all_metrics() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
     let text = std::fs::read_to_string(&path).unwrap();
     let (before, found) = text.split_once(BEGIN).expect("the file has the line before the table");
+    let (found, after) = found.split_at(found.find(END).expect("the file has a next section"));
     if std::env::var_os("ZEROSHARD_WRITE_TABLE").is_some() {
-        std::fs::write(&path, [before, BEGIN, &expected].concat()).unwrap();
+        std::fs::write(&path, [before, BEGIN, &expected, after].concat()).unwrap();
     } else {
         assert_eq!(found, expected, "set ZEROSHARD_WRITE_TABLE=1 to write the table");
     }

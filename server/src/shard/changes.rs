@@ -4,14 +4,14 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use futures_util::{Stream, stream};
+use futures_util::{Stream, TryStreamExt, stream};
 use tokio::sync::Semaphore;
-use zeroshard_changes::merge;
+use zeroshard_changes::sum;
 use zeroshard_kernels::Backend;
 use zeroshard_model::{DType, Error, Result};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
-    changes::{Packed, Rest, followed},
+    changes::{Change, bytes, followed, messages},
     pb,
 };
 use zeroshard_shard::{fair::end_after_others, slice::Since};
@@ -32,8 +32,6 @@ struct Changes<B: Backend> {
     from: u64,
     to: u64,
     deadline: Deadline,
-    /// The rest of the current change.
-    part: Option<Rest>,
 }
 
 /// The versions of a reader's request.
@@ -144,13 +142,22 @@ pub(super) async fn changes<B: Backend>(
         }
     };
     let (store, rest, to) = (store.clone(), slices, version);
-    let changes = Changes { store, job, rest, from, to, deadline, part: None };
-    let first = pb::ChangesResponse { version: Some(version), ..Default::default() };
-    let parts = stream::try_unfold(changes, |mut changes| async {
-        let next = changes.next_message().await?;
-        Ok(next.map(|message| (message, changes)))
+    let changes = Changes { store, job: job.clone(), rest, from, to, deadline };
+    let changes = stream::try_unfold(changes, |mut changes| async {
+        let next = changes.next().await?;
+        Ok(next.map(|change| (change, changes)))
     });
-    Ok(futures_util::StreamExt::chain(stream::iter([Ok(first)]), parts))
+    Ok(messages(version, changes).and_then(move |message| {
+        let job = job.clone();
+        async move {
+            let bytes = bytes(&message);
+            if !message.changes.is_empty() {
+                end_after_others(job.shares.network.turn(bytes).await).await;
+                job.count(|series| series.sent_changes(bytes));
+            }
+            Ok(message)
+        }
+    }))
 }
 
 /// Returns the slices of a request, each with the reader's dtype.
@@ -209,36 +216,16 @@ async fn begin<B: Backend>(
 }
 
 impl<B: Backend> Changes<B> {
-    async fn next_message(&mut self) -> Result<Option<pb::ChangesResponse>> {
-        if self.part.is_none() && !self.next_slice().await? {
-            let is_unknown = !self.rest.is_empty();
-            self.rest.clear();
-            let last = pb::ChangesResponse { is_unknown, ..Default::default() };
-            return Ok(is_unknown.then_some(last));
-        }
-        let mut packed = Packed::default();
-        while self.part.is_some() {
-            packed.add(&mut self.part);
-            if packed.is_full() || self.part.is_none() && !self.next_slice().await? {
-                break;
-            }
-        }
-        let bytes = packed.bytes();
-        end_after_others(self.job.shares.network.turn(bytes).await).await;
-        self.job.count(|series| series.sent_changes(bytes));
-        Ok(Some(packed.message()))
-    }
-
-    /// Prepares the change of the next slice. Returns `false` after the last slice, and if the
-    /// change is unknown. In this case the slice stays in `rest`.
-    async fn next_slice(&mut self) -> Result<bool> {
-        let Some(&(index, dtype)) = self.rest.last() else { return Ok(false) };
+    /// Prepares the change of the next slice, or `None` if it is unknown. The last one was sent
+    /// before if there is none.
+    async fn next(&mut self) -> Result<Option<Option<Change>>> {
+        let Some((index, dtype)) = self.rest.pop() else { return Ok(None) };
         let (changes, hash) = loop {
             if self.job.closed().is_cancelled() {
                 return Err(self.job.closed_error());
             }
             match self.job.followed_slice(index)?.changes(dtype, self.from, self.to) {
-                Since::Unknown => return Ok(false),
+                Since::Unknown => return Ok(Some(None)),
                 Since::Known { changes, hash } => break (changes, hash),
                 Since::Pending if self.deadline.left().is_zero() => {
                     let waiting_for = format!("the hash of slice {index}");
@@ -247,13 +234,11 @@ impl<B: Backend> Changes<B> {
                 Since::Pending => tokio::time::sleep(PAUSE).await,
             }
         };
-        self.rest.pop();
         let change = match &changes[..] {
             [change] => change.clone(),
             _ => self.merged(index, dtype, changes).await?,
         };
-        self.part = Some(Rest { slice: index, change, hash });
-        Ok(true)
+        Ok(Some(Some(Change { slice: index, change, hash })))
     }
 
     /// Adds the changes of several steps, or of none.
@@ -262,12 +247,4 @@ impl<B: Backend> Changes<B> {
         let work = move || sum((dtype, numel), &changes);
         self.store.failure.blocking("add changes", work).await
     }
-}
-
-/// Adds the changes of consecutive steps, or of none.
-pub(crate) fn sum((dtype, numel): (DType, usize), changes: &[Bytes]) -> Result<Bytes> {
-    let parts: Vec<&[u8]> = changes.iter().map(|change| &change[..]).collect();
-    let merged = merge(dtype, numel, &parts);
-    let merged = merged.map_err(|error| Error::Internal { cause: error.to_string() })?;
-    Ok(Bytes::from(merged))
 }

@@ -66,6 +66,8 @@ pub(super) enum Request {
     Changes(Box<pb::ChangesRequest>),
     /// The parameters at a version, each slice in a dtype.
     Pin { job: u64, line: u64, version: u64, slices: Vec<(u32, DType)> },
+    /// The parameters at the version of a mirror.
+    MirrorCopy { job: u64, line: u64, slice: u32 },
 }
 
 /// The content of an answer.
@@ -76,6 +78,7 @@ pub(super) enum Payload {
     Slice(Vec<Bytes>, AppliedSteps),
     Known(Known),
     Pinned(BTreeMap<u32, Bytes>),
+    MirrorSlice { slice: u32, version: u64, values: Bytes },
 }
 
 pub(super) type Answer = Result<Payload, Box<Error>>;
@@ -89,7 +92,8 @@ impl Request {
             | Self::Replace { job, .. }
             | Self::Reduced { job, .. }
             | Self::Copy { job, .. }
-            | Self::Pin { job, .. } => *job,
+            | Self::Pin { job, .. }
+            | Self::MirrorCopy { job, .. } => *job,
             Self::Changes(request) => request.job_id,
         }
     }
@@ -160,13 +164,16 @@ impl Request {
                 follow::pinned(job, (*line, *version), slices)
             }
             Self::Changes(_) => unreachable!("the server answers it"),
+            Self::MirrorCopy { .. } => unreachable!("the mirror answers it"),
         }
     }
 
     /// How often it is tried, and how much longer than others it waits between two tries.
-    fn tries(&self) -> (u32, u32) {
+    pub(super) fn tries(&self) -> (u32, u32) {
         match self {
-            Self::Changes(_) | Self::Pin { .. } => (READER_TRIES, TRIES / READER_TRIES),
+            Self::Changes(_) | Self::Pin { .. } | Self::MirrorCopy { .. } => {
+                (READER_TRIES, TRIES / READER_TRIES)
+            }
             _ => (TRIES, 1),
         }
     }

@@ -47,6 +47,8 @@ pub(super) struct Faults {
     lost: u32,
     /// Of 1000 requests on the data plane, these arrive twice.
     repeated: u32,
+    /// Of 1000 answers of a mirror, these are wrong.
+    lies: u32,
     plan: Vec<(Now, Fault)>,
 }
 
@@ -62,7 +64,8 @@ impl Faults {
             at += Duration::from_micros(rng.u64(..scale));
             (at, Fault::any(size, &mut rng))
         });
-        Self { plan: plan.collect(), lost, repeated }
+        let lies = [0, 50, 300][Rng::with_seed(seed ^ 0x11E5).usize(..3)];
+        Self { plan: plan.collect(), lost, repeated, lies }
     }
 
     /// The same, with two coordinators. Servers are lost only if there are checkpoints: a
@@ -88,6 +91,11 @@ impl Faults {
             return 0;
         }
         1 + usize::from(rng.u32(..1000) < self.repeated)
+    }
+
+    /// Returns whether an answer of a mirror is wrong.
+    pub(super) fn lies(&self, rng: &mut Rng) -> bool {
+        self.lies > 0 && rng.u32(..1000) < self.lies
     }
 
     /// Returns whether a message is lost.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use bytes::Bytes;
-use zeroshard_changes::{Known, SliceChange};
+use zeroshard_changes::{Known, SliceChange, sum};
 use zeroshard_kernels::Cpu;
 use zeroshard_model::{DType, Result};
 use zeroshard_proto::pb;
@@ -64,7 +64,7 @@ impl World {
                 Since::Known { changes, hash } => (changes, hash),
             };
             let lost = usize::from(changes.len() > 1 && is_missing(Safeguard::EveryStep));
-            let change = changes::sum((dtype, slice.spec.numel), &changes[lost..])?;
+            let change = sum((dtype, slice.spec.numel), &changes[lost..])?;
             all.insert(index, SliceChange { change, hash });
         }
         known(Some(all))

@@ -1,5 +1,5 @@
 //! A deterministic simulation of a cluster: the state machine of the coordinator and the jobs of
-//! shard servers, which are those of production, and workers and readers on a virtual network.
+//! shard servers, which are those of production, and workers, readers and mirrors on a virtual network.
 //! Everything that happens follows from a seed: delays, lost and repeated messages, crashes, broken
 //! connections, processes that stand still, and saves that fail. The clock is a number.
 //!
@@ -21,8 +21,8 @@
 //! ```
 //!
 //! `world` delivers messages and timers. `coordinator`, `server`, `worker` and `reader` are the
-//! processes, `data` and `follow` are what servers answer, `checkpoints` is the storage, `faults`
-//! decides what goes wrong, and `record` is what must be the same in all runs. `pair` is the
+//! processes, `data` and `follow` are what servers answer and `mirror` what a mirror answers,
+//! `checkpoints` is the storage, `faults` decides what goes wrong, and `record` is what must be the same in all runs. `pair` is the
 //! network of two coordinators, `decisions` compares what they have decided, and `visible` checks
 //! when a version is sent.
 
@@ -32,6 +32,7 @@ mod data;
 mod decisions;
 mod faults;
 mod follow;
+mod mirror;
 mod pair;
 mod reader;
 mod record;

@@ -9,19 +9,23 @@ use std::{
 };
 
 use fastrand::Rng;
-use zeroshard_changes::{self as changes, Copied, Gathering, Known};
+use zeroshard_changes::{self as changes, Copied, Gathering, Known, SliceChange};
 use zeroshard_coordinator::job::{Description, Job};
 use zeroshard_model::{DType, Error, Server};
 use zeroshard_proto::pb;
 
 use super::{
     data::{Answer, Payload, Request, Sender},
+    mirror::Mirror,
     safeguard::{Safeguard, is_missing},
     world::{Happening, JOB, World},
 };
 
 mod apply;
+mod mirrored;
 mod requests;
+
+use mirrored::{Receiving, Unverified};
 
 /// The time in which all servers must have answered. Afterwards the job is described again.
 const ROUND: Duration = Duration::from_millis(400);
@@ -48,6 +52,21 @@ enum Phase {
     Changes(Vec<Option<Known>>),
     /// The rest of the changes, from the servers that were behind.
     Rest(Gathering),
+    /// The slices of a full copy, from a mirror.
+    Receive(Receiving),
+    /// The changes of those that were behind, from the mirror.
+    Missing(Receiving),
+    /// The hashes of a version that a mirror has sent, from all servers.
+    Hashes {
+        version: u64,
+        of: Unverified,
+        answers: Vec<Option<Known>>,
+    },
+    /// A mirror has published changes, and is about to apply them.
+    Published {
+        version: u64,
+        slices: BTreeMap<u32, SliceChange>,
+    },
     /// The values of a version, from this number of servers.
     Copy {
         version: u64,
@@ -63,6 +82,10 @@ pub(super) struct Reader {
     dtype: DType,
     /// The slices that it follows.
     slices: BTreeSet<u32>,
+    /// The mirror through which it follows.
+    through: Option<usize>,
+    /// What it sends to others, if it is a mirror.
+    pub(super) mirror: Option<Mirror>,
     round: u64,
     phase: Phase,
     /// The job, as the coordinator has described it last.
@@ -71,6 +94,8 @@ pub(super) struct Reader {
     values: BTreeMap<u32, Vec<u8>>,
     /// `true` if the program has written to the values since they were copied or changed.
     has_written: bool,
+    /// `true` if a mirror has lied to it since.
+    is_misled: bool,
     /// Which server of each slice it asks, if there are several.
     turn: usize,
     /// How many servers of a slice, one after the other, do not know the changes.
@@ -92,12 +117,18 @@ pub(super) struct Shown {
     pub(super) completed: u64,
     /// The number of full copies, by reason.
     pub(super) copied: BTreeMap<Copied, u64>,
+    /// The number of versions that came as changes from a mirror.
+    pub(super) mirrored: u64,
+    /// The number of lies that a mirror has told.
+    pub(super) lies: u64,
 }
 
 impl Shown {
     pub(super) fn add(&mut self, other: &Self) {
         self.changed += other.changed;
         self.completed += other.completed;
+        self.mirrored += other.mirrored;
+        self.lies += other.lies;
         for (&reason, number) in &other.copied {
             *self.copied.entry(reason).or_default() += number;
         }
@@ -113,18 +144,32 @@ impl Reader {
         Self::new(dtype, slices)
     }
 
+    /// A mirror of all slices, in any dtype.
+    pub(super) fn mirror(rng: &mut Rng, slices: u32) -> Self {
+        let mirror = Some(Mirror::new(rng));
+        Self { slices: (0..slices).collect(), mirror, ..Self::any(rng, slices) }
+    }
+
+    /// The same reader, through a mirror.
+    pub(super) fn through(self, at: usize, mirror: &Self) -> Self {
+        Self { dtype: mirror.dtype, through: Some(at), ..self }
+    }
+
     fn new(dtype: DType, slices: BTreeSet<u32>) -> Self {
         Self {
             life: 0,
             is_alive: false,
             dtype,
             slices,
+            through: None,
+            mirror: None,
             round: 0,
             phase: Phase::Rests,
             of: None,
             state: None,
             values: BTreeMap::new(),
             has_written: false,
+            is_misled: false,
             turn: 0,
             unknown: 0,
             ahead: 0,
@@ -137,6 +182,15 @@ impl Reader {
     fn begin(&mut self, phase: Phase) {
         self.round += 1;
         self.phase = phase;
+    }
+
+    pub(super) fn is_alive(&self) -> bool {
+        self.is_alive
+    }
+
+    /// The version in its arrays, and the values; `None`: they need a full copy.
+    pub(super) fn held(&self) -> Option<(u64, &BTreeMap<u32, Vec<u8>>)> {
+        Some((self.state.as_ref()?.version()?, &self.values))
     }
 
     fn state(&mut self) -> &mut changes::Reader {
@@ -161,11 +215,14 @@ impl World {
     }
 
     pub(super) fn reader_starts(&mut self, reader: usize) {
-        let Reader { life, is_alive: false, dtype, ref slices, .. } = self.readers[reader] else {
+        let old = &self.readers[reader];
+        if old.is_alive {
             return;
-        };
-        let new = Reader::new(dtype, slices.clone());
-        self.readers[reader] = Reader { life: life + 1, is_alive: true, ..new };
+        }
+        let (life, through, is_mirror) = (old.life + 1, old.through, old.mirror.is_some());
+        let new = Reader::new(old.dtype, old.slices.clone());
+        let mirror = is_mirror.then(|| Mirror::new(&mut self.rng));
+        self.readers[reader] = Reader { life, is_alive: true, through, mirror, ..new };
         self.describe(reader, false);
     }
 
@@ -218,6 +275,9 @@ impl World {
     /// Asks all servers for changes since the version in the arrays.
     fn ask_for_changes(&mut self, reader: usize) {
         self.readers[reader].turn += 1;
+        if let Some(mirror) = self.readers[reader].through {
+            return self.ask_mirror(reader, mirror);
+        }
         let requests = self.readers[reader].requests();
         self.readers[reader].begin(Phase::Changes(vec![None; requests.len()]));
         let requests = requests.into_iter().enumerate();
@@ -240,6 +300,9 @@ impl World {
 
     /// Copies all values of the described version, or of a later one.
     fn copy(&mut self, reader: usize) {
+        if let Some(mirror) = self.readers[reader].through {
+            return self.copy_of_mirror(reader, mirror);
+        }
         let of = &mut self.readers[reader];
         let description = of.of();
         let version = description.version.unwrap_or_default() + of.ahead;
@@ -258,6 +321,7 @@ impl World {
         let Some(reader) = self.waiting(round) else { return };
         match reader.phase {
             Phase::Rests => self.ask_for_changes(round.reader),
+            Phase::Published { .. } => self.apply_published(round.reader),
             _ => {
                 reader.ahead = 0;
                 self.pause(round);
@@ -276,6 +340,15 @@ impl World {
                 }
             }
             (Ok(Payload::Known(known)), Phase::Rest(_)) => self.add_rest(round.reader, at, known),
+            (Ok(Payload::Known(known)), Phase::Missing(_)) => {
+                self.receive_missing(round.reader, at, known);
+            }
+            (Ok(Payload::Known(known)), Phase::Hashes { .. }) => {
+                self.receive_hashes(round.reader, at, known);
+            }
+            (Ok(Payload::MirrorSlice { slice, version, values }), Phase::Receive(_)) => {
+                self.receive_slice(round.reader, slice, version, &values);
+            }
             (Ok(Payload::Pinned(slices)), Phase::Copy { waits, values, .. }) => {
                 // A repeated request has two answers.
                 let is_new = slices.keys().any(|slice| !values.contains_key(slice));

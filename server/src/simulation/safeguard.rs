@@ -19,6 +19,8 @@ pub(crate) enum Safeguard {
     EveryStep,
     /// A reader compares the hashes of its values.
     ReaderHashes,
+    /// A reader compares what a mirror sends with the hashes of the servers.
+    MirrorHashes,
     /// A reader copies all values after its job has returned to a checkpoint.
     ReaderLines,
 }

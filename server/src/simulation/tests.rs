@@ -39,8 +39,15 @@ fn undisturbed(world: u32, line: &Line) -> Record {
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (world, line.skips().to_vec());
     let record = known.get_or_insert_default().entry(key).or_insert_with(|| {
-        let size =
-            Size { servers: 1, replicas: 1, world, steps: STEPS, readers: 0, save_every: Some(1) };
+        let size = Size {
+            servers: 1,
+            replicas: 1,
+            world,
+            steps: STEPS,
+            readers: 0,
+            has_mirror: false,
+            save_every: Some(1),
+        };
         let run = World::new(size, 0, Faults::default(), Record::default());
         let run = run.along(line.clone()).logged();
         run.run().unwrap_or_else(|failure| panic!("undisturbed: {failure}"))
@@ -55,7 +62,9 @@ fn size(seed: u64) -> Size {
     let world = rng.u32(1..4);
     let save_every = [None, None, Some(1), Some(2)][rng.usize(..4)];
     let readers = [0, 0, 0, 0, 1, 1, 1, 2][rng.usize(..8)];
-    Size { servers, replicas, world, steps: STEPS, readers, save_every }
+    let has_mirror = readers == 2 && rng.bool();
+    let readers = readers + usize::from(has_mirror && rng.u32(..4) == 0);
+    Size { servers, replicas, world, steps: STEPS, readers, has_mirror, save_every }
 }
 
 fn world(seed: u64) -> World {
@@ -174,6 +183,7 @@ fn runs_with_faults_show_what_an_undisturbed_run_shows() {
     assert!(ended < 100 || with_readers > ended / 3 && with_changes > with_readers / 2);
     // There are five reasons for a copy.
     assert!(ended < 1000 || shown.completed > 0 && shown.copied.len() == 5);
+    assert!(ended < 1000 || shown.mirrored > ended / 20 && shown.lies > ended / 50);
 }
 
 // promise: atomic-steps
@@ -225,7 +235,7 @@ fn a_seed_gives_the_same_run_again() {
 #[test]
 fn the_faults_that_safeguards_prevent_are_found() {
     type Start = fn(u64) -> World;
-    let all: [(Safeguard, Start); 9] = [
+    let all: [(Safeguard, Start); 10] = [
         (Safeguard::State(Fence), world),
         (Safeguard::State(Ledger), world),
         (Safeguard::State(Confirmation), world),
@@ -234,6 +244,7 @@ fn the_faults_that_safeguards_prevent_are_found() {
         (Safeguard::ReadableVersion, world),
         (Safeguard::EveryStep, world),
         (Safeguard::ReaderHashes, world),
+        (Safeguard::MirrorHashes, world),
         (Safeguard::ReaderLines, world),
     ];
     for (safeguard, world) in all {

@@ -79,6 +79,8 @@ pub(super) enum Happening {
     Follow { server: usize, life: u64 },
     /// A request reaches a server, or is tried again there because it had to wait.
     Request { server: usize, life: u64, from: Sender, request: Request, tries: u32 },
+    /// The same at a mirror.
+    MirrorRequest { mirror: usize, from: Sender, request: Request, tries: u32 },
     /// The answer to a request.
     Answered { to: Sender, request: Request, answer: Answer },
     /// The coordinator's answer to a call, or a membership, reaches a worker.
@@ -148,7 +150,10 @@ pub(super) struct Size {
     pub(super) replicas: u32,
     pub(super) world: u32,
     pub(super) steps: u64,
+    /// The number of readers, with the mirror.
     pub(super) readers: usize,
+    /// The first reader is a mirror.
+    pub(super) has_mirror: bool,
     /// The job is saved at versions that are multiples of this number.
     pub(super) save_every: Option<u64>,
 }
@@ -272,7 +277,17 @@ impl World {
     fn add_readers(&mut self) {
         let slices = self.slices().len() as u32;
         for reader in 0..self.size.readers {
-            self.readers.push(Reader::any(&mut self.rng, slices));
+            let any = match self.size.has_mirror && reader == 0 {
+                true => Reader::mirror(&mut self.rng, slices),
+                false => Reader::any(&mut self.rng, slices),
+            };
+            // The first reader besides the mirror follows through it, and most of the others.
+            let mirror = self.readers.first().filter(|_| self.size.has_mirror);
+            let any = match mirror.filter(|_| reader == 1 || self.rng.bool()) {
+                Some(mirror) => any.through(0, mirror),
+                None => any,
+            };
+            self.readers.push(any);
             let scale = [1_000, 50_000, 300_000][self.rng.usize(..3)];
             let wait = Duration::from_micros(self.rng.u64(..scale));
             self.after(wait, Happening::ReaderStarts { reader });
@@ -451,6 +466,9 @@ impl World {
             Happening::Follow { server, life } => self.follow(server, life),
             Happening::Request { server, life, from, request, tries } => {
                 self.requested(server, life, from, (request, tries));
+            }
+            Happening::MirrorRequest { mirror, from, request, tries } => {
+                self.mirror_requested(mirror, from, (request, tries));
             }
             Happening::Answered { to, request, answer } => self.answered(to, request, answer),
             Happening::Told { rank, life, told } => self.told(rank, life, told),

@@ -21,7 +21,7 @@ use crate::{
     job,
     replicas::{replace, step, until_redundant},
     restored::train,
-    sgd, start,
+    sgd, start, until,
 };
 
 /// Starts a mirror of a job, which listens at `listen`.
@@ -145,6 +145,85 @@ async fn readers_of_a_mirror_follow_a_rewind() {
     };
     assert!(reader.follower.copies().contains_key(&Copied::Rewound), "{rewound:?}");
     truth.check(&reader).await;
+}
+
+#[tokio::test]
+async fn a_reader_behind_the_history_of_a_mirror_makes_a_full_copy() {
+    let cluster = Cluster::start(1);
+    let spec = job("behind", 1, adamw(), vec![TensorSpec::new("w", [40_000])]);
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let (mut mirrors, mut readers) = (Vec::new(), Vec::new());
+    truth.record(&trainer, 0).await;
+    for bytes in ["1", "1000000"] {
+        let flags = ["--history-bytes", bytes];
+        let mirror = mirror(cluster.address(), "behind", "127.0.0.1:0", &flags);
+        let mut reader = Reader::with(&client, "behind", through(mirror.address())).await;
+        reader.next().await;
+        mirrors.push(mirror);
+        readers.push(reader);
+    }
+    for number in 0..3 {
+        step(&trainer, number).await;
+        truth.record(&trainer, number + 1).await;
+    }
+    for (reader, expected) in readers.iter_mut().zip([Some(Copied::Behind), None]) {
+        loop {
+            let version = reader.next().await;
+            assert_eq!(version.copied(), expected);
+            truth.check(reader).await;
+            if version.version().version == 3 {
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_metrics_of_a_mirror_count_versions_readers_bytes_and_copies() {
+    const BYTES: usize = 300_000 * 2;
+    let cluster = Cluster::start(1);
+    let spec = job("counted", 1, adamw(), vec![TensorSpec::new("w", [300_000])]);
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (truth, client) = (Truth::default(), connect(cluster.address()).await);
+    let flags = ["--admin-listen", "127.0.0.1:0"];
+    let mirror = mirror(cluster.address(), "counted", "127.0.0.1:0", &flags);
+    assert_eq!(mirror.get("/healthz"), "ok\n");
+    let has = |line: &str| {
+        let line = line.replace("{", "{job=\"counted\"");
+        mirror
+            .get("/metrics")
+            .lines()
+            .any(|found| found.strip_prefix("zeroshard_mirror_") == Some(&line))
+    };
+    let mut reader = Reader::with(&client, "counted", through(mirror.address())).await;
+    truth.record(&trainer, 0).await;
+    reader.next().await;
+    assert_eq!(mirror.get("/readyz"), "ready\n");
+    for line in [
+        "version{} 0".to_owned(),
+        "copies_total{,reason=\"joined\"} 1".to_owned(),
+        format!("received_bytes_total{{}} {BYTES}"),
+        "sent_bytes_total{,kind=\"changes\"} 0".to_owned(),
+        format!("sent_bytes_total{{,kind=\"copies\"}} {BYTES}"),
+    ] {
+        until(&line, || has(&line)).await;
+    }
+    let next = async { reader.next().await };
+    let training = async {
+        until("a reader waits", || has("readers{} 1")).await;
+        step(&trainer, 0).await;
+    };
+    let (version, ()) = tokio::join!(next, training);
+    for line in [
+        "version{} 1".to_owned(),
+        "lag_versions{} 0".to_owned(),
+        "readers{} 0".to_owned(),
+        format!("received_bytes_total{{}} {}", BYTES as u64 + version.bytes()),
+        format!("sent_bytes_total{{,kind=\"changes\"}} {}", version.bytes()),
+    ] {
+        until(&line, || has(&line)).await;
+    }
 }
 
 #[tokio::test]

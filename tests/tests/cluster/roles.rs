@@ -80,7 +80,11 @@ impl Guarded {
         Cluster::shard(self.cluster.address(), &flags)
     }
 
-    fn token(&self, role: &str) -> &str {
+    pub(crate) fn address(&self) -> &str {
+        self.cluster.address()
+    }
+
+    pub(crate) fn token(&self, role: &str) -> &str {
         &self.tokens.iter().find(|(of, _)| of == role).unwrap().1
     }
 

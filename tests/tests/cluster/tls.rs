@@ -57,7 +57,11 @@ impl Certificates {
         Cluster::shard(coordinator, &borrowed(&self.flags(name)))
     }
 
-    fn start(&self, shards: usize) -> Cluster {
+    pub(crate) async fn client(&self, cluster: &Cluster, name: &str) -> Client {
+        Client::connect(cluster.address(), self.options(Some(name))).await.unwrap()
+    }
+
+    pub(crate) fn start(&self, shards: usize) -> Cluster {
         let coordinator = Cluster::coordinator_with(&borrowed(&self.flags("server")));
         let shards = (0..shards).map(|_| self.shard(coordinator.address(), "server")).collect();
         Cluster { coordinator, shards }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
 };
 
 use fastrand::Rng;
@@ -73,13 +73,20 @@ pub(crate) struct Facts {
     members: Mutex<BTreeMap<String, Member>>,
     /// A rank of the job that must not be disturbed.
     pub(crate) bystander: Member,
+    /// The version of this job.
+    pub(crate) version: Arc<AtomicU64>,
     /// The directory for checkpoints.
     pub(crate) url: String,
 }
 
 impl Facts {
     pub(crate) fn new(bystander: Member, url: String) -> Self {
-        Self { members: Mutex::default(), bystander, url }
+        Self { members: Mutex::default(), bystander, version: Arc::default(), url }
+    }
+
+    /// Follows the version of the job that must not be disturbed.
+    pub(crate) fn following(self, version: Arc<AtomicU64>) -> Self {
+        Self { version, ..self }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Member>> {

@@ -3,13 +3,14 @@
 use std::{
     collections::BTreeMap,
     fs,
+    process::Command,
     time::{Duration, Instant},
 };
 
 use tempfile::TempDir;
 use zeroshard_client::{Cluster as Client, Options};
 use zeroshard_net::{Token, Tokens};
-use zeroshard_tests::{Cluster, Process};
+use zeroshard_tests::{Cluster, Process, binary};
 
 use crate::input::Identity;
 
@@ -18,17 +19,20 @@ pub(crate) const BYSTANDER: &str = "bystander";
 /// The time limit for all calls to end after the last one was sent.
 const SETTLE: Duration = Duration::from_secs(60);
 
-const ROLES: [(&str, &str); 5] = [
+const ROLES: [(&str, &str); 6] = [
     ("server", "token-of-a-server"),
     ("admin", "token-of-an-admin"),
     ("job:fuzz", "token-of-the-owner"),
     ("job:fuzz:read", "token-of-a-reader"),
     ("job:bystander", "token-of-the-bystander"),
+    ("job:bystander:read", "token-of-a-spectator"),
 ];
 
-/// A coordinator and two shard servers.
+/// A coordinator, two shard servers, and a mirror of the bystander's job.
 pub(crate) struct Guarded {
     pub(crate) cluster: Cluster,
+    /// It starts after the job.
+    mirror: Option<Process>,
     pub(crate) directory: TempDir,
 }
 
@@ -47,25 +51,37 @@ impl Guarded {
         let shard = [&tokens[..], &own, &["--memory", "512MiB", "--parked-bytes", "33554432"]];
         let shard = shard.concat();
         let shards = (0..2).map(|_| Cluster::shard(coordinator.address(), &shard)).collect();
-        Self { cluster: Cluster { coordinator, shards }, directory }
+        Self { cluster: Cluster { coordinator, shards }, mirror: None, directory }
     }
 
-    pub(crate) fn processes(&self) -> [(&'static str, &Process); 3] {
+    /// Starts a mirror of the bystander's job. Returns its address.
+    pub(crate) fn mirror(&mut self) -> String {
+        let mut command = Command::new(binary("zsctl"));
+        command.env("ZEROSHARD_TOKEN", token(Identity::Spectator));
+        command.args(["--json", "--address", self.cluster.address(), "mirror", BYSTANDER]);
+        command.args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]);
+        command.args(["--history-bytes", "1000000"]);
+        self.mirror.insert(Process::start(command)).address().to_owned()
+    }
+
+    pub(crate) fn processes(&self) -> impl Iterator<Item = (&'static str, &Process)> {
         let Cluster { coordinator, shards } = &self.cluster;
-        [("coordinator", coordinator), ("shard 0", &shards[0]), ("shard 1", &shards[1])]
+        let servers =
+            [("coordinator", coordinator), ("shard 0", &shards[0]), ("shard 1", &shards[1])];
+        servers.into_iter().chain(self.mirror.iter().map(|mirror| ("the mirror", mirror)))
     }
 
     /// Asserts that no process has ended.
     pub(crate) fn assert_alive(&mut self) {
         let Cluster { coordinator, shards } = &mut self.cluster;
-        for process in shards.iter_mut().chain([coordinator]) {
+        for process in shards.iter_mut().chain([coordinator]).chain(&mut self.mirror) {
             assert_eq!(process.ended(), None, "a server has ended: see its output above");
         }
     }
 
     /// Measures the resources that each process uses.
     pub(crate) fn usage(&self) -> Vec<Usage> {
-        self.processes().map(|(name, of)| Usage::of(name, of)).into()
+        self.processes().map(|(name, of)| Usage::of(name, of)).collect()
     }
 
     /// Waits until the metrics of all shard servers show the job of the bystander, and measures the
@@ -114,6 +130,7 @@ pub(crate) fn token(identity: Identity) -> &'static str {
         Identity::Owner => "token-of-the-owner",
         Identity::Reader => "token-of-a-reader",
         Identity::Server => "token-of-a-server",
+        Identity::Spectator => "token-of-a-spectator",
         Identity::Stranger => "token-of-nobody",
         Identity::Nobody => "",
     }
@@ -123,6 +140,14 @@ pub(crate) fn token(identity: Identity) -> &'static str {
 pub(crate) fn owner(timeout: Duration) -> Options {
     Options::default().timeout(timeout).token(token(Identity::Owner).to_owned().into())
 }
+
+/// The metrics that must return to their initial values.
+const KEPT: [&str; 4] = [
+    "zeroshard_requests_in_flight",
+    "zeroshard_memory_bytes",
+    "zeroshard_tier_bytes",
+    "zeroshard_mirror_readers",
+];
 
 /// The resources that a process uses.
 #[derive(Debug, Clone)]
@@ -137,9 +162,8 @@ pub(crate) struct Usage {
 impl Usage {
     fn of(process: &'static str, of: &Process) -> Self {
         let kept = |line: &&str| {
-            ["zeroshard_requests_in_flight", "zeroshard_memory_bytes", "zeroshard_tier_bytes"]
-                .iter()
-                .any(|name| line.starts_with(name))
+            // The changes that the mirror may ask for have a budget of their own, and fill it.
+            !line.contains("kind=\"history\"") && KEPT.iter().any(|name| line.starts_with(name))
         };
         let text = of.get("/metrics");
         let pair = |line: &str| {
@@ -160,14 +184,15 @@ impl Usage {
     }
 
     /// Describes the differences from the `beginning`: open calls, except those of the cluster
-    /// itself and of the bystander (two control streams, and the streams of two ranks), and other
-    /// numbers of bytes.
+    /// itself, of the bystander (two control streams, and the streams of two ranks) and of the
+    /// mirror (one at each shard server), and other numbers of bytes.
     fn changes(&self, beginning: &Self) -> Vec<String> {
         let expected = |name: &String| match name {
             name if !name.starts_with("zeroshard_requests_in_flight") => {
                 beginning.series.get(name).map_or("0", String::as_str)
             }
             name if name.contains("/Serve\"") || name.contains("/Join\"") => "2",
+            name if name.contains("ShardService/Changes\"") => "1",
             _ => "0",
         };
         let changed = self.series.iter().filter(|(name, value)| *value != expected(name));

@@ -31,6 +31,8 @@ pub(crate) enum Identity {
     /// A user who may read these jobs.
     Reader,
     Server,
+    /// A user who may read the job of the bystander. Only the mirror gets this token.
+    Spectator,
     /// A caller with a token that no server knows.
     Stranger,
     /// A caller without a token.
@@ -65,6 +67,8 @@ impl Input {
         // A server that registers is trusted, so the test does not let it act on the bystander's
         // job.
         let is_attack = called.method.name() != "Serve" && random.u32(..100) < 5;
+        // The mirror follows the bystander's job.
+        let is_attack = is_attack || of.serves == Server::Mirror;
         let member = if is_attack { facts.bystander.clone() } else { facts.any(&mut random) };
         let mut generator = Generator { random, member, facts };
         let identity = generator.identity(called);
@@ -96,7 +100,7 @@ impl Input {
 pub(crate) struct Target {
     pub(crate) address: String,
     pub(crate) serves: Server,
-    /// The index of the shard server or worker.
+    /// The index of the shard server or worker; 0 for the others.
     pub(crate) number: usize,
 }
 
@@ -108,7 +112,8 @@ const RARE: [&str; 3] = ["Serve", "DeleteJob", "Leave"];
 fn choose(random: &mut Rng, calls: &[Rpc], serves: Server) -> usize {
     loop {
         let rpc = random.usize(..calls.len());
-        let is_any = calls[rpc].server == Server::Any && serves != Server::Worker;
+        let is_any =
+            calls[rpc].server == Server::Any && !matches!(serves, Server::Worker | Server::Mirror);
         let is_rare = is_any || RARE.contains(&calls[rpc].method.name());
         if (calls[rpc].server == serves || is_any) && (!is_rare || random.u32(..4) == 0) {
             return rpc;
@@ -122,6 +127,7 @@ impl Generator<'_> {
             0 => Identity::Nobody,
             1 => Identity::Stranger,
             2..5 => Identity::Reader,
+            _ if rpc.server == Server::Mirror => Identity::Spectator,
             _ if rpc.method.name() == "Serve" => Identity::Server,
             5..10 if rpc.server == Server::Shard => Identity::Server,
             _ => Identity::Owner,

@@ -1,7 +1,10 @@
 //! The jobs of the test: the targets of the calls, and one job that must not be disturbed.
 
 use std::{
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -110,6 +113,8 @@ async fn live(spec: &JobSpec, address: &str, shards: &[String], facts: &Facts) -
 pub(crate) struct Bystander {
     ranks: Vec<Job>,
     pause: Duration,
+    /// The number of steps that have ended.
+    pub(crate) version: Arc<AtomicU64>,
     /// The number of the next step. A holder of the lock prevents further steps.
     pub(crate) step: Mutex<u64>,
 }
@@ -124,6 +129,11 @@ fn bystander() -> JobSpec {
     let adamw: zeroshard_model::Optimizer = "adamw".parse().unwrap();
     let tensors = synthetic::kinds(&adamw);
     JobSpec { min_servers: 2, ..synthetic::job(BYSTANDER, 2, adamw, tensors).unwrap() }
+}
+
+/// The number of slices of the bystander's job.
+pub(crate) fn slices_of_bystander() -> u32 {
+    bystander().manifest.slices().len() as u32
 }
 
 impl Bystander {
@@ -141,7 +151,7 @@ impl Bystander {
         for rank in &ranks {
             rank.initialised().await.unwrap();
         }
-        Self { ranks, pause, step: Mutex::new(0) }
+        Self { ranks, pause, version: Arc::default(), step: Mutex::new(0) }
     }
 
     pub(crate) fn member(&self) -> Member {
@@ -167,6 +177,7 @@ impl Bystander {
                 assert!(report.expect("the bystander's steps succeed").applied);
             }
             *step += 1;
+            self.version.store(*step, Ordering::Relaxed);
             drop(step);
             sleep(self.pause).await;
         }

@@ -63,8 +63,10 @@ async fn servers_withstand_invalid_input_to_every_call_without_leaks() {
     let bystander = jobs::Bystander::start(&address, pause).await;
     let status = Status::start_with(&address, jobs::options());
     let url = format!("file://{}/checkpoints", guarded.directory.path().display());
-    let facts = Facts::new(bystander.member(), url);
-    let mut fuzz = Fuzz::new(seed, facts, targets(&guarded));
+    let facts = Facts::new(bystander.member(), url).following(bystander.version.clone());
+    let mirror = Target { address: guarded.mirror(), serves: Server::Mirror, number: 0 };
+    let targets = targets(&guarded).into_iter().chain([mirror]).collect();
+    let mut fuzz = Fuzz::new(seed, facts, targets);
     let beginning = guarded.usage_with_a_job().await;
 
     let stop = CancellationToken::new();

@@ -9,6 +9,7 @@ pub(crate) enum Server {
     Coordinator,
     Shard,
     Worker,
+    Mirror,
     /// The coordinator and the shard servers serve the call.
     Any,
 }
@@ -29,21 +30,19 @@ pub(crate) fn pool() -> DescriptorPool {
     pool
 }
 
-/// All calls in the descriptors, so that future calls are included. Those of mirrors are not: no
-/// server offers them, and `tests/tests/cluster/mirrors.rs` sends them invalid input.
+/// All calls in the descriptors, so that future calls are included.
 ///
 /// # Panics
 /// If the process that serves a service is not known.
 pub(crate) fn calls(pool: &DescriptorPool) -> Vec<Rpc> {
-    let services = pool.services();
-    let services = services.filter(|service| service.full_name() != "zeroshard.v1.MirrorService");
-    let calls = services.flat_map(|service| service.methods().collect::<Vec<_>>());
+    let calls = pool.services().flat_map(|service| service.methods().collect::<Vec<_>>());
     let call = |method: MethodDescriptor| {
         let service = method.parent_service().full_name().to_owned();
         let server = match service.as_str() {
             "zeroshard.v1.CoordinatorService" => Server::Coordinator,
             "zeroshard.v1.ShardService" | "zeroshard.v1.DataService" => Server::Shard,
             "zeroshard.v1.WorkerService" => Server::Worker,
+            "zeroshard.v1.MirrorService" => Server::Mirror,
             "grpc.health.v1.Health" | "grpc.reflection.v1.ServerReflection" => Server::Any,
             other => panic!("the process that serves {other} is not known; add the service here"),
         };

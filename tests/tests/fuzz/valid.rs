@@ -1,10 +1,12 @@
 //! Generates requests that need consistent fields, in addition to valid values, to be accepted.
 
+use std::sync::atomic::Ordering;
+
 use prost_reflect::{DynamicMessage, MessageDescriptor};
 use zeroshard_proto::pb::{self, push_begin::Contents, serve_request::Event};
 use zeroshard_tests::stock;
 
-use crate::{facts::Slice, generate::Generator, schema::Rpc};
+use crate::{facts::Slice, generate::Generator, jobs::slices_of_bystander, schema::Rpc};
 
 impl Generator<'_> {
     /// Generates the messages of a call to the server with this number.
@@ -14,6 +16,8 @@ impl Generator<'_> {
             "zeroshard.v1.DataService.Push" if self.chance(85) => self.push(&of, server),
             "zeroshard.v1.DataService.Pull" if self.chance(60) => self.pull(&of, server),
             "zeroshard.v1.ShardService.Capture" if self.chance(85) => self.capture(&of),
+            "zeroshard.v1.MirrorService.Changes" if self.chance(85) => self.mirror_changes(&of),
+            "zeroshard.v1.MirrorService.Copy" if self.chance(85) => self.mirror_copy(&of),
             "zeroshard.v1.CoordinatorService.Commit" if self.chance(60) => self.commit(&of),
             "zeroshard.v1.CoordinatorService.Serve" if self.chance(85) => self.serve(&of),
             "zeroshard.v1.WorkerService.Deliver" if self.chance(60) => self.deliver(&of),
@@ -61,6 +65,34 @@ impl Generator<'_> {
         let (job, job_id) = (self.member.job.clone(), self.member.job_id);
         let step = self.member.version + 1;
         vec![dynamic(of, &pb::CaptureRequest { job, job_id, step, ..Default::default() })]
+    }
+
+    /// Generates a request for the changes since one of the last versions.
+    fn mirror_changes(&mut self, of: &MessageDescriptor) -> Vec<DynamicMessage> {
+        let version = self.facts.version.load(Ordering::Relaxed);
+        let from = version.saturating_sub(self.random.u64(..20));
+        let request = pb::ChangesRequest {
+            job: self.member.job.clone(),
+            job_id: self.member.job_id,
+            slices: self.followed(),
+            from: self.chance(90).then_some(from),
+            to: self.chance(30).then_some(version),
+            wait_ms: self.random.u32(1..300),
+            ..Default::default()
+        };
+        vec![dynamic(of, &request)]
+    }
+
+    fn mirror_copy(&mut self, of: &MessageDescriptor) -> Vec<DynamicMessage> {
+        let (job, job_id) = (self.member.job.clone(), self.member.job_id);
+        let slices = self.followed();
+        vec![dynamic(of, &pb::CopyRequest { job, job_id, slices, ..Default::default() })]
+    }
+
+    /// Some slices of the job that the mirror follows.
+    fn followed(&mut self) -> Vec<pb::FollowedSlices> {
+        let slices = (0..slices_of_bystander()).filter(|_| self.chance(70)).collect();
+        vec![pb::FollowedSlices { dtype: pb::Dtype::F32.into(), slices }]
     }
 
     fn commit(&mut self, of: &MessageDescriptor) -> Vec<DynamicMessage> {

@@ -93,7 +93,14 @@ impl TlsFiles {
         let identity = self.identity.as_ref();
         let identity = identity.map(|(file, key)| Ok((certificates(file)?, private_key(key)?)));
         let client = self.client(&authorities, None)?;
-        let mut configs = Configs { client, server: None, admin: None, role: None, expiry: None };
+        let mut configs = Configs {
+            anonymous: client.clone(),
+            client,
+            server: None,
+            admin: None,
+            role: None,
+            expiry: None,
+        };
         if let Some((chain, key)) = identity.transpose()? {
             configs.expiry = chain.iter().filter_map(expiry).min();
             configs.role = chain.first().and_then(server::role_of);
@@ -213,10 +220,14 @@ pub struct Tls {
     configs: Arc<Reloaded<Configs>>,
     /// The beginning of the flags that errors name, as in `--tls-ca`.
     flags: &'static str,
+    /// `true` if outgoing connections do not show the certificate of this process.
+    is_anonymous: bool,
 }
 
 struct Configs {
     client: Arc<ClientConfig>,
+    /// The same without the certificate of this process.
+    anonymous: Arc<ClientConfig>,
     server: Option<Arc<ServerConfig>>,
     /// The configuration of the admin server.
     admin: Option<Arc<ServerConfig>>,
@@ -238,7 +249,7 @@ impl Tls {
         watched.extend(files.crl.clone());
         let load = move || files.load();
         let configs = Arc::new(Reloaded::open("the certificates", watched, load)?);
-        Ok(Self { configs, flags: "--tls" })
+        Ok(Self { configs, flags: "--tls", is_anonymous: false })
     }
 
     /// The same configuration, whose errors name flags that begin with `flags` instead of `--tls`.
@@ -247,9 +258,21 @@ impl Tls {
         Self { flags, ..self }
     }
 
+    /// The same configuration, without the certificate of this process on outgoing connections. A
+    /// process needs it for calls with somebody else's token: the role in a certificate takes
+    /// precedence over a token.
+    #[must_use]
+    pub fn anonymous(self) -> Self {
+        Self { is_anonymous: true, ..self }
+    }
+
     /// The configuration for outgoing connections.
     pub fn client_config(&self) -> Arc<ClientConfig> {
-        self.configs.get().client.clone()
+        let configs = self.configs.get();
+        match self.is_anonymous {
+            true => configs.anonymous.clone(),
+            false => configs.client.clone(),
+        }
     }
 
     /// The configuration for incoming connections; `None` without a certificate.

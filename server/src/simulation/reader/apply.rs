@@ -10,7 +10,7 @@ use zeroshard_changes::{
 use zeroshard_model::{DType, Line};
 use zeroshard_proto::pb;
 
-use super::{Phase, Reader};
+use super::{Phase, Reader, Unverified};
 use crate::simulation::{
     safeguard::{Safeguard, is_missing},
     world::{Happening, World},
@@ -18,22 +18,22 @@ use crate::simulation::{
 
 impl Reader {
     /// The dtype and the number of elements of a slice.
-    fn size_of(&self, slice: u32) -> (DType, usize) {
+    pub(in crate::simulation) fn size_of(&self, slice: u32) -> (DType, usize) {
         (self.dtype_of(slice), self.of().spec.manifest.slices()[slice as usize].numel)
     }
 
-    fn place_of(&self, slice: u32) -> Place {
+    pub(super) fn place_of(&self, slice: u32) -> Place {
         let first = self.of().spec.manifest.slices()[slice as usize].offset as u64;
         Place { dtype: self.dtype_of(slice), first }
     }
 
-    /// The hashes of all values.
-    fn hashes(&self) -> BTreeMap<u32, u64> {
+    /// The hashes of values.
+    pub(super) fn hashes_of(&self, values: &BTreeMap<u32, Vec<u8>>) -> BTreeMap<u32, u64> {
         let hash = |(&slice, values): (&u32, &Vec<u8>)| {
             let Place { dtype, first } = self.place_of(slice);
             (slice, hash::of(dtype, first, values))
         };
-        self.values.iter().map(hash).collect()
+        values.iter().map(hash).collect()
     }
 
     /// Applies the changes if they lead from the values to those of the servers. Returns whether
@@ -116,7 +116,7 @@ impl World {
         let of = &mut self.readers[reader];
         let Some(slices) = gathering.finish() else {
             of.unknown += 1;
-            if of.unknown >= of.of().placement.replicas() {
+            if of.unknown >= of.of().placement.replicas() || of.through.is_some() {
                 of.state().lose(Copied::Behind);
             }
             return self.ask_for_changes(reader);
@@ -126,11 +126,40 @@ impl World {
             let failure = format!("a reader of {:?} gets changes of {slices:?}", of.slices);
             return self.fail(failure);
         }
+        match of.through {
+            Some(_) => self.ask_for_hashes(reader, version, Unverified::Changes(slices)),
+            None => self.show_changes(reader, version, slices),
+        }
+    }
+
+    /// A reader shows a version that has come as changes. A mirror first sends them on.
+    pub(super) fn show_changes(
+        &mut self,
+        reader: usize,
+        version: u64,
+        slices: BTreeMap<u32, SliceChange>,
+    ) {
+        let of = &mut self.readers[reader];
         of.state().show(version);
+        let from = of.state().version();
+        if let (Some(mirror), Some(from)) = (&mut of.mirror, from) {
+            mirror.publish([from, version], &slices);
+            of.begin(Phase::Published { version, slices });
+            let round = self.round(reader);
+            return self.later(Happening::ReaderWakes(round));
+        }
         if self.rng.u32(..16) == 0 {
             self.write_to_values(reader, &slices);
         }
         self.apply(reader, version, &slices);
+    }
+
+    /// A mirror applies the changes that it has published.
+    pub(super) fn apply_published(&mut self, reader: usize) {
+        let phase = std::mem::replace(&mut self.readers[reader].phase, Phase::Rests);
+        if let Phase::Published { version, slices } = phase {
+            self.apply(reader, version, &slices);
+        }
     }
 
     /// The program of a reader writes to a value that a step has changed. It would not be noticed
@@ -154,8 +183,8 @@ impl World {
     fn apply(&mut self, reader: usize, version: u64, slices: &BTreeMap<u32, SliceChange>) {
         let of = &mut self.readers[reader];
         match of.apply(slices) {
-            Ok(true) => {}
-            Ok(false) if of.has_written => {
+            Ok(true) => of.is_misled = false,
+            Ok(false) if of.has_written || of.is_misled => {
                 of.state().lose(Copied::Differed);
                 of.state().show_again();
                 return self.ask_for_changes(reader);
@@ -184,9 +213,13 @@ impl World {
             // The copy was interrupted.
             return self.describe(reader, false);
         }
-        let hashes = of.hashes();
+        let hashes = of.hashes_of(&of.values);
+        let job = (of.of().job_id, of.of().line);
+        if let Some(mirror) = &mut of.mirror {
+            mirror.copied(job, version, &hashes);
+        }
         of.state().end_copy(version, reason, hashes);
-        of.has_written = false;
+        (of.has_written, of.is_misled) = (false, false);
         *self.record.shown.copied.entry(reason).or_default() += 1;
         self.show(reader, version);
     }

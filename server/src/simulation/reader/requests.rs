@@ -31,28 +31,33 @@ impl Reader {
 
     /// The requests for changes, one for each server.
     pub(super) fn requests(&self) -> Vec<(Server, pb::ChangesRequest)> {
-        let (of, state) = (self.of(), self.state.as_ref());
-        let request = |slices: Vec<(u32, DType)>| {
-            let mut by_dtype = BTreeMap::<DType, Vec<u32>>::new();
-            slices
-                .iter()
-                .for_each(|&(slice, dtype)| by_dtype.entry(dtype).or_default().push(slice));
-            let slices = by_dtype.into_iter();
-            let slices = slices.map(|(dtype, slices)| pb::FollowedSlices {
-                dtype: pb::Dtype::from(dtype).into(),
-                slices,
-            });
-            pb::ChangesRequest {
-                job: JOB.to_owned(),
-                job_id: of.job_id,
-                line: Some(of.line),
-                slices: slices.collect(),
-                from: state.and_then(changes::Reader::version),
-                newer_than: state.and_then(changes::Reader::shown),
-                ..Default::default()
-            }
-        };
         let servers = self.servers(self.turn).into_iter();
-        servers.map(|(server, slices)| (server, request(slices))).collect()
+        servers.map(|(server, slices)| (server, self.request(slices))).collect()
+    }
+
+    /// The request for changes of all slices.
+    pub(super) fn request_for_all(&self) -> pb::ChangesRequest {
+        self.request(self.slices.iter().map(|&slice| (slice, self.dtype_of(slice))).collect())
+    }
+
+    /// The request for changes of some slices.
+    pub(super) fn request(&self, slices: Vec<(u32, DType)>) -> pb::ChangesRequest {
+        let (of, state) = (self.of(), self.state.as_ref());
+        let mut by_dtype = BTreeMap::<DType, Vec<u32>>::new();
+        slices.iter().for_each(|&(slice, dtype)| by_dtype.entry(dtype).or_default().push(slice));
+        let slices = by_dtype.into_iter();
+        let slices = slices.map(|(dtype, slices)| pb::FollowedSlices {
+            dtype: pb::Dtype::from(dtype).into(),
+            slices,
+        });
+        pb::ChangesRequest {
+            job: JOB.to_owned(),
+            job_id: of.job_id,
+            line: Some(of.line),
+            slices: slices.collect(),
+            from: state.and_then(changes::Reader::version),
+            newer_than: state.and_then(changes::Reader::shown),
+            ..Default::default()
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! The listener of the admin server. It uses TLS if the server has a certificate.
+//! The listener of the admin port. It uses TLS if the process has a certificate.
 
 use std::{io, net::SocketAddr};
 
@@ -10,9 +10,9 @@ use tokio::net::TcpListener;
 use tonic::transport::server::Connected as _;
 use zeroshard_net::transport::tls::{Acceptor, PeerSecurity, ServerStream};
 
-pub(super) struct AdminListener {
-    pub(super) listener: TcpListener,
-    pub(super) acceptor: Acceptor,
+pub(crate) struct AdminListener {
+    pub(crate) listener: TcpListener,
+    pub(crate) acceptor: Acceptor,
 }
 
 impl Listener for AdminListener {
@@ -31,7 +31,7 @@ impl Listener for AdminListener {
 
 /// The security of the connection on which a request arrived.
 #[derive(Debug, Clone)]
-pub(super) struct Origin(pub(super) PeerSecurity);
+pub(crate) struct Origin(pub(crate) PeerSecurity);
 
 impl Connected<IncomingStream<'_, AdminListener>> for Origin {
     fn connect_info(stream: IncomingStream<'_, AdminListener>) -> Self {

@@ -1,22 +1,23 @@
-//! Keeps the changes that the mirror has received, for readers that are behind.
+//! Keeps the changes that a mirror has received, for readers that are behind.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 
-/// The change of one slice, and the hash of the slice after it.
-pub(crate) type Change = (Bytes, u64);
+use crate::SliceChange;
 
 /// The changes from one version of the mirror to its next one.
+#[derive(Debug)]
 struct Step {
     from: u64,
     to: u64,
-    slices: BTreeMap<u32, Change>,
+    slices: BTreeMap<u32, SliceChange>,
     bytes: u64,
 }
 
 /// Consecutive steps.
-pub(crate) struct History {
+#[derive(Debug)]
+pub(super) struct History {
     steps: VecDeque<Step>,
     /// The size of all changes in bytes.
     bytes: u64,
@@ -25,17 +26,17 @@ pub(crate) struct History {
 }
 
 impl History {
-    pub(crate) fn new(limit: u64) -> Self {
+    pub(super) fn new(limit: u64) -> Self {
         Self { steps: VecDeque::new(), bytes: 0, limit }
     }
 
     /// Appends a step, and drops the oldest ones that exceed the limit. Drops all steps before a
     /// step that does not follow the last one.
-    pub(crate) fn push(&mut self, [from, to]: [u64; 2], slices: BTreeMap<u32, Change>) {
+    pub(super) fn push(&mut self, [from, to]: [u64; 2], slices: BTreeMap<u32, SliceChange>) {
         if self.steps.back().is_some_and(|last| last.to != from) {
             self.clear();
         }
-        let bytes = slices.values().map(|(change, _)| change.len() as u64).sum();
+        let bytes = slices.values().map(|of| of.change.len() as u64).sum();
         self.bytes += bytes;
         self.steps.push_back(Step { from, to, slices, bytes });
         while self.bytes > self.limit
@@ -45,7 +46,7 @@ impl History {
         }
     }
 
-    pub(crate) fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.steps.clear();
         self.bytes = 0;
     }
@@ -53,13 +54,13 @@ impl History {
     /// Returns the changes of a slice between two versions, one per step, and the hash after them.
     /// Returns `None` if the mirror does not have them: a reader with another version than those of
     /// the mirror needs a full copy.
-    pub(crate) fn between(&self, slice: u32, [from, to]: [u64; 2]) -> Option<(Vec<Bytes>, u64)> {
+    pub(super) fn between(&self, slice: u32, [from, to]: [u64; 2]) -> Option<(Vec<Bytes>, u64)> {
         let first = self.steps.iter().position(|step| step.from == from)?;
         let (mut changes, mut hash) = (Vec::new(), None);
         for step in self.steps.range(first..).take_while(|step| step.to <= to) {
-            let (change, after) = step.slices.get(&slice)?;
-            changes.push(change.clone());
-            hash = Some((step.to, *after));
+            let of = step.slices.get(&slice)?;
+            changes.push(of.change.clone());
+            hash = Some((step.to, of.hash));
         }
         let (last, hash) = hash?;
         (last == to).then_some((changes, hash))
@@ -70,8 +71,9 @@ impl History {
 mod tests {
     use super::*;
 
-    fn step(bytes: usize, hash: u64) -> BTreeMap<u32, Change> {
-        [(7, (Bytes::from(vec![hash as u8; bytes]), hash))].into()
+    fn step(bytes: usize, hash: u64) -> BTreeMap<u32, SliceChange> {
+        let change = vec![hash as u8; bytes].into();
+        [(7, SliceChange { change, hash })].into()
     }
 
     #[test]
