@@ -50,7 +50,7 @@ pub(crate) async fn run(
 ) -> Result<()> {
     let Arguments { job, dtype, tensors, history_bytes, mirror, .. } = arguments;
     let (tensors, mirror) = (tensors.clone(), mirror.clone());
-    let follow = Follow { dtype: *dtype, tensors, wait: WAIT, mirror };
+    let follow = Follow { dtype: *dtype, tensors, wait: WAIT, mirror, ..Follow::default() };
     let listener = listen(arguments.listen).await?;
     let at = listener.local_addr().unwrap_or(arguments.listen);
     let event = json!({"event": "listening", "job": job, "address": at.to_string()});

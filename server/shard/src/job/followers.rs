@@ -1,48 +1,64 @@
-//! Tracks the dtypes in which readers follow a job.
+//! Tracks the views in which readers follow the tensors of a job.
 
 use std::{
+    collections::BTreeMap,
     sync::{Arc, Mutex, OnceLock},
     time::{Duration, Instant},
 };
 
-use zeroshard_model::DType;
+use zeroshard_model::View;
 
 use crate::budget::Budget;
 
 /// How long slices record changes after the last request for them.
 const FOLLOWED: Duration = Duration::from_secs(60);
 
-/// The dtypes in which a job is followed.
+/// The maximum number of boxes of a tensor that are followed. Each step compares the elements of
+/// every box, and keeps what has changed in it. Whole tensors, in up to three dtypes, do not count.
+pub(super) const MOST_BOXES: usize = 64;
+
+/// The views in which the tensors of a job are followed.
 #[derive(Default)]
 pub(super) struct Followers {
-    /// The time of the last request for each dtype.
-    asked: Mutex<Vec<(DType, Instant)>>,
+    /// The time of the last request for each view of each tensor.
+    asked: Mutex<BTreeMap<usize, Vec<(View, Instant)>>>,
     /// The job's part of the server's budget for changes.
     budget: OnceLock<Arc<Budget>>,
 }
 
 impl Followers {
-    /// Notes a request for changes.
-    pub(super) fn ask(&self, dtype: DType, now: Instant) {
+    /// Notes a request for changes of a tensor. Returns `false` if [`MOST_BOXES`] other boxes are
+    /// followed.
+    pub(super) fn ask(&self, tensor: usize, view: &View, now: Instant) -> bool {
         let mut asked = self.asked.lock().expect("no holder of the lock panics");
-        match asked.iter_mut().find(|(of, _)| *of == dtype) {
-            Some((_, last)) => *last = now,
-            None => asked.push((dtype, now)),
+        let views = asked.entry(tensor).or_default();
+        if let Some((_, last)) = views.iter_mut().find(|(of, _)| of == view) {
+            *last = now;
+            return true;
         }
+        let boxes = views.iter().filter(|(of, _)| of.bounds().is_some()).count();
+        let has_room = view.bounds().is_none() || boxes < MOST_BOXES;
+        if has_room {
+            views.push((view.clone(), now));
+        }
+        has_room
     }
 
-    /// Removes and returns the dtypes that nobody has asked for lately.
-    pub(super) fn ended(&self, now: impl FnOnce() -> Instant) -> Vec<DType> {
+    /// Removes and returns the views that nobody has asked for lately, each with its tensor.
+    pub(super) fn ended(&self, now: impl FnOnce() -> Instant) -> Vec<(usize, View)> {
         let mut asked = self.asked.lock().expect("no holder of the lock panics");
         let mut ended = Vec::new();
         if asked.is_empty() {
             return ended;
         }
         let now = now();
-        asked.retain(|&(dtype, last)| {
-            let is_followed = now.saturating_duration_since(last) < FOLLOWED;
-            ended.extend((!is_followed).then_some(dtype));
-            is_followed
+        asked.retain(|&tensor, views| {
+            views.retain(|(view, last)| {
+                let is_followed = now.saturating_duration_since(*last) < FOLLOWED;
+                ended.extend((!is_followed).then(|| (tensor, view.clone())));
+                is_followed
+            });
+            !views.is_empty()
         });
         ended
     }
