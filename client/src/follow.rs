@@ -20,17 +20,18 @@ use tokio::time::sleep;
 use twox_hash::XxHash3_64;
 pub use zeroshard_changes::Copied;
 use zeroshard_changes::Reader;
-use zeroshard_model::{DType, Error, JobSpec, Manifest, Result};
+use zeroshard_model::{DType, Error, JobSpec, Result, StridedBox, TensorBox};
 use zeroshard_net::Deadline;
 
 use crate::{
-    Cluster, Description, Pin, pull,
+    Cluster, Description, Pin,
     retry::{Next, Tries, drops_job},
 };
 use changes::Since;
 use mirror::Mirror;
 pub use values::FollowedValues;
 pub use version::FollowedVersion;
+use views::{Views, dtype_of};
 
 mod apply;
 mod changes;
@@ -38,6 +39,7 @@ mod copies;
 mod mirror;
 mod values;
 mod version;
+mod views;
 
 /// How long one call waits for the next version. The follower then asks the coordinator for the
 /// servers of the job again.
@@ -59,6 +61,9 @@ pub struct Follow {
     pub dtype: DType,
     /// The tensors, by name; `None`: all tensors of the job.
     pub tensors: Option<Vec<String>>,
+    /// The boxes to follow of tensors of which the reader has only a part, by name. The array of
+    /// such a tensor has the elements of its box, row-major.
+    pub boxes: BTreeMap<String, TensorBox>,
     /// The longest wait for a version.
     pub wait: Duration,
     /// The address of a mirror (`host:port`) that sends the values and changes instead of the
@@ -68,7 +73,13 @@ pub struct Follow {
 
 impl Default for Follow {
     fn default() -> Self {
-        Self { dtype: DType::F32, tensors: None, wait: Duration::from_secs(600), mirror: None }
+        Self {
+            dtype: DType::F32,
+            tensors: None,
+            boxes: BTreeMap::new(),
+            wait: Duration::from_secs(600),
+            mirror: None,
+        }
     }
 }
 
@@ -84,6 +95,8 @@ pub struct Follower {
     /// Which server of each slice the next request goes to, if it has several.
     turn: usize,
     of: Description,
+    /// What the reader has of each tensor of this job.
+    views: Views,
     /// Which version the reader's arrays have, and which one [`Self::next`] has returned.
     reader: Reader,
 }
@@ -92,28 +105,19 @@ impl Cluster {
     /// Follows a job. The reader need not be a member of it.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an unknown tensor, or an invalid address of a
-    /// mirror; [`Error::Timeout`].
+    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an unknown tensor, a box that does not fit its
+    /// tensor, or an invalid address of a mirror; [`Error::Refused`] for boxes of tensors that are
+    /// not followed, for boxes without elements, and for boxes of a mirror; [`Error::Timeout`].
     pub async fn follow(&self, job: &str, follow: Follow) -> Result<Follower> {
         let of = self.describe_job(job).await?;
-        owners(&of.spec.manifest, &follow)?;
+        let views = Views::new(&of.spec.manifest, &follow)?;
         let mirror = follow.mirror.as_deref();
         let mirror = mirror.map(|address| Mirror::new(self, address)).transpose()?;
         let (cluster, job) = (self.clone(), job.to_owned());
         let reader = Reader::new((of.id, of.line));
         let id = RandomState::new().hash_one(of.id);
-        Ok(Follower { cluster, job, follow, mirror, id, turn: id as usize, of, reader })
-    }
-}
-
-/// Returns the followed tensors that own their storage.
-fn owners(manifest: &Manifest, follow: &Follow) -> Result<BTreeSet<usize>> {
-    match &follow.tensors {
-        None => Ok((0..manifest.tensors().len()).map(|tensor| manifest.owner(tensor)).collect()),
-        Some(names) => {
-            let owner = |name: &String| Ok(manifest.owner(manifest.find(name)?.index()));
-            names.iter().map(owner).collect()
-        }
+        let turn = id as usize;
+        Ok(Follower { cluster, job, follow, mirror, id, turn, of, views, reader })
     }
 }
 
@@ -131,7 +135,7 @@ impl Follower {
 
     /// The dtype of a tensor in the reader's arrays: [`Follow::dtype`], or f32 for a buffer.
     pub fn dtype_of(&self, tensor: usize) -> DType {
-        pull::wire_of(&self.of.spec.manifest, self.follow.dtype.into(), tensor).decoded()
+        dtype_of(&self.of.spec.manifest, self.follow.dtype, tensor)
     }
 
     /// The version in the reader's arrays; `None` if they need a full copy.
@@ -154,18 +158,25 @@ impl Follower {
     }
 
     /// Returns the followed tensors that own their storage.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if the job was created again without one of the tensors.
-    pub fn tensors(&self) -> Result<BTreeSet<usize>> {
-        owners(&self.of.spec.manifest, &self.follow)
+    pub fn tensors(&self) -> BTreeSet<usize> {
+        self.views.tensors().collect()
     }
 
-    /// Returns the followed slices.
-    fn slices(&self) -> Result<impl Iterator<Item = u32> + use<'_>> {
+    /// Returns the box that is followed of a tensor that owns its storage; `None`: the whole
+    /// tensor.
+    pub fn bounds(&self, tensor: usize) -> Option<&TensorBox> {
+        self.views.bounds(tensor).map(StridedBox::bounds)
+    }
+
+    /// The number of elements in the reader's array of a tensor.
+    pub fn numel_of(&self, tensor: usize) -> usize {
         let manifest = &self.of.spec.manifest;
-        let owners = self.tensors()?.into_iter();
-        Ok(owners.flat_map(|owner| manifest.slices_of(owner)).map(|slice| slice as u32))
+        self.views.numel(manifest, manifest.owner(tensor))
+    }
+
+    /// Returns the slices of which the reader has elements.
+    fn slices(&self) -> impl Iterator<Item = u32> {
+        self.views.slices(&self.of.spec.manifest)
     }
 
     /// Waits for a version after the last one that this method returned. Returns the newest one,
@@ -173,9 +184,10 @@ impl Follower {
     /// the arrays.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`], [`Error::JobFailed`]; [`Error::Timeout`] if there is no newer version
-    /// within [`Follow::wait`]; [`Error::OutOfMemory`] if a server has no room for the pin of a
-    /// full copy within [`crate::Options::timeout`].
+    /// [`Error::UnknownJob`], [`Error::JobFailed`]; [`Error::Invalid`] and [`Error::Refused`] if
+    /// the job was created again without what the reader follows; [`Error::Timeout`] if there is no
+    /// newer version within [`Follow::wait`]; [`Error::OutOfMemory`] if a server has no room for
+    /// the pin of a full copy within [`crate::Options::timeout`].
     pub async fn next(&mut self) -> Result<FollowedVersion> {
         let deadline = Deadline::after(self.follow.wait);
         let mut tries = Tries::until(deadline);
@@ -193,7 +205,7 @@ impl Follower {
             let since = self.changes_since(version, wait);
             match tries.limit(waiting_for, since).await? {
                 Ok(Since::Changed { version: newer, slices }) => {
-                    let numel = self.numel()?;
+                    let numel = self.numel();
                     self.reader.show(newer);
                     let versions = (version, newer);
                     return Ok(FollowedVersion::changed(self.of.line, versions, slices, numel));
@@ -235,8 +247,16 @@ impl Follower {
     /// Asks the coordinator for the servers of the job. The reader needs a full copy if the job is
     /// on another line.
     async fn describe(&mut self) -> Result<()> {
-        self.of = self.cluster.describe_job(&self.job).await?;
-        self.reader.described((self.of.id, self.of.line));
+        let of = self.cluster.describe_job(&self.job).await?;
+        self.set_description(of)
+    }
+
+    fn set_description(&mut self, of: Description) -> Result<()> {
+        if of.id != self.of.id {
+            self.views = Views::new(&of.spec.manifest, &self.follow)?;
+        }
+        self.reader.described((of.id, of.line));
+        self.of = of;
         Ok(())
     }
 
@@ -271,14 +291,12 @@ impl Follower {
                 pinned => break pinned?,
             }
         };
-        self.of = pinned.description().clone();
-        self.reader.described((self.of.id, self.of.line));
+        self.set_description(pinned.description().clone())?;
         Ok(FollowedVersion::full(self.of.line, pinned, reason))
     }
 
     /// Returns the number of followed elements.
-    fn numel(&self) -> Result<u64> {
-        let slices = self.of.spec.manifest.slices();
-        Ok(self.slices()?.map(|slice| slices[slice as usize].numel as u64).sum())
+    fn numel(&self) -> u64 {
+        self.views.tensors().map(|tensor| self.numel_of(tensor) as u64).sum()
     }
 }

@@ -2,20 +2,21 @@
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt, stream};
-use zeroshard_model::{DType, Error, Result};
+use zeroshard_model::{Error, Manifest, Result, View};
 
-use crate::{Wire, pb};
+use crate::{Wire, convert::boxes, pb};
 
 /// The maximum number of bytes of changes in one message.
 const ROOM: usize = 1 << 20;
 
-/// Returns the slices of a request, each with the reader's dtype. `slices`: the number of slices in
-/// the job.
+/// Returns the slices of a request, each as the reader has its tensor. The caller checks that the
+/// job has these slices.
 ///
 /// # Errors
-/// [`Error::Invalid`] for an unknown dtype or one that no reader has; [`Error::Refused`] for slices
-/// that are not ascending, and for more slices than the job has.
-pub fn followed(messages: &[pb::FollowedSlices], slices: usize) -> Result<Vec<(u32, DType)>> {
+/// [`Error::Invalid`] for an unknown dtype or one that no reader has, and for a box that does not
+/// fit its tensor; [`Error::Refused`] for slices that are not ascending, and for more slices than
+/// the job has.
+pub fn followed(messages: &[pb::FollowedSlices], manifest: &Manifest) -> Result<Vec<(u32, View)>> {
     let mut all = Vec::new();
     for message in messages {
         let wire = Wire::of_message(message.dtype, || "dtype of a reader".to_owned())?;
@@ -25,9 +26,14 @@ pub fn followed(messages: &[pb::FollowedSlices], slices: usize) -> Result<Vec<(u
         if !message.slices.is_sorted_by(|one, other| one < other) {
             return Err(Error::refused("the slices of a reader's request are not ascending"));
         }
-        all.extend(message.slices.iter().map(|&slice| (slice, dtype)));
+        let boxes = boxes(manifest, &message.boxes)?;
+        all.extend(message.slices.iter().map(|&slice| {
+            let spec = manifest.slices().get(slice as usize);
+            let bounds = spec.and_then(|spec| boxes.get(&spec.tensor));
+            (slice, View::new(dtype, bounds.cloned()))
+        }));
     }
-    if all.len() > slices {
+    if all.len() > manifest.slices().len() {
         return Err(Error::refused("a reader's request has a slice in more than one dtype"));
     }
     Ok(all)

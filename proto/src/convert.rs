@@ -13,6 +13,6 @@ mod optimizer;
 mod placement;
 mod spikes;
 
-pub use layout::box_message;
+pub use layout::{Boxes, box_message, boxes};
 pub use manifest::dtype;
 pub use optimizer::optimizers;

@@ -25,6 +25,7 @@ KINDS = {
         "ddp",
         "deepspeed",
         "follow",
+        "follow boxes",
         "gan",
         "init",
         "load_weights",

@@ -118,7 +118,13 @@ mod tests {
         let mut asked = 0;
         for wait in [0, 29, 1, 29, 29] {
             advance(Duration::from_secs(wait)).await;
-            accepted.check(token("a"), async |_| Ok(asked += 1)).await.unwrap();
+            accepted
+                .check(token("a"), async |_| {
+                    asked += 1;
+                    Ok(())
+                })
+                .await
+                .unwrap();
         }
         assert_eq!(asked, 3);
         let other = accepted.check(token("b"), async |_| Err(unknown())).await;

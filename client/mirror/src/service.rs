@@ -7,7 +7,7 @@ use futures_util::{Stream, StreamExt, stream};
 use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
 use zeroshard_changes::{Sent, Wanted, sum};
-use zeroshard_model::{DType, Error, Result, SliceSpec};
+use zeroshard_model::{Error, Result, SliceSpec, View};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
     changes::{Change, bytes, followed, messages},
@@ -26,6 +26,9 @@ const PART: usize = 1 << 20;
 
 /// The longest wait of a call that has no deadline of its own.
 const WITHIN: Duration = Duration::from_secs(60);
+
+/// The cause of an error before the first version.
+const NOTHING: &str = "it has no version yet";
 
 /// Serves readers.
 pub(crate) struct Service {
@@ -88,11 +91,7 @@ impl Asked {
     /// [`Error::Refused`] if the mirror follows another job; [`Error::Unavailable`] if it has not
     /// arrived at the reader's line yet.
     fn check(&self, known: &Known) -> Result<()> {
-        let unavailable = |cause: &str| Error::Unavailable {
-            peer: "the mirror".to_owned(),
-            cause: cause.to_owned(),
-        };
-        let Some(of) = &known.job else { return Err(unavailable("it has no version yet")) };
+        let Some(of) = &known.job else { return Err(unavailable(NOTHING)) };
         if of.spec.name != self.job {
             return Err(Error::refused(format!(
                 "the mirror has job {:?}, not {:?}; name the one that it follows",
@@ -104,6 +103,10 @@ impl Asked {
             false => Err(unavailable("it does not have the job's current line yet")),
         }
     }
+}
+
+fn unavailable(cause: &str) -> Error {
+    Error::Unavailable { peer: "the mirror".to_owned(), cause: cause.to_owned() }
 }
 
 impl Service {
@@ -119,8 +122,15 @@ impl Service {
     async fn slices(&self, messages: &[pb::FollowedSlices]) -> Result<VecDeque<(u32, SliceSpec)>> {
         let values = self.store.values().await;
         self.store.known(|known| {
-            let specs = known.job.as_ref().map_or(&[][..], |job| job.spec.manifest.slices());
-            let spec = |(slice, dtype): (u32, DType)| {
+            let Some(of) = &known.job else { return Err(unavailable(NOTHING)) };
+            let manifest = &of.spec.manifest;
+            let spec = |(slice, view): (u32, View)| {
+                let (specs, dtype) = (manifest.slices(), view.dtype());
+                if view.bounds().is_some() {
+                    let sentence = "a mirror has whole tensors, and the request has boxes; follow \
+                                    boxes without a mirror";
+                    return Err(Error::refused(sentence));
+                }
                 let spec = specs.get(slice as usize).copied().ok_or_else(|| {
                     let what = format!("slice {slice} of a reader's request");
                     Error::invalid(what, "not there", "a slice of the job")
@@ -132,7 +142,7 @@ impl Service {
                 }
                 Ok((slice, spec))
             };
-            followed(messages, specs.len())?.into_iter().map(spec).collect()
+            followed(messages, manifest)?.into_iter().map(spec).collect()
         })
     }
 

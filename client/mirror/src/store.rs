@@ -127,7 +127,7 @@ impl Store {
             job.is_some_and(|job| job.id == follower.description().id)
         };
         if !self.known(is_known) {
-            values.values = FollowedValues::new(follower)?;
+            values.values = FollowedValues::new(follower);
         }
         let was_copied = version.copied().is_some();
         match follower.apply(version, values.values.targets()?).await {

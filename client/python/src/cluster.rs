@@ -1,6 +1,6 @@
 //! Connections to clusters, which may run inside this process.
 
-use std::{net::IpAddr, path::PathBuf, sync::Mutex, time::Duration};
+use std::{collections::BTreeMap, net::IpAddr, path::PathBuf, sync::Mutex, time::Duration};
 
 use pyo3::prelude::*;
 use serde_json::json;
@@ -16,7 +16,7 @@ use crate::{
     error::raise,
     follow::Follower,
     job::Job,
-    mesh::Mesh,
+    mesh::{Mesh, TensorBox},
     optimizer::{Group, optimizers},
     pin::Pinned,
     plan::lock,
@@ -269,19 +269,25 @@ impl Cluster {
         wait(py, async move { cluster.pin(&name, &pin).await }).map(Pinned::new)
     }
 
-    #[pyo3(signature = (name, *, dtype, tensors=None, seconds=600.0, mirror=None))]
+    #[pyo3(signature = (
+        name, *, dtype, tensors=None, boxes=None, seconds=600.0, mirror=None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn follow(
         &self,
         py: Python<'_>,
         name: String,
         dtype: &str,
         tensors: Option<Vec<String>>,
+        boxes: Option<BTreeMap<String, PyRef<'_, TensorBox>>>,
         seconds: f64,
         mirror: Option<String>,
     ) -> PyResult<Follower> {
         let dtype = parse_dtype("dtype of a follower", dtype)?;
         let wait_for = self::seconds("seconds", seconds)?;
-        let follow = client::Follow { dtype, tensors, wait: wait_for, mirror };
+        let boxes = boxes.unwrap_or_default().into_iter();
+        let boxes = boxes.map(|(name, of)| (name, of.0.clone())).collect();
+        let follow = client::Follow { dtype, tensors, boxes, wait: wait_for, mirror };
         let cluster = self.cluster.clone();
         Follower::new(wait(py, async move { cluster.follow(&name, follow).await })?)
     }

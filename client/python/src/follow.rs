@@ -8,7 +8,6 @@ use zeroshard_client::{self as client, Error};
 
 use crate::{
     array::{Arrays, Lent, Targets},
-    error::raise,
     runtime::wait,
 };
 
@@ -18,20 +17,21 @@ type Shared = Arc<Mutex<client::Follower>>;
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Follower {
     follower: Shared,
-    /// For each followed tensor its name, its shape, the dtype of the reader's values, and the
-    /// index of the tensor that owns the storage.
+    /// For each followed tensor its name, its shape or that of its box, the dtype of the reader's
+    /// values, and the index of the tensor that owns the storage.
     tensors: Vec<(String, Vec<u64>, String, usize)>,
 }
 
 impl Follower {
     pub(crate) fn new(follower: client::Follower) -> PyResult<Self> {
-        let owners = follower.tensors().map_err(raise)?;
+        let owners = follower.tensors();
         let manifest = &follower.spec().manifest;
         let all = manifest.tensors().iter().enumerate();
         let followed = all.filter(|(tensor, _)| owners.contains(&manifest.owner(*tensor)));
         let tensors = followed.map(|(tensor, of)| {
-            let dtype = follower.dtype_of(tensor).to_string();
-            (of.name.clone(), of.shape.clone(), dtype, manifest.owner(tensor))
+            let (dtype, owner) = (follower.dtype_of(tensor).to_string(), manifest.owner(tensor));
+            let shape = follower.bounds(owner).map_or(&of.shape, |bounds| &bounds.size);
+            (of.name.clone(), shape.clone(), dtype, owner)
         });
         let tensors = tensors.collect();
         Ok(Self { follower: Arc::new(Mutex::new(follower)), tensors })

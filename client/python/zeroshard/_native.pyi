@@ -366,11 +366,12 @@ class Cluster:
         *,
         dtype: str,
         tensors: Sequence[str] | None = None,
+        boxes: Mapping[str, Box] | None = None,
         seconds: float = 600.0,
         mirror: str | None = None,
     ) -> Follower:
-        """Follows a job in a dtype. ``seconds``: the longest wait for a version. ``mirror``: the
-        address of a mirror."""
+        """Follows a job in a dtype. ``boxes``: the boxes of tensors that are not followed as a
+        whole. ``seconds``: the longest wait for a version. ``mirror``: the address of a mirror."""
     def state_hash(self, name: str) -> str: ...
     def traffic(self) -> tuple[int, int]:
         """Payload bytes pulled and pushed so far."""
@@ -404,8 +405,8 @@ class Follower:
 
     @property
     def tensors(self) -> list[tuple[str, list[int], str, int]]:
-        """Name, shape, dtype of the reader's values, and index of the tensor that owns the storage,
-        of all tensors that are followed."""
+        """Name, shape (or that of the box), dtype of the reader's values, and index of the tensor
+        that owns the storage, of all tensors that are followed."""
     def next(self) -> FollowedVersion:
         """Waits for the next version, and returns the newest one."""
     def copies(self) -> dict[str, int]:

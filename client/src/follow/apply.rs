@@ -1,6 +1,6 @@
 //! Writes a version to the arrays of a reader, and checks its hashes.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 use tokio::time::sleep;
 use zeroshard_changes::{
@@ -8,7 +8,7 @@ use zeroshard_changes::{
     apply::{self, Place},
     hash,
 };
-use zeroshard_model::{Error, Result, SliceSpec, TensorId};
+use zeroshard_model::{DType, Error, Result, TensorId};
 use zeroshard_net::Deadline;
 
 use super::{
@@ -25,8 +25,9 @@ pub(super) type Arrays<'a> = BTreeMap<usize, Slots<'a>>;
 pub(super) type Copy = (u64, BTreeMap<u32, u64>);
 
 impl Follower {
-    /// Writes a version to the reader's arrays. Pass the whole array of each followed tensor, in
-    /// its dtype ([`Self::dtype_of`]). While it writes the values, this method computes the hash of
+    /// Writes a version to the reader's arrays. Pass the array of each followed tensor, in its
+    /// dtype ([`Self::dtype_of`]), with all elements of the tensor or of its box
+    /// ([`Self::bounds`]). While it writes the values, this method computes the hash of
     /// each slice, and compares it with that of the server. If one differs, somebody else has
     /// written to the arrays: the method takes all values back, fetches a full copy of the newest
     /// version, and `version` gets its number. It does the same if [`Self::apply_gathered`] has
@@ -62,19 +63,19 @@ impl Follower {
         self.copy(version, &mut arrays).await
     }
 
-    /// Returns the positions of the changed elements of a tensor, ascending, or `None` for a full
-    /// copy. Use it with [`Self::apply_gathered`] if the arrays are outside the memory of this
-    /// process.
+    /// Returns the positions of the changed elements in the array of a tensor, ascending, or `None`
+    /// for a full copy. Use it with [`Self::apply_gathered`] if the arrays are outside the memory
+    /// of this process.
     ///
     /// # Errors
     /// [`Error::Internal`] for a malformed change.
     pub fn positions(&self, version: &FollowedVersion, tensor: usize) -> Result<Option<Vec<u64>>> {
         let Content::Changes { slices, .. } = &version.content else { return Ok(None) };
-        let (mut all, dtype) = (Vec::new(), self.dtype_of(tensor));
-        for (slice, spec, change) in self.changes_of(slices, tensor) {
-            let positions = apply::positions(dtype, spec.numel, &change.change);
+        let mut all = Vec::new();
+        for (slice, (dtype, part), change) in self.changes_of(slices, tensor) {
+            let positions = apply::positions(dtype, part.len(), &change.change);
             let positions = positions.map_err(|error| malformed(slice, &error))?;
-            all.extend(positions.into_iter().map(|position| position + spec.offset as u64));
+            all.extend(positions.into_iter().map(|position| position + part.start as u64));
         }
         Ok(Some(all))
     }
@@ -96,13 +97,12 @@ impl Follower {
         };
         self.check_holds(*from)?;
         let (mut changed, mut is_equal) = (0, true);
-        for tensor in self.tensors()? {
-            let dtype = self.dtype_of(tensor);
+        for tensor in self.tensors() {
             let Some(values) = gathered.get_mut(&tensor) else { return Err(self.missing(tensor)) };
             let mut values = &mut **values;
-            for (slice, spec, change) in self.changes_of(slices, tensor) {
-                let place = Place { dtype, first: spec.offset as u64 };
-                let effect = apply::apply_gathered(place, spec.numel, values, &change.change);
+            for (slice, (dtype, part), change) in self.changes_of(slices, tensor) {
+                let place = Place { dtype, first: part.start as u64 };
+                let effect = apply::apply_gathered(place, part.len(), values, &change.change);
                 let effect = effect.map_err(|error| malformed(slice, &error))?;
                 changed += effect.changed;
                 values = &mut values[effect.changed as usize * dtype.size()..];
@@ -119,16 +119,18 @@ impl Follower {
         Ok(is_equal)
     }
 
-    /// Returns the slices of a tensor with their changes.
+    /// Returns the slices of a tensor, each with the dtype and the positions of its values, and
+    /// with its change.
     fn changes_of<'a>(
         &'a self,
         slices: &'a BTreeMap<u32, SliceChange>,
         tensor: usize,
-    ) -> impl Iterator<Item = (u32, &'a SliceSpec, &'a SliceChange)> {
+    ) -> impl Iterator<Item = (u32, (DType, Range<usize>), &'a SliceChange)> {
         let manifest = &self.of.spec.manifest;
         let of = manifest.slices_of(tensor).map(|slice| slice as u32);
         of.filter_map(|slice| {
-            Some((slice, &manifest.slices()[slice as usize], slices.get(&slice)?))
+            let place = self.views.place(&manifest.slices()[slice as usize])?;
+            Some((slice, place, slices.get(&slice)?))
         })
     }
 
@@ -165,18 +167,20 @@ impl Follower {
                     "the follower got an array for a tensor that is not there",
                 ));
             };
-            let (name, dtype) = (&spec.name, self.dtype_of(tensor.index()));
-            if bounds.is_some() || data.len() as u64 != spec.numel() || data.dtype() != dtype {
+            // Tied tensors have one storage.
+            let (name, owner) = (&spec.name, manifest.owner(tensor.index()));
+            let (dtype, numel) = (self.dtype_of(owner), self.numel_of(owner));
+            if bounds.is_some() || data.len() != numel || data.dtype() != dtype {
+                let of = self.bounds(owner).map_or("tensor", |_| "box");
                 return Err(Error::invalid(
                     format!("array for tensor {name:?}"),
                     format!("{} elements of {}", data.len(), data.dtype()),
-                    format!("all {} elements of the tensor as {dtype}", spec.numel()),
+                    format!("all {numel} elements of the {of} as {dtype}"),
                 ));
             }
-            // Tied tensors have one storage.
-            arrays.insert(manifest.owner(tensor.index()), data);
+            arrays.insert(owner, data);
         }
-        match self.tensors()?.into_iter().find(|tensor| !arrays.contains_key(tensor)) {
+        match self.views.tensors().find(|tensor| !arrays.contains_key(tensor)) {
             None => Ok(arrays),
             Some(tensor) => Err(self.missing(tensor)),
         }
@@ -191,13 +195,14 @@ impl Follower {
         let manifest = &self.of.spec.manifest;
         let mut parts = Vec::with_capacity(slices.len());
         for (tensor, array) in arrays {
-            let (dtype, mut rest) = (self.dtype_of(*tensor), array.bytes_mut());
+            let mut rest = array.bytes_mut();
             for slice in manifest.slices_of(*tensor) {
-                let spec = &manifest.slices()[slice];
-                let (values, behind) = rest.split_at_mut(spec.numel * dtype.size());
+                let place = self.views.place(&manifest.slices()[slice]);
+                let Some((dtype, positions)) = place else { continue };
+                let (values, behind) = rest.split_at_mut(positions.len() * dtype.size());
                 rest = behind;
                 let slice = slice as u32;
-                let place = Place { dtype, first: spec.offset as u64 };
+                let place = Place { dtype, first: positions.start as u64 };
                 parts.extend(slices.get(&slice).map(|change| Part {
                     slice,
                     place,
@@ -258,7 +263,7 @@ impl Follower {
     async fn pull(&self, pinned: &Pinned, arrays: &mut Arrays<'_>) -> Result<Copy> {
         let targets = arrays.iter_mut().map(|(tensor, array)| Target {
             tensor: TensorId::new(*tensor),
-            bounds: None,
+            bounds: self.bounds(*tensor).cloned(),
             data: array.reborrow(),
         });
         let manifest = &self.of.spec.manifest;
@@ -272,19 +277,19 @@ impl Follower {
         let manifest = &self.of.spec.manifest;
         let mut hashes = BTreeMap::new();
         for (tensor, array) in arrays {
-            let dtype = self.dtype_of(*tensor);
             for slice in manifest.slices_of(*tensor) {
-                let spec = &manifest.slices()[slice];
-                let found = hash::of(dtype, spec.offset as u64, part(array, spec));
-                hashes.insert(slice as u32, found);
+                let place = self.views.place(&manifest.slices()[slice]);
+                let Some((dtype, positions)) = place else { continue };
+                let first = positions.start as u64;
+                hashes.insert(slice as u32, hash::of(dtype, first, part(array, positions)));
             }
         }
         hashes
     }
 }
 
-/// Returns the values of a slice in the array of its tensor.
-pub(super) fn part<'a>(array: &'a mut Slots<'_>, slice: &SliceSpec) -> &'a mut [u8] {
+/// Returns the values at these positions of an array.
+pub(super) fn part<'a>(array: &'a mut Slots<'_>, positions: Range<usize>) -> &'a mut [u8] {
     let size = array.dtype().size();
-    &mut array.bytes_mut()[slice.offset * size..(slice.offset + slice.numel) * size]
+    &mut array.bytes_mut()[positions.start * size..positions.end * size]
 }

@@ -9,6 +9,7 @@ use zeroshard_changes::{Known, SliceChange, block, vouch};
 use zeroshard_model::{DType, Error, Result, Server};
 use zeroshard_net::transport::MAX_CONTROL_MESSAGE;
 use zeroshard_proto::{
+    convert::box_message,
     pb::{self, shard_service_client::ShardServiceClient},
     status::from_status,
 };
@@ -39,9 +40,7 @@ impl Follower {
     /// Returns whom to ask for changes: the mirror if there is one, and all servers otherwise.
     fn sources(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
         match &self.mirror {
-            Some(mirror) => {
-                Ok(vec![(Source::Mirror(mirror.clone()), self.request(self.slices()?))])
-            }
+            Some(mirror) => Ok(vec![(Source::Mirror(mirror.clone()), self.request(self.slices()))]),
             None => self.servers(self.turn),
         }
     }
@@ -51,7 +50,7 @@ impl Follower {
     fn servers(&self, turn: usize) -> Result<Vec<(Source, pb::ChangesRequest)>> {
         let placement = &self.of.placement;
         let mut of_server = vec![Vec::new(); placement.servers().len()];
-        for slice in self.slices()? {
+        for slice in self.slices() {
             let owners = placement.owners(slice as usize);
             of_server[owners[turn % owners.len()] as usize].push(slice);
         }
@@ -73,19 +72,26 @@ impl Follower {
         }
     }
 
-    /// Returns slices, which are ascending, by the dtype of the reader's values.
+    /// Returns slices, which are ascending, by the dtype of the reader's values, with the boxes of
+    /// their tensors.
     pub(super) fn by_dtype(
         &self,
         slices: impl IntoIterator<Item = u32>,
     ) -> Vec<pb::FollowedSlices> {
-        let mut of_dtype = BTreeMap::<DType, Vec<u32>>::new();
+        let mut of_dtype = BTreeMap::<DType, pb::FollowedSlices>::new();
+        let mut last = None;
         for slice in slices {
             let tensor = self.of.spec.manifest.slices()[slice as usize].tensor;
-            of_dtype.entry(self.dtype_of(tensor)).or_default().push(slice);
+            let dtype = self.dtype_of(tensor);
+            let of = of_dtype.entry(dtype).or_default();
+            of.dtype = pb::Dtype::from(dtype).into();
+            of.slices.push(slice);
+            if last.replace(tensor) != Some(tensor) {
+                let bounds = self.bounds(tensor);
+                of.boxes.extend(bounds.map(|bounds| box_message(bounds, tensor)));
+            }
         }
-        let message =
-            |(dtype, slices)| pb::FollowedSlices { dtype: pb::Dtype::from(dtype).into(), slices };
-        of_dtype.into_iter().map(message).collect()
+        of_dtype.into_values().collect()
     }
 
     /// Makes all servers record changes, unless a mirror has done so. Waits for a version after the
@@ -126,15 +132,16 @@ impl Follower {
         });
         let manifest = &self.of.spec.manifest;
         let size = |slice: u32| {
-            let of = &manifest.slices()[slice as usize];
-            (self.dtype_of(of.tensor), of.numel)
+            let place = self.views.place(&manifest.slices()[slice as usize]);
+            let (dtype, positions) = place.expect("each change is of a followed slice");
+            (dtype, positions.len())
         };
         for (at, rest) in try_join_all(rest).await? {
             let added = gathering.add(at, rest, size);
             added.map_err(|(slice, error)| malformed(slice, &error))?;
         }
         let Some(mut slices) = gathering.finish() else { return Ok(Since::Unknown) };
-        if let Some(slice) = self.slices()?.find(|slice| !slices.contains_key(slice)) {
+        if let Some(slice) = self.slices().find(|slice| !slices.contains_key(slice)) {
             let cause = format!("the servers left out the change of slice {slice}");
             return Err(Error::Internal { cause });
         }
@@ -246,9 +253,10 @@ struct Parts {
 impl Parts {
     fn add(&mut self, of: &Follower, part: pb::SliceChange) -> Result<()> {
         let pb::SliceChange { slice, change, hash } = part;
-        let Some(spec) = of.of.spec.manifest.slices().get(slice as usize) else {
+        let spec = of.of.spec.manifest.slices().get(slice as usize);
+        let Some((dtype, positions)) = spec.and_then(|spec| of.views.place(spec)) else {
             let cause =
-                format!("a server has sent the change of slice {slice}, which is not there");
+                format!("a server has sent the change of slice {slice}, which was not asked for");
             return Err(Error::Internal { cause });
         };
         let change = match self.open.take() {
@@ -258,7 +266,7 @@ impl Parts {
             }
             _ => change,
         };
-        if change.len() > block::most_bytes(of.dtype_of(spec.tensor), spec.numel) {
+        if change.len() > block::most_bytes(dtype, positions.len()) {
             return Err(malformed(slice, &"it is longer than the slice"));
         }
         match hash {

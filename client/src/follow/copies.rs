@@ -29,9 +29,11 @@ impl Follower {
             let gone = || failed(format!("it does not know the changes since version {from}"));
             for (slice, of) in changes.ok_or_else(gone)? {
                 let spec = &self.of.spec.manifest.slices()[slice as usize];
-                let Some(array) = arrays.get_mut(&spec.tensor) else { continue };
-                let place = Place { dtype: array.dtype(), first: spec.offset as u64 };
-                apply(place, part(array, spec), &of.change)
+                let array = arrays.get_mut(&spec.tensor);
+                let Some((array, place)) = array.zip(self.views.place(spec)) else { continue };
+                let (dtype, positions) = place;
+                let place = Place { dtype, first: positions.start as u64 };
+                apply(place, part(array, positions), &of.change)
                     .map_err(|error| malformed(slice, &error))?;
             }
         }
@@ -58,7 +60,7 @@ impl Follower {
             job: self.of.spec.name.clone(),
             job_id: self.of.id,
             line: self.of.line,
-            slices: self.by_dtype(self.slices()?),
+            slices: self.by_dtype(self.slices()),
         };
         let failed = |status: tonic::Status| from_status(&status, &mirror.peer);
         let mut client = mirror.client(self.cluster.options.timeout);
@@ -70,9 +72,13 @@ impl Follower {
                 cause: format!("{} has sent {cause} of slice {slice}", mirror.peer),
             };
             let spec = self.of.spec.manifest.slices().get(slice as usize);
-            let array = spec.and_then(|spec| Some((spec, arrays.get_mut(&spec.tensor)?)));
-            let (spec, array) = array.ok_or_else(|| wrong("values that were not asked for,"))?;
-            let array = part(array, spec);
+            let place = spec.and_then(|spec| {
+                let (_, positions) = self.views.place(spec)?;
+                Some((arrays.get_mut(&spec.tensor)?, positions))
+            });
+            let (array, positions) =
+                place.ok_or_else(|| wrong("values that were not asked for,"))?;
+            let array = part(array, positions);
             let at = filled.entry(slice).or_default();
             let end = *at + values.len();
             array
@@ -87,7 +93,7 @@ impl Follower {
                 versions.insert(slice, version);
             }
         }
-        match self.slices()?.find(|slice| !versions.contains_key(slice)) {
+        match self.slices().find(|slice| !versions.contains_key(slice)) {
             None => Ok(versions),
             Some(slice) => {
                 let cause = format!("{} has left out slice {slice}", mirror.peer);

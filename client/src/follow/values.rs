@@ -12,18 +12,14 @@ use crate::{Slots, Target};
 pub struct FollowedValues(BTreeMap<usize, (DType, Vec<u8>)>);
 
 impl FollowedValues {
-    /// Allocates zeros for the tensors of a follower.
-    ///
-    /// # Errors
-    /// Those of [`Follower::tensors`].
-    pub fn new(follower: &Follower) -> Result<Self> {
+    /// Allocates zeros for the tensors of a follower, or for their boxes.
+    pub fn new(follower: &Follower) -> Self {
         let zeros = |tensor: usize| {
-            let numel = follower.spec().manifest.tensors()[tensor].numel() as usize;
             let dtype = follower.dtype_of(tensor);
-            (dtype, vec![0; numel * dtype.size()])
+            (dtype, vec![0; follower.numel_of(tensor) * dtype.size()])
         };
-        let tensors = follower.tensors()?.into_iter();
-        Ok(Self(tensors.map(|tensor| (tensor, zeros(tensor))).collect()))
+        let tensors = follower.tensors().into_iter();
+        Self(tensors.map(|tensor| (tensor, zeros(tensor))).collect())
     }
 
     /// Returns the arrays for [`Follower::apply`].

@@ -93,7 +93,7 @@ pub(crate) async fn run(arguments: &Arguments, cluster: &Cluster, json: bool) ->
     let dtype = arguments.dtype.unwrap_or_else(|| dtype_of(&of.spec));
     let wait = Duration::from_secs(arguments.within);
     let mirror = arguments.mirror.clone();
-    let follow = Follow { dtype, tensors: tensors.clone(), wait, mirror };
+    let follow = Follow { dtype, tensors: tensors.clone(), wait, mirror, ..Follow::default() };
     let follower = cluster.follow(job, follow).await?;
     let contents = Contents { job: job.clone(), dtype, tensors: tensors.clone() };
     let directory = Directory::open(&arguments.to, &contents, follower.description().id)?;
@@ -260,7 +260,7 @@ impl Model {
     /// Allocates arrays for the tensors of a follower.
     fn new(follower: &Follower, file_bytes: u64) -> Result<Self> {
         let manifest = &follower.spec().manifest;
-        let values = FollowedValues::new(follower)?;
+        let values = FollowedValues::new(follower);
         let tensors = values.iter().map(|(index, dtype, _)| {
             let tensor = &manifest.tensors()[index];
             (tensor, if tensor.buffer { tensor.dtype } else { dtype })

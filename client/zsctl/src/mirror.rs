@@ -55,7 +55,7 @@ pub(crate) async fn run(
 ) -> Result<()> {
     let Arguments { job, dtype, tensors, history_bytes, mirror, .. } = arguments;
     let (tensors, mirror) = (tensors.clone(), mirror.clone());
-    let follow = Follow { dtype: *dtype, tensors, wait: WAIT, mirror };
+    let follow = Follow { dtype: *dtype, tensors, wait: WAIT, mirror, ..Follow::default() };
     let (readers, at) = bind(arguments.listen).await?;
     let admin = match arguments.admin_listen {
         Some(address) => Some(bind(address).await?),

@@ -34,7 +34,7 @@ pub use error::Error;
 pub use fork::{Fork, JobVersion, successor_name};
 pub use geometry::{
     DimPlacement, Elements, Layout, ProcessMesh, Reduction, SliceSpec, StridedBox, TensorBox,
-    TensorLayout,
+    TensorLayout, View,
 };
 pub use job::{Departure, JobSpec};
 pub use line::{JobLine, Line, LineVersion};

@@ -1,7 +1,10 @@
 //! Layouts and boxes of tensors in messages.
 
+use std::{collections::HashMap, sync::Arc};
+
 use zeroshard_model::{
-    DimPlacement, Error, Reduction, Result, TensorBox, TensorLayout, limits::MAX_MESH_DIMS,
+    DimPlacement, Error, Manifest, Reduction, Result, StridedBox, TensorBox, TensorLayout,
+    limits::MAX_MESH_DIMS,
 };
 
 use crate::pb;
@@ -60,6 +63,37 @@ impl From<&pb::Box> for TensorBox {
         let (offset, size) = message.dims.iter().map(|dim| (dim.offset, dim.size)).unzip();
         Self { offset, size }
     }
+}
+
+/// The boxes of a request, by the tensor that owns the storage.
+pub type Boxes = HashMap<usize, Arc<StridedBox>>;
+
+/// Converts the boxes of a request, at most one for each tensor.
+///
+/// # Errors
+/// [`Error::Invalid`] for an unknown tensor, and for a box outside of its tensor;
+/// [`Error::Refused`] for several boxes of one tensor.
+pub fn boxes(manifest: &Manifest, messages: &[pb::Box]) -> Result<Boxes> {
+    let tensors = manifest.tensors();
+    let mut boxes = Boxes::with_capacity(messages.len());
+    for message in messages {
+        let index = message.tensor as usize;
+        let Some(tensor) = tensors.get(index) else {
+            let expected = format!("less than the job's number of tensors, {}", tensors.len());
+            return Err(Error::invalid("tensor of a box", index, expected));
+        };
+        let bounds = TensorBox::from(message);
+        bounds.check(&tensor.shape, &tensor.name)?;
+        // Tied tensors have one storage, and the same shape.
+        let owner = manifest.owner(index);
+        if boxes.insert(owner, Arc::new(StridedBox::new(&tensor.shape, bounds))).is_some() {
+            return Err(Error::refused(format!(
+                "the request has more than one box of tensor {:?} and the tensors tied to it",
+                tensors[owner].name
+            )));
+        }
+    }
+    Ok(boxes)
 }
 
 #[cfg(test)]

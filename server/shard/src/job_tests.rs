@@ -9,7 +9,7 @@ use std::sync::{
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use zeroshard_kernels::Cpu;
-use zeroshard_model::{Manifest, Server, TensorSpec};
+use zeroshard_model::{Manifest, Server, StridedBox, TensorBox, TensorSpec, View};
 
 use super::*;
 use crate::{
@@ -540,22 +540,22 @@ fn an_attempt_that_is_made_again_is_recorded_once() {
 fn changes_are_recorded_until_nobody_has_asked_for_them_for_a_minute() {
     let subject = Subject::initialised(2, 1);
     let (job, budget) = (&subject.job, Budget::new(1 << 20));
-    let dtype = zeroshard_model::DType::F32;
+    let view = View::whole(zeroshard_model::DType::F32);
     let step = |version| {
         (0..2).for_each(|slice| _ = subject.push(at(1, version, 0), slice, 0, 1.0).unwrap());
         subject.decide(at(1, version, 0)).unwrap();
     };
     let is_known = |from| {
         let known = |slice: &Slice<Cpu>| {
-            matches!(slice.changes(dtype, from, from + 1), Since::Known { .. })
+            matches!(slice.changes(&view, from, from + 1), Since::Known { .. })
         };
         job.slices().map(|(_, slice)| known(slice)).collect::<Vec<_>>()
     };
     step(0);
     assert_eq!((is_known(0), budget.used()), (vec![false; 2], 0));
-    job.note_follower(dtype);
+    (0..2).for_each(|tensor| job.note_follower(tensor, &view).unwrap());
     for index in 0..2 {
-        let unhashed = job.follow(index, dtype, &budget).unwrap().unwrap();
+        let unhashed = job.follow(index, &view, &budget).unwrap().unwrap();
         unhashed.compute(job.slice(index).unwrap().backend()).unwrap();
     }
     step(1);
@@ -563,7 +563,7 @@ fn changes_are_recorded_until_nobody_has_asked_for_them_for_a_minute() {
     subject.ahead.store(59, Ordering::Relaxed);
     step(2);
     assert_eq!(is_known(2), [true; 2]);
-    job.note_follower(dtype);
+    (0..2).for_each(|tensor| job.note_follower(tensor, &view).unwrap());
     subject.ahead.store(118, Ordering::Relaxed);
     step(3);
     assert_eq!(is_known(1), [true; 2]);
@@ -571,4 +571,29 @@ fn changes_are_recorded_until_nobody_has_asked_for_them_for_a_minute() {
     subject.ahead.store(119, Ordering::Relaxed);
     step(4);
     assert_eq!((is_known(1), is_known(4), budget.used()), (vec![false; 2], vec![false; 2], 0));
+}
+
+#[test]
+fn a_tensor_is_followed_in_a_limited_number_of_boxes_and_always_as_a_whole() {
+    let subject = Subject::initialised(2, 1);
+    let job = &subject.job;
+    let dtypes = zeroshard_model::DType::ALL;
+    let note = |tensor, at| {
+        let bounds = TensorBox { offset: vec![at], size: vec![1] };
+        let bounds = Arc::new(StridedBox::new(&[100], bounds));
+        job.note_follower(tensor, &View::new(dtypes[0], Some(bounds)))
+    };
+    for at in 0..64 {
+        note(0, at).unwrap();
+    }
+    let refused = note(0, 64).unwrap_err();
+    assert!(matches!(refused, Error::Refused { .. }), "{refused}");
+    let sentence = refused.to_string();
+    assert!(sentence.starts_with("64 boxes of tensor \"t0\" are followed"), "{sentence}");
+    note(0, 63).unwrap();
+    note(1, 64).unwrap();
+    dtypes.into_iter().for_each(|dtype| job.note_follower(0, &View::whole(dtype)).unwrap());
+    subject.ahead.store(60, Ordering::Relaxed);
+    job.end_follows();
+    note(0, 64).unwrap();
 }

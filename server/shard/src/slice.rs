@@ -140,7 +140,7 @@ struct Inner<B: Backend> {
     last_save: Option<(Arc<Holds>, u32)>,
     /// Of a backup: the elements of the reduced gradient that have arrived.
     from_primary: usize,
-    /// The changes of the last steps, in each dtype in which somebody follows the job.
+    /// The changes of the last steps, in each view in which somebody follows the tensor.
     histories: Vec<History>,
     /// The failure of the disk in a step, after which the content has elements of two versions.
     broken: Option<Error>,

@@ -8,7 +8,7 @@ use futures_util::{Stream, TryStreamExt, stream};
 use tokio::sync::Semaphore;
 use zeroshard_changes::sum;
 use zeroshard_kernels::Backend;
-use zeroshard_model::{DType, Error, Result};
+use zeroshard_model::{Error, Result, View};
 use zeroshard_net::Deadline;
 use zeroshard_proto::{
     changes::{Change, bytes, followed, messages},
@@ -28,7 +28,7 @@ struct Changes<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
     /// The slices still to be sent, last one first.
-    rest: Vec<(u32, DType)>,
+    rest: Vec<(u32, View)>,
     from: u64,
     to: u64,
     deadline: Deadline,
@@ -160,20 +160,24 @@ pub(super) async fn changes<B: Backend>(
     }))
 }
 
-/// Returns the slices of a request, each with the reader's dtype.
+/// Returns the slices of a request, each as the reader has its tensor.
 ///
 /// # Errors
 /// [`Error::NotHere`], [`Error::Refused`] and [`Error::Invalid`].
 pub(crate) fn slices<B: Backend>(
     job: &Job<B>,
     messages: &[pb::FollowedSlices],
-) -> Result<Vec<(u32, DType)>> {
-    let all = followed(messages, job.spec.manifest.slices().len())?;
-    for of_dtype in all.chunk_by(|one, other| one.1 == other.1) {
-        for &(slice, _) in of_dtype {
-            job.followed_slice(slice)?;
-        }
-        job.note_follower(of_dtype[0].1);
+) -> Result<Vec<(u32, View)>> {
+    let manifest = &job.spec.manifest;
+    let all = followed(messages, manifest)?;
+    all.iter().try_for_each(|(slice, _)| job.followed_slice(*slice).map(drop))?;
+    let tensor = |slice: u32| manifest.slices()[slice as usize].tensor;
+    let same = |one: &(u32, View), other: &(u32, View)| {
+        tensor(one.0) == tensor(other.0) && one.1 == other.1
+    };
+    for of_tensor in all.chunk_by(same) {
+        let (slice, view) = &of_tensor[0];
+        job.note_follower(tensor(*slice), view)?;
     }
     Ok(all)
 }
@@ -183,16 +187,16 @@ async fn begin<B: Backend>(
     store: &Arc<Store<B>>,
     turns: &Arc<Semaphore>,
     job: &Arc<Job<B>>,
-    slices: &[(u32, DType)],
+    slices: &[(u32, View)],
     deadline: Deadline,
 ) -> Result<()> {
     let (job, budget) = (job.clone(), store.history.clone());
     let new: Vec<_> = slices
         .iter()
-        .copied()
-        .filter(|&(index, dtype)| {
-            job.followed_slice(index).is_ok_and(|slice| !slice.is_followed(dtype))
+        .filter(|(index, view)| {
+            job.followed_slice(*index).is_ok_and(|slice| !slice.is_followed(view))
         })
+        .cloned()
         .collect();
     if new.is_empty() {
         return Ok(());
@@ -203,8 +207,8 @@ async fn begin<B: Backend>(
     let work = move || {
         // Keeps the turn until this thread has finished, even if the call ends earlier.
         let _turn = turn.expect("the semaphore is never closed");
-        for (index, dtype) in new {
-            let unhashed = job.note(index, job.follow(index, dtype, &budget))?;
+        for (index, view) in new {
+            let unhashed = job.note(index, job.follow(index, &view, &budget))?;
             if let Some(unhashed) = unhashed {
                 let backend = job.followed_slice(index)?.backend();
                 job.note(index, unhashed.compute(backend))?;
@@ -219,12 +223,12 @@ impl<B: Backend> Changes<B> {
     /// Prepares the change of the next slice, or `None` if it is unknown. The last one was sent
     /// before if there is none.
     async fn next(&mut self) -> Result<Option<Option<Change>>> {
-        let Some((index, dtype)) = self.rest.pop() else { return Ok(None) };
+        let Some((index, view)) = self.rest.pop() else { return Ok(None) };
         let (changes, hash) = loop {
             if self.job.closed().is_cancelled() {
                 return Err(self.job.closed_error());
             }
-            match self.job.followed_slice(index)?.changes(dtype, self.from, self.to) {
+            match self.job.followed_slice(index)?.changes(&view, self.from, self.to) {
                 Since::Unknown => return Ok(Some(None)),
                 Since::Known { changes, hash } => break (changes, hash),
                 Since::Pending if self.deadline.left().is_zero() => {
@@ -236,14 +240,15 @@ impl<B: Backend> Changes<B> {
         };
         let change = match &changes[..] {
             [change] => change.clone(),
-            _ => self.merged(index, dtype, changes).await?,
+            _ => self.merged(index, &view, changes).await?,
         };
         Ok(Some(Some(Change { slice: index, change, hash })))
     }
 
     /// Adds the changes of several steps, or of none.
-    async fn merged(&self, index: u32, dtype: DType, changes: Vec<Bytes>) -> Result<Bytes> {
-        let numel = self.job.followed_slice(index)?.spec.numel;
+    async fn merged(&self, index: u32, view: &View, changes: Vec<Bytes>) -> Result<Bytes> {
+        let numel = view.positions(&self.job.followed_slice(index)?.spec).len();
+        let dtype = view.dtype();
         let work = move || sum((dtype, numel), &changes);
         self.store.failure.blocking("add changes", work).await
     }

@@ -2,11 +2,7 @@
 //! socket. Nothing is copied, except boxes that consist of several runs, which are copied once. A
 //! caller with a window is told where the elements are instead.
 
-use std::{
-    collections::{HashMap, VecDeque},
-    ops::Range,
-    sync::Arc,
-};
+use std::{collections::VecDeque, ops::Range, sync::Arc};
 
 use bytes::Bytes;
 use futures_util::{Stream, stream};
@@ -16,15 +12,14 @@ use zeroshard_loops::{
     Level,
     int8::{self, Rounding},
 };
-use zeroshard_model::{
-    Elements, Error, JobSpec, Result, StridedBox, TensorBox, optimizer::StateShape,
-};
+use zeroshard_model::{Elements, Error, Result, optimizer::StateShape};
 use zeroshard_net::{
     Deadline,
     trace::{Span, SpanKind, Trace},
 };
 use zeroshard_proto::{
     Wire,
+    convert::{Boxes, boxes},
     frame::{Extent, Spare, Writer},
     pb,
 };
@@ -115,7 +110,7 @@ pub(super) fn pull<B: Backend>(
         Wire::Plain(_) => bytes,
         Wire::Int8 => bytes.min(MAX_INT8_BYTES),
     };
-    let boxes = boxes(&job.spec, &request.boxes)?;
+    let boxes = boxes(&job.spec.manifest, &request.boxes)?;
     let pin = pinned(&job, request)?;
     // A mapped parameter is not rounded.
     let window = store.windows.get(job.id, request.window)?.filter(|_| wire != Wire::Int8);
@@ -161,32 +156,6 @@ pub(super) fn pull<B: Backend>(
         let next = next.inspect_err(|error| pull.span.fail(error))?;
         Ok(next.map(|frame| (frame, pull)))
     }))
-}
-
-/// The boxes of a pull, by the tensor that owns the storage.
-type Boxes = HashMap<usize, Arc<StridedBox>>;
-
-fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
-    let tensors = spec.manifest.tensors();
-    let mut boxes = Boxes::with_capacity(messages.len());
-    for message in messages {
-        let index = message.tensor as usize;
-        let Some(tensor) = tensors.get(index) else {
-            let expected = format!("less than the job's number of tensors, {}", tensors.len());
-            return Err(Error::invalid("tensor of a box", index, expected));
-        };
-        let bounds = TensorBox::from(message);
-        bounds.check(&tensor.shape, &tensor.name)?;
-        // Tied tensors have one storage, and the same shape.
-        let owner = spec.manifest.owner(index);
-        if boxes.insert(owner, Arc::new(StridedBox::new(&tensor.shape, bounds))).is_some() {
-            return Err(Error::refused(format!(
-                "the pull has more than one box of tensor {:?} and the tensors tied to it",
-                tensors[owner].name
-            )));
-        }
-    }
-    Ok(boxes)
 }
 
 /// The pin of a pull, if it has one.

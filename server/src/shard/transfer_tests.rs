@@ -259,7 +259,7 @@ async fn boxes_that_do_not_fit_are_refused() {
     assert_eq!(pull(&[boxed(0, &[60, 0], &[5, 1])], &[]).await, "box of tensor \"w\"");
     assert_eq!(pull(&[boxed(0, &[60], &[1])], &[]).await, "box of tensor \"w\"");
     let one = |tensor| boxed(tensor, &[0, 0], &[2, 2]);
-    let twice = "the pull has more than one box of tensor \"w\" and the tensors tied to it";
+    let twice = "the request has more than one box of tensor \"w\" and the tensors tied to it";
     assert_eq!(pull(&[one(0), one(0)], &[]).await, twice);
     assert_eq!(pull(&[one(0), one(1)], &[]).await, twice);
     assert_eq!(pull(&[one(0)], &[extent(3, 2)]).await, "extent of slice 0");

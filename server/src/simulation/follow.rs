@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use bytes::Bytes;
 use zeroshard_changes::{Known, SliceChange, sum};
 use zeroshard_kernels::Cpu;
-use zeroshard_model::{DType, Result};
+use zeroshard_model::{DType, Result, View};
 use zeroshard_proto::pb;
 use zeroshard_shard::{
     slice::{Since, Unhashed},
@@ -56,15 +56,16 @@ impl World {
             return Ok(None);
         }
         let mut all = BTreeMap::new();
-        for (index, dtype) in slices {
+        for (index, view) in slices {
             let slice = job.followed_slice(index)?;
-            let (changes, hash) = match slice.changes(dtype, from, version) {
+            let (changes, hash) = match slice.changes(&view, from, version) {
                 Since::Unknown => return known(None),
                 Since::Pending => return Ok(None),
                 Since::Known { changes, hash } => (changes, hash),
             };
             let lost = usize::from(changes.len() > 1 && is_missing(Safeguard::EveryStep));
-            let change = sum((dtype, slice.spec.numel), &changes[lost..])?;
+            let numel = view.positions(&slice.spec).len();
+            let change = sum((view.dtype(), numel), &changes[lost..])?;
             all.insert(index, SliceChange { change, hash });
         }
         known(Some(all))
@@ -75,13 +76,13 @@ impl World {
         &mut self,
         server: usize,
         job: &Arc<Job<Cpu>>,
-        slices: &[(u32, DType)],
+        slices: &[(u32, View)],
     ) -> Result<()> {
         let of = &mut self.servers[server];
         let life = of.life;
         let mut begun = Vec::new();
-        for &(slice, dtype) in slices {
-            let follows = job.follow(slice, dtype, &of.history);
+        for (slice, view) in slices {
+            let (slice, follows) = (*slice, job.follow(*slice, view, &of.history));
             if let Some(values) = job.note(slice, follows)? {
                 begun.push(Hashing { job: job.clone(), slice, values });
             }
@@ -110,7 +111,7 @@ impl World {
     pub(super) fn end_follows(&mut self, dtype: DType) {
         let jobs = self.servers.iter().flat_map(|server| server.jobs.values());
         let slices = jobs.flat_map(|running| running.job.slices());
-        slices.for_each(|(_, slice)| slice.unfollow(dtype));
+        slices.for_each(|(_, slice)| slice.unfollow(&View::whole(dtype)));
     }
 }
 

@@ -250,6 +250,29 @@ def test_another_program_follows_the_job(block: Block, processes: dict[str, str]
     ranks.run(1, _follow, block, processes["ZEROSHARD_ADDRESS"], init=None)
 
 
+def _follow_boxes(rank: int, block: Block, address: str) -> None:
+    with zs.init(address, name="train"):
+        names = parts()
+        zs.shard(names["model"], names["optimizer"])
+        check_trains(names)
+        block = changed(block, {"127.0.0.1:7400": address, "generate(part)": "break"})
+        state = names["model"].state_dict()
+        for number in range(2):
+            reader = {**parts(), "rank": number}
+            block.run(reader)
+            assert reader["version"].number == 1
+            for name, found in reader["part"].state_dict().items():
+                expected = state[name].bfloat16()
+                for dim, (offset, size) in enumerate(reader["boxes"].get(name, ())):
+                    expected = expected.narrow(dim, offset, size)
+                assert torch.equal(expected, found), name
+
+
+@pytest.mark.parametrize("block", of_kinds("follow boxes"), ids=str)
+def test_a_part_of_a_model_follows_the_job(block: Block, processes: dict[str, str]) -> None:
+    ranks.run(1, _follow_boxes, block, processes["ZEROSHARD_ADDRESS"], init=None)
+
+
 def _session(rank: int, block: Block) -> None:
     names = parts()
     block.run(names)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 import models
 import ranks
@@ -17,8 +19,8 @@ from training import assert_same
 from zeroshard.torch import follow, group_sharded_parallel
 
 
-def step(model: nn.Module, optimizer: Any, number: int) -> None:
-    model(*models.batch("cnn", number, 8)).backward()
+def step(model: nn.Module, optimizer: Any, number: int, kind: str = "cnn") -> None:
+    model(*models.batch(kind, number, 8)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -91,6 +93,107 @@ def follow_while_training(rank: int, address: str) -> None:
 def test_a_model_has_every_version_bit_for_bit() -> None:
     with servers(2) as address:
         ranks.run(1, follow_while_training, address, init=None)
+
+
+def half() -> nn.Module:
+    """The part of a rank among two in :func:`models.mlp` with tensor parallelism."""
+    return models.Classifier(
+        nn.Linear(models.FEATURES, 16),
+        nn.ReLU(),
+        nn.Linear(16, 24),
+        nn.Tanh(),
+        nn.Linear(24, models.CLASSES),
+    )
+
+
+def boxes_of(part: int) -> dict[str, list[tuple[int, int]]]:
+    """The first index and the number of indices of that part along each dimension."""
+    own = (16 * part, 16)
+    return {
+        "layers.0.weight": [own, (0, models.FEATURES)],
+        "layers.0.bias": [own],
+        "layers.2.weight": [(0, 24), own],
+    }
+
+
+def distributed(model: nn.Module) -> nn.Module:
+    """Turns the weight of the first layer into a DTensor, which has the same local elements."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = DeviceMesh("cpu", [0])
+    layer: Any = model.get_submodule("layers.0")
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Shard(0)]))
+    return model
+
+
+def local_state(model: nn.Module) -> dict[str, Tensor]:
+    state = state_of(model)
+    return {name: of.to_local() if isinstance(of, DTensor) else of for name, of in state.items()}
+
+
+def follow_boxes(rank: int, address: str) -> None:
+    with zs.init(address, name="parts"):
+        bare = models.mlp()
+        # The last parameter is not in the model, so no reader needs it.
+        parameters = [*bare.parameters(), nn.Parameter(torch.zeros(3))]
+        optimizer: Any = torch.optim.AdamW(parameters, lr=0.01)
+        model, optimizer, _ = group_sharded_parallel(bare, optimizer, "os_g")
+        parts = [half(), scattered(half()), rounded(half()), distributed(half())]
+        dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+        followers = [
+            follow("parts", boxes=boxes_of(number % 2), dtype=dtype)
+            for number, dtype in enumerate(dtypes)
+        ]
+        for number in range(6):
+            whole = state_of(model)
+            for part, (reader, versions) in enumerate(zip(parts, followers, strict=True)):
+                version = next(versions)
+                if number == 3:
+                    with torch.no_grad():
+                        reader.get_parameter("layers.2.weight").add_(0.5)
+                version.apply(reader)
+                assert version.number == number
+                assert version.copied == {0: "joined", 3: "differed"}.get(number)
+                expected = dict(whole)
+                for name, ranges in boxes_of(part % 2).items():
+                    for dim, (offset, size) in enumerate(ranges):
+                        expected[name] = expected[name].narrow(dim, offset, size)
+                expected = {name: of.to(dtypes[part]) for name, of in expected.items()}
+                assert_same(local_state(reader), expected)
+            step(model, optimizer, number, "mlp")
+
+
+def test_a_part_of_a_model_has_its_boxes_of_every_version() -> None:
+    with servers(2) as address:
+        ranks.run(1, follow_boxes, address, init=None)
+
+
+def follow_invalid_boxes(rank: int, address: str) -> None:
+    with zs.init(address, name="boxes"):
+        bare = models.mlp()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+        group_sharded_parallel(bare, optimizer, "os")
+        weight = "layers.0.weight"
+        for boxes, match in (
+            ({"nothing": [(0, 1)]}, "nothing"),
+            ({weight: [(0, 16)]}, r"shape, \[32, 20\]"),
+            ({weight: [(17, 16), (0, 20)]}, r"shape, \[32, 20\]"),
+            ({weight: [(-1, 16), (0, 20)]}, "the first index and the number of indices"),
+            ({weight: [0, 16]}, "the first index and the number of indices"),
+        ):
+            with pytest.raises(zs.InvalidArgumentError, match=match):
+                follow("boxes", boxes=boxes)  # type: ignore[arg-type]
+        with pytest.raises(zs.InvalidArgumentError, match="does not follow"):
+            follow("boxes", boxes=boxes_of(0), tensors=[weight])
+        with pytest.raises(zs.InvalidArgumentError, match="mirror"):
+            follow("boxes", boxes=boxes_of(0), mirror="127.0.0.1:1")
+        with follow("boxes", boxes=boxes_of(0)) as versions:
+            with pytest.raises(zs.InvalidArgumentError, match=r"receives \[16, 20\]"):
+                next(versions).apply(models.mlp())
+
+
+def test_boxes_that_do_not_fit_are_refused() -> None:
+    with servers(1) as address:
+        ranks.run(1, follow_invalid_boxes, address, init=None)
 
 
 def follow_in_error(rank: int, address: str) -> None:

@@ -21,6 +21,7 @@ mod election;
 mod exactly_once;
 mod faults;
 mod follow;
+mod follow_boxes;
 mod followed_files;
 mod fork;
 mod gpus;

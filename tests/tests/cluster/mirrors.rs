@@ -255,7 +255,12 @@ async fn a_mirror_refuses_readers_whom_the_servers_refuse_and_jobs_that_it_does_
         request.metadata_mut().insert("authorization", "Bearer secret".parse().unwrap());
         request
     };
-    let of = |dtype: i32, slices: Vec<u32>| vec![pb::FollowedSlices { dtype, slices }];
+    let of = |dtype: i32, slices: Vec<u32>| {
+        vec![pb::FollowedSlices { dtype, slices, boxes: Vec::new() }]
+    };
+    let mut boxed = of(pb::Dtype::F32.into(), vec![0]);
+    let dims = vec![pb::BoxDim { offset: 0, size: 50 }];
+    boxed[0].boxes.push(pb::Box { tensor: 0, dims });
     let f32 = pb::Dtype::F32.into();
     for (job, slices, expected) in [
         ("other", of(f32, vec![0]), "the mirror has job \"guarded\""),
@@ -264,6 +269,7 @@ async fn a_mirror_refuses_readers_whom_the_servers_refuse_and_jobs_that_it_does_
         ("guarded", of(f32, vec![0; 1000]), "are not ascending"),
         ("guarded", [of(f32, vec![0]), of(f32, vec![0])].concat(), "in more than one dtype"),
         ("guarded", of(99, vec![0]), "dtype of a reader"),
+        ("guarded", boxed, "a mirror has whole tensors"),
     ] {
         let request = pb::CopyRequest { job: job.to_owned(), slices, ..Default::default() };
         let refused = raw.copy(authorized(request)).await.unwrap_err();

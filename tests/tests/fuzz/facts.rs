@@ -14,6 +14,7 @@ use zeroshard_model::Manifest;
 pub(crate) struct Slice {
     pub(crate) index: u32,
     pub(crate) numel: usize,
+    pub(crate) tensor: usize,
     pub(crate) trains: bool,
     /// The index of the shard server that is its primary.
     pub(crate) shard: usize,
@@ -32,6 +33,8 @@ pub(crate) struct Member {
     pub(crate) version: u64,
     pub(crate) attempt: u32,
     pub(crate) slices: Vec<Slice>,
+    /// The shape of each tensor.
+    pub(crate) shapes: Vec<Vec<u64>>,
 }
 
 impl Member {
@@ -47,6 +50,7 @@ impl Member {
             version: job.version().unwrap_or_default(),
             attempt: 0,
             slices: slices(&job.spec().manifest, placed, shards),
+            shapes: job.spec().manifest.tensors().iter().map(|of| of.shape.clone()).collect(),
         }
     }
 }
@@ -58,6 +62,7 @@ fn slices(manifest: &Manifest, placed: &Description, shards: &[String]) -> Vec<S
         let shard = shards.iter().position(|shard| shard == address)?;
         Some(Slice {
             index: index as u32,
+            tensor: slice.tensor,
             numel: slice.numel,
             trains: manifest.trains(index),
             shard,

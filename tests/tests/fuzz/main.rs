@@ -144,6 +144,7 @@ fn every_field_of_every_message_is_set_by_some_input() {
             version: 6,
             attempt: 7,
             slices: Vec::new(),
+            shapes: Vec::new(),
         };
         let mut generator = Generator { random, member, facts: &facts };
         for _ in 0..2000 {

@@ -15,6 +15,7 @@ impl Generator<'_> {
         match rpc.method.full_name() {
             "zeroshard.v1.DataService.Push" if self.chance(85) => self.push(&of, server),
             "zeroshard.v1.DataService.Pull" if self.chance(60) => self.pull(&of, server),
+            "zeroshard.v1.ShardService.Changes" if self.chance(60) => self.changes(&of, server),
             "zeroshard.v1.ShardService.Capture" if self.chance(85) => self.capture(&of),
             "zeroshard.v1.MirrorService.Changes" if self.chance(85) => self.mirror_changes(&of),
             "zeroshard.v1.MirrorService.Copy" if self.chance(85) => self.mirror_copy(&of),
@@ -46,7 +47,7 @@ impl Generator<'_> {
             window: 0,
         };
         let mut messages = vec![stock::open(begin)];
-        for Slice { index, numel, trains, shard } in self.member.slices.clone() {
+        for Slice { index, numel, trains, shard, .. } in self.member.slices.clone() {
             if trains && shard == server {
                 messages.push(stock::extent(index, 0, &vec![0.5; numel]));
             }
@@ -58,6 +59,33 @@ impl Generator<'_> {
         let here = self.member.slices.iter().filter(|slice| slice.shard == server);
         let slices: Vec<u32> = here.map(|slice| slice.index).collect();
         vec![dynamic(of, &stock::read(&self.member.job, self.member.version, slices))]
+    }
+
+    /// Generates a request of a reader, which has a box of each second tensor.
+    fn changes(&mut self, of: &MessageDescriptor, server: usize) -> Vec<DynamicMessage> {
+        let here = self.member.slices.iter().filter(|slice| slice.shard == server);
+        let here: Vec<Slice> = here.copied().collect();
+        let mut boxes = Vec::<pb::Box>::new();
+        for tensor in here.iter().map(|slice| slice.tensor) {
+            if boxes.last().is_none_or(|last| last.tensor != tensor as u32) && self.chance(50) {
+                let dims = self.member.shapes[tensor].iter().map(|&all| {
+                    let size = self.random.u64(1..=all);
+                    pb::BoxDim { offset: self.random.u64(..=all - size), size }
+                });
+                boxes.push(pb::Box { tensor: tensor as u32, dims: dims.collect() });
+            }
+        }
+        let slices = here.iter().map(|slice| slice.index).collect();
+        let slices = pb::FollowedSlices { dtype: pb::Dtype::F32.into(), slices, boxes };
+        let request = pb::ChangesRequest {
+            job: self.member.job.clone(),
+            job_id: self.member.job_id,
+            slices: vec![slices],
+            from: self.chance(50).then_some(self.member.version),
+            wait_ms: self.random.u32(..100),
+            ..Default::default()
+        };
+        vec![dynamic(of, &request)]
     }
 
     /// Generates the capture of the step after the next one: the next one may have begun.
@@ -92,7 +120,7 @@ impl Generator<'_> {
     /// Some slices of the job that the mirror follows.
     fn followed(&mut self) -> Vec<pb::FollowedSlices> {
         let slices = (0..slices_of_bystander()).filter(|_| self.chance(70)).collect();
-        vec![pb::FollowedSlices { dtype: pb::Dtype::F32.into(), slices }]
+        vec![pb::FollowedSlices { dtype: pb::Dtype::F32.into(), slices, boxes: Vec::new() }]
     }
 
     fn commit(&mut self, of: &MessageDescriptor) -> Vec<DynamicMessage> {

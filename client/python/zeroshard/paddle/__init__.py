@@ -22,6 +22,7 @@ from ._clip import clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
 from ._dist_model import DistModel, to_static
+from ._follow import FollowedVersion, Versions, follow
 from ._layer import shard_layer
 from ._mesh import Partial, Placement, ProcessMesh, Replicate, Shard
 from ._model import GroupSharded
@@ -37,6 +38,7 @@ from ._strategy import Strategy
 __all__ = [
     "DataParallel",
     "DistModel",
+    "FollowedVersion",
     "GradScaler",
     "GroupSharded",
     "Partial",
@@ -50,9 +52,11 @@ __all__ = [
     "ShardingStage2",
     "ShardingStage3",
     "Strategy",
+    "Versions",
     "clip_grad_norm_",
     "fleet",
     "averaged",
+    "follow",
     "fused_allreduce_gradients",
     "group_sharded_parallel",
     "load_group_sharded_model",

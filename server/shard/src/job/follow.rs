@@ -4,18 +4,29 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use zeroshard_kernels::Backend;
-use zeroshard_model::{DType, Error, Result};
+use zeroshard_model::{Error, Result, View};
 
-use super::Job;
+use super::{Job, followers::MOST_BOXES};
 use crate::{
     budget::Budget,
     slice::{Slice, Unhashed},
 };
 
 impl<B: Backend, D: Send + Sync> Job<B, D> {
-    /// Notes that somebody follows the job in `dtype`.
-    pub fn note_follower(&self, dtype: DType) {
-        self.followers.ask(dtype, self.host.now());
+    /// Notes that somebody follows a tensor in `view`.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if too many other boxes of the tensor are followed.
+    pub fn note_follower(&self, tensor: usize, view: &View) -> Result<()> {
+        match self.followers.ask(tensor, view, self.host.now()) {
+            true => Ok(()),
+            false => Err(Error::refused(format!(
+                "{MOST_BOXES} boxes of tensor {:?} are followed, which is the maximum; follow one \
+                 of these boxes or the whole tensor, or wait until nobody has asked for one of \
+                 them for a minute",
+                self.spec.manifest.tensors()[tensor].name
+            ))),
+        }
     }
 
     /// Notes that reader number `id` asks for changes. `version`: the one that it has. Readers that
@@ -46,7 +57,7 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
         }
     }
 
-    /// Records the changes of a slice in `dtype` from now on. If this returns values, the caller
+    /// Records the changes of a slice in `view` from now on. If this returns values, the caller
     /// must hash them: until then [`crate::slice::Slice::changes`] knows nothing. `budget` is the
     /// server's, and one job takes at most three quarters of it.
     ///
@@ -55,16 +66,18 @@ impl<B: Backend, D: Send + Sync> Job<B, D> {
     pub fn follow(
         &self,
         index: u32,
-        dtype: DType,
+        view: &View,
         budget: &Arc<Budget>,
     ) -> Result<Option<Unhashed<B>>> {
-        self.followed_slice(index)?.follow(dtype, self.followers.budget(budget))
+        self.followed_slice(index)?.follow(view, self.followers.budget(budget))
     }
 
-    /// Drops the changes in each dtype that nobody has asked for lately.
+    /// Drops the changes in each view that nobody has asked for lately.
     pub fn end_follows(&self) {
-        for dtype in self.followers.ended(|| self.host.now()) {
-            self.slices().for_each(|(_, slice)| slice.unfollow(dtype));
+        for (tensor, view) in self.followers.ended(|| self.host.now()) {
+            let slices = self.spec.manifest.slices_of(tensor);
+            let held = slices.filter_map(|slice| self.slice(slice as u32).ok());
+            held.for_each(|slice| slice.unfollow(&view));
         }
     }
 

@@ -1,9 +1,9 @@
 //! Keeps what the last steps have changed in a slice, for readers that follow the job.
 //!
-//! A history exists while somebody follows the job in its dtype. It lists how the published values
-//! changed from one version to the next. If a change is missing, readers fetch the slice in full. A
-//! history takes at most about twice the memory of the values: for a reader that is further behind,
-//! the values are smaller than the changes.
+//! A history exists while somebody follows the job in its view: a dtype, and the whole tensor or a
+//! box. It lists how the published values changed from one version to the next. If a change is
+//! missing, readers fetch the slice in full. A history takes at most about twice the memory of the
+//! values: for a reader that is further behind, the values are smaller than the changes.
 
 use std::{
     collections::VecDeque,
@@ -12,7 +12,7 @@ use std::{
 
 use bytes::Bytes;
 use zeroshard_changes::{Recorded, block};
-use zeroshard_model::DType;
+use zeroshard_model::View;
 
 use crate::budget::{Budget, Space};
 
@@ -22,9 +22,9 @@ const OVERHEAD: u64 = 64;
 /// The bytes that a history may take even if the slice is tiny: a few hundred changes.
 const SMALL: u64 = 64 << 10;
 
-/// The changes of a slice in one dtype.
+/// The changes of a slice in one view.
 pub(super) struct History {
-    dtype: DType,
+    view: View,
     /// The hash of the values with which the history began. It may be computed after further steps,
     /// because each change says by how much it alters the hash.
     begun: Arc<OnceLock<u64>>,
@@ -58,20 +58,21 @@ pub enum Since {
 }
 
 impl History {
-    /// Begins with a version of `numel` elements. The caller stores its hash in `begun`.
+    /// Begins with a version, of which the view has `numel` elements of the slice. The caller
+    /// stores their hash in `begun`.
     pub(super) fn new(
-        (dtype, numel): (DType, usize),
+        (view, numel): (View, usize),
         version: u64,
         begun: Arc<OnceLock<u64>>,
         budget: Arc<Budget>,
     ) -> Self {
-        let limit = 2 * block::most_bytes(dtype, numel) as u64 + SMALL;
+        let limit = 2 * block::most_bytes(view.dtype(), numel) as u64 + SMALL;
         let changes = VecDeque::new();
-        Self { dtype, begun, dropped: 0, first: version, changes, bytes: 0, limit, budget }
+        Self { view, begun, dropped: 0, first: version, changes, bytes: 0, limit, budget }
     }
 
-    pub(super) fn dtype(&self) -> DType {
-        self.dtype
+    pub(super) fn view(&self) -> &View {
+        &self.view
     }
 
     /// Returns `false` if the first hash is missing, and nobody computes it any more.

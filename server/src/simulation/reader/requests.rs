@@ -49,6 +49,7 @@ impl Reader {
         let slices = slices.map(|(dtype, slices)| pb::FollowedSlices {
             dtype: pb::Dtype::from(dtype).into(),
             slices,
+            boxes: Vec::new(),
         });
         pb::ChangesRequest {
             job: JOB.to_owned(),

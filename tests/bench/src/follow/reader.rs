@@ -37,7 +37,7 @@ async fn read(options: &Options) -> Result<(), Error> {
     let (dtype, mirror) = (options.dtype, options.mirror.clone());
     let follow = Follow { dtype, wait: WAIT, mirror, ..Follow::default() };
     let mut follower = cluster.follow(&options.job, follow).await?;
-    let mut values = FollowedValues::new(&follower)?;
+    let mut values = FollowedValues::new(&follower);
     for order in std::io::stdin().lock().lines() {
         let answer = match &*order? {
             "next" => apply_next(&mut follower, &mut values).await?,
