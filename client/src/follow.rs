@@ -235,8 +235,10 @@ impl Follower {
     /// Asks the coordinator for the servers of the job. The reader needs a full copy if the job is
     /// on another line.
     async fn describe(&mut self) -> Result<()> {
-        self.of = self.cluster.describe_job(&self.job).await?;
-        self.reader.described((self.of.id, self.of.line));
+        let of = self.cluster.describe_job(&self.job).await?;
+        if self.reader.described((of.id, of.line)) {
+            self.of = of;
+        }
         Ok(())
     }
 
@@ -268,11 +270,17 @@ impl Follower {
             match tries.limit(waiting_for, pinned).await? {
                 // The copies of other readers take the room, and end soon.
                 Err(Error::OutOfMemory { .. }) if !room.left().is_zero() => sleep(FULL).await,
-                pinned => break pinned?,
+                pinned => {
+                    let pinned = pinned?;
+                    let of = pinned.description();
+                    if self.reader.described((of.id, of.line)) {
+                        break pinned;
+                    }
+                    sleep(REFRESH).await;
+                }
             }
         };
         self.of = pinned.description().clone();
-        self.reader.described((self.of.id, self.of.line));
         Ok(FollowedVersion::full(self.of.line, pinned, reason))
     }
 

@@ -2,10 +2,10 @@
 //! internet access.
 //!
 //! `zeroshard-admin` accepts connections and answers probes, and `credential` says who may see the
-//! pages. `page` renders the status page: `cluster`, `jobs` and `events` draw its sections on a coordinator, and `server` draws
-//! those on a shard server. They read the state of the roles from `sources`; `view` is the part
-//! that the address selects. `charts` and `table` draw figures and tables, and `html` formats text
-//! and numbers.
+//! pages. `page` renders the status page: `cluster`, `jobs` and `events` draw its sections on a
+//! coordinator, and `server` draws those on a shard server. They read the state of the roles from
+//! `sources`; `view` is the part that the address selects. `charts` and `table` draw figures and
+//! tables, and `html` formats text and numbers.
 
 mod charts;
 mod cluster;
