@@ -248,16 +248,21 @@ impl Follower {
     /// on another line.
     async fn describe(&mut self) -> Result<()> {
         let of = self.cluster.describe_job(&self.job).await?;
-        self.set_description(of)
+        self.take(of)?;
+        Ok(())
     }
 
-    fn set_description(&mut self, of: Description) -> Result<()> {
+    /// Takes a description of the job, unless it is of a line that the job has left. Returns
+    /// whether it was taken.
+    fn take(&mut self, of: Description) -> Result<bool> {
+        if !self.reader.described((of.id, of.line)) {
+            return Ok(false);
+        }
         if of.id != self.of.id {
             self.views = Views::new(&of.spec.manifest, &self.follow)?;
         }
-        self.reader.described((of.id, of.line));
         self.of = of;
-        Ok(())
+        Ok(true)
     }
 
     /// Waits for a version after the last one that [`Self::next`] returned. Pins the newest one,
@@ -288,10 +293,15 @@ impl Follower {
             match tries.limit(waiting_for, pinned).await? {
                 // The copies of other readers take the room, and end soon.
                 Err(Error::OutOfMemory { .. }) if !room.left().is_zero() => sleep(FULL).await,
-                pinned => break pinned?,
+                pinned => {
+                    let pinned = pinned?;
+                    if self.take(pinned.description().clone())? {
+                        break pinned;
+                    }
+                    sleep(REFRESH).await;
+                }
             }
         };
-        self.set_description(pinned.description().clone())?;
         Ok(FollowedVersion::full(self.of.line, pinned, reason))
     }
 

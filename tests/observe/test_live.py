@@ -133,7 +133,7 @@ class Live(unittest.TestCase):
                     help_texts[name] = text[0]
                 elif mark == "#" and keyword == "TYPE" and name.startswith("zeroshard_"):
                     shown[name] = (text[0], help_texts[name])
-        # A mirror shows its metrics on a port of its own: tests/tests/cluster/mirrors.rs reads them.
+        # A mirror has a port of its own, which tests/tests/cluster/mirrors.rs reads.
         of_servers = [of for of in documents.metrics() if "_mirror_" not in of.name]
         table = {of.name: (of.kind, of.meaning) for of in of_servers}
         self.assertEqual(shown, {name: of for name, of in table.items() if name in shown})

@@ -18,14 +18,15 @@ use std::{net::SocketAddr, sync::Arc};
 use futures_util::TryStreamExt;
 use tokio::net::TcpListener;
 use tonic::transport::{Server, server::TcpIncoming};
-use zeroshard_client::{Cluster, Copied, Follow, Options};
-use zeroshard_model::{Error, LineVersion, Result};
+use zeroshard_client::{Cluster, Follow, Options};
+use zeroshard_model::{Error, Result};
 use zeroshard_net::transport::tls::Acceptor;
 use zeroshard_proto::pb::mirror_service_server::MirrorServiceServer;
 
 use access::Access;
 use metrics::Metrics;
 use service::Service;
+pub use store::Mirrored;
 use store::Store;
 
 /// The largest request: all slices of a large job.
@@ -47,17 +48,6 @@ pub struct Mirror {
     pub address: String,
     /// The options of connections. Readers of a cluster with TLS connect with TLS, too.
     pub options: Options,
-}
-
-/// A version that the mirror has received.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mirrored {
-    /// The version.
-    pub version: LineVersion,
-    /// The number of bytes received for it.
-    pub bytes: u64,
-    /// The reason for a full copy.
-    pub copied: Option<Copied>,
 }
 
 impl Mirror {

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use crate::Mirrored;
+use crate::store::Mirrored;
 
 /// The type and meaning of a metric.
 struct Family {

@@ -4,10 +4,19 @@ use std::sync::{PoisonError, RwLock as Lock};
 
 use tokio::sync::{RwLock, watch};
 use zeroshard_changes::{Mirror, SliceChange};
-use zeroshard_client::{Description, FollowedValues, FollowedVersion, Follower};
-use zeroshard_model::{DType, Error, Result, SliceSpec};
+use zeroshard_client::{Copied, Description, FollowedValues, FollowedVersion, Follower};
+use zeroshard_model::{DType, Error, LineVersion, Result, SliceSpec};
 
-use crate::Mirrored;
+/// A version that the mirror has received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mirrored {
+    /// The version.
+    pub version: LineVersion,
+    /// The number of bytes received for it.
+    pub bytes: u64,
+    /// The reason for a full copy.
+    pub copied: Option<Copied>,
+}
 
 /// What the mirror has.
 pub(crate) struct Store {

@@ -34,8 +34,8 @@ pub(crate) struct Arguments {
     /// full copy
     #[arg(long, value_name = "BYTES", default_value_t = HISTORY)]
     history_bytes: u64,
-    /// Address of the admin HTTP server, which shows /metrics and answers /healthz and /readyz; port
-    /// 0: any free port [default: no admin server]
+    /// Address of the admin HTTP server, which shows /metrics and answers /healthz and /readyz;
+    /// port 0: any free port [default: no admin server]
     #[arg(long, value_name = "IP:PORT")]
     admin_listen: Option<SocketAddr>,
     /// Address of another mirror that sends the values instead of the servers

@@ -1,5 +1,5 @@
-//! The admin port of servers and mirrors: HTTP pages, access control, and probes. It uses TLS if the
-//! process has a certificate.
+//! The admin port of servers and mirrors: HTTP pages, access control, and probes. It uses TLS if
+//! the process has a certificate.
 //!
 //! `/healthz` is answered by any process that is alive, and `/readyz` says whether it is ready.
 //! Probes need no credential.

@@ -13,8 +13,8 @@
 //!
 //! [`Reader`] and [`Gathering`] are what a reader decides: which changes lead to one version, and
 //! when it needs a full copy. [`Mirror`] decides what a mirror sends to its readers, and [`vouch`]
-//! and [`MirrorCopy`] what they take from it. The client, mirrors and the simulation of a cluster make the
-//! calls.
+//! and [`MirrorCopy`] what they take from it. The client, mirrors and the simulation of a cluster
+//! make the calls.
 //!
 //! This crate knows no messages. Its decoder accepts any bytes, and refuses malformed ones.
 

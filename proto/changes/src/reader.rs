@@ -123,12 +123,18 @@ impl Reader {
     }
 
     /// Notes the id and the line with which the coordinator has described the job. If they are
-    /// others, the reader needs a full copy, and version numbers begin anew.
-    pub fn described(&mut self, of: (u64, Option<u64>)) {
+    /// others, the reader needs a full copy, and version numbers begin anew. Returns `false` for a
+    /// line that the job has left: a coordinator that was replaced may still describe it. The
+    /// description must then not be used.
+    pub fn described(&mut self, of: (u64, Option<u64>)) -> bool {
+        if of.0 == self.of.0 && of.1 < self.of.1 {
+            return false;
+        }
         if std::mem::replace(&mut self.of, of) != of {
             self.shown = None;
             self.lose(Copied::Rewound);
         }
+        true
     }
 
     /// Notes that the reader needs a full copy.

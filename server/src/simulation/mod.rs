@@ -1,7 +1,8 @@
 //! A deterministic simulation of a cluster: the state machine of the coordinator and the jobs of
-//! shard servers, which are those of production, and workers, readers and mirrors on a virtual network.
-//! Everything that happens follows from a seed: delays, lost and repeated messages, crashes, broken
-//! connections, processes that stand still, and saves that fail. The clock is a number.
+//! shard servers, which are those of production, and workers, readers and mirrors on a virtual
+//! network. Everything that happens follows from a seed: delays, lost and repeated messages,
+//! crashes, broken connections, processes that stand still, and saves that fail. The clock is a
+//! number.
 //!
 //! A run trains a small job, with checkpoints or without. Every version that a worker pulls must
 //! have the bits of an undisturbed run, and so must every version that a reader shows. Every rank
@@ -22,9 +23,9 @@
 //!
 //! `world` delivers messages and timers. `coordinator`, `server`, `worker` and `reader` are the
 //! processes, `data` and `follow` are what servers answer and `mirror` what a mirror answers,
-//! `checkpoints` is the storage, `faults` decides what goes wrong, and `record` is what must be the same in all runs. `pair` is the
-//! network of two coordinators, `decisions` compares what they have decided, and `visible` checks
-//! when a version is sent.
+//! `checkpoints` is the storage, `faults` decides what goes wrong, and `record` is what must be the
+//! same in all runs. `pair` is the network of two coordinators, `decisions` compares what they have
+//! decided, and `visible` checks when a version is sent.
 
 mod checkpoints;
 mod coordinator;

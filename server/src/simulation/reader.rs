@@ -254,12 +254,18 @@ impl World {
         let Phase::Description { copies } = reader.phase else { return };
         let Some(of) = of.filter(|of| of.version.is_some()) else { return self.pause(round) };
         let id = (of.job_id, Some(of.line));
-        reader.of = Some(of);
-        match &mut reader.state {
-            Some(_) if is_missing(Safeguard::ReaderLines) => {}
+        let is_current = match &mut reader.state {
+            Some(_) if is_missing(Safeguard::ReaderLines) => true,
             Some(state) => state.described(id),
-            state => *state = Some(changes::Reader::new(id)),
+            state => {
+                *state = Some(changes::Reader::new(id));
+                true
+            }
+        };
+        if !is_current {
+            return self.pause(round);
         }
+        reader.of = Some(of);
         if copies { self.copy(round.reader) } else { self.ask_for_changes(round.reader) }
     }
 

@@ -113,7 +113,7 @@ impl MirrorService for Liar {
     }
 }
 
-/// Starts a mirror of a job, and a process that lies in its name. Returns the address of the latter.
+/// Starts a mirror of a job, and a server that lies in its name. Returns the address of the latter.
 async fn lying(cluster: &Cluster, job: &str) -> (Process, String, Arc<Plan>) {
     let mut command = Command::new(binary("zsctl"));
     command.args(["--json", "--address", cluster.address(), "mirror", job]);
