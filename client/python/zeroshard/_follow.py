@@ -174,9 +174,10 @@ class FollowedVersion:
     def apply(self, model: Any) -> None:
         """Gives the parameters and buffers of ``model`` the values of this version, in place.
 
-        The model must have the values of the version that you applied last. This method checks them
-        before it writes the first value. If your program has written to the model since, it fetches
-        all values of the newest version, and :attr:`number` becomes the number of that version.
+        The model must have the values of the version that you applied last. This method compares a
+        hash of each slice with that of the servers. If your program has written to the model since,
+        it fetches all values of the newest version, and :attr:`number` becomes the number of that
+        version.
 
         If you follow a box of a tensor, the model's tensor has the shape of the box. A distributed
         tensor holds its local elements only, whose shape is then that of the box.
