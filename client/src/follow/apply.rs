@@ -232,7 +232,9 @@ impl Follower {
             self.reader.begin_copy();
             let copied = match (values, self.mirror.clone()) {
                 (Values::Pinned(pinned), _) => self.pull(pinned, arrays).await,
-                (Values::Mirror, Some(mirror)) => self.copy_of_mirror(&mirror, arrays).await,
+                (Values::Mirror, Some(mirror)) => {
+                    self.copy_of_mirror((&mirror, version.number), arrays).await
+                }
                 (Values::Mirror | Values::Gone, _) => continue,
             };
             match copied {

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_changes::apply::{Place, apply};
+use zeroshard_changes::{
+    MirrorCopy,
+    apply::{Place, apply},
+};
 use zeroshard_model::{Error, Result};
 use zeroshard_proto::{pb, status::from_status};
 
@@ -14,14 +17,15 @@ use super::{
 };
 
 impl Follower {
-    /// Fetches all values from the mirror. Slices arrive at different versions: those that are
-    /// behind get the changes that they lack. Afterwards all hashes are those of the servers.
+    /// Fetches all values from the mirror, whose newest version was `newest`. Slices arrive at
+    /// different versions: those that are behind get the changes that they lack. Afterwards all
+    /// hashes are those of the servers.
     pub(super) async fn copy_of_mirror(
         &self,
-        mirror: &Mirror,
+        (mirror, newest): (&Mirror, u64),
         arrays: &mut Arrays<'_>,
     ) -> Result<Copy> {
-        let copy = zeroshard_changes::MirrorCopy::new(self.receive(mirror, arrays).await?);
+        let copy = MirrorCopy::new(self.receive(mirror, arrays).await?, newest);
         let version = copy.version();
         let failed = |cause: String| Error::Unavailable { peer: mirror.peer.clone(), cause };
         for (from, slices) in copy.behind() {

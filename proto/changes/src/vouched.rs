@@ -22,23 +22,28 @@ pub fn vouch(
 /// The versions of the slices of a full copy. A mirror sends each slice at the version that it has
 /// at this moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MirrorCopy(BTreeMap<u32, u64>);
+pub struct MirrorCopy {
+    versions: BTreeMap<u32, u64>,
+    version: u64,
+}
 
 impl MirrorCopy {
-    /// A copy whose slices have these versions.
-    pub fn new(versions: BTreeMap<u32, u64>) -> Self {
-        Self(versions)
+    /// A copy whose slices have these versions. `least`: the version that the mirror has promised,
+    /// which it may not have applied to its own values yet.
+    pub fn new(versions: BTreeMap<u32, u64>, least: u64) -> Self {
+        let version = versions.values().copied().max().unwrap_or_default().max(least);
+        Self { versions, version }
     }
 
     /// Returns the version that all slices get.
     pub fn version(&self) -> u64 {
-        self.0.values().copied().max().unwrap_or_default()
+        self.version
     }
 
     /// Returns the slices that lack changes, by their version.
     pub fn behind(&self) -> BTreeMap<u64, Vec<u32>> {
         let mut behind = BTreeMap::<u64, Vec<u32>>::new();
-        for (&slice, &from) in self.0.iter().filter(|(_, from)| **from < self.version()) {
+        for (&slice, &from) in self.versions.iter().filter(|(_, from)| **from < self.version) {
             behind.entry(from).or_default().push(slice);
         }
         behind
@@ -53,7 +58,7 @@ impl MirrorCopy {
     ) -> Option<u32> {
         let is_equal =
             |slice: &u32| hashes.contains_key(slice) && hashes.get(slice) == of_servers.get(slice);
-        self.0.keys().copied().find(|slice| !is_equal(slice))
+        self.versions.keys().copied().find(|slice| !is_equal(slice))
     }
 }
 
@@ -73,15 +78,19 @@ mod tests {
 
     #[test]
     fn slices_of_a_copy_get_the_newest_of_their_versions() {
-        let copy = MirrorCopy::new([(0, 4), (1, 6), (2, 4), (3, 5)].into());
+        let copy = MirrorCopy::new([(0, 4), (1, 6), (2, 4), (3, 5)].into(), 5);
         assert_eq!(copy.version(), 6);
         assert_eq!(copy.behind(), [(4, vec![0, 2]), (5, vec![3])].into());
-        assert!(MirrorCopy::new([(0, 6), (1, 6)].into()).behind().is_empty());
+        let versions = BTreeMap::from([(0, 6), (1, 6)]);
+        assert!(MirrorCopy::new(versions.clone(), 6).behind().is_empty());
+        // The mirror sends changes on before it applies them.
+        let copy = MirrorCopy::new(versions, 7);
+        assert_eq!((copy.version(), copy.behind()), (7, [(6, vec![0, 1])].into()));
     }
 
     #[test]
     fn a_copy_needs_the_hash_of_each_slice_from_the_servers() {
-        let copy = MirrorCopy::new([(0, 6), (1, 6)].into());
+        let copy = MirrorCopy::new([(0, 6), (1, 6)].into(), 6);
         let own = [(0, 10), (1, 11)].into();
         assert_eq!(copy.differs(&own, &[(0, 10), (1, 11), (2, 9)].into()), None);
         assert_eq!(copy.differs(&own, &[(0, 10), (1, 12)].into()), Some(1));

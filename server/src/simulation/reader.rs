@@ -100,6 +100,9 @@ pub(super) struct Reader {
     turn: usize,
     /// How many servers of a slice, one after the other, do not know the changes.
     unknown: usize,
+    /// The newest version of the servers or the mirror before it copies all values, with the job
+    /// and its line.
+    newest: Option<(u64, u64, u64)>,
     /// How far after the described version it pins one, because steps are fast.
     ahead: u64,
     /// The job, the line and the version that it has shown last.
@@ -172,6 +175,7 @@ impl Reader {
             is_misled: false,
             turn: 0,
             unknown: 0,
+            newest: None,
             ahead: 0,
             last: None,
             left: BTreeSet::new(),

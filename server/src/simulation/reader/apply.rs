@@ -71,6 +71,7 @@ impl World {
         if state.version().is_none() {
             let newest = answers.iter().map(|answer| answer.version).max();
             let copies = state.is_newer(newest);
+            of.newest = newest.map(|newest| (of.of().job_id, of.of().line, newest));
             return self.describe(reader, copies);
         }
         let Some(gathering) = state.gather(answers) else { return self.describe(reader, false) };

@@ -18,6 +18,8 @@ use crate::simulation::{
 pub(super) struct Receiving {
     /// The version of each slice that has arrived.
     versions: BTreeMap<u32, u64>,
+    /// The version that the mirror has promised.
+    least: u64,
     values: BTreeMap<u32, Vec<u8>>,
     /// The versions whose slices have not got the changes yet that they lack.
     behind: Vec<Option<u64>>,
@@ -60,7 +62,9 @@ impl World {
         let requests = of.slices.iter();
         let requests = requests.map(|&slice| Request::MirrorCopy { job, line, slice }).collect();
         let (versions, values) = (BTreeMap::new(), BTreeMap::new());
-        of.begin(Phase::Receive(Receiving { versions, values, behind: Vec::new() }));
+        let newest = of.newest.filter(|newest| (newest.0, newest.1) == (job, line));
+        let least = newest.map_or(0, |(.., newest)| newest);
+        of.begin(Phase::Receive(Receiving { versions, least, values, behind: Vec::new() }));
         self.send_to_mirror(reader, mirror, requests);
     }
 
@@ -82,7 +86,7 @@ impl World {
     /// Asks the mirror for the changes of the slices that have arrived at an earlier version.
     fn ask_for_missing(&mut self, reader: usize, mut copy: Receiving) {
         let of = &mut self.readers[reader];
-        let all = MirrorCopy::new(copy.versions.clone());
+        let all = MirrorCopy::new(copy.versions.clone(), copy.least);
         let behind = all.behind();
         if behind.is_empty() {
             return self.ask_for_hashes(reader, all.version(), Unverified::Copy(copy));
@@ -108,7 +112,7 @@ impl World {
         let Phase::Missing(mut copy) = std::mem::replace(&mut of.phase, Phase::Rests) else {
             return;
         };
-        let version = MirrorCopy::new(copy.versions.clone()).version();
+        let version = MirrorCopy::new(copy.versions.clone(), copy.least).version();
         let Some(slices) = known.slices.filter(|_| known.version == version) else {
             return self.pause(round);
         };
@@ -187,13 +191,13 @@ impl World {
         &mut self,
         reader: usize,
         version: u64,
-        Receiving { versions, values, .. }: Receiving,
+        Receiving { versions, least, values, .. }: Receiving,
         hashes: Option<BTreeMap<u32, u64>>,
     ) {
         let of = &mut self.readers[reader];
         let round = Round { reader, life: of.life, number: of.round };
         let Some(hashes) = hashes else { return self.pause(round) };
-        let differs = MirrorCopy::new(versions).differs(&of.hashes_of(&values), &hashes);
+        let differs = MirrorCopy::new(versions, least).differs(&of.hashes_of(&values), &hashes);
         match differs.filter(|_| !is_missing(Safeguard::MirrorHashes)) {
             None => {
                 of.phase = Phase::Copy { version, waits: 0, values };
