@@ -118,7 +118,11 @@ mod tests {
         let mut asked = 0;
         for wait in [0, 29, 1, 29, 29] {
             advance(Duration::from_secs(wait)).await;
-            accepted.check(token("a"), async |_| Ok(asked += 1)).await.unwrap();
+            let ask = async |_: &Token| {
+                asked += 1;
+                Ok(())
+            };
+            accepted.check(token("a"), ask).await.unwrap();
         }
         assert_eq!(asked, 3);
         let other = accepted.check(token("b"), async |_| Err(unknown())).await;
