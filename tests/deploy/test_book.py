@@ -26,7 +26,7 @@ OTHERS = frozenset(
     "apt-get awk cat cd chmod chown cp curl deactivate docker echo etcdctl git grep head helm "
     "install jq journalctl kill kubectl ls maturin mkdir mv npm openssl pip pkill promtool pytest "
     "python python3 rm sed sha256sum sleep source ssh sudo systemctl tar tee torchrun touch tr "
-    "true wget zeroshard".split()
+    "true vllm wget zeroshard".split()
 )
 #: Words of the shell before a command.
 KEYWORDS = {"!", "do", "done", "else", "fi", "if", "then", "until", "while", "{", "}", "break"}
