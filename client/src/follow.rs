@@ -1,11 +1,11 @@
 //! Follows a job: a reader receives only what each step has changed.
 //!
 //! A follower pins one version and copies it in full. Afterwards it asks the servers of its slices
-//! for the changes since its version. With replicas it asks another server of each slice every
-//! time, so all of them send equally much. Servers answer when they have a newer version. If some
-//! answer with an older version than others, the follower asks them for the rest, so that all
-//! changes lead to the same version. It keeps no copy of the values. It applies the changes to the
-//! caller's own arrays, and takes them back if the hash of a slice is wrong.
+//! for the changes since its version. With replicas it asks the servers of a slice in turn, so
+//! these share the traffic. Servers answer when they have a newer version. If some answer with an
+//! older version than others, the follower asks them for the rest, so that all changes lead to the
+//! same version. It keeps no copy of the values. It applies the changes to the caller's own arrays,
+//! and takes them back if the hash of a slice is wrong.
 //!
 //! The follower makes another full copy if the job is on another line or is another job of the same
 //! name, if a server does not know the changes, or if somebody else has written to the arrays.

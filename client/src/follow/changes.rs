@@ -37,11 +37,11 @@ enum Source {
 }
 
 impl Follower {
-    /// Returns whom to ask for changes: the mirror if there is one, and all servers otherwise.
-    fn sources(&self) -> Result<Vec<(Source, pb::ChangesRequest)>> {
+    /// Returns whom to ask for changes: the mirror if there is one, or else [`Self::servers`].
+    fn sources(&self, turn: usize) -> Result<Vec<(Source, pb::ChangesRequest)>> {
         match &self.mirror {
             Some(mirror) => Ok(vec![(Source::Mirror(mirror.clone()), self.request(self.slices()))]),
-            None => self.servers(self.turn),
+            None => self.servers(turn),
         }
     }
 
@@ -97,11 +97,8 @@ impl Follower {
     /// Makes all servers record changes, unless a mirror has done so. Waits for a version after the
     /// last one that [`Self::next`] returned, and returns the newest one.
     pub(super) async fn begin(&self, wait: Duration) -> Result<Option<u64>> {
-        let primaries = match &self.mirror {
-            Some(_) => self.sources()?,
-            None => self.servers(0)?,
-        };
-        let (answers, ()) = tokio::join!(self.ask_all(primaries, None, wait), self.begin_backups());
+        let primaries = self.ask_all(self.sources(0)?, None, wait);
+        let (answers, ()) = tokio::join!(primaries, self.begin_backups());
         let (_, answers) = answers?;
         Ok(answers.iter().map(|answer| answer.version).max())
     }
@@ -122,7 +119,7 @@ impl Follower {
 
     /// Fetches the changes since `from`, up to the newest version that any source has.
     pub(super) async fn changes_since(&self, from: u64, wait: Duration) -> Result<Since> {
-        let (requests, answers) = self.ask_all(self.sources()?, Some(from), wait).await?;
+        let (requests, answers) = self.ask_all(self.sources(self.turn)?, Some(from), wait).await?;
         let Some(mut gathering) = self.reader.gather(answers) else { return Ok(Since::Same) };
         let version = gathering.version();
         let rest = gathering.behind().into_iter().map(|(at, had)| {

@@ -1,5 +1,5 @@
-//! What a reader of a mirror takes from the servers: the hashes of all slices. A mirror can then
-//! send nothing that the reader would take for a version of the job.
+//! Hashes that a reader of a mirror takes from the servers. With them, the reader refuses wrong
+//! values that the mirror sends.
 
 use std::collections::BTreeMap;
 

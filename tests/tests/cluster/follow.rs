@@ -347,7 +347,7 @@ async fn a_skipped_step_is_an_empty_change_and_a_rewind_a_full_copy() {
     until_saved(directory.path(), "back", 2).await;
     truth.train(&trainer, 2..4).await;
     truth.record(&trainer, 4).await;
-    // The servers may still be at version 3 when they have decided about the next one.
+    // The trainer goes on as soon as a step is decided, before the servers have applied it.
     while reader.next().await.version().version < 4 {}
     truth.check(&reader).await;
     assert_eq!(client.rewind("back", 2, None, &[]).await.unwrap(), 1);
